@@ -1,0 +1,412 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_CODE_UNSPECIFIED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_SETTINGS_DIFFER: _ClassVar[RefusalCode]
+    REFUSAL_CODE_JOB_FULL: _ClassVar[RefusalCode]
+    REFUSAL_CODE_NODE_ID_TAKEN: _ClassVar[RefusalCode]
+    REFUSAL_CODE_NOT_IN_RANK_TABLE: _ClassVar[RefusalCode]
+    REFUSAL_CODE_SUPERSEDED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_JOB_ENDED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_TOPO_TIMEOUT: _ClassVar[RefusalCode]
+    REFUSAL_CODE_MALFORMED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_NOT_PERMITTED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_EXPELLED: _ClassVar[RefusalCode]
+REFUSAL_CODE_UNSPECIFIED: RefusalCode
+REFUSAL_CODE_SETTINGS_DIFFER: RefusalCode
+REFUSAL_CODE_JOB_FULL: RefusalCode
+REFUSAL_CODE_NODE_ID_TAKEN: RefusalCode
+REFUSAL_CODE_NOT_IN_RANK_TABLE: RefusalCode
+REFUSAL_CODE_SUPERSEDED: RefusalCode
+REFUSAL_CODE_JOB_ENDED: RefusalCode
+REFUSAL_CODE_TOPO_TIMEOUT: RefusalCode
+REFUSAL_CODE_MALFORMED: RefusalCode
+REFUSAL_CODE_NOT_PERMITTED: RefusalCode
+REFUSAL_CODE_EXPELLED: RefusalCode
+
+class Host(_message.Message):
+    __slots__ = ("id", "name", "address", "topology")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    address: str
+    topology: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., topology: _Optional[str] = ...) -> None: ...
+
+class Device(_message.Message):
+    __slots__ = ("kind", "index", "pci_bus_id", "model")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PCI_BUS_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    index: int
+    pci_bus_id: str
+    model: str
+    def __init__(self, kind: _Optional[str] = ..., index: _Optional[int] = ..., pci_bus_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("rank", "node_id", "incarnation", "host", "device", "local_rank", "local_world_size", "data_address")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    node_id: str
+    incarnation: int
+    host: Host
+    device: Device
+    local_rank: int
+    local_world_size: int
+    data_address: str
+    def __init__(self, rank: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
+
+class Collective(_message.Message):
+    __slots__ = ("sequence", "name", "group", "dtype", "size_bytes", "done")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    name: str
+    group: str
+    dtype: str
+    size_bytes: int
+    done: bool
+    def __init__(self, sequence: _Optional[int] = ..., name: _Optional[str] = ..., group: _Optional[str] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., done: bool = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("join", "publish_unique_ids", "built", "heartbeat", "quiesced", "suspect_peer", "request_leave", "leave")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BUILT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    QUIESCED_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_PEER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_LEAVE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    publish_unique_ids: PublishUniqueIds
+    built: Built
+    heartbeat: Heartbeat
+    quiesced: Quiesced
+    suspect_peer: SuspectPeer
+    request_leave: RequestLeave
+    leave: Leave
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., publish_unique_ids: _Optional[_Union[PublishUniqueIds, _Mapping]] = ..., built: _Optional[_Union[Built, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., suspect_peer: _Optional[_Union[SuspectPeer, _Mapping]] = ..., request_leave: _Optional[_Union[RequestLeave, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_NUM_FIELD_NUMBER: _ClassVar[int]
+    WORKER_MIN_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HELD_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_RANK_FIELD_NUMBER: _ClassVar[int]
+    BUILT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    job_id: str
+    node_id: str
+    incarnation: int
+    worker_num: int
+    worker_min: int
+    spare: bool
+    host: Host
+    device: Device
+    local_index: int
+    data_address: str
+    held_generation: int
+    held_rank: int
+    built: bool
+    step: int
+    facts: _containers.ScalarMap[str, str]
+    backend: str
+    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class PublishUniqueIds(_message.Message):
+    __slots__ = ("generation", "unique_ids")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    unique_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, generation: _Optional[int] = ..., unique_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Built(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STARTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    samples_per_s: float
+    started_step: int
+    recent: _containers.RepeatedCompositeFieldContainer[Collective]
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ...) -> None: ...
+
+class Quiesced(_message.Message):
+    __slots__ = ("generation", "last_started_step")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_STARTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    last_started_step: int
+    def __init__(self, generation: _Optional[int] = ..., last_started_step: _Optional[int] = ...) -> None: ...
+
+class SuspectPeer(_message.Message):
+    __slots__ = ("generation", "rank", "detail")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    rank: int
+    detail: str
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class RequestLeave(_message.Message):
+    __slots__ = ("generation", "reason")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    reason: str
+    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("generation", "finished", "reason")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    finished: bool
+    reason: str
+    def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SchedulerMessage(_message.Message):
+    __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_FIELD_NUMBER: _ClassVar[int]
+    QUIESCE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BUILT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    waiting: Waiting
+    assignment: Assignment
+    unique_ids: UniqueIds
+    suspended: Suspended
+    quiesce: Quiesce
+    refused: Refused
+    ended: Ended
+    group_built: GroupBuilt
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("heartbeat_interval_s", "node_timeout_s", "topo_timeout_s", "spare")
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    NODE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TOPO_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_interval_s: float
+    node_timeout_s: float
+    topo_timeout_s: float
+    spare: bool
+    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., node_timeout_s: _Optional[float] = ..., topo_timeout_s: _Optional[float] = ..., spare: bool = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("present", "needed", "sentence")
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    present: int
+    needed: int
+    sentence: str
+    def __init__(self, present: _Optional[int] = ..., needed: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
+
+class Assignment(_message.Message):
+    __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
+    NEWCOMER_RANKS_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_ID_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    rank: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    state_source_rank: int
+    newcomer_ranks: _containers.RepeatedScalarFieldContainer[int]
+    unique_id_count: int
+    reason: str
+    switch_after_step: int
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., state_source_rank: _Optional[int] = ..., newcomer_ranks: _Optional[_Iterable[int]] = ..., unique_id_count: _Optional[int] = ..., reason: _Optional[str] = ..., switch_after_step: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UniqueIds(_message.Message):
+    __slots__ = ("generation", "unique_ids")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    unique_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, generation: _Optional[int] = ..., unique_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Suspended(_message.Message):
+    __slots__ = ("generation", "reason", "wait_s")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    reason: str
+    wait_s: float
+    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class Quiesce(_message.Message):
+    __slots__ = ("generation", "reason")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    reason: str
+    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("code", "sentence")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    code: RefusalCode
+    sentence: str
+    def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., sentence: _Optional[str] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("ok", "reason")
+    OK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ok: bool
+    reason: str
+    def __init__(self, ok: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class GroupBuilt(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAST_COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    host_name: str
+    host_id: str
+    rank: int
+    local_rank: int
+    device: Device
+    silent_s: float
+    step: int
+    samples_per_s: float
+    state: str
+    last_collective: Collective
+    topology: str
+    address: str
+    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_NUM_FIELD_NUMBER: _ClassVar[int]
+    WORKER_MIN_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    state: str
+    generation: int
+    worker_num: int
+    worker_min: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    uptime_s: float
+    version: str
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("job_id", "node_id", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    node_id: str
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("sentence",)
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    sentence: str
+    def __init__(self, sentence: _Optional[str] = ...) -> None: ...

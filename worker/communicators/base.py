@@ -1,0 +1,211 @@
+"""What a communicator is: the data plane of one generation, for one group of ranks.
+
+Backends (``tcp``, ``gloo``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
+contract suite (``tests/contracts``) runs on all of them.
+
+Arrays here are C-contiguous buffers that the backend takes (NumPy for ``tcp`` and ``gloo``; CuPy, torch
+or anything with ``__cuda_array_interface__`` for ``nccl``). ``send`` and ``recv`` may be the same array
+where the collective allows it (in place). Results are written into ``recv``.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Array = Any
+"""An array of the backend's kind."""
+
+
+class ReduceOp(str, enum.Enum):
+    """How values of different ranks are combined. ``MEAN`` divides by the size of the group."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One rank of a group as its communicator sees it. ``rank`` is the rank within the group."""
+
+    rank: int
+    node_id: str
+    incarnation: int
+    host_id: str
+    host_name: str
+    data_address: str
+    device_index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who takes part in a communicator, and as whom this process does.
+
+    ``peers`` are in order of rank; ``unique_ids`` are secret.
+    """
+
+    job_id: str
+    generation: int
+    group: str
+    rank: int
+    peers: tuple[Peer, ...]
+    unique_ids: tuple[bytes, ...] = field(repr=False, default=())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.peers)
+
+
+class Work(Protocol):
+    """One issued collective."""
+
+    def done(self) -> bool:
+        """Whether it has completed (well or not). Never blocks."""
+
+    def wait(self) -> None:
+        """Waits until the result may be used; on CUDA, until the current stream may use it.
+
+        Raises:
+            CommunicatorError: what the collective failed with.
+            MembershipChanged: the communicator was aborted by a change of members.
+        """
+
+
+class Communicator(abc.ABC):
+    """Collectives among the ranks of one group in one generation.
+
+    Every rank must call the same collectives in the same order. Each call returns a :class:`Work`.
+    With ``async_op=False`` the call returns when the result may be used: on CPU when it is there, on
+    CUDA when it is enqueued on the caller's current stream. With ``async_op=True`` it returns at once
+    (CPU: a thread of the communicator does the work in order; CUDA: the communicator's own stream)
+    and the buffers must not be touched until ``wait()`` returns.
+
+    Counts are checked before anything is sent (:class:`~worker.errors.ArrayError`). Where ranks
+    disagree, all of them get :class:`~worker.errors.CollectiveMismatchError` (backends that can tell).
+    """
+
+    name: str
+    """Backend name: "tcp", "gloo", "nccl"."""
+
+    membership: Membership
+
+    timeout_s: float
+    """Deadline of each collective, in seconds."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        return self.membership.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self.membership.world_size
+
+    @abc.abstractmethod
+    def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
+        """Combines ``send`` of all ranks into ``recv`` of all ranks. Same shape; may be in place."""
+
+    @abc.abstractmethod
+    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False) -> Work:
+        """Like all_reduce, but only ``root`` gets the result (``recv`` is None elsewhere)."""
+
+    @abc.abstractmethod
+    def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
+        """Copies ``buffer`` of ``root`` into ``buffer`` of all ranks, in place."""
+
+    @abc.abstractmethod
+    def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
+        """``recv`` has ``world_size * send.size`` elements: rank r's ``send`` is its r-th part."""
+
+    @abc.abstractmethod
+    def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
+        """``send`` has ``world_size * recv.size`` elements; rank r gets the combined r-th part."""
+
+    @abc.abstractmethod
+    def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
+        """Like all_gather, but only ``root`` gets the result (``recv`` is None elsewhere)."""
+
+    @abc.abstractmethod
+    def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
+        """Rank r gets the r-th part of ``root``'s ``send`` (``send`` is None elsewhere)."""
+
+    @abc.abstractmethod
+    def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
+        """Part j of rank i's ``send`` becomes part i of rank j's ``recv``. Same size, divisible by ranks."""
+
+    @abc.abstractmethod
+    def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
+        """Sends ``buffer`` to ``peer``, which calls :meth:`recv` with the same dtype and size."""
+
+    @abc.abstractmethod
+    def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
+        """Receives into ``buffer`` from ``peer``."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it. On CUDA it synchronises the host."""
+
+    @abc.abstractmethod
+    def split(self, group: str, ranks: Sequence[int]) -> Communicator | None:
+        """Makes a communicator of a subset; called by every rank of this one, in the same order.
+
+        ``ranks`` are ranks of this communicator; their order is the rank order of the new one.
+        Returns None on ranks that are not in it.
+        """
+
+    @abc.abstractmethod
+    def abort(self, error: Exception) -> None:
+        """Makes blocked and later calls raise ``error``, soon. Callable from any thread, repeatedly."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Releases everything after outstanding work is done; idempotent."""
+
+
+class Backend(abc.ABC):
+    """One kind of communicator in this process. Lives across generations."""
+
+    name: str
+
+    @abc.abstractmethod
+    def open_endpoint(self, address: str) -> str:
+        """Prepares to be reached by peers; called once, before joining.
+
+        Args:
+            address: the local address (no port) that peers can reach.
+
+        Returns:
+            ``host:port`` to hand to peers, or "" when the backend needs none.
+        """
+
+    @abc.abstractmethod
+    def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
+        """Makes ``count`` fresh unique ids of a generation; called in rank 0's process only."""
+
+    @abc.abstractmethod
+    def connect(
+        self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
+    ) -> Communicator:
+        """Builds the communicator of a generation.
+
+        Args:
+            membership: who takes part; carries the unique ids.
+            timeout_s: deadline for the connection; also that of each later collective
+                unless the communicator's ``timeout_s`` is set otherwise.
+            cancelled: polled while waiting; an exception it returns is raised (the generation is over).
+
+        Raises:
+            FormationTimeoutError: not all ranks came; names those that did not.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Closes the endpoint; idempotent."""

@@ -1,0 +1,98 @@
+"""The worker's errors: one family, facts as attributes, a remedy in every message.
+
+``worker.WorkerError`` catches them all. No key, password or unique id ever stands in one.
+"""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Base of everything that Muster raises in a worker.
+
+    Args:
+        message: what happened, naming host, node id or rank where known.
+        remedy: what the user can do about it; appended to the message.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy
+        super().__init__(f"{message} {remedy}".strip())
+
+
+class SettingsError(WorkerError):
+    """A variable, key or argument has a wrong value; names it, the value and the legal range."""
+
+    exit_code = 2
+
+
+class NotInitializedError(WorkerError):
+    """A function needs ``worker.init()`` first, or was called after ``release()``."""
+
+
+class SchedulerUnreachableError(WorkerError):
+    """The scheduler could not be reached, or was lost for longer than the deadline."""
+
+
+class SecurityError(WorkerError):
+    """TLS, certificate or identity failed on either side."""
+
+
+class RefusedError(WorkerError):
+    """The scheduler gave this worker no place; ``code`` is the wire's name of the reason."""
+
+    def __init__(self, message: str, *, code: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.code = code
+
+
+class FormationTimeoutError(WorkerError):
+    """The group or its communicator did not form in time; says who is missing."""
+
+
+class JobEndedError(WorkerError):
+    """The job ended before this worker finished."""
+
+
+class MembershipChanged(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
+    """The generation this worker was computing in is over; ``session.rejoin()`` enters the next.
+
+    Attributes:
+        generation: the generation that ended.
+        lost: one sentence for each member that is gone.
+    """
+
+    def __init__(self, message: str, *, generation: int, lost: tuple[str, ...] = ()) -> None:
+        super().__init__(message, remedy="Call session.rejoin() to go on in the next generation.")
+        self.generation = generation
+        self.lost = lost
+
+
+class CommunicatorError(WorkerError):
+    """A communicator failed."""
+
+
+class CollectiveTimeoutError(CommunicatorError):
+    """A collective did not complete before its deadline; names the ranks waited for."""
+
+
+class CollectiveMismatchError(CommunicatorError):
+    """The ranks called different collectives, dtypes, shapes, roots or operations; names who called what."""
+
+
+class PeerLostError(CommunicatorError):
+    """The connection to a peer broke; ``rank`` is its rank in the communicator's group."""
+
+    def __init__(self, message: str, *, rank: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.rank = rank
+
+
+class CommunicatorAbortedError(CommunicatorError):
+    """The communicator was aborted or closed while, or before, it was used."""
+
+
+class ArrayError(CommunicatorError, ValueError):
+    """An array cannot be used here: dtype, shape, contiguity, device. Raised before anything is sent."""
