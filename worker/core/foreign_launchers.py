@@ -1,0 +1,69 @@
+"""What the environment of other launchers says in Muster's own variables.
+
+``mpirun``, ``srun``, ``torchrun`` and Kubernetes indexed jobs all tell a process its number and the number
+of processes, each in words of its own. :func:`translate` turns them into ``MS_*`` variables, so that a
+worker which one of them started needs nothing else than the scheduler's address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignLauncher:
+    """The variables of one launcher; an empty name means that it says nothing of the kind."""
+
+    name: str
+    rank: str
+    size: str
+    local_index: str
+    marker: str
+    """The variable whose presence shows that this launcher started the process."""
+
+
+# The innermost first: a pod of an indexed job may run torchrun, a Slurm step may run mpirun.
+LAUNCHERS = (
+    ForeignLauncher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
+    ForeignLauncher(
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_RANK",
+    ),
+    ForeignLauncher("mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALRANKID"),
+    ForeignLauncher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"),
+    ForeignLauncher("Kubernetes indexed job", "JOB_COMPLETION_INDEX", "", "", "JOB_COMPLETION_INDEX"),
+)
+
+
+def detect(env: Mapping[str, str]) -> ForeignLauncher | None:
+    """Finds the launcher that started this process, or None. Muster's own launcher comes before all."""
+    if "MS_LOCAL_INDEX" in env:
+        return None
+    return next((one for one in LAUNCHERS if env.get(one.marker) and env.get(one.rank)), None)
+
+
+def translate(env: Mapping[str, str]) -> dict[str, str]:
+    """Says in Muster's variables what another launcher's environment says.
+
+    Args:
+        env: the process's environment.
+
+    Returns:
+        Only variables that ``env`` lacks: MS_ROLE, MS_NODE_ID (the launcher's rank), MS_WORKER_NUM and
+        MS_LOCAL_INDEX. Empty when no known launcher is there, or when the process is not a worker.
+        Values are handed on as they stand; whoever parses the variables judges them.
+    """
+    launcher = detect(env)
+    if launcher is None or env.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
+        return {}
+    found = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": env[launcher.rank]}
+    for name, source in (("MS_WORKER_NUM", launcher.size), ("MS_LOCAL_INDEX", launcher.local_index)):
+        if source and env.get(source):
+            found[name] = env[source]
+    if env.get("RANK_TABLE_FILE"):
+        del found["MS_NODE_ID"]  # the table gives the ranks, by host and device
+    return {name: value for name, value in found.items() if not env.get(name)}
