@@ -277,7 +277,11 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A generation's membership and the receiver's rank in it."""
+    """A generation's membership and the receiver's rank in it.
+
+    ``rank`` -1 goes to a worker that leaves as planned: it finishes ``switch_after_step`` with the others
+    (-1: stops at once), then says goodbye.
+    """
 
     generation: int
     rank: int
@@ -338,9 +342,7 @@ class Ended:
     reason: str
 
 
-Message = (
-    Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended
-)
+Message = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended
 
 
 # ---------------------------------------------------------------- durable records
@@ -363,12 +365,25 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """A worker process has lost its claim for good: left, dead, superseded, expelled."""
+class LeavePlanned:
+    """This worker is to leave at the next step boundary: it asked to, or an operator drains it."""
 
     node_id: str
     incarnation: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A worker process has lost its claim: finished, left, dead, superseded, expelled.
+
+    Who has been a member never comes back under this incarnation.
+    """
+
+    node_id: str
+    incarnation: int
+    reason: str
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +421,16 @@ class JobEnded:
     reason: str
 
 
-Record = JobOpened | Admitted | Removed | GenerationFormed | GroupEstablished | GenerationEnded | JobEnded
+Record = (
+    JobOpened
+    | Admitted
+    | LeavePlanned
+    | Removed
+    | GenerationFormed
+    | GroupEstablished
+    | GenerationEnded
+    | JobEnded
+)
 
 
 # ---------------------------------------------------------------- the decision
