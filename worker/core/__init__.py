@@ -1,0 +1,1 @@
+"""Pure logic of the worker: values and decisions, no clock, socket, thread or randomness."""

@@ -1,0 +1,436 @@
+"""The worker's membership machine, by transcripts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.core.machine import Machine, assignment, member
+from worker.core import events as e
+from worker.core import messages as m
+
+
+class TestJoining:
+    def test_the_first_message_on_a_stream_is_join(self) -> None:
+        w = Machine()
+        assert w.feed(e.Started()).notices == (e.Connect(1),)
+        w.feed(e.StreamOpened(1))
+        assert w.last.messages == (m.Join(w.core.profile),)
+        assert w.core.phase == "joining"
+        w.hear(m.Welcome(1.0, 5.0, 60.0))
+        assert w.core.phase == "waiting"
+
+    def test_an_older_stream_is_closed_and_its_messages_are_ignored(self) -> None:
+        w = Machine().welcomed()
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        assert w.feed(e.StreamOpened(1)).notices == (e.Disconnect(1),)
+        w.feed(e.StreamOpened(2))
+        w.feed(e.Received(1, m.Refused(m.RefusalCode.JOB_FULL, "full")))
+        assert w.last == e.Decision()
+
+    def test_waiting_is_told_once_for_each_sentence(self) -> None:
+        w = Machine().welcomed()
+        assert w.hear(m.Waiting(1, 2, "n1 is missing")).notices == (e.Tell("n1 is missing"),)
+        assert w.hear(m.Waiting(1, 2, "n1 is missing")).notices == ()
+
+    def test_rank_0_mints_and_publishes_and_all_wait_for_the_ids(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(1, 0))
+        assert w.notice(e.MintUniqueIds) == e.MintUniqueIds(1, 1)
+        w.feed(e.UniqueIdsMinted(1, (b"secret",)))
+        assert w.last.messages == (m.PublishUniqueIds(1, (b"secret",)),)
+        assert w.hear(m.UniqueIds(1, (b"secret",))).notices == (e.Build(assignment(1, 0), (b"secret",)),)
+        assert w.core.phase == "building"
+
+    def test_another_rank_mints_nothing(self) -> None:
+        w = Machine().welcomed()
+        assert w.hear(assignment(1, 1)).notices == ()
+
+    def test_running_needs_every_member(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(1, 1))
+        w.hear(m.UniqueIds(1, (b"secret",)))
+        assert w.hear(m.GroupBuilt(1)).notices == ()  # before this worker has built: impossible, ignored
+        assert w.feed(e.CommunicatorBuilt(1)).messages == (m.Built(1),)
+        assert w.core.phase == "building"
+        assert w.hear(m.GroupBuilt(1)).notices == (e.Running(1),)
+        assert w.core.phase == "running"
+
+    def test_an_assignment_with_somebody_else_in_this_place_is_dropped(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(1, 0, incarnation=99))
+        assert w.last.notices == ()
+        assert "dropped" in w.last.reason
+
+    def test_too_few_unique_ids_are_dropped(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(1, 1, unique_id_count=2))
+        w.hear(m.UniqueIds(1, (b"one",)))
+        assert w.last.notices == ()
+        assert "expected 2" in w.last.reason
+
+    def test_nothing_is_built_before_the_session_asks(self) -> None:
+        w = Machine()
+        w.feed(e.Started())
+        w.reconnected()
+        w.hear(assignment(1, 1))
+        assert w.hear(m.UniqueIds(1, (b"secret",))).notices == ()
+        w.feed(e.EntryRequested())
+        assert w.notice(e.Build).assignment.generation == 1
+
+
+class TestEndings:
+    @pytest.mark.parametrize(
+        ("code", "kind"),
+        [
+            (m.RefusalCode.SETTINGS_DIFFER, e.FailureKind.REFUSED),
+            (m.RefusalCode.JOB_FULL, e.FailureKind.REFUSED),
+            (m.RefusalCode.NODE_ID_TAKEN, e.FailureKind.REFUSED),
+            (m.RefusalCode.JOB_ENDED, e.FailureKind.REFUSED),
+            (m.RefusalCode.UNSPECIFIED, e.FailureKind.REFUSED),
+            (m.RefusalCode.TOPO_TIMEOUT, e.FailureKind.FORMATION_TIMEOUT),
+        ],
+    )
+    def test_a_refusal_carries_the_schedulers_sentence(
+        self, code: m.RefusalCode, kind: e.FailureKind
+    ) -> None:
+        w = Machine().welcomed()
+        w.hear(m.Refused(code, "the sentence"))
+        assert w.notice(e.Failed) == e.Failed(kind, "the sentence", code)
+        assert w.notice(e.Disconnect) == e.Disconnect(1)
+        assert w.core.phase == "ended"
+        assert w.core.deadline() is None
+
+    def test_a_members_job_that_ends_is_not_a_refusal(self) -> None:
+        w = Machine().running()
+        w.hear(m.Refused(m.RefusalCode.JOB_ENDED, "it is over"))
+        assert w.notice(e.Failed).kind is e.FailureKind.JOB_ENDED
+
+    def test_a_spare_that_is_not_needed_ends_well(self) -> None:
+        w = Machine().welcomed()
+        w.hear(m.Ended(True, "all finished"))
+        assert w.notice(e.Failed) == e.Failed(e.FailureKind.JOB_ENDED, "all finished", ok=True)
+
+    def test_a_job_that_never_formed_timed_out(self) -> None:
+        w = Machine().welcomed()
+        w.hear(m.Ended(False, "n1 is missing"))
+        assert w.notice(e.Failed).kind is e.FailureKind.FORMATION_TIMEOUT
+
+    def test_trouble_with_tls_ends_a_worker_without_a_place(self) -> None:
+        w = Machine()
+        w.feed(e.Started())
+        w.feed(e.StreamDenied(1, "unknown authority"))
+        assert w.notice(e.Failed) == e.Failed(e.FailureKind.SECURITY, "unknown authority")
+
+    def test_trouble_with_tls_does_not_end_a_member_unless_the_scheduler_says_so(self) -> None:
+        w = Machine().running()
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.feed(e.StreamDenied(2, "expired"))
+        assert w.core.phase == "reconnecting"
+        w.tick_at_deadline()
+        w.feed(e.StreamDenied(3, "revoked", by_scheduler=True))
+        assert w.notice(e.Failed) == e.Failed(e.FailureKind.SECURITY, "revoked")
+
+    def test_goodbye_waits_for_the_answer(self) -> None:
+        w = Machine().running()
+        assert w.feed(e.Goodbye(True, "done")).messages == (m.Leave(1, True, "done"),)
+        assert w.core.phase == "leaving"
+        w.hear(m.Ended(True, "bye"))
+        assert w.notice(e.Left) == e.Left(heard=True)
+        assert w.core.phase == "ended"
+
+    def test_goodbye_has_a_deadline(self) -> None:
+        w = Machine(e.Timing(leave_timeout_s=0.5)).running()
+        w.feed(e.Goodbye(True, "done"))
+        w.tick_at_deadline()
+        assert w.now == 100.5
+        assert w.notice(e.Left) == e.Left(heard=False)
+
+    def test_a_finished_worker_says_goodbye_again_on_a_new_stream(self) -> None:
+        w = Machine().running()
+        w.feed(e.Goodbye(True, "done"))
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.feed(e.StreamOpened(2))
+        assert [type(message) for message in w.last.messages] == [m.Join, m.Leave]
+
+    def test_a_failed_worker_does_not_wait_for_a_scheduler_that_is_away(self) -> None:
+        w = Machine().running()
+        w.feed(e.StreamLost(1, "cut"))
+        w.feed(e.Goodbye(False, "crashed"))
+        assert w.notice(e.Left) == e.Left(heard=False)
+
+    def test_goodbye_before_the_scheduler_was_ever_reached_ends_at_once(self) -> None:
+        w = Machine()
+        w.feed(e.Started())
+        w.feed(e.Goodbye(False, "interrupted"))
+        assert w.notice(e.Left) == e.Left(heard=False)
+
+
+class TestReconnecting:
+    def test_the_pause_grows_with_the_absence_and_has_jitter(self) -> None:
+        timing = e.Timing(retry_first_s=0.01, retry_last_s=2.0, retry_share=0.5)
+        pauses = []
+        w = Machine(timing, jitter=0.5)
+        w.feed(e.Started())
+        for attempt in range(1, 12):
+            w.feed(e.StreamLost(attempt, "refused"))
+            deadline = w.core.deadline()
+            assert deadline is not None
+            pauses.append(deadline - w.now)
+            w.tick_at_deadline()
+            assert w.notice(e.Connect) == e.Connect(attempt + 1)
+        assert pauses[0] == pytest.approx(0.01)
+        assert pauses == sorted(pauses)
+        early = Machine(timing, jitter=0.0)
+        early.feed(e.Started())
+        early.feed(e.StreamLost(1, "refused"))
+        assert early.core.deadline() == pytest.approx(100.005)
+
+    def test_a_worker_without_a_place_gives_up_after_the_topology_timeout(self) -> None:
+        w = Machine(e.Timing(topo_timeout_s=30.0))
+        w.feed(e.Started())
+        told = 0
+        while w.core.phase != "ended":
+            w.feed(e.StreamLost(w.stream, "connection refused"))
+            w.tick_at_deadline()
+            told += sum(isinstance(notice, e.Tell) for notice in w.last.notices)
+        assert w.now == 130.0
+        assert told == 2  # after 10 s and after 20 s
+        failed = w.notice(e.Failed)
+        assert failed.kind is e.FailureKind.UNREACHABLE
+        assert "30 s" in failed.sentence and "connection refused" in failed.sentence
+
+    def test_training_goes_on_without_the_scheduler(self) -> None:
+        w = Machine(e.Timing(topo_timeout_s=30.0, reconnect_timeout_s=20.0)).running()
+        w.feed(e.StreamLost(1, "cut"))
+        while w.now < 1000.0:
+            w.tick_at_deadline()
+            assert w.core.phase == "reconnecting"
+            w.feed(e.StreamLost(w.stream, "connection refused"))
+            assert w.feed(e.StepStarting(int(w.now))).notices == (e.StepGranted(),)
+
+    def test_a_change_of_members_does_not_wait_for_ever(self) -> None:
+        w = Machine(e.Timing(reconnect_timeout_s=20.0)).running()
+        w.feed(e.StreamLost(1, "cut"))
+        w.now = 500.0
+        w.feed(e.CommunicatorFailed(1, 0, "reset"))
+        while w.core.phase != "ended":
+            w.tick_at_deadline()
+            w.feed(e.StreamLost(w.stream, "connection refused"))
+        assert w.now == 520.0
+
+    def test_join_tells_the_place_held(self) -> None:
+        w = Machine().running(generation=3, rank=1)
+        w.feed(e.Progress(41, 10.0))
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.feed(e.StreamOpened(2))
+        assert w.message(m.Join) == m.Join(w.core.profile, 3, 1, True, 41)
+
+    def test_the_same_assignment_again_changes_nothing(self) -> None:
+        w = Machine().running(generation=3, rank=1)
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.reconnected()
+        assert w.hear(assignment(3, 1)) == e.Decision()
+        assert w.core.phase == "running"
+
+    def test_rank_0_publishes_the_same_ids_again_while_the_group_forms(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(1, 0))
+        w.feed(e.StreamLost(1, "cut"))
+        w.feed(e.UniqueIdsMinted(1, (b"secret",)))
+        assert w.last.messages == ()
+        w.tick_at_deadline()
+        w.reconnected()
+        assert w.hear(assignment(1, 0)).messages == (m.PublishUniqueIds(1, (b"secret",)),)
+
+    def test_heartbeats_tell_how_far_the_training_is(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.feed(e.Progress(4, 123.0))
+        w.tick_at_deadline()
+        assert w.now == 101.0
+        assert w.last.messages == (m.Heartbeat(1, 4, 5, 123.0),)
+
+
+class TestUnplannedChange:
+    def test_a_death_interrupts_at_once_and_the_next_generation_is_entered_when_asked(self) -> None:
+        w = Machine().running()
+        w.hear(assignment(2, 1, lost=("n2 was killed",)))
+        assert w.notice(e.Interrupt) == e.Interrupt(1, "because 2", ("n2 was killed",))
+        assert w.feed(e.StepStarting(5)).notices == (e.StepHeld(),)
+        assert w.hear(m.UniqueIds(2, (b"new",))).notices == ()
+        w.feed(e.EntryRequested())
+        assert w.notice(e.Build).unique_ids == (b"new",)
+        w.feed(e.CommunicatorBuilt(1))  # late news of the old generation
+        assert w.last.messages == ()
+        w.feed(e.CommunicatorBuilt(2))
+        w.hear(m.GroupBuilt(2))
+        assert w.core.phase == "running"
+
+    def test_stale_generations_change_nothing(self) -> None:
+        w = Machine().running(generation=5)
+        for message in (
+            assignment(4, 1),
+            m.UniqueIds(4, (b"old",)),
+            m.GroupBuilt(4),
+            m.Suspended(4, "few", 1.0),
+            m.Quiesce(4, "grow"),
+        ):
+            w.hear(message)
+            assert (w.last.messages, w.last.notices) == ((), ())
+        assert w.core.phase == "running"
+
+    def test_a_death_while_building_starts_over_with_the_newer_generation(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(1, 1))
+        w.hear(m.UniqueIds(1, (b"one",)))
+        w.hear(assignment(2, 1))
+        assert w.notice(e.Interrupt).generation == 1
+        w.feed(e.EntryRequested())
+        w.hear(m.UniqueIds(2, (b"two",)))
+        assert w.notice(e.Build).unique_ids == (b"two",)
+
+    def test_a_death_before_entering_replaces_the_assignment(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(1, 1))
+        w.hear(assignment(2, 1))
+        assert w.hear(m.UniqueIds(1, (b"old",))).notices == ()
+        assert w.hear(m.UniqueIds(2, (b"new",))).notices == (e.Build(assignment(2, 1), (b"new",)),)
+
+    def test_a_failed_collective_is_a_hint_and_waits_for_the_verdict(self) -> None:
+        w = Machine(e.Timing(verdict_margin_s=2.0)).running()
+        w.feed(e.CommunicatorFailed(1, 0, "reset"))
+        assert w.last.messages == (m.SuspectPeer(1, 0, "reset"),)
+        while not any(isinstance(notice, e.NoVerdict) for notice in w.last.notices):
+            w.tick_at_deadline()
+        assert w.now == 107.0  # node time-out 5 s and the margin
+
+    def test_a_failed_collective_in_a_generation_that_is_over_is_no_news(self) -> None:
+        w = Machine().running()
+        w.hear(assignment(2, 1))
+        assert w.feed(e.CommunicatorFailed(1, 0, "reset")) == e.Decision()
+
+    def test_suspension_interrupts_and_keeps_waiting(self) -> None:
+        w = Machine().running()
+        w.hear(m.Suspended(1, "one of two is left.", 30.0))
+        assert w.notice(e.Interrupt) == e.Interrupt(1, "one of two is left.", ("one of two is left.",))
+        assert "30 s" in w.notice(e.Tell).sentence
+        assert w.core.phase == "suspended"
+        w.hear(m.Suspended(1, "one of two is left.", 30.0))
+        assert w.last.notices == ()
+        w.hear(assignment(1, 1))
+        assert w.core.phase == "suspended"
+        w.hear(assignment(2, 1))
+        w.feed(e.EntryRequested())
+        w.hear(m.UniqueIds(2, (b"new",)))
+        assert w.notice(e.Build).assignment.generation == 2
+
+    def test_who_lost_its_place_may_come_back_under_a_new_incarnation_as_a_newcomer(self) -> None:
+        w = Machine().running()
+        w.hear(m.Refused(m.RefusalCode.SUPERSEDED, "declared dead"))
+        assert w.core.phase == "ended"
+        w.feed(e.Renewed(77, "10.0.0.1:6000"))
+        w.feed(e.StreamOpened(w.stream))
+        join = w.message(m.Join)
+        assert (join.profile.incarnation, join.held_generation, join.held_rank) == (77, 0, -1)
+
+
+class TestPlannedChange:
+    def test_no_step_begins_between_quiesce_and_the_switch(self) -> None:
+        w = Machine().running()
+        assert w.feed(e.StepStarting(4)).notices == (e.StepGranted(),)
+        w.hear(m.Quiesce(1, "a worker joins"))
+        assert w.message(m.Quiesced) == m.Quiesced(1, 5)
+        assert w.notice(e.ChangePending) == e.ChangePending(1, "a worker joins", -1)
+        assert w.feed(e.StepStarting(5)).notices == (e.StepHeld(),)
+        w.hear(assignment(2, 1, switch_after_step=6))
+        assert w.notice(e.GateChanged) == e.GateChanged()
+        assert w.notice(e.ChangePending).after_step == 6
+        assert w.feed(e.StepStarting(5)).notices == (e.StepGranted(),)
+        w.feed(e.StepStarting(6))
+        assert w.last.notices == (e.Interrupt(1, "because 2", planned=True),)
+
+    def test_without_step_boundaries_the_change_interrupts(self) -> None:
+        w = Machine().running()
+        w.hear(m.Quiesce(1, "a worker joins"))
+        w.hear(assignment(2, 1, switch_after_step=0))
+        assert w.notice(e.Interrupt) == e.Interrupt(1, "because 2")
+
+    def test_a_death_before_the_switch_interrupts(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(assignment(2, 1, switch_after_step=5))
+        w.hear(assignment(3, 1, lost=("n2 was killed",)))
+        assert w.notice(e.Interrupt).lost == ("n2 was killed",)
+
+    def test_a_peer_that_has_switched_already_is_not_suspected(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(assignment(2, 1, switch_after_step=5))
+        w.feed(e.CommunicatorFailed(1, 0, "closed"))
+        assert w.last.messages == ()
+        assert w.notice(e.Interrupt).generation == 1
+
+    def test_a_scheduler_that_forgot_its_plan_lets_the_steps_go_on(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(m.Quiesce(1, "a worker joins"))
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.reconnected()
+        w.hear(assignment(1, 1))
+        assert w.notice(e.GateChanged) == e.GateChanged()
+        assert w.feed(e.StepStarting(5)).notices == (e.StepGranted(),)
+
+    def test_rank_0_of_the_next_generation_publishes_while_it_still_trains(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(assignment(2, 0, switch_after_step=5))
+        assert w.notice(e.MintUniqueIds).generation == 2
+        w.feed(e.UniqueIdsMinted(2, (b"new",)))
+        assert w.last.messages == (m.PublishUniqueIds(2, (b"new",)),)
+        assert w.hear(assignment(2, 0, switch_after_step=5)).messages == w.last.messages
+
+    def test_a_leave_is_asked_for_once_and_again_after_a_reconnect(self) -> None:
+        w = Machine().running()
+        assert w.feed(e.LeaveRequested("SIGTERM")).messages == (m.RequestLeave(1, "SIGTERM"),)
+        assert w.feed(e.LeaveRequested("SIGTERM")).messages == ()
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.reconnected()
+        assert w.message(m.RequestLeave) == m.RequestLeave(1, "SIGTERM")
+
+    def test_a_leaving_worker_finishes_the_step_and_is_dismissed(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(assignment(2, -1, switch_after_step=5))
+        w.feed(e.StepStarting(5))
+        assert w.last.notices == (
+            e.Dismissed("because 2"),
+            e.Interrupt(1, "because 2", planned=True),
+        )
+
+    def test_a_leaving_worker_that_waits_for_a_place_is_dismissed_at_once(self) -> None:
+        w = Machine().running()
+        w.hear(assignment(2, 1))
+        w.feed(e.EntryRequested())
+        w.hear(assignment(3, -1))
+        assert w.notice(e.Dismissed) == e.Dismissed("because 3")
+
+
+def test_secrets_stay_out_of_representations() -> None:
+    for value in (
+        m.PublishUniqueIds(1, (b"secret",)),
+        m.UniqueIds(1, (b"secret",)),
+        e.UniqueIdsMinted(1, (b"secret",)),
+        e.Build(assignment(1, 0), (b"secret",)),
+    ):
+        assert "secret" not in repr(value)
+
+
+def test_members_know_where_their_peers_are() -> None:
+    assert member(1, "n2", 9).data_address == "10.0.0.1:5001"
