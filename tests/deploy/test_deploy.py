@@ -1,0 +1,164 @@
+"""Every file in deploy/ is read by the tool that will read it, or by that tool's own schema."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from compose_spec import PyCompose
+from dockerfile_parse import DockerfileParser
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES_FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all(path.read_text()) if one]
+
+
+ALL_OBJECTS = [one for path in KUBERNETES_FILES for one in documents(path)]
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    return next(one for one in ALL_OBJECTS if one["kind"] == kind and one["metadata"]["name"] == name)
+
+
+# ---------------------------------------------------------------- Kubernetes
+
+
+@pytest.mark.parametrize("path", KUBERNETES_FILES, ids=lambda path: path.name)
+def test_kubernetes_objects_fit_the_schema_of_their_kind(path: Path) -> None:
+    core = [one for one in documents(path) if not one["apiVersion"].startswith("cert-manager.io/")]
+    for one in core:
+        kubernetes_validate.validate(one, "1.31", strict=True)
+    assert core or path.name == "certificates.yaml"
+
+
+def test_the_schema_check_bites() -> None:
+    broken = dict(named("Deployment", "muster-scheduler"), spec={"replicas": "one"})
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.31", strict=True)
+
+
+def test_certificates_name_the_roles_that_the_scheduler_checks() -> None:
+    certificates = [one for one in ALL_OBJECTS if one["kind"] == "Certificate" and "uris" in one["spec"]]
+    roles = {uri for one in certificates for uri in one["spec"]["uris"]}
+    assert roles == {"muster://default/scheduler", "muster://default/worker"}
+    for one in certificates:
+        store = one["spec"]["keystores"]["pkcs12"]
+        assert store["create"] is True
+        assert set(store["passwordSecretRef"]) == {"name", "key"}
+        assert one["spec"]["privateKey"]["size"] >= 256
+
+
+def test_every_mounted_secret_and_config_is_made_somewhere() -> None:
+    made = {one["metadata"]["name"] for one in ALL_OBJECTS if one["kind"] in ("ConfigMap", "Secret")}
+    made |= {one["spec"]["secretName"] for one in ALL_OBJECTS if one["kind"] == "Certificate"}
+    made.add("muster-keystore-password")  # by the command in certificates.yaml
+    for kind, name in (("Deployment", "muster-scheduler"), ("Job", "muster-workers")):
+        pod = named(kind, name)["spec"]["template"]["spec"]
+        used = {v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+        used |= {v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v}
+        assert used <= made
+        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_job_has_as_many_workers_as_the_scheduler_waits_for() -> None:
+    job = named("Job", "muster-workers")["spec"]
+    worker_num = int(named("ConfigMap", "muster-job")["data"]["MS_WORKER_NUM"])
+    assert job["completions"] == job["parallelism"] == worker_num
+
+
+def test_the_network_policy_lets_only_workers_reach_the_rendezvous_port() -> None:
+    rules = named("NetworkPolicy", "muster-scheduler")["spec"]["ingress"]
+    senders = [rule["from"] for rule in rules if {"protocol": "TCP", "port": 6667} in rule["ports"]]
+    assert senders == [[{"podSelector": {"matchLabels": {"app": "muster-worker"}}}]]
+
+
+# ---------------------------------------------------------------- the security configuration in the ConfigMap
+
+
+def test_the_config_map_holds_a_valid_security_configuration(tmp_path: Path) -> None:
+    from certs.config import load_config
+
+    text = named("ConfigMap", "muster-security")["data"]["config.json"]
+    (tmp_path / "config").mkdir()
+    path = tmp_path / "config" / "config.json"
+    path.write_text(text)
+    assert load_config(path).ca_cert_path == tmp_path / "tls" / "ca.crt"
+
+
+# ---------------------------------------------------------------- containers
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_the_dockerfile_copies_only_what_exists(target: str) -> None:
+    lines = DockerfileParser(path=str(DEPLOY / "docker" / "Dockerfile")).structure
+    stages = [line["value"] for line in lines if line["instruction"] == "FROM"]
+    assert any(value.endswith(f" AS {target}") for value in stages)
+    copied = [
+        source for line in lines if line["instruction"] == "COPY" for source in line["value"].split()[:-1]
+    ]
+    assert copied
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+
+
+def test_the_dockerfile_runs_nothing_as_root() -> None:
+    lines = DockerfileParser(path=str(DEPLOY / "docker" / "Dockerfile")).structure
+    instructions = [line["instruction"] for line in lines]
+    assert instructions.count("USER") == instructions.count("FROM")
+
+
+def test_compose_fits_the_compose_specification() -> None:
+    text = (DEPLOY / "docker" / "compose.yaml").read_text()
+    text = re.sub(r"\$\{(\w+):\?[^}]*\}", r"\1", text)
+    compose = PyCompose(yaml.safe_dump(yaml.safe_load(text)))
+    assert compose is not None
+    services = yaml.safe_load(text)["services"]
+    assert set(services) == {"certificates", "scheduler", "worker"}
+    worker = services["worker"]
+    assert worker["deploy"]["replicas"] == int(worker["environment"]["MS_WORKER_NUM"])
+
+
+# ---------------------------------------------------------------- systemd and Slurm
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("name", ["muster-scheduler.service", "muster-worker@.service"])
+def test_systemd_finds_no_fault_in_the_units(name: str, tmp_path: Path) -> None:
+    text = (DEPLOY / "systemd" / name).read_text()
+    unit = tmp_path / name
+    unit.write_text(text.replace("/opt/muster/.venv/bin/python", "/usr/bin/env").replace("/opt/muster", "/"))
+    result = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_systemd_credentials_reach_the_password_variables() -> None:
+    scheduler = (DEPLOY / "systemd" / "muster-scheduler.service").read_text()
+    assert "LoadCredential=server-password:" in scheduler
+    assert "MS_SERVER_PASSWORD_FILE=%d/server-password" in scheduler
+    assert re.search(r"^Environment=.*PASSWORD=", scheduler, re.M) is None
+
+
+def test_the_slurm_script_is_sound_shell() -> None:
+    path = DEPLOY / "slurm" / "muster.sbatch"
+    result = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    options = re.findall(r"^#SBATCH --([a-z-]+)=\S+$", path.read_text(), re.M)
+    assert {"nodes", "ntasks-per-node", "gpus-per-node", "signal"} <= set(options)
+
+
+def test_every_file_is_described_in_the_readme() -> None:
+    readme = (DEPLOY / "README.md").read_text()
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.name != "README.md"]
+    assert [path.name for path in files if path.name not in readme] == []
