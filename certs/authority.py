@@ -1,0 +1,390 @@
+"""A certificate authority: a directory with its key, its certificate, what it issued and what it revoked.
+
+ca.crt      what peers trust (ca_cert_path)
+ca.key      the authority's key, PKCS#8, encrypted with the password
+chain.crt   only under another authority: this one's certificate, then those above it
+crl.pem     what is revoked (crl_path)
+issued/     a copy of every certificate issued, by serial number
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+    pkcs12,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from certs.certificates import check_dates, name_of, parse_certificates, to_pem, utc_now
+from certs.errors import ConfigError, FileError, KeyMismatchError, PasswordError
+from certs.files import read_file, write_file
+from certs.identity import ANY_JOB, Identity
+
+AuthorityKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
+CLOCK_SKEW = datetime.timedelta(minutes=5)
+AUTHORITY_DAYS = 3650
+LEAF_DAYS = 365
+MAX_DAYS = 36500
+_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """An authority opened for issuing.
+
+    Attributes:
+        directory: where its files are.
+        certificate: its own certificate.
+        chain: its certificate and those above it that are no roots; empty for a root.
+        roots: what peers trust.
+    """
+
+    directory: Path
+    certificate: x509.Certificate
+    chain: tuple[x509.Certificate, ...]
+    roots: tuple[x509.Certificate, ...]
+    key: AuthorityKey = field(repr=False)
+
+    def issue(
+        self,
+        identity: Identity,
+        hosts: Iterable[str] = (),
+        *,
+        days: int = LEAF_DAYS,
+        now: datetime.datetime | None = None,
+    ) -> Issued:
+        """Issues a certificate with a new P-256 key, and keeps a copy of it (not of the key) in ``issued/``.
+
+        Args:
+            identity: whom it is for.
+            hosts: names and addresses that a server may be reached by.
+            days: how long it is good; never longer than the authority.
+            now: the first moment.
+
+        Raises:
+            ConfigError: a host name or the number of days is wrong.
+            ExpiredError: the authority itself is out of date.
+        """
+        now = now or utc_now()
+        check_dates(self.certificate, now, f"The authority {name_of(self.certificate)}")
+        key = ec.generate_private_key(ec.SECP256R1())
+        end = min(now + check_days(days), self.certificate.not_valid_after_utc)
+        uri = x509.UniformResourceIdentifier(identity.uri())
+        builder = (
+            _builder(_leaf_name(identity), self.certificate.subject, key.public_key(), now, end)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(_usages(identity.role)), critical=False)
+            .add_extension(x509.SubjectAlternativeName([uri, *host_names(hosts)]), critical=False)
+            .add_extension(_authority_key_id(self.certificate), critical=False)
+        )
+        certificate = builder.sign(self.key, hashes.SHA256())
+        self._keep(certificate)
+        return Issued(certificate, self.chain, key)
+
+    def revoked(self) -> list[x509.RevokedCertificate]:
+        """The entries of this authority's current list."""
+        own = self._own_list()
+        return [] if own is None else list(own)
+
+    def write_revocations(
+        self,
+        serials: Iterable[int] = (),
+        *,
+        days: int = LEAF_DAYS,
+        now: datetime.datetime | None = None,
+    ) -> int:
+        """Signs a new revocation list with the entries so far and more, and puts it into crl.pem.
+
+        Lists of other authorities in that file stay.
+
+        Args:
+            serials: serial numbers of certificates to revoke.
+            days: after how many days the list goes out of date, and everybody is refused.
+            now: the moment of revocation.
+
+        Returns:
+            the number of revoked certificates in the list.
+        """
+        now = now or utc_now()
+        before = self._own_list()
+        entries = {entry.serial_number: entry.revocation_date_utc for entry in before or ()}
+        entries.update({serial: entries.get(serial, now) for serial in serials})
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.certificate.subject)
+            .last_update(now - CLOCK_SKEW)
+            .next_update(now + check_days(days))
+            .add_extension(x509.CRLNumber(_list_number(before) + 1), critical=False)
+            .add_extension(_authority_key_id(self.certificate), critical=False)
+        )
+        for serial, date in entries.items():
+            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(date)
+            builder = builder.add_revoked_certificate(entry.build())
+        crl = builder.sign(self.key, hashes.SHA256())
+        others = [each for each in read_lists(self.directory / "crl.pem") if each.issuer != crl.issuer]
+        text = b"".join(each.public_bytes(Encoding.PEM) for each in [crl, *others])
+        write_file(self.directory / "crl.pem", text, mode=0o644)
+        return len(entries)
+
+    def _own_list(self) -> x509.CertificateRevocationList | None:
+        for crl in read_lists(self.directory / "crl.pem"):
+            if crl.issuer == self.certificate.subject:
+                if not crl.is_signature_valid(self.certificate.public_key()):  # type: ignore[arg-type]
+                    raise FileError(
+                        f"The list in {str(self.directory / 'crl.pem')!r} was altered: wrong signature."
+                    )
+                return crl
+        return None
+
+    def _keep(self, certificate: x509.Certificate) -> None:
+        issued = self.directory / "issued"
+        issued.mkdir(mode=0o700, exist_ok=True)
+        write_file(issued / f"{certificate.serial_number:x}.crt", to_pem([certificate]), mode=0o644)
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A new certificate with its key."""
+
+    certificate: x509.Certificate
+    chain: tuple[x509.Certificate, ...]
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+
+    def p12(self, password: bytes) -> bytes:
+        """Key, certificate and intermediates as PKCS#12 (PBES2, AES-256)."""
+        encryption = BestAvailableEncryption(password)
+        return pkcs12.serialize_key_and_certificates(
+            b"muster", self.key, self.certificate, list(self.chain) or None, encryption
+        )
+
+
+def create_authority(
+    directory: Path,
+    password: bytes,
+    *,
+    name: str = "",
+    days: int = AUTHORITY_DAYS,
+    parent: Authority | None = None,
+    force: bool = False,
+    now: datetime.datetime | None = None,
+) -> Authority:
+    """Makes a new authority: key, certificate and an empty revocation list.
+
+    Args:
+        directory: where; made if missing.
+        password: encrypts the key.
+        name: its common name; by default "Muster CA" and a number that tells it from others.
+        days: how long it is good.
+        parent: the authority above; None makes a root.
+        force: overwrite an authority that is there.
+        now: the first moment.
+
+    Raises:
+        FileError: there is one already, or the directory cannot be written.
+    """
+    now = now or utc_now()
+    _make_directory(directory)
+    if (directory / "ca.key").exists() and not force:
+        raise FileError(
+            f"{str(directory)!r} holds an authority already.",
+            remedy="Choose another directory, or pass --force.",
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name(
+        [x509.NameAttribute(NameOID.COMMON_NAME, name or f"Muster CA {secrets.token_hex(4)}")]
+    )
+    issuer, end = (subject, now + check_days(days))
+    if parent is not None:
+        issuer, end = parent.certificate.subject, min(end, parent.certificate.not_valid_after_utc)
+    builder = (
+        _builder(subject, issuer, key.public_key(), now, end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(_key_usage(authority=True), critical=True)
+    )
+    if parent is not None:
+        builder = builder.add_extension(_authority_key_id(parent.certificate), critical=False)
+    certificate = builder.sign(key if parent is None else parent.key, hashes.SHA256())
+    roots = (certificate,) if parent is None else parent.roots
+    chain = () if parent is None else (certificate, *parent.chain)
+    encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password))
+    write_file(directory / "ca.key", encrypted)
+    write_file(directory / "ca.crt", to_pem(roots), mode=0o644)
+    if parent is not None:
+        parent._keep(certificate)
+        write_file(directory / "chain.crt", to_pem(chain), mode=0o644)
+        write_file(
+            directory / "crl.pem", read_file(parent.directory / "crl.pem", "The revocation list"), mode=0o644
+        )
+    authority = Authority(directory, certificate, chain, roots, key)
+    authority.write_revocations(now=now)
+    return authority
+
+
+def open_authority(directory: Path, password: bytes) -> Authority:
+    """Opens an authority for issuing and revoking.
+
+    Raises:
+        FileError: there is none, or its files are damaged.
+        PasswordError: the password does not open its key.
+        KeyMismatchError: key and certificate do not belong together.
+    """
+    key_file = directory / "ca.key"
+    if not key_file.exists():
+        raise FileError(
+            f"{str(directory)!r} holds no authority (no ca.key).",
+            remedy=f"`python -m certs init --dir {directory}`",
+        )
+    roots = parse_certificates(read_file(directory / "ca.crt", "The CA file"), str(directory / "ca.crt"))
+    chain_file = directory / "chain.crt"
+    chain: list[x509.Certificate] = []
+    if chain_file.exists():
+        chain = parse_certificates(read_file(chain_file, "The chain"), str(chain_file))
+    try:
+        key = load_pem_private_key(read_file(key_file, "The authority's key"), password)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise PasswordError(f"{str(key_file)!r} does not open with this password (or is damaged).") from None
+    certificate = chain[0] if chain else roots[0]
+    if not isinstance(key, AuthorityKey) or key.public_key() != certificate.public_key():
+        raise KeyMismatchError(f"{str(key_file)!r} is not the key of {name_of(certificate)}.")
+    return Authority(directory, certificate, tuple(chain), tuple(roots), key)
+
+
+def read_lists(path: Path) -> list[x509.CertificateRevocationList]:
+    """The revocation lists of a PEM file; none if there is no such file.
+
+    Raises:
+        FileError: unreadable.
+    """
+    if not path.exists():
+        return []
+    end = b"-----END X509 CRL-----"
+    parts = read_file(path, "The revocation list").split(end)[:-1]
+    try:
+        return [x509.load_pem_x509_crl(part[part.index(b"-----BEGIN") :] + end + b"\n") for part in parts]
+    except ValueError:
+        raise FileError(f"{str(path)!r} is damaged: not a revocation list.") from None
+
+
+def host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
+    """Host names and addresses as they stand in a certificate, each once.
+
+    Raises:
+        ConfigError: one is neither.
+    """
+    names: dict[x509.GeneralName, None] = {}
+    for host in hosts:
+        try:
+            names[x509.IPAddress(ipaddress.ip_address(host.strip("[]")))] = None
+        except ValueError:
+            names[x509.DNSName(_dns_name(host))] = None
+    return list(names)
+
+
+def check_days(days: int) -> datetime.timedelta:
+    """A validity in days.
+
+    Raises:
+        ConfigError: out of range.
+    """
+    if not 1 <= days <= MAX_DAYS:
+        raise ConfigError(f"--days is {days}; legal are 1 to {MAX_DAYS}.")
+    return datetime.timedelta(days=days)
+
+
+def _dns_name(host: str) -> str:
+    try:
+        ascii_name = host.encode("idna").decode().lower().rstrip(".")
+    except UnicodeError:
+        ascii_name = ""
+    labels = ascii_name.removeprefix("*.").split(".")
+    if len(ascii_name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
+        raise ConfigError(
+            f"{host[:300]!r} is neither a host name nor an address.", remedy="Example: node7,10.0.0.7"
+        )
+    return ascii_name
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    start: datetime.datetime,
+    end: datetime.datetime,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start - CLOCK_SKEW)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+    )
+
+
+def _leaf_name(identity: Identity) -> x509.Name:
+    """A common name for people; only the URI counts."""
+    parts = [identity.node, None if identity.job == ANY_JOB else identity.job, identity.role]
+    text = ".".join(re.sub(r"[^A-Za-z0-9_.-]", "-", part) for part in parts if part)
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[-64:])])
+
+
+def _usages(role: str) -> Sequence[x509.ObjectIdentifier]:
+    # Workers listen too (for their peers), and a scheduler may ask another for its status.
+    client, server = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
+    return [client] if role == "operator" else [client, server]
+
+
+def _key_usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _authority_key_id(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    try:
+        own = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    except x509.ExtensionNotFound:
+        return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())  # type: ignore[arg-type]
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
+
+
+def _list_number(crl: x509.CertificateRevocationList | None) -> int:
+    if crl is None:
+        return 0
+    try:
+        return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+    except x509.ExtensionNotFound:
+        return 0
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"The directory {str(directory)!r} cannot be made: {error.strerror}.") from None

@@ -1,0 +1,188 @@
+"""config.json: which certificates, authorities, revocation lists and ciphers are in force.
+
+Imports the standard library alone: ciphers must reach the environment before ``grpc`` is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from certs.errors import ConfigError
+
+CIPHERS = (
+    "ECDHE-ECDSA-AES128-GCM-SHA256",
+    "ECDHE-RSA-AES128-GCM-SHA256",
+    "ECDHE-ECDSA-AES256-GCM-SHA384",
+    "ECDHE-RSA-AES256-GCM-SHA384",
+    "ECDHE-ECDSA-CHACHA20-POLY1305",
+    "ECDHE-RSA-CHACHA20-POLY1305",
+)
+"""TLS 1.2 suites that gRPC's TLS library has and that are sound: forward secret and AEAD."""
+
+GRPC_CIPHERS_VARIABLE = "GRPC_SSL_CIPHER_SUITES"
+MAX_CONFIG_BYTES = 1 << 20
+WARNING_DAYS = (7, 180)
+KEYS = (
+    "server_cert_path",
+    "client_cert_path",
+    "ca_cert_path",
+    "crl_path",
+    "cipher_list",
+    "cert_expire_warning_time_in_day",
+    "require_identity",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """A validated config.json. All paths are absolute.
+
+    Attributes:
+        path: the file that this was read from.
+        server_cert_path: PKCS#12 file of the scheduler.
+        client_cert_path: PKCS#12 file of a worker or an operator.
+        ca_cert_path: PEM file with the only authorities that are trusted.
+        crl_path: PEM file with revocation lists; None for none.
+        cipher_list: the TLS 1.2 suites that take effect.
+        ignored_ciphers: names from the file that have no effect, worth a warning.
+        cert_expire_warning_time_in_day: how many days before its end a certificate is warned about.
+        require_identity: whether certificates must name job and role.
+    """
+
+    path: Path
+    server_cert_path: Path
+    client_cert_path: Path
+    ca_cert_path: Path
+    crl_path: Path | None = None
+    cipher_list: tuple[str, ...] = CIPHERS
+    ignored_ciphers: tuple[str, ...] = ()
+    cert_expire_warning_time_in_day: int = 90
+    require_identity: bool = True
+
+
+def load_config(path: str | os.PathLike[str]) -> SecurityConfig:
+    """Reads and validates config.json.
+
+    Raises:
+        ConfigError: unreadable, not JSON, unknown or missing keys, or values out of range.
+    """
+    file = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links that rotation swaps
+    values = _read_object(file)
+    for key in values:
+        if key not in KEYS:
+            raise ConfigError(
+                f"{file}: the key {key[:100]!r} is unknown.", remedy=f"Keys: {', '.join(KEYS)}."
+            )
+    ciphers, ignored = _ciphers(file, values.get("cipher_list", ":".join(CIPHERS)))
+    return SecurityConfig(
+        path=file,
+        server_cert_path=_path(file, values, "server_cert_path"),
+        client_cert_path=_path(file, values, "client_cert_path"),
+        ca_cert_path=_path(file, values, "ca_cert_path"),
+        crl_path=_path(file, values, "crl_path") if values.get("crl_path", "") != "" else None,
+        cipher_list=ciphers,
+        ignored_ciphers=ignored,
+        cert_expire_warning_time_in_day=_days(file, values.get("cert_expire_warning_time_in_day", 90)),
+        require_identity=_flag(file, "require_identity", values.get("require_identity", True)),
+    )
+
+
+def apply_cipher_list(config: SecurityConfig) -> None:
+    """Hands the cipher list to gRPC, which reads it only once, when it is imported.
+
+    Raises:
+        ConfigError: grpc was imported before with other ciphers in force.
+    """
+    wanted = ":".join(config.cipher_list)
+    present = os.environ.get(GRPC_CIPHERS_VARIABLE)
+    # gRPC's own default is a subset of ours: nothing is lost where neither side asked for a list.
+    loaded_otherwise = "grpc" in sys.modules and present != wanted
+    if loaded_otherwise and not (present is None and config.cipher_list == CIPHERS):
+        raise ConfigError(
+            f"{config.path}: cipher_list cannot take effect, because grpc was imported before it was read.",
+            remedy=f"Import grpc later, or start with {GRPC_CIPHERS_VARIABLE}={wanted}.",
+        )
+    if "grpc" not in sys.modules:
+        os.environ[GRPC_CIPHERS_VARIABLE] = wanted
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_CONFIG_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"The configuration {str(file)!r} cannot be read: {reason}.",
+            remedy="`python -m certs init --dir DIR` makes certificates and a config.json.",
+        ) from None
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, so not a configuration.")
+    try:
+        values = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not valid JSON: {str(error)[:200]}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: must be a JSON object with the keys {', '.join(KEYS)}.")
+    return values
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise ConfigError(f"the key {twice[:100]!r} stands there twice.")
+    return values
+
+
+def _path(file: Path, values: dict[str, Any], key: str) -> Path:
+    value = values.get(key)
+    if value is None or value == "":
+        raise ConfigError(
+            f"{file}: the key {key} is missing.", remedy="It names a file, relative to config.json."
+        )
+    if not isinstance(value, str) or "\0" in value:
+        raise ConfigError(f"{file}: {key} is {_shown(value)}, and must be a file name.")
+    return Path(os.path.abspath(file.parent / value))  # noqa: PTH100 - as above
+
+
+def _days(file: Path, value: Any) -> int:
+    low, high = WARNING_DAYS
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(
+            f"{file}: cert_expire_warning_time_in_day is {_shown(value)}; legal are integers {low} to {high}."
+        )
+    return value
+
+
+def _flag(file: Path, key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{file}: {key} is {_shown(value)}; legal are true and false.")
+    return value
+
+
+def _ciphers(file: Path, value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if not isinstance(value, str):
+        raise ConfigError(f"{file}: cipher_list is {_shown(value)}, and must be names with colons between.")
+    # White space within a name is dropped: the list in MindSpore's documentation has one by mistake.
+    names = dict.fromkeys("".join(name.split()) for name in value.split(":"))
+    names.pop("", None)
+    effective = tuple(name for name in names if name in CIPHERS)
+    if not effective:
+        raise ConfigError(
+            f"{file}: cipher_list is {_shown(value)}, which leaves no cipher for TLS 1.2.",
+            remedy=f"Name at least one of {', '.join(CIPHERS)}; TLS 1.3 chooses its own.",
+        )
+    return effective, tuple(name for name in names if name not in CIPHERS)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -1,0 +1,96 @@
+"""What can be wrong with certificates, keys, revocation lists and the security configuration.
+
+One family: :class:`CertificateError` catches all. No key and no password ever stands in a message.
+"""
+
+from __future__ import annotations
+
+
+class CertificateError(Exception):
+    """Base of everything that this package raises.
+
+    Args:
+        message: what is wrong, naming the file, peer or certificate.
+        remedy: what the user can do about it; appended to the message.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy
+        super().__init__(f"{message} {remedy}".strip())
+
+
+class ConfigError(CertificateError):
+    """A key of config.json, a variable or an argument is wrong; names it, the value and the legal range."""
+
+    exit_code = 2
+
+
+class FileError(CertificateError):
+    """A file cannot be read or written, or is not of the kind that is needed here."""
+
+
+class TruncatedError(FileError):
+    """A file ends before its content does."""
+
+
+class PasswordError(CertificateError):
+    """The password does not open the file."""
+
+
+class MissingKeyError(FileError):
+    """A PKCS#12 file holds no private key, or no certificate for it."""
+
+
+class KeyMismatchError(CertificateError):
+    """The private key does not belong to the certificate."""
+
+
+class WeakCertificateError(CertificateError):
+    """A key is too small, or a signature uses a broken hash."""
+
+
+class UsageError(CertificateError):
+    """The certificate was issued for another use (extended key usage, CA or not)."""
+
+
+class ExpiredError(CertificateError):
+    """A certificate is past its last day."""
+
+
+class NotYetValidError(CertificateError):
+    """A certificate is before its first day: it is new, or a clock is wrong."""
+
+
+class UntrustedError(CertificateError):
+    """A certificate does not come from a certificate authority that is trusted here."""
+
+
+class RevokedError(CertificateError):
+    """A certificate was revoked by its authority."""
+
+
+class RevocationListError(CertificateError):
+    """A revocation list cannot be relied on (expired, unreadable, foreign): nobody is let in."""
+
+
+class IdentityError(CertificateError):
+    """A certificate names no job and role, an ambiguous one, or one that may not do this."""
+
+
+class NameMismatchError(CertificateError):
+    """The server's certificate is good, but not for the address that was dialled."""
+
+
+class HandshakeError(CertificateError):
+    """The TLS handshake failed for a reason that lies in neither certificate."""
+
+
+class PlaintextError(HandshakeError):
+    """The other side does not speak TLS."""
+
+
+class RefusedByPeerError(HandshakeError):
+    """The other side refused our certificate."""

@@ -1,0 +1,89 @@
+"""gRPC's credentials, and the settings that TLS and liveness need. Only this module here imports grpc."""
+
+from __future__ import annotations
+
+import grpc
+
+from certs.store import Credentials
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    # Clients ping every 5 s without data; the default here would end them with "Too many pings".
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    # Two schedulers on one port would share its connections without a word.
+    ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    # Refused and silent connections stay open otherwise.
+    ("grpc.max_connection_idle_ms", 30_000),
+    # Thousands of workers may join in one moment.
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 30_000),
+)
+"""What every server of ours sets."""
+
+CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Proxy variables are obeyed even for loopback otherwise.
+    ("grpc.enable_http_proxy", 0),
+)
+"""What every channel of ours sets."""
+
+
+def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """Mutual TLS for a server whose certificate does not change; see :class:`RotatingServerCredentials`."""
+    return grpc.ssl_server_credentials(
+        [(credentials.key_pem, credentials.cert_chain_pem)],
+        root_certificates=credentials.ca_pem,
+        require_client_auth=True,
+    )
+
+
+def channel_credentials(credentials: Credentials, pinned_leaf_pem: bytes) -> grpc.ChannelCredentials:
+    """Mutual TLS for a channel that accepts exactly one server certificate.
+
+    Args:
+        credentials: our own.
+        pinned_leaf_pem: the server's certificate, as the preflight found it.
+    """
+    return grpc.ssl_channel_credentials(
+        root_certificates=pinned_leaf_pem,
+        private_key=credentials.key_pem,
+        certificate_chain=credentials.cert_chain_pem,
+    )
+
+
+class RotatingServerCredentials:
+    """Mutual TLS for a server whose certificate may change while streams live on.
+
+    Pass ``credentials`` to ``add_secure_port`` and call :meth:`update` with what a watcher loaded.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._next: grpc.ServerCertificateConfiguration | None = None
+        self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+            _configuration(credentials),
+            self._fetch,  # type: ignore[arg-type]  # None keeps what is in force
+            require_client_authentication=True,
+        )
+
+    def update(self, credentials: Credentials) -> None:
+        """Puts new credentials in force for connections from now on. They must have been validated."""
+        self._next = _configuration(credentials)
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        # Runs on gRPC's threads at every accept: hands over what is prepared, does nothing else.
+        following, self._next = self._next, None
+        return following
+
+
+def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(credentials.key_pem, credentials.cert_chain_pem)], root_certificates=credentials.ca_pem
+    )

@@ -1,0 +1,239 @@
+"""A handshake with the scheduler before gRPC's own, because gRPC says only "Socket closed" when one fails.
+
+It finds out in words what is wrong on either side, checks role, job, name and revocation of the server's
+certificate, and returns exactly that certificate, so that gRPC can be told to accept no other.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+
+from certs.errors import (
+    CertificateError,
+    ExpiredError,
+    HandshakeError,
+    IdentityError,
+    NameMismatchError,
+    NotYetValidError,
+    PlaintextError,
+    RefusedByPeerError,
+    UntrustedError,
+    UsageError,
+    WeakCertificateError,
+)
+from certs.peer import Peer
+from certs.store import Credentials
+from certs.tls import client_ssl_context, peer_pem
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What a preflight found.
+
+    Attributes:
+        server_leaf_pem: the server's certificate; trust exactly this one.
+        local_address: the address of this host on the way to the server.
+        name_override: what to pass as ``grpc.ssl_target_name_override``; None where the name fits anyway.
+        peer: the server's certificate, read.
+    """
+
+    server_leaf_pem: bytes
+    local_address: str
+    name_override: str | None
+    peer: Peer
+
+
+def preflight(
+    host: str,
+    port: int,
+    credentials: Credentials,
+    *,
+    expect_role: str = "scheduler",
+    job: str | None,
+    timeout_s: float,
+) -> Preflight:
+    """Shakes hands with a gRPC server, waits until it has accepted our certificate, and hangs up.
+
+    Args:
+        host: host name or address of the server.
+        port: its port.
+        credentials: our own; their revocation lists are applied to the server.
+        expect_role: the role that the server's certificate must have.
+        job: the job that it must be for; None for any.
+        timeout_s: limit for all of it, in seconds.
+
+    Raises:
+        CertificateError: either side refuses the other; the kind and the words say why. Trying again is of
+            no use until somebody has changed something.
+        OSError: nobody listens there, or the connection broke or timed out. Trying again may help.
+    """
+    deadline = time.monotonic() + timeout_s
+    where = f"{host}:{port}"
+    context = client_ssl_context(credentials)
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection((host, port), timeout=timeout_s) as plain:
+        try:
+            plain.settimeout(max(0.001, deadline - time.monotonic()))
+            with context.wrap_socket(plain, server_hostname=None if _address(host) else host) as connection:
+                pem = peer_pem(connection)
+                peer = _check(pem, credentials, where, expect_role, job)
+                override = _name_override(peer, host, where)
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                _await_acceptance(connection, credentials, where)
+                leaf = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
+                return Preflight(leaf, connection.getsockname()[0], override, peer)
+        except ssl.SSLCertVerificationError as error:
+            raise _verification_error(error, where) from None
+        except ssl.SSLEOFError:
+            raise ConnectionResetError(f"{where} closed the connection during the TLS handshake.") from None
+        except ssl.SSLError as error:
+            raise _handshake_error(error, credentials, where) from None
+
+
+def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str | None) -> Peer:
+    try:
+        peer = credentials.peer(pem)
+    except CertificateError as error:
+        raise type(error)(
+            f"The server at {where} is not accepted: {error.message}", remedy=error.remedy
+        ) from None
+    refusal = peer.identity.may(role=role, job=job)
+    if refusal is not None:
+        raise IdentityError(
+            f"The server at {where} is not accepted as {role}: {refusal}",
+            remedy="Check MS_SCHED_HOST, MS_SCHED_PORT and MS_JOB_ID, and server_cert_path of the scheduler.",
+        )
+    return peer
+
+
+def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where: str) -> None:
+    """In TLS 1.3 the client is done before the server has judged it: only the first byte tells."""
+    try:
+        first = connection.recv(1)
+    except ConnectionResetError:
+        first = b""
+    if not first:
+        raise RefusedByPeerError(
+            f"{where} closed the connection after it saw our certificate {_own(credentials)}.",
+            remedy="Most likely it does not trust it: compare ca_cert_path, clock and CRL there.",
+        )
+
+
+def _own(credentials: Credentials) -> str:
+    return (
+        f"{credentials.identity} (SHA-256 {credentials.fingerprint[:23]}..., valid until "
+        f"{credentials.not_after:%Y-%m-%d})"
+    )
+
+
+_UNTRUSTED = (2, 18, 19, 20, 21, 27)
+_WEAK = (66, 67, 68)
+
+
+def _verification_error(error: ssl.SSLCertVerificationError, where: str) -> CertificateError:
+    """Puts OpenSSL's verdict on the server's certificate (X509_V_ERR_...) in words."""
+    code, words = error.verify_code, error.verify_message
+    if code == 10:
+        return ExpiredError(
+            f"The certificate of the server at {where}, or its authority's, has expired.",
+            remedy="Renew it (`python -m certs renew`), or check this host's clock.",
+        )
+    if code == 9:
+        return NotYetValidError(
+            f"The certificate of the server at {where}, or its authority's, is not valid yet.",
+            remedy="Check the clocks of both hosts.",
+        )
+    if code in _UNTRUSTED:
+        return UntrustedError(
+            f"The certificate of the server at {where} is of an authority that is not trusted here ({words}).",
+            remedy="Both sides need certificates of one authority in ca_cert_path.",
+        )
+    if code == 26:
+        return UsageError(f"The certificate of the server at {where} was not issued for use as a server.")
+    if code in _WEAK:
+        return WeakCertificateError(
+            f"The certificate of the server at {where} is too weak ({words}).",
+            remedy="Use EC P-256 or RSA of 2048 bits or more, signed with SHA-256.",
+        )
+    return UntrustedError(f"The certificate of the server at {where} is refused: {words}.")
+
+
+_PLAINTEXT = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
+_ALERTS = {
+    "UNKNOWN_CA": "it does not trust the authority of our certificate",
+    "CERTIFICATE_EXPIRED": "our certificate has expired there",
+    "CERTIFICATE_REVOKED": "our certificate is revoked",
+    "BAD_CERTIFICATE": "it calls our certificate bad",
+    "UNSUPPORTED_CERTIFICATE": "our certificate was not issued for this use",
+    "CERTIFICATE_UNKNOWN": "it does not accept our certificate",
+    "CERTIFICATE_REQUIRED": "it got no certificate from us",
+    "DECRYPT_ERROR": "our signature does not fit our certificate",
+    "ACCESS_DENIED": "it denies us access",
+}
+_SETTINGS = {
+    "HANDSHAKE_FAILURE": "no cipher suite in common; compare cipher_list on both sides",
+    "PROTOCOL_VERSION": "no TLS version in common; 1.2 and 1.3 are spoken here",
+    "UNSUPPORTED_PROTOCOL": "it speaks only TLS versions older than 1.2",
+    "NO_SHARED_CIPHER": "no cipher suite in common; compare cipher_list on both sides",
+}
+
+
+def _handshake_error(error: ssl.SSLError, credentials: Credentials, where: str) -> CertificateError:
+    reason = error.reason or str(error)
+    if reason in _PLAINTEXT:
+        return PlaintextError(
+            f"{where} does not speak TLS.",
+            remedy="Start the scheduler with the same config.json, and check host and port.",
+        )
+    for word, meaning in _ALERTS.items():
+        if "ALERT" in reason and word in reason:
+            return RefusedByPeerError(
+                f"{where} refused our certificate {_own(credentials)}: {meaning}.",
+                remedy="Compare ca_cert_path, clock and revocation lists on both sides.",
+            )
+    for word, meaning in _SETTINGS.items():
+        if word in reason:
+            return HandshakeError(f"The TLS handshake with {where} failed: {meaning}.")
+    return HandshakeError(f"The TLS handshake with {where} failed: {reason.lower().replace('_', ' ')}.")
+
+
+def _name_override(peer: Peer, host: str, where: str) -> str | None:
+    """None if the certificate fits the name; its own name if it has no host names to compare with.
+
+    Raises:
+        NameMismatchError: it names other hosts.
+    """
+    if peer.hosts:
+        if any(_fits(host, name) for name in peer.hosts):
+            return None
+        raise NameMismatchError(
+            f"The server at {where} has a certificate for {', '.join(peer.hosts[:8])}, not for {host!r}.",
+            remedy=f"Issue it with `--hosts {host}`, or set MS_SCHED_HOST to one of those names.",
+        )
+    # Role and job are proven and the certificate is pinned: gRPC's own name check may compare it with itself.
+    if not peer.common_name:
+        raise NameMismatchError(
+            f"The certificate of the server at {where} has neither host names nor a common name."
+        )
+    return None if peer.common_name.lower() == host.lower() else peer.common_name
+
+
+def _fits(host: str, name: str) -> bool:
+    address = _address(host)
+    if address is not None:
+        return _address(name) == address
+    host, name = host.lower().rstrip("."), name.lower().rstrip(".")
+    if name.startswith("*."):
+        return host.partition(".")[2] == name[2:] and "." in name[2:]
+    return host == name
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
