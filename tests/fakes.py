@@ -1,0 +1,202 @@
+"""An in-process communicator and session: ranks are threads, nothing touches a network or a clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from worker.communicators.base import Array, Communicator, Membership, Peer, ReduceOp
+from worker.errors import CommunicatorAbortedError, MembershipChanged
+
+T = TypeVar("T")
+
+_REDUCE: dict[ReduceOp, Callable[[Any], Any]] = {
+    ReduceOp.SUM: lambda parts: np.sum(parts, axis=0),
+    ReduceOp.MEAN: lambda parts: np.mean(parts, axis=0),
+    ReduceOp.MIN: lambda parts: np.min(parts, axis=0),
+    ReduceOp.MAX: lambda parts: np.max(parts, axis=0),
+    ReduceOp.PROD: lambda parts: np.prod(parts, axis=0),
+}
+
+
+class Meeting:
+    """Where the ranks of one fake world exchange what they bring: the n-th call meets the n-th calls."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.error: Exception | None = None
+        self._calls: dict[int, dict[int, Any]] = {}
+        self._changed = threading.Condition()
+
+    def exchange(self, call: int, rank: int, brought: Any) -> list[Any]:
+        with self._changed:
+            parts = self._calls.setdefault(call, {})
+            parts[rank] = brought
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(parts) == self.size or self.error is not None, timeout=60)
+            if len(parts) < self.size:
+                raise self.error or AssertionError(f"call {call}: only ranks {sorted(parts)} came")
+            return [parts[r] for r in range(self.size)]
+
+    def abort(self, error: Exception) -> None:
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+
+class FakeWork:
+    """A collective that a thread of the communicator does."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result(timeout=60)
+
+
+class FakeCommunicator(Communicator):
+    """Collectives among threads. ``log`` keeps (name, elements) of what was called, in order."""
+
+    name = "fake"
+    timeout_s = 60.0
+
+    def __init__(self, membership: Membership, meeting: Meeting) -> None:
+        self.membership = membership
+        self.log: list[tuple[str, int]] = []
+        self._meeting = meeting
+        self._calls = 0
+        self._thread = ThreadPoolExecutor(1)
+
+    def _issue(
+        self, name: str, brought: Array, size: int, finish: Callable[[list[Any]], None], async_op: bool
+    ) -> FakeWork:
+        self.log.append((name, size))
+        call, self._calls = self._calls, self._calls + 1
+
+        def work() -> None:
+            copy = None if brought is None else np.array(brought)
+            parts = self._meeting.exchange(call, self.rank, (name, copy))
+            assert {part[0] for part in parts} == {name}, "the ranks called different collectives"
+            finish([part[1] for part in parts])
+
+        future = self._thread.submit(work)
+        issued = FakeWork(future)
+        if not async_op:
+            issued.wait()
+        return issued
+
+    def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> FakeWork:
+        def finish(parts: list[Any]) -> None:
+            recv[...] = _REDUCE[op](np.stack(parts)).astype(recv.dtype)
+
+        return self._issue("all_reduce", send, send.size, finish, async_op)
+
+    def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> FakeWork:
+        def finish(parts: list[Any]) -> None:
+            buffer[...] = parts[root]
+
+        return self._issue("broadcast", buffer, buffer.size, finish, async_op)
+
+    def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> FakeWork:
+        def finish(parts: list[Any]) -> None:
+            recv.reshape(-1)[...] = np.concatenate([part.reshape(-1) for part in parts])
+
+        return self._issue("all_gather", send, send.size, finish, async_op)
+
+    def barrier(self) -> None:
+        self._issue("barrier", None, 0, lambda parts: None, False)
+
+    def abort(self, error: Exception) -> None:
+        self._meeting.abort(error)
+
+    def close(self) -> None:
+        self._meeting.abort(CommunicatorAbortedError("The communicator is closed."))
+        self._thread.shutdown()
+
+    def reduce(self, *args: Any, **options: Any) -> FakeWork:
+        raise NotImplementedError
+
+    def reduce_scatter(self, *args: Any, **options: Any) -> FakeWork:
+        raise NotImplementedError
+
+    def gather(self, *args: Any, **options: Any) -> FakeWork:
+        raise NotImplementedError
+
+    def scatter(self, *args: Any, **options: Any) -> FakeWork:
+        raise NotImplementedError
+
+    def all_to_all(self, *args: Any, **options: Any) -> FakeWork:
+        raise NotImplementedError
+
+    def send(self, *args: Any, **options: Any) -> FakeWork:
+        raise NotImplementedError
+
+    def recv(self, *args: Any, **options: Any) -> FakeWork:
+        raise NotImplementedError
+
+    def split(self, group: str, ranks: Sequence[int]) -> Communicator | None:
+        raise NotImplementedError
+
+
+def fake_communicators(size: int, *, generation: int = 1) -> list[FakeCommunicator]:
+    """Makes the communicators of all ranks of one generation."""
+    peers = tuple(Peer(r, f"node{r}", r, "host", "host", "") for r in range(size))
+    membership = Membership("job", generation, "world", 0, peers)
+    meeting = Meeting(size)
+    return [FakeCommunicator(replace(membership, rank=r), meeting) for r in range(size)]
+
+
+def run_ranks(size: int, body: Callable[[int], T]) -> list[T]:
+    """Runs ``body(rank)`` in one thread per rank; returns the results, or raises the lowest rank's error."""
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(body, rank) for rank in range(size)]
+        return [future.result(timeout=60) for future in futures]
+
+
+def results_or_errors(size: int, body: Callable[[int], T]) -> list[T | Exception]:
+    """Like :func:`run_ranks`, with a rank's exception in place of its result."""
+
+    def guarded(rank: int) -> T | Exception:
+        try:
+            return body(rank)
+        except Exception as error:
+            return error
+
+    return run_ranks(size, guarded)
+
+
+class FakeSession:
+    """What the training helpers use of a session, in one fixed generation."""
+
+    def __init__(self, communicator: FakeCommunicator) -> None:
+        self.communicator = communicator
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.communicator.world_size
+
+    @property
+    def generation(self) -> int:
+        return self.communicator.membership.generation
+
+
+def fake_sessions(size: int) -> list[FakeSession]:
+    """Sessions of all ranks of one world."""
+    return [FakeSession(communicator) for communicator in fake_communicators(size)]
+
+
+def membership_changed(generation: int) -> MembershipChanged:
+    """The error that ends a generation."""
+    return MembershipChanged(f"Generation {generation} is over.", generation=generation)
