@@ -1,0 +1,70 @@
+"""``python -m scheduler``: serve a job; ``status`` and ``drain`` ask a running scheduler."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from certs.errors import CertificateError
+from scheduler import __version__
+from scheduler.config import load_settings
+from scheduler.errors import SchedulerError
+
+DESCRIPTION = """\
+Gathers the workers of a training job, checks who they are and gives each its rank.
+Settings come from the environment: MS_WORKER_NUM, MS_SCHED_HOST, MS_SCHED_PORT and others.
+Other commands: 'python -m scheduler status' and 'python -m scheduler drain NODE'."""
+
+
+def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        The exit code; 2 for a wrong setting.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    environment = os.environ if env is None else env
+    try:
+        if arguments[:1] == ["status"] or arguments[:1] == ["drain"]:
+            from scheduler.status import command
+
+            return command(arguments, environment)
+        return _serve(arguments, environment)
+    except (SchedulerError, CertificateError) as error:
+        print(f"scheduler: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scheduler", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, help="config.json with the certificates (or MS_CONFIG_FILE)")
+    parser.add_argument(
+        "--serve", action="store_true", help="serve any number of jobs and stay when they end"
+    )
+    parser.add_argument(
+        "--port", type=int, help="listen here instead of MS_SCHED_PORT; 0 takes any free port"
+    )
+    parser.add_argument("--bind", default="", metavar="ADDRESS", help="listen here instead of MS_SCHED_HOST")
+    parser.add_argument("--version", action="version", version=f"muster {__version__}")
+    options = parser.parse_args(arguments)
+    settings = load_settings(
+        env, config_path=options.config, serve=options.serve, port=options.port, bind_host=options.bind
+    )
+    from scheduler import logs
+    from scheduler.security import load_security
+
+    logs.set_up(settings.log_level)
+    security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from scheduler.server import main as serve
+
+    return serve(settings, security)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

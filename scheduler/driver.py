@@ -1,0 +1,240 @@
+"""Runs one job's state machine: one task takes its events and carries out its decisions, in order.
+
+Records are made durable before any message is sent. Events that wait together are stepped together, so
+that a thousand workers who join at once cost a few commits and not a thousand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.core import values as v
+from scheduler.errors import RequestError, SchedulerError, StoppingError
+from scheduler.sessions import Session
+from scheduler.wire import AssignmentEncoder
+
+MAX_BATCH = 1024
+
+
+class Machine(Protocol):
+    """What the driver needs of :class:`scheduler.core.job.Job`."""
+
+    def step(self, event: v.Event, now: float) -> v.Decision:
+        """Takes one event and says what follows."""
+
+    def deadline(self) -> float | None:
+        """When the machine wants a Tick, on the clock of ``now``."""
+
+    def view(self, now: float) -> v.JobView:
+        """The job as status shows it."""
+
+
+class Timer(Protocol):
+    """A callback to come."""
+
+    def cancel(self) -> None:
+        """Makes it not come."""
+
+
+class Clock(Protocol):
+    """Time, and callbacks at a time; an asyncio event loop is one."""
+
+    def time(self) -> float:
+        """Seconds on a monotonic clock."""
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """Calls back at ``when``."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something worth a line in the log: ``kind`` is one word, ``text`` the sentence."""
+
+    kind: str
+    job_id: str
+    text: str
+    session: Session | None = None
+    code: str = ""
+
+
+class RefusedByRulesError(RequestError):
+    """The job's rules leave this worker no place; the Refused message has told it why."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+@dataclass
+class Counters:
+    """What the job did so far, for the metrics."""
+
+    heartbeats: int = 0
+    events: int = 0
+    first_join_s: float | None = None
+    formed_s: float | None = None
+    formation_s: float | None = None
+    build_s: float | None = None
+    generations: int = 0
+
+
+@dataclass
+class _Item:
+    event: v.Event
+    done: asyncio.Future[str] | None = None
+
+
+@dataclass
+class JobDriver:
+    """Owns one job: its machine, its sessions and its timer.
+
+    Args:
+        job_id: the job.
+        job: its machine.
+        clock: the event loop, or a test's clock.
+        make_durable: writes records down; returns once they would survive a crash.
+        note: told about everything worth a line.
+    """
+
+    job_id: str
+    job: Machine
+    clock: Clock
+    make_durable: Callable[[Sequence[v.Record]], Awaitable[None]]
+    note: Callable[[Note], None]
+    sessions: dict[v.SessionId, Session] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    ended: v.JobEnded | None = None
+    on_ended: Callable[[JobDriver], None] = lambda driver: None
+    _queue: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
+    _timer: Timer | None = None
+    _encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
+    _reason: str = ""
+
+    def post(self, event: v.Event) -> None:
+        """Enqueues an event without waiting for it."""
+        self._queue.put_nowait(_Item(event))
+
+    async def submit(self, event: v.Event) -> str:
+        """Enqueues an event, waits until it is carried out and returns the decision's reason.
+
+        A stream that waits for each of its events before it reads the next can never flood the job.
+        """
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Item(event, done))
+        return await done
+
+    async def run(self) -> None:
+        """Works until cancelled; an error that leaves (disk full, a fault of the machine) ends the job."""
+        self._arm()
+        batch: list[_Item] = []
+        try:
+            while True:
+                batch = [await self._queue.get()]
+                while len(batch) < MAX_BATCH and not self._queue.empty():
+                    batch.append(self._queue.get_nowait())
+                await self._handle(batch)
+        finally:
+            self._stop(batch)
+
+    def view(self) -> v.JobView:
+        """The job as it is now."""
+        return self.job.view(self.clock.time())
+
+    # ------------------------------------------------------------ inside
+
+    async def _handle(self, batch: list[_Item]) -> None:
+        now = self.clock.time()
+        decisions = []
+        for item in batch:
+            decisions.append(self.job.step(item.event, now))
+            self._count(item.event, now)
+        records = [record for decision in decisions for record in decision.records]
+        if records:
+            await self.make_durable(records)
+        for item, decision in zip(batch, decisions, strict=True):
+            self._carry_out(item.event, decision, now)
+            if item.done is not None and not item.done.done():
+                item.done.set_result(decision.reason)
+        self._arm()
+
+    def _carry_out(self, event: v.Event, decision: v.Decision, now: float) -> None:
+        if isinstance(event, v.SessionLost):
+            self._lost(event)
+        for record in decision.records:
+            self._observe(record, now)
+        for session_id, message in decision.messages:
+            session = self.sessions.get(session_id)
+            if session is not None:
+                self._deliver(session, message)
+        if decision.reason and decision.reason != self._reason:
+            self.note(Note("decided", self.job_id, decision.reason))
+        self._reason = decision.reason or self._reason
+        if self.ended is not None:
+            self.on_ended(self)
+
+    def _deliver(self, session: Session, message: v.Message) -> None:
+        if isinstance(message, v.Welcome):
+            self.note(Note("joined", self.job_id, "as a spare" if message.spare else "", session))
+        elif isinstance(message, v.Assignment):
+            session.generation, session.rank = message.generation, message.rank
+        session.send(self._encoder.encode(message))
+        if isinstance(message, v.Refused):
+            kind = "expelled" if message.code is v.RefusalCode.EXPELLED else "refused"
+            self.note(Note(kind, self.job_id, message.sentence, session, message.code.name.lower()))
+            self._close(session, RefusedByRulesError(message.sentence))
+        elif isinstance(message, v.Ended):
+            self.note(Note("left", self.job_id, message.reason, session))
+            self._close(session, None)
+
+    def _close(self, session: Session, error: SchedulerError | None) -> None:
+        session.close(error)
+        self.sessions.pop(session.id, None)
+
+    def _lost(self, event: v.SessionLost) -> None:
+        session = self.sessions.pop(event.session, None)
+        if session is not None:
+            self.note(Note("lost", self.job_id, event.detail, session))
+
+    def _count(self, event: v.Event, now: float) -> None:
+        self.counters.events += 1
+        if isinstance(event, v.Heard):
+            self.counters.heartbeats += 1
+        elif isinstance(event, v.Joined) and self.counters.first_join_s is None:
+            self.counters.first_join_s = now
+
+    def _observe(self, record: v.Record, now: float) -> None:
+        counters = self.counters
+        if isinstance(record, v.GenerationFormed):
+            counters.generations += 1
+            counters.formed_s = now
+        elif isinstance(record, v.GroupEstablished):
+            if counters.formed_s is not None:
+                counters.build_s = now - counters.formed_s
+            if counters.formation_s is None and counters.first_join_s is not None:
+                counters.formation_s = now - counters.first_join_s
+        elif isinstance(record, v.JobEnded):
+            self.ended = record
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.job.deadline()
+        if deadline is not None:
+            self._timer = self.clock.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.post(v.Tick())
+
+    def _stop(self, batch: list[_Item]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        while not self._queue.empty():
+            batch.append(self._queue.get_nowait())
+        for item in batch:
+            if item.done is not None and not item.done.done():
+                item.done.set_exception(StoppingError("The scheduler is stopping."))
+        for session in list(self.sessions.values()):
+            session.close(StoppingError("The scheduler is stopping."))

@@ -1,0 +1,252 @@
+"""Runs the scheduler: binds, serves, stops, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import functools
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from scheduler import listen
+from scheduler.access import Access, address_of
+from scheduler.config import SchedulerSettings
+from scheduler.core import values as v
+from scheduler.core.job import Job
+from scheduler.errors import BindError, JobFailedError, UnauthenticatedError, status_of
+from scheduler.jobs import Jobs, Storage
+from scheduler.logs import LOG, AuditLog, Recorder
+from scheduler.security import Security, check_may_listen
+from scheduler.service import SERVICE, Limits, Service
+
+MAX_REQUEST_BYTES = 1024 * 1024
+FAREWELL_S = 2.0
+EXPIRY_CHECK_S = 86_400.0
+
+OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.so_reuseport", 0),  # otherwise a second scheduler shares the port silently
+    ("grpc.server.max_pending_requests", 20_000),  # thousands of workers join in one moment
+    ("grpc.server.max_pending_requests_hard_limit", 30_000),
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 30_000),  # a finished handshake without a call, or a refused one
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_allowed_incoming_connections", 30_000),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_metadata_size", 16 * 1024),
+)
+
+
+class GuardedHealth(health.aio.HealthServicer):
+    """The standard health service, for callers whose certificate is in force."""
+
+    def __init__(self, access: Access, recorder: Recorder) -> None:
+        super().__init__()
+        self._access = access
+        self._recorder = recorder
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Answers whether a service is up."""
+        await self._guard("Check", context)
+        return await super().Check(request, context)
+
+    async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Streams whether a service is up."""
+        await self._guard("Watch", context)
+        return await super().Watch(request, context)
+
+    async def _guard(self, call: str, context: Any) -> None:
+        try:
+            self._access.authenticate(context)
+        except UnauthenticatedError as error:
+            code, text = status_of(error)
+            self._recorder.denied(call, None, address_of(context.peer()), error.refusal, text)
+            await context.abort(code, text)
+
+
+async def run(settings: SchedulerSettings, security: Security | None) -> int:
+    """Serves until the own job is over or a signal comes.
+
+    Returns:
+        The exit code: 0 when the own job ended well (or, serving several, on a signal), 128 + the
+        signal's number when a signal ended it before.
+
+    Raises:
+        SchedulerError: the scheduler could not start, or its own job failed.
+    """
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[int] = loop.create_future()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, functools.partial(_on_signal, stop, number))
+    addresses = await loop.run_in_executor(None, listen.resolve, settings.bind_host)
+    if check_may_listen(settings, addresses, tls=security is not None):
+        LOG.warning("INSECURE: no TLS beyond loopback; whoever reaches this port can join and read the ids")
+    _raise_file_limit()
+    audit = AuditLog(settings.audit_log_path) if settings.audit_log_path else None
+    recorder = Recorder(audit)
+    jobs = _jobs(settings, loop, recorder)
+    await jobs.open()
+    try:
+        return await _serve(settings, security, addresses, jobs, recorder, stop)
+    finally:
+        await jobs.close()
+        if audit is not None:
+            audit.close()
+
+
+def _jobs(settings: SchedulerSettings, loop: asyncio.AbstractEventLoop, recorder: Recorder) -> Jobs:
+    path = settings.recovery_path
+
+    def open_storage() -> Storage:
+        from scheduler.journal import Journal
+
+        assert path is not None
+        return Journal(path)
+
+    return Jobs(
+        settings,
+        loop,
+        recorder.note,
+        new_machine=Job,
+        recover_machine=Job.recover,
+        open_storage=open_storage if path is not None else None,
+    )
+
+
+async def _serve(
+    settings: SchedulerSettings,
+    security: Security | None,
+    addresses: list[str],
+    jobs: Jobs,
+    recorder: Recorder,
+    stop: asyncio.Future[int],
+) -> int:
+    access = Access(
+        tls=security is not None,
+        require_identity=security is None or security.config.require_identity,
+        revocations=security.revocations if security is not None else lambda: None,
+    )
+    service = Service(jobs, access, recorder, settings.job_id, Limits())
+    server = grpc.aio.server(options=list(OPTIONS))
+    server.add_generic_rpc_handlers((service.handler(),))
+    health_servicer = GuardedHealth(access, recorder)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    port = _bind(server, addresses, settings.port, security)
+    await server.start()
+    await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    helpers = [asyncio.ensure_future(_warn_of_expiry(security))] if security is not None else []
+    metrics = _start_metrics(settings, jobs, service, recorder, security)
+    _say_ready(settings, security, port)
+    try:
+        return await _until_over(settings, jobs, service, stop)
+    finally:
+        for helper in helpers:
+            helper.cancel()
+        await health_servicer.enter_graceful_shutdown()
+        await jobs.close()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(service.idle.wait(), FAREWELL_S)
+        await server.stop(0.1)
+        if metrics is not None:
+            metrics.shutdown()
+
+
+async def _until_over(
+    settings: SchedulerSettings, jobs: Jobs, service: Service, stop: asyncio.Future[int]
+) -> int:
+    waits: set[asyncio.Future[Any]] = {stop} if settings.serve else {stop, jobs.own_job_over}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if not settings.serve and jobs.own_job_over.done():
+        ended: v.JobEnded = jobs.own_job_over.result()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(service.idle.wait(), FAREWELL_S)
+        if not ended.ok:
+            raise JobFailedError(f"Job {settings.job_id} failed: {ended.reason}")
+        LOG.info("job %s ended: %s", settings.job_id, ended.reason)
+        return 0
+    number = stop.result()
+    LOG.info("stopping on %s; workers that train go on by themselves", signal.Signals(number).name)
+    return 0 if settings.serve else 128 + number
+
+
+def _on_signal(stop: asyncio.Future[int], number: int) -> None:
+    if stop.done():  # the second one means it
+        raise SystemExit(128 + number)
+    stop.set_result(number)
+
+
+def _bind(server: grpc.aio.Server, addresses: list[str], port: int, security: Security | None) -> int:
+    for address in listen.usable(addresses, port):
+        where = listen.show(address, port)
+        try:
+            if security is None:
+                port = server.add_insecure_port(where)
+            else:
+                port = server.add_secure_port(where, _server_credentials(security))
+        except RuntimeError as error:
+            raise BindError(f"Listening on {where} failed: {error}.") from error
+    return port
+
+
+def _server_credentials(security: Security) -> grpc.ServerCredentials:
+    from certs.grpc_credentials import server_credentials
+
+    return server_credentials(security.credentials)
+
+
+def _say_ready(settings: SchedulerSettings, security: Security | None, port: int) -> None:
+    size = f"{settings.worker_num} workers" if settings.worker_num else "any number of workers"
+    transport = "mutual TLS" if security is not None else "NO TLS"
+    where = listen.show(settings.bind_host, port)
+    print(f"scheduler ready on {where} (job {settings.job_id}, {size}, {transport})", flush=True)
+    if security is not None:
+        for cipher in security.config.ignored_ciphers:
+            LOG.warning("cipher_list: %s has no effect here", cipher)
+        LOG.info("certificate %s %s", security.credentials.identity, security.credentials.fingerprint)
+
+
+async def _warn_of_expiry(security: Security) -> None:
+    while True:
+        for sentence in security.expiry_warnings(dt.datetime.now(dt.timezone.utc)):
+            LOG.warning("%s", sentence)
+        await asyncio.sleep(EXPIRY_CHECK_S)
+
+
+def _start_metrics(
+    settings: SchedulerSettings, jobs: Jobs, service: Service, recorder: Recorder, security: Security | None
+) -> Any:
+    if settings.metrics_port is None:
+        return None
+    from scheduler.metrics import start_metrics
+
+    return start_metrics(settings, jobs, service, recorder, security)
+
+
+def _raise_file_limit() -> None:
+    """Each worker takes a file descriptor; the soft limit of 1,024 is a relic."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def main(settings: SchedulerSettings, security: Security | None) -> int:
+    """Runs the scheduler in this process; see :func:`run`."""
+    try:
+        return asyncio.run(run(settings, security))
+    finally:
+        sys.stdout.flush()

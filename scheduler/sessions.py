@@ -1,0 +1,85 @@
+"""One worker's stream as the scheduler sees it: who is at its other end and what waits to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scheduler.core import values as v
+from scheduler.errors import SchedulerError, TooSlowError
+
+if TYPE_CHECKING:
+    from scheduler.access import Caller
+    from scheduler.driver import JobDriver
+
+MAX_WAITING_MESSAGES = 256
+MAX_WAITING_BYTES = 16 * 1024 * 1024
+
+
+@dataclass
+class Session:
+    """A stream with its bounded queue of outgoing messages.
+
+    Nothing here waits: a peer that does not read fills its own queue and is dropped, and nobody else
+    notices.
+
+    Attributes:
+        id: the number by which the job's machine knows the stream.
+        caller: who the TLS layer says is at the other end.
+        candidate: who the worker says it is, once its Join was allowed.
+        driver: the job that must be told when the stream is lost; None before the Join and after the loss.
+        closed: what to tell the peer after the last message; None within ``over`` is a good end.
+        over: no further message is taken; what waits is still sent.
+        dropped: set when the stream must end at once, sent or not.
+    """
+
+    id: v.SessionId
+    caller: Caller
+    job_id: str = ""
+    candidate: v.Candidate | None = None
+    driver: JobDriver | None = field(default=None, repr=False)
+    generation: int = 0
+    rank: int = -1
+    over: bool = False
+    closed: SchedulerError | None = None
+    dropped: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: deque[bytes] = field(default_factory=deque, repr=False)
+    _waiting_bytes: int = 0
+    _wake: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    def send(self, data: bytes) -> None:
+        """Queues one serialized message; drops the session when it is too far behind."""
+        if self.over:
+            return
+        if len(self._waiting) >= MAX_WAITING_MESSAGES or self._waiting_bytes + len(data) > MAX_WAITING_BYTES:
+            self.drop(TooSlowError(f"The worker does not read: {len(self._waiting)} messages wait for it."))
+            return
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self._wake.set()
+
+    def close(self, error: SchedulerError | None = None) -> None:
+        """Ends the stream once everything queued is sent; ``error`` is the status that the peer gets."""
+        if not self.over:
+            self.over, self.closed = True, error
+            self._wake.set()
+
+    def drop(self, error: SchedulerError) -> None:
+        """Ends the stream at once."""
+        self._waiting.clear()
+        self.over, self.closed = True, error
+        self.dropped.set()
+        self._wake.set()
+
+    async def next(self) -> bytes | None:
+        """Waits for the next message to send; None after the last."""
+        while not self._waiting:
+            if self.over:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        data = self._waiting.popleft()
+        self._waiting_bytes -= len(data)
+        return data
