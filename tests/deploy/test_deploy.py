@@ -120,12 +120,18 @@ def test_the_dockerfile_runs_nothing_as_root() -> None:
 def test_compose_fits_the_compose_specification() -> None:
     text = (DEPLOY / "docker" / "compose.yaml").read_text()
     text = re.sub(r"\$\{(\w+):\?[^}]*\}", r"\1", text)
-    compose = PyCompose(yaml.safe_dump(yaml.safe_load(text)))
-    assert compose is not None
+    compose = PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(text)))
+    compose.validate()
+    assert compose.to_spec().name == "muster"
     services = yaml.safe_load(text)["services"]
     assert set(services) == {"certificates", "scheduler", "worker"}
     worker = services["worker"]
     assert worker["deploy"]["replicas"] == int(worker["environment"]["MS_WORKER_NUM"])
+
+
+def test_the_compose_check_bites() -> None:
+    with pytest.raises(ValueError, match="replicas"):
+        PyCompose.from_yaml("services: {worker: {image: x, deploy: {replicas: many}}}").validate()
 
 
 # ---------------------------------------------------------------- systemd and Slurm
