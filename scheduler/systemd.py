@@ -36,7 +36,7 @@ def notify(state: str, env: Mapping[str, str]) -> bool:
 
 
 def watchdog_interval_s(env: Mapping[str, str]) -> float | None:
-    """How often to say that the event loop turns: half of what the manager allows; None if it asks for nothing."""
+    """How often to say that the event loop turns: twice per interval allowed; None if nothing is asked."""
     try:
         allowed_us = int(env.get("WATCHDOG_USEC", ""))
     except ValueError:
