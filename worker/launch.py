@@ -1,0 +1,284 @@
+"""The local launcher's loop: starts the scheduler and this host's workers and sees them to their end.
+
+One thread, one loop over the processes' pipes and the signals. What to start is decided before
+(:mod:`worker.core.launch_plan`); here it is only carried out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.core.launch_report import describe_exit, exit_status
+from worker.launch_guardian import Guardian
+from worker.launch_process import Child, Recipe, spawn, timestamp
+
+SCHEDULER_LINGER_S = 2.0
+"""How long the scheduler may take to end after its workers, or workers after it failed."""
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the launcher does when a process ends, and how it shows output."""
+
+    grace_s: float = 10.0
+    max_restarts: int = 0
+    min_workers: int = 0
+    """Workers that are enough to go on with; 0: all of them."""
+
+    timestamps: bool = False
+
+
+class Launcher:
+    """Runs one launch from start to end.
+
+    Args:
+        scheduler: how to start the scheduler, or None when it runs elsewhere.
+        policy: see :class:`Policy`.
+    """
+
+    def __init__(self, scheduler: Recipe | None, policy: Policy) -> None:
+        self._policy = policy
+        self._guardian = Guardian()
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in (*_ENDING, *_PASSED_ON, signal.SIGCHLD):
+            signal.signal(number, _noted)
+        self._workers: list[Child] = []
+        self._scheduler: Child | None = None
+        self._status = 0
+        self._stopping = False
+        self._interrupted = False
+        self._deadline: float | None = None
+        self._next_signal = signal.SIGTERM
+        if scheduler is not None:
+            self._scheduler = self._start(scheduler)
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self, workers: Sequence[Recipe]) -> int:
+        """Starts the workers and returns the exit code of the launch when everything has ended."""
+        for recipe in workers:
+            self._workers.append(self._start(recipe))
+        while self._alive():
+            wait_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            for key, _ in self._selector.select(wait_s):
+                if isinstance(key.data, Child):
+                    self._pump(key.data)
+                else:
+                    self._take_signals()
+            self._reap()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._overdue()
+        self.close()
+        return self._status
+
+    def abandon(self) -> None:
+        """Ends everything at once: the launcher itself has failed."""
+        for child in self._alive():
+            child.signal(signal.SIGKILL)
+        for child in self._alive():
+            while not child.reap(self._guardian):
+                time.sleep(0.001)
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of pipes, logs and the guardian."""
+        for child in self._all():
+            child.close()
+        self._let_go()
+        self._guardian.close()
+
+    def forget(self) -> None:
+        """In a forked worker: closes what belongs to the launcher."""
+        for child in self._all():
+            child.close()
+        self._let_go()
+        self._guardian.forget()
+
+    def _let_go(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # ------------------------------------------------------------ processes
+
+    def _all(self) -> list[Child]:
+        return self._workers + ([self._scheduler] if self._scheduler else [])
+
+    def _alive(self) -> list[Child]:
+        return [child for child in self._all() if child.returncode is None]
+
+    def _working(self) -> bool:
+        return any(worker.returncode is None for worker in self._workers)
+
+    def _start(self, recipe: Recipe) -> Child:
+        child = spawn(recipe, self._guardian)
+        self._selector.register(child.output, selectors.EVENT_READ, child)
+        return child
+
+    def _pump(self, child: Child) -> bool:
+        descriptor = child.output
+        more = child.pump(self._show, stamp=self._policy.timestamps)
+        if not child.open and descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
+        return more
+
+    def _reap(self) -> None:
+        for child in self._all():
+            if child.reap(self._guardian):
+                while self._pump(child):
+                    pass
+                if child.open:  # something that left the group still holds the pipe
+                    self._selector.unregister(child.output)
+                    child.close()
+                self._ended(child)
+
+    def _ended(self, child: Child) -> None:
+        code = child.returncode or 0
+        if child is self._scheduler:
+            self._scheduler_ended(child, code)
+        elif code and not self._stopping:
+            self._worker_failed(child, code)
+        if not self._working():
+            self._workers_done()
+
+    def _worker_failed(self, child: Child, code: int) -> None:
+        how = _how(code)
+        if child.restarts < self._policy.max_restarts:
+            count = f"{child.restarts + 1} of {self._policy.max_restarts}"
+            say(f"worker {child.label} {how}; starting it again ({count})")
+            again = self._start(child.recipe)
+            again.restarts = child.restarts + 1
+            self._workers[self._workers.index(child)] = again
+            return
+        left = sum(worker.returncode in (None, 0) for worker in self._workers)
+        if self._policy.min_workers and left >= self._policy.min_workers:
+            say(f"worker {child.label} {how}; going on with {left}")
+            return
+        self._blame(child, code)
+        self._stop(signal.SIGTERM)
+
+    def _scheduler_ended(self, child: Child, code: int) -> None:
+        if not code or self._stopping or not self._working():
+            return
+        if child.restarts < self._policy.max_restarts:
+            say(f"the scheduler {_how(code)}; starting it again")
+            self._scheduler = self._start(child.recipe)
+            self._scheduler.restarts = child.restarts + 1
+            return
+        self._blame(child, code)
+        self._stopping = True  # the workers know the reason too and end with it, or are made to
+        self._give(SCHEDULER_LINGER_S, then=signal.SIGTERM)
+
+    def _workers_done(self) -> None:
+        """Nothing is left to do but to see the scheduler end: by itself if all went well."""
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.returncode is not None:
+            return
+        if self._stopping:
+            scheduler.signal(signal.SIGTERM)
+            self._give(self._policy.grace_s, then=signal.SIGKILL)
+        else:
+            self._stopping = True
+            self._give(SCHEDULER_LINGER_S, then=signal.SIGTERM)
+
+    # ------------------------------------------------------------ endings
+
+    def _blame(self, child: Child, code: int) -> None:
+        """Takes this process's code as the launch's and shows why it ended."""
+        self._status = self._status or exit_status(code)
+        name = "the scheduler" if child is self._scheduler else f"worker {child.label}"
+        where = f"pid {child.pid} on {os.uname().nodename}"
+        say(f"{name} ({where}) {_how(code)}; the end of {child.recipe.log_path}:")
+        for line in child.last_lines:
+            write(sys.stderr.fileno(), b"    " + line + b"\n")
+
+    def _stop(self, number: int) -> None:
+        """Asks the workers to end; what is left after the grace is killed."""
+        self._stopping = True
+        for worker in self._workers:
+            worker.signal(number)
+        self._give(self._policy.grace_s, then=signal.SIGKILL)
+
+    def _give(self, seconds: float, *, then: signal.Signals) -> None:
+        """Lets the processes that remain have some time, after which they get this signal."""
+        self._deadline = time.monotonic() + seconds
+        self._next_signal = then
+
+    def _overdue(self) -> None:
+        """The time is up."""
+        number = self._next_signal
+        for child in self._alive():
+            if number == signal.SIGKILL:
+                say(f"{child.label} (pid {child.pid}) did not end within {self._policy.grace_s:g} s; killed")
+            child.signal(number)
+        self._deadline = None
+        if number != signal.SIGKILL:
+            self._give(self._policy.grace_s, then=signal.SIGKILL)
+
+    def _take_signals(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in self._wake_read.recv(256):
+                if number in _PASSED_ON:
+                    for worker in self._workers:
+                        worker.signal(number)
+                elif number in _ENDING:
+                    self._asked_to_end(signal.Signals(number))
+
+    def _asked_to_end(self, number: signal.Signals) -> None:
+        self._status = self._status or 128 + number
+        if self._interrupted:
+            say(f"{number.name} again: killing everything")
+            for child in self._alive():
+                child.signal(signal.SIGKILL)
+            return
+        self._interrupted = True
+        say(f"{number.name}: ending the workers; once more kills them at once")
+        self._stop(number)
+        if not self._working():
+            self._workers_done()
+
+    # ------------------------------------------------------------ the terminal
+
+    def _show(self, child: Child, lines: Sequence[bytes]) -> None:
+        head = b"[%s] " % child.label.encode()
+        if self._policy.timestamps:
+            head = timestamp() + b" " + head
+        write(sys.stdout.fileno(), b"".join(head + line + b"\n" for line in lines))
+
+
+def say(sentence: str) -> None:
+    """Tells the user what the launcher does, on standard error."""
+    write(sys.stderr.fileno(), f"muster: {sentence}\n".encode())
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Writes it all; a terminal that has gone away is no reason to end training."""
+    with contextlib.suppress(BrokenPipeError, OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
+def _how(code: int) -> str:
+    return describe_exit(code, _SIGNAL_NAMES)
+
+
+def _noted(_number: int, _frame: object) -> None:
+    """The wake-up descriptor has told the loop."""

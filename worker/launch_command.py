@@ -1,0 +1,192 @@
+"""From the command line to running processes: ``python -m worker -n 2 --scheduler -- python train.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from worker import launch_devices, launch_fork, launch_options
+from worker.core.launch_plan import WorkerPlan, plan_layout, plan_workers
+from worker.core.launch_report import parse_tail
+from worker.core.launch_words import DEFAULT_PORT, parse_address
+from worker.errors import SettingsError
+from worker.launch import Launcher, Policy, say
+from worker.launch_process import Forked, Recipe
+
+_SERVER_SECRETS = frozenset({"MS_SERVER_PASSWORD", "MS_SERVER_PASSWORD_FILE"})
+_CLIENT_SECRETS = frozenset({"MS_CLIENT_PASSWORD", "MS_CLIENT_PASSWORD_FILE"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launches and returns the exit code. In a forked worker it runs the worker's script instead."""
+    try:
+        launch = Launch(launch_options.parse(argv), dict(os.environ))
+    except SettingsError as error:
+        say(str(error))
+        return error.exit_code
+    launcher = Launcher(launch.scheduler_recipe(), launch.policy())
+    try:
+        return launcher.run(launch.worker_recipes())
+    except Forked as fork:
+        recipe = fork.recipe
+    except BaseException:
+        launcher.abandon()
+        raise
+    launcher.forget()
+    launch_fork.become(recipe.argv)  # outside the handler: the script must not see our exception
+    return 0
+
+
+class Launch:
+    """One launch worked out: options, machine and environment brought together.
+
+    Args:
+        options: from :func:`worker.launch_options.parse`.
+        env: the launcher's environment.
+
+    Raises:
+        SettingsError: something is asked for that cannot be.
+    """
+
+    def __init__(self, options: argparse.Namespace, env: Mapping[str, str]) -> None:
+        self._options = options
+        self._env = env
+        request = launch_options.request(options)
+        self._devices = launch_devices.offered_devices(env, options.devices, launch_devices.count_gpus())
+        here = launch_devices.local_names(host.name for host in request.hosts)
+        self.layout = plan_layout(request, here=here, devices=len(self._devices))
+        self.command = _resolved(options.command, env)
+        host, port = self._scheduler_address()
+        self._common = {"MS_SCHED_HOST": host, "MS_SCHED_PORT": port, **self._job_variables()}
+        self.workers = plan_workers(
+            self.layout,
+            env,
+            common={**self._common, **self._device_variables()},
+            devices=self._devices,
+            cores=launch_devices.cores() if options.bind_cores else (),
+        )
+        labels = [worker.label for worker in self.workers]
+        self._shown = parse_tail(options.tail, [*labels, "scheduler"])
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+
+    def policy(self) -> Policy:
+        """How the launcher is to act when processes end."""
+        chosen = self._options
+        return Policy(chosen.grace, chosen.max_restarts, chosen.min_workers, chosen.timestamps)
+
+    # ------------------------------------------------------------ the processes
+
+    def scheduler_recipe(self) -> Recipe | None:
+        """The scheduler of this host, if it is to run here."""
+        if not (self._options.scheduler and self.layout.first_host):
+            return None
+        env = {**self._common, "MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": str(self.layout.world_size)}
+        argv = (sys.executable, "-m", "scheduler")
+        return self._recipe("scheduler", argv, env, _CLIENT_SECRETS, "scheduler.log")
+
+    def worker_recipes(self) -> list[Recipe]:
+        """The workers of this host. Imports what they share if they are to be forked."""
+        forked = self._prepare_fork()
+        return [self._worker_recipe(worker, forked=forked) for worker in self.workers]
+
+    def _worker_recipe(self, worker: WorkerPlan, *, forked: bool) -> Recipe:
+        env = dict(worker.env)
+        if not forked:
+            env.setdefault("PYTHONUNBUFFERED", self._env.get("PYTHONUNBUFFERED", "1"))
+        log = f"worker_{worker.label}.log"
+        return self._recipe(
+            worker.label, self.command, env, _SERVER_SECRETS, log, cores=worker.cores, forked=forked
+        )
+
+    def _recipe(
+        self,
+        label: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        removed: frozenset[str],
+        log: str,
+        *,
+        cores: tuple[int, ...] = (),
+        forked: bool = False,
+    ) -> Recipe:
+        path = self._options.log_dir / log
+        path.unlink(missing_ok=True)
+        quiet = label not in self._shown
+        return Recipe(label, tuple(argv), env, path, removed, cores, forked, quiet)
+
+    def _prepare_fork(self) -> bool:
+        start = self._options.start
+        if start == "exec" or (start == "auto" and (self._devices or len(self.workers) < 2)):
+            return False
+        reason = launch_fork.refusal(self.command, self._env)
+        if not reason:
+            os.environ.update(self._common_to_all())  # some libraries read theirs when they are loaded
+            launch_fork.warm_up(self._common.get("MS_CONFIG_FILE", ""))
+            if launch_fork.threads() > 1:
+                reason = "a library has started threads"
+        if reason and start == "fork":
+            say(f"--start fork: {reason}; starting each worker afresh")
+        return not reason
+
+    def _common_to_all(self) -> dict[str, str]:
+        first, *others = (worker.env for worker in self.workers)
+        return {key: value for key, value in first.items() if all(env.get(key) == value for env in others)}
+
+    # ------------------------------------------------------------ the environment
+
+    def _job_variables(self) -> dict[str, str]:
+        options = self._options
+        found = {}
+        if options.config is not None:
+            found["MS_CONFIG_FILE"] = str(options.config.absolute())
+        if options.job_id:
+            found["MS_JOB_ID"] = options.job_id
+        if options.min_workers:
+            if options.min_workers > self.layout.world_size:
+                raise SettingsError(
+                    f"--min-workers is {options.min_workers}; the job has {self.layout.world_size} workers."
+                )
+            found["MS_WORKER_MIN"] = str(options.min_workers)
+        return found
+
+    def _device_variables(self) -> dict[str, str]:
+        """Narrowed devices reach the workers as CUDA_VISIBLE_DEVICES; ``none`` hides them all."""
+        if self._options.devices == "all":
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)}
+
+    def _scheduler_address(self) -> tuple[str, str]:
+        options, env, layout = self._options, self._env, self.layout
+        port = env.get("MS_SCHED_PORT", "")
+        if options.join is not None:
+            return parse_address(options.join)
+        if env.get("MS_SCHED_HOST"):
+            return env["MS_SCHED_HOST"], port or str(DEFAULT_PORT)
+        if layout.scheduler_host:
+            return layout.scheduler_host, port or str(DEFAULT_PORT)
+        if layout.world_size > layout.local_size:
+            raise SettingsError(
+                "The workers of the other hosts need to know where the scheduler runs: "
+                "give its address on every host with --join HOST:PORT."
+            )
+        if options.scheduler:
+            return "127.0.0.1", port or launch_devices.free_port("127.0.0.1")
+        if port:
+            return "127.0.0.1", port
+        raise SettingsError(
+            "No scheduler is known: start one here with --scheduler, or say where it runs: --join HOST:PORT."
+        )
+
+
+def _resolved(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """The command as it will be run; a bare Python script is run by this Python."""
+    program = command[0]
+    if program.endswith(".py") and Path(program).is_file() and not os.access(program, os.X_OK):
+        return (sys.executable, *command)
+    if shutil.which(program, path=env.get("PATH")) is None:
+        raise SettingsError(f"The command {program!r} is not found, or is not executable.")
+    return tuple(command)

@@ -1,0 +1,90 @@
+"""What this host offers to workers: GPUs, cores, the names it answers to. Nothing here loads CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from worker.core.launch_words import parse_numbers
+from worker.errors import SettingsError
+
+DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
+
+
+def count_gpus(directory: Path = DRIVER_DIRECTORY) -> int:
+    """GPUs of this host, as its driver lists them; 0 without a driver."""
+    with contextlib.suppress(OSError):
+        return len(list(directory.iterdir()))
+    return 0
+
+
+def offered_devices(env: Mapping[str, str], option: str, gpus: int) -> tuple[str, ...]:
+    """The devices that workers may have, in order, as names that CUDA_VISIBLE_DEVICES takes.
+
+    Args:
+        env: CUDA_VISIBLE_DEVICES narrows what the host has.
+        option: ``all``, ``none``, or numbers such as ``4-7`` that must be among them.
+        gpus: GPUs of the host.
+
+    Raises:
+        SettingsError: a device is named that is not there.
+    """
+    if option == "none":
+        return ()
+    visible = tuple(str(index) for index in range(gpus))
+    if "CUDA_VISIBLE_DEVICES" in env and gpus:
+        narrowed = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        unknown = [name for name in narrowed if name.isdigit() and name not in visible]
+        if unknown:
+            raise SettingsError(
+                f"CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}, but this host has {_have(gpus)}."
+            )
+        visible = tuple(narrowed)
+    if option == "all":
+        return visible
+    chosen = tuple(str(number) for number in parse_numbers(option, "--devices"))
+    missing = [name for name in chosen if name not in visible]
+    if missing:
+        have = ", ".join(visible) or "none"
+        raise SettingsError(f"--devices asks for {', '.join(missing)}; this host offers {have}.")
+    return chosen
+
+
+def _have(gpus: int) -> str:
+    return "device 0" if gpus == 1 else f"devices 0 to {gpus - 1}"
+
+
+def local_names(candidates: Iterable[str]) -> set[str]:
+    """Which of these host names and addresses mean this host; its own name is always among them."""
+    own = socket.gethostname()
+    names = {own, own.split(".")[0]}
+    return names | {name for name in candidates if name not in names and _is_local(name)}
+
+
+def _is_local(name: str) -> bool:
+    """Whether an address of this name can be bound here, which only one's own can."""
+    try:
+        infos = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in infos:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def free_port(host: str) -> str:
+    """A port on which nothing listens right now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return str(probe.getsockname()[1])
+
+
+def cores() -> tuple[int, ...]:
+    """The cores this process may use, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))

@@ -1,0 +1,182 @@
+"""The launcher's command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from worker.core.launch_plan import Request
+from worker.core.launch_words import HostShare, parse_hostfile, parse_hosts
+from worker.errors import SettingsError
+
+DESCRIPTION = """\
+Starts the workers of a training job on this host, and the scheduler if asked, and sees them to their end.
+Each worker gets its environment (MS_ROLE, MS_WORKER_NUM, MS_LOCAL_INDEX, MS_NODE_ID, the scheduler's
+address, its device) and a log of its own, LOG_DIR/worker_<rank>.log. When one fails, the others are ended
+and the launch ends with that one's exit code and last lines. No ssh: on several hosts, type the same
+command on each."""
+
+EXAMPLES = """\
+examples:
+  two workers and a scheduler on this machine, mutual TLS:
+    python -m worker -n 2 --scheduler --config .muster/config.json -- python train.py
+  one worker per GPU, only GPUs 4 to 7, output of all ranks:
+    python -m worker --devices 4-7 --tail all --scheduler --config config.json -- python train.py
+  two hosts with 8 GPUs each, the same line on both; the scheduler runs on the first:
+    python -m worker -H node1:8,node2:8 --scheduler --config config.json -- python train.py
+  eight workers for a job whose scheduler runs elsewhere:
+    python -m worker --nnodes 2 --nproc-per-node 8 --join 10.0.0.1:6667 --config c.json -- python train.py
+
+exit code: 0 when all workers ended well; otherwise that of the first that failed (128 + number for a
+signal); 2 for a mistake in the options."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of ``python -m worker``."""
+    made = argparse.ArgumentParser(
+        prog="python -m worker",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="python -m worker [options] -- COMMAND [ARGUMENT...]\n       python -m worker ranktable --help",
+        allow_abbrev=False,
+    )
+    _add_counts(made.add_argument_group("how many, and where"))
+    _add_job(made.add_argument_group("the job"))
+    _add_running(made.add_argument_group("running"))
+    made.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each worker runs")
+    return made
+
+
+def _add_counts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-n",
+        dest="workers",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="workers of the job (default: one per GPU)",
+    )
+    group.add_argument("--nproc-per-node", type=_count, default=0, metavar="N", help="workers of each host")
+    group.add_argument("--nnodes", type=_count, default=0, metavar="N", help="hosts of the job")
+    group.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
+    hosts = group.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H", "--hosts", metavar="HOST:N,...", help="the hosts and how many workers each takes"
+    )
+    hosts.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="the same from a file: HOST slots=N a line"
+    )
+    group.add_argument(
+        "--devices",
+        default="all",
+        metavar="LIST",
+        help="GPUs to use, such as 4-7 or 0,2; none for CPU workers (default: all visible)",
+    )
+    group.add_argument("--bind-cores", action="store_true", help="give each worker its own part of the cores")
+
+
+def _add_job(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--scheduler",
+        action="store_true",
+        help="start the scheduler too (of several listed hosts, on the first)",
+    )
+    group.add_argument(
+        "--join", metavar="HOST:PORT", help="where the scheduler runs (or MS_SCHED_HOST and _PORT)"
+    )
+    group.add_argument("--job-id", metavar="ID", help="name of the job (MS_JOB_ID)")
+    group.add_argument("--config", type=Path, metavar="FILE", help="config.json with the certificates")
+    group.add_argument(
+        "--min-workers",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="go on with as few as N workers (MS_WORKER_MIN)",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a process that failed again, N times each",
+    )
+
+
+def _add_running(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--log-dir", type=Path, default=Path("device"), metavar="DIR", help="default: device")
+    group.add_argument(
+        "--tail",
+        default="0,scheduler",
+        metavar="LIST",
+        help="whose output to show here: all, none, or such as 0,3,scheduler (default: 0,scheduler)",
+    )
+    group.add_argument("--timestamps", action="store_true", help="put the time before every line")
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds between asking to end and killing (10)",
+    )
+    group.add_argument(
+        "--start",
+        choices=("auto", "fork", "exec"),
+        default="auto",
+        help="fork: import NumPy and gRPC once and fork the workers; exec: a fresh interpreter each; "
+        "auto (default): fork where it helps, which is CPU workers run by this Python",
+    )
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 65_536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 65536")
+    return int(text)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses and checks what can be checked without looking at the machine.
+
+    Raises:
+        SettingsError: no command, or a value that makes no sense.
+    """
+    options = parser().parse_args(argv)
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        raise SettingsError(
+            "No command to run: put it after --, as in python -m worker -n 2 --scheduler -- python train.py."
+        )
+    if not 0 <= options.grace <= 3600:
+        raise SettingsError(f"--grace is {options.grace:g}; it must be from 0 to 3600 seconds.")
+    if not 0 <= options.max_restarts <= 1000:
+        raise SettingsError(f"--max-restarts is {options.max_restarts}; it must be from 0 to 1000.")
+    if options.config is not None and not options.config.is_file():
+        raise SettingsError(
+            f"--config names {options.config}, which is not a file; python -m certs init makes one."
+        )
+    return options
+
+
+def request(options: argparse.Namespace) -> Request:
+    """What the options say about who starts where."""
+    return Request(
+        workers=options.workers,
+        per_node=options.nproc_per_node,
+        nodes=options.nnodes,
+        node_rank=options.node_rank,
+        hosts=_hosts(options),
+    )
+
+
+def _hosts(options: argparse.Namespace) -> tuple[HostShare, ...]:
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    if options.hostfile is None:
+        return ()
+    try:
+        text = options.hostfile.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--hostfile {options.hostfile} cannot be read: {error}.") from error
+    return parse_hostfile(text, str(options.hostfile))

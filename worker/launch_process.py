@@ -1,0 +1,198 @@
+"""One process that the launcher started: its group, its output, its end."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from worker.core.launch_report import environment_dump
+from worker.launch_guardian import Guardian
+
+LAST_LINES = 20
+_CHUNK = 1 << 16
+_RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+_FORWARDED_TOO = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to start a process: what to run, with which changes to the environment, where it logs.
+
+    ``removed`` are variables of the launcher that the process must not see. With ``forked`` the process
+    goes on as a copy of the launcher (see :class:`Forked`) instead of executing ``argv``.
+    """
+
+    label: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log_path: Path
+    removed: frozenset[str] = frozenset()
+    cores: tuple[int, ...] = ()
+    forked: bool = False
+    quiet: bool = True
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The process's whole environment."""
+        kept = {name: value for name, value in base.items() if name not in self.removed}
+        return {**kept, **self.env}
+
+
+class Forked(BaseException):
+    """Raised in a forked process, so that it leaves the launcher's frames and becomes what it is to be."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        super().__init__(recipe.label)
+
+
+@dataclass
+class Child:
+    """A started process. ``returncode`` is None while it lives, negative for a signal."""
+
+    recipe: Recipe
+    pid: int
+    output: int
+    returncode: int | None = None
+    restarts: int = 0
+    last_lines: collections.deque[bytes] = field(
+        default_factory=lambda: collections.deque[bytes](maxlen=LAST_LINES)
+    )
+    open: bool = True
+    _rest: bytes = b""
+    _log: int = -1
+
+    @property
+    def label(self) -> str:
+        """Rank, or index on this host, or ``scheduler``."""
+        return self.recipe.label
+
+    def pump(self, show: Callable[[Child, Sequence[bytes]], None], *, stamp: bool) -> bool:
+        """Moves what the process has written to its log and, unless quiet, to ``show``.
+
+        Returns:
+            Whether there may be more at once; False also at the end of its output, where it closes.
+        """
+        if not self.open:
+            return False
+        try:
+            chunk = os.read(self.output, _CHUNK)
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if self._rest and (not chunk or len(self._rest) > _CHUNK):
+            lines.append(self._rest)
+            self._rest = b""
+        self._write(chunk, lines, stamp=stamp)
+        self.last_lines.extend(line for line in lines if line.strip())
+        if lines and not self.recipe.quiet:
+            show(self, lines)
+        if not chunk:
+            self.close()
+        return bool(chunk)
+
+    def _write(self, chunk: bytes, lines: Sequence[bytes], *, stamp: bool) -> None:
+        if stamp:
+            head = timestamp()
+            chunk = b"".join(b"%s %s\n" % (head, line) for line in lines)
+        while chunk:
+            chunk = chunk[os.write(self._log, chunk) :]
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and everything that it started in its group."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def reap(self, guardian: Guardian) -> bool:
+        """Collects the process if it has ended; what is left of its group ends with it."""
+        if self.returncode is not None:
+            return False
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        # Not collected yet, so the group's number cannot have gone to somebody else.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        guardian.withdraw(self.pid)
+        return True
+
+    def close(self) -> None:
+        """Closes its output and log."""
+        if self.open:
+            self.open = False
+            os.close(self.output)
+            os.close(self._log)
+
+
+def timestamp() -> bytes:
+    """Local time to the millisecond."""
+    now = time.time()
+    return (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now)) + f".{int(now * 1000) % 1000:03}"
+    ).encode()
+
+
+def spawn(recipe: Recipe, guardian: Guardian) -> Child:
+    """Starts a process in a session and process group of its own, reading nothing, writing to a pipe.
+
+    Raises:
+        Forked: in the new process, if the recipe says so.
+    """
+    log = _open_log(recipe)
+    read_end, write_end = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become(recipe, write_end, guardian)
+        for descriptor in (log, read_end, write_end):
+            os.close(descriptor)
+        raise Forked(recipe)
+    os.close(write_end)
+    os.set_blocking(read_end, False)
+    return Child(recipe, pid, read_end, _log=log)
+
+
+def _open_log(recipe: Recipe) -> int:
+    head = [
+        f"# {' '.join(recipe.argv)}",
+        f"# in {os.getcwd()} on {os.uname().nodename}, {timestamp().decode()}",  # noqa: PTH109
+        *(f"# {line}" for line in environment_dump(recipe.environment(os.environ))),
+    ]
+    log = os.open(recipe.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(log, ("\n".join(head) + "\n").encode())
+    return log
+
+
+def _become(recipe: Recipe, output: int, guardian: Guardian) -> None:
+    """In the new process: own session, streams and environment. Returns only to go on as a fork."""
+    try:
+        os.setsid()
+        guardian.announce(os.getpid())
+        signal.set_wakeup_fd(-1)
+        for number in (*_RESET_SIGNALS, *_FORWARDED_TOO):
+            signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        os.close(null)
+        if recipe.cores:
+            os.sched_setaffinity(0, recipe.cores)
+        if not recipe.forked:
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs expect them
+                signal.signal(number, signal.SIG_DFL)
+            os.execvpe(recipe.argv[0], recipe.argv, recipe.environment(os.environ))
+    except BaseException as error:
+        os.write(2, f"cannot start {recipe.argv[0]}: {error}\n".encode())
+        os._exit(127)
+    for name in recipe.removed & os.environ.keys():
+        del os.environ[name]
+    os.environ.update(recipe.env)
