@@ -18,8 +18,9 @@ def array_module(arrays: Mapping[str, Array]) -> Any:
     """
     kinds = {type(array).__module__.partition(".")[0] for array in arrays.values()}
     if len(kinds) != 1 or not kinds <= {"numpy", "cupy"}:
+        found = ", ".join(sorted(kinds)) or "none at all"
         raise ArrayError(
-            f"The arrays must be all of NumPy or all of CuPy, not {', '.join(sorted(kinds)) or 'none at all'}.",
+            f"The arrays must be all of NumPy or all of CuPy, not {found}.",
             remedy="For torch modules use worker.DataParallel.",
         )
     return sys.modules[kinds.pop()]
