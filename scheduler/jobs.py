@@ -139,10 +139,11 @@ class Jobs:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             if self._storage is not None:
-                await self._in_thread(self._storage.close)
-            self._thread.shutdown(wait=True)
+                thread.submit(self._storage.close)
+            thread.shutdown(wait=True)
 
     # ------------------------------------------------------------ inside
 

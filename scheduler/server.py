@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from certs.grpc_credentials import SERVER_OPTIONS, RotatingServerCredentials
 from scheduler import listen
 from scheduler.access import Access, address_of
 from scheduler.config import SchedulerSettings
@@ -32,16 +33,7 @@ FAREWELL_S = 2.0
 EXPIRY_CHECK_S = 86_400.0
 
 OPTIONS: Sequence[tuple[str, int]] = (
-    ("grpc.keepalive_time_ms", 5000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.ping_timeout_ms", 2000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.so_reuseport", 0),  # otherwise a second scheduler shares the port silently
-    ("grpc.server.max_pending_requests", 20_000),  # thousands of workers join in one moment
-    ("grpc.server.max_pending_requests_hard_limit", 30_000),
-    ("grpc.server_handshake_timeout_ms", 5000),
-    ("grpc.max_connection_idle_ms", 30_000),  # a finished handshake without a call, or a refused one
+    *SERVER_OPTIONS,
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_allowed_incoming_connections", 30_000),
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -144,7 +136,8 @@ async def _serve(
     server.add_generic_rpc_handlers((service.handler(),))
     health_servicer = GuardedHealth(access, recorder)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    port = _bind(server, addresses, settings.port, security)
+    tls = RotatingServerCredentials(security.credentials) if security is not None else None
+    port = _bind(server, addresses, settings.port, tls)
     await server.start()
     await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     helpers = [asyncio.ensure_future(_warn_of_expiry(security))] if security is not None else []
@@ -188,23 +181,19 @@ def _on_signal(stop: asyncio.Future[int], number: int) -> None:
     stop.set_result(number)
 
 
-def _bind(server: grpc.aio.Server, addresses: list[str], port: int, security: Security | None) -> int:
+def _bind(
+    server: grpc.aio.Server, addresses: list[str], port: int, tls: RotatingServerCredentials | None
+) -> int:
     for address in listen.usable(addresses, port):
         where = listen.show(address, port)
         try:
-            if security is None:
+            if tls is None:
                 port = server.add_insecure_port(where)
             else:
-                port = server.add_secure_port(where, _server_credentials(security))
+                port = server.add_secure_port(where, tls.credentials)
         except RuntimeError as error:
             raise BindError(f"Listening on {where} failed: {error}.") from error
     return port
-
-
-def _server_credentials(security: Security) -> grpc.ServerCredentials:
-    from certs.grpc_credentials import server_credentials
-
-    return server_credentials(security.credentials)
 
 
 def _say_ready(settings: SchedulerSettings, security: Security | None, port: int) -> None:

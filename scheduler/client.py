@@ -1,0 +1,145 @@
+"""A small synchronous client for the operator's commands, whose errors come in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from certs.config import apply_cipher_list, load_config
+from scheduler.config import Address
+from scheduler.errors import SchedulerError
+from scheduler.listen import show
+
+if TYPE_CHECKING:
+    import grpc
+
+    from rendezvous.v1 import rendezvous_pb2 as pb
+
+TIMEOUT_S = 10.0
+MAX_REPLY_BYTES = 256 * 1024 * 1024
+
+
+class UnreachableError(SchedulerError):
+    """Nobody answers at the scheduler's address."""
+
+
+class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own word, handed on
+    """The scheduler refused the call; ``code`` is gRPC's name of the reason."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Client:
+    """One connection to a scheduler, for a few calls.
+
+    Args:
+        address: where it is, and the job that is meant.
+        env: where the certificate's password is looked for.
+        certificate: the PKCS#12 file to use instead of the configured one.
+
+    Raises:
+        UnreachableError: nobody listens there.
+        certs.errors.CertificateError: TLS failed on either side.
+    """
+
+    def __init__(self, address: Address, env: Mapping[str, str], *, certificate: Path | None = None) -> None:
+        self._job_id = address.job_id
+        self._where = show(address.host, address.port)
+        self._channel = self._connect(address, env, certificate)
+
+    def status(self) -> pb.StatusReply:
+        """Asks for the job's state."""
+        from rendezvous.v1 import rendezvous_pb2 as pb
+
+        request = pb.StatusRequest(job_id=self._job_id)
+        reply: pb.StatusReply = self._call("Status", request, pb.StatusReply.FromString)
+        return reply
+
+    def drain(self, node_id: str, reason: str) -> str:
+        """Asks that a worker finish its step and leave; returns the scheduler's answer."""
+        from rendezvous.v1 import rendezvous_pb2 as pb
+
+        request = pb.DrainRequest(job_id=self._job_id, node_id=node_id, reason=reason)
+        reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
+        return reply.sentence
+
+    def __enter__(self) -> Client:
+        """Enters; leaving closes the connection."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _call(self, method: str, request: Any, parse: Callable[[bytes], Any]) -> Any:
+        import grpc
+
+        call = self._channel.unary_unary(
+            f"/rendezvous.v1.Rendezvous/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=parse,
+        )
+        try:
+            return call(request, timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise self._in_words(error) from None
+
+    def _in_words(self, error: grpc.RpcError) -> SchedulerError:
+        import grpc
+
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return UnreachableError(f"The scheduler at {self._where} did not answer within {TIMEOUT_S:g} s.")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return self._unreachable(details)
+        return RefusedByScheduler(details or code.name, code=code.name)
+
+    def _unreachable(self, reason: object) -> UnreachableError:
+        return UnreachableError(
+            f"No scheduler can be reached at {self._where}: {reason}.",
+            remedy="Check MS_SCHED_HOST and MS_SCHED_PORT, and that both sides use TLS or neither does.",
+        )
+
+    def _connect(self, address: Address, env: Mapping[str, str], certificate: Path | None) -> grpc.Channel:
+        options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", MAX_REPLY_BYTES)]
+        if address.config_path is None:
+            import grpc
+
+            return grpc.insecure_channel(self._where, [*options, ("grpc.enable_http_proxy", 0)])
+        config = load_config(address.config_path)
+        apply_cipher_list(config)
+        import dataclasses
+
+        from certs.preflight import preflight
+        from certs.store import load_configured
+
+        if certificate is not None:
+            config = dataclasses.replace(config, client_cert_path=certificate)
+        credentials = load_configured(config, "operator", env)
+        try:
+            found = preflight(
+                address.host, address.port, credentials, job=address.job_id, timeout_s=TIMEOUT_S
+            )
+        except OSError as error:
+            raise self._unreachable(error.strerror or error) from None
+        import grpc
+
+        from certs.grpc_credentials import CLIENT_OPTIONS, channel_credentials
+
+        options += CLIENT_OPTIONS
+        if found.name_override is not None:
+            options.append(("grpc.ssl_target_name_override", found.name_override))
+        return grpc.secure_channel(
+            self._where, channel_credentials(credentials, found.server_leaf_pem), options
+        )

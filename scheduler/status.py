@@ -1,0 +1,178 @@
+"""``python -m scheduler status`` and ``drain``: ask a running scheduler, and show the answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from scheduler.config import Address, load_address
+from scheduler.errors import SettingsError
+
+if TYPE_CHECKING:
+    from rendezvous.v1 import rendezvous_pb2 as pb
+
+
+def command(arguments: Sequence[str], env: Mapping[str, str]) -> int:
+    """Runs ``status`` or ``drain``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SchedulerError: a setting is wrong, or the scheduler is not there or refuses.
+        certs.errors.CertificateError: TLS failed on either side; says how.
+    """
+    options = _parser().parse_args(list(arguments))
+    address = load_address(env, config_path=options.config, job_id=options.job)
+    from scheduler.client import Client
+
+    with Client(address, env, certificate=_certificate(options, address)) as client:
+        if options.command == "drain":
+            print(client.drain(options.node, options.reason))
+            return 0
+        reply = client.status()
+    if options.json:
+        print(json.dumps(as_json(reply), indent=2))
+    else:
+        show(reply, sys.stdout)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", type=Path, help="config.json with the certificates (or MS_CONFIG_FILE)")
+    common.add_argument("--job", default="", metavar="ID", help="the job (default: MS_JOB_ID, or 'default')")
+    common.add_argument(
+        "--cert", type=Path, metavar="P12", help="certificate to use instead of client_cert_path"
+    )
+    parser = argparse.ArgumentParser(prog="python -m scheduler")
+    commands = parser.add_subparsers(dest="command", required=True)
+    status = commands.add_parser("status", parents=[common], help="show a job and its workers")
+    status.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    drain = commands.add_parser("drain", parents=[common], help="let a worker finish its step and leave")
+    drain.add_argument("node", metavar="NODE", help="the worker's node id")
+    drain.add_argument("--reason", default="drained by an operator", help="shown to the workers")
+    return parser
+
+
+def _certificate(options: argparse.Namespace, address: Address) -> Path | None:
+    """Draining takes the operator's certificate, which ``python -m certs init`` puts beside config.json."""
+    if options.cert is not None:
+        if address.config_path is None:
+            raise SettingsError("--cert needs a config.json, by --config or MS_CONFIG_FILE.")
+        return Path(os.path.abspath(options.cert))  # noqa: PTH100 - resolve() would follow links
+    if options.command == "drain" and address.config_path is not None:
+        beside = address.config_path.parent / "operator.p12"
+        return beside if beside.exists() else None
+    return None
+
+
+# ---------------------------------------------------------------- showing
+
+
+def as_json(reply: pb.StatusReply) -> dict[str, Any]:
+    """The reply as plain values; ranks that are not given yet are null."""
+    return {
+        "job_id": reply.job_id,
+        "state": reply.state,
+        "generation": reply.generation,
+        "worker_num": reply.worker_num,
+        "worker_min": reply.worker_min,
+        "workers": [_worker_json(worker) for worker in reply.workers],
+        "missing": list(reply.missing),
+        "reason": reply.reason,
+        "uptime_s": round(reply.uptime_s, 3),
+        "version": reply.version,
+    }
+
+
+def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
+    device, last = worker.device, worker.last_collective
+    return {
+        "node_id": worker.node_id,
+        "host": {
+            "name": worker.host_name,
+            "id": worker.host_id,
+            "address": worker.address,
+            "topology": worker.topology,
+        },
+        "rank": worker.rank if worker.rank >= 0 else None,
+        "local_rank": worker.local_rank if worker.local_rank >= 0 else None,
+        "state": worker.state,
+        "device": {
+            "kind": device.kind,
+            "index": device.index if device.index >= 0 else None,
+            "pci_bus_id": device.pci_bus_id,
+            "model": device.model,
+        },
+        "silent_s": round(worker.silent_s, 3),
+        "step": worker.step,
+        "samples_per_s": round(worker.samples_per_s, 3),
+        "last_collective": {
+            "sequence": last.sequence,
+            "name": last.name,
+            "group": last.group,
+            "dtype": last.dtype,
+            "size_bytes": last.size_bytes,
+            "done": last.done,
+        }
+        if worker.HasField("last_collective")
+        else None,
+    }
+
+
+def show(reply: pb.StatusReply, out: TextIO) -> None:
+    """Shows the reply as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    width = None if out.isatty() else 140
+    console = Console(file=out, width=width, highlight=False)
+    formed = sum(1 for worker in reply.workers if worker.rank >= 0)
+    size = str(reply.worker_num) if reply.worker_num else "?"
+    least = f", at least {reply.worker_min}" if reply.worker_min not in (0, reply.worker_num) else ""
+    console.print(
+        Text(
+            f"job {reply.job_id}: {reply.state}, generation {reply.generation}, "
+            f"{formed} of {size} ranks{least}, scheduler up {_duration(reply.uptime_s)}"
+        )
+    )
+    table = Table()
+    for title in ("rank", "node id", "host", "device", "state"):
+        table.add_column(title, overflow="fold")
+    for title in ("heard", "step", "samples/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for worker in reply.workers:
+        table.add_row(*(Text(cell) for cell in _row(worker)))
+    console.print(table)
+    for missing in reply.missing:
+        console.print(Text(f"missing: {missing}", style="bold red"))
+    if reply.reason:
+        console.print(Text(reply.reason))
+
+
+def _row(worker: pb.WorkerStatus) -> list[str]:
+    device = worker.device.kind + (f":{worker.device.index}" if worker.device.index >= 0 else "")
+    model = f" {worker.device.model}" if worker.device.model else ""
+    return [
+        str(worker.rank) if worker.rank >= 0 else "-",
+        worker.node_id,
+        f"{worker.host_name} ({worker.address})" if worker.address else worker.host_name,
+        device + model,
+        worker.state,
+        f"{worker.silent_s:.1f} s ago",
+        str(worker.step),
+        f"{worker.samples_per_s:,.1f}",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

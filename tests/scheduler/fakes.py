@@ -1,0 +1,88 @@
+"""Stand-ins for what the driver talks to: a clock that is moved by hand, a machine that follows a script."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler.core import values as v
+
+
+def candidate(node_id: str = "node-a", **changes: object) -> v.Candidate:
+    """A worker as its Join would describe it."""
+    facts: dict[str, object] = {
+        "node_id": node_id,
+        "incarnation": 7,
+        "host": v.Host("host-id", "host", "10.0.0.1", "rack-1"),
+        "device": v.Device("cpu", 0),
+        "worker_num": 2,
+        "worker_min": 2,
+        "backend": "tcp",
+    }
+    return v.Candidate(**(facts | changes))  # type: ignore[arg-type]
+
+
+def member(rank: int, node_id: str) -> v.Member:
+    """A member of a generation."""
+    return v.Member(rank, rank, 2, candidate(node_id))
+
+
+@dataclass
+class _Timer:
+    callback: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeClock:
+    """Time that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._order = itertools.count()
+        self._timers: list[tuple[float, int, _Timer]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> _Timer:
+        timer = _Timer(callback)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def armed(self) -> list[float]:
+        """When the timers are due that were not cancelled."""
+        return [when for when, _, timer in self._timers if not timer.cancelled]
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        while self._timers and self._timers[0][0] <= self.now:
+            timer = heapq.heappop(self._timers)[2]
+            if not timer.cancelled:
+                timer.callback()
+
+
+@dataclass
+class FakeJob:
+    """A machine that answers each event with what its script says, and remembers what it was asked."""
+
+    script: Callable[[v.Event], v.Decision] = lambda event: v.Decision()
+    due: float | None = None
+    seen: list[tuple[float, v.Event]] = field(default_factory=list)
+
+    def step(self, event: v.Event, now: float) -> v.Decision:
+        self.seen.append((now, event))
+        return self.script(event)
+
+    def deadline(self) -> float | None:
+        return self.due
+
+    def view(self, now: float) -> v.JobView:
+        return v.JobView("job", "forming", 0, 2, 2, (), ("2 workers",), "")
+
+    def events(self) -> Sequence[v.Event]:
+        return [event for _, event in self.seen]
