@@ -1,0 +1,93 @@
+"""What a training run is at a step boundary: all that a checkpoint keeps and a newcomer must be given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from worker.communicators.base import Array
+from worker.errors import WorkerError
+from worker.sharding import ShardedSampler
+
+
+class StateMismatchError(WorkerError):
+    """A saved or received state is of another model, optimizer or data set."""
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """State of a run; arrays are overwritten in place, so the model may hold on to them.
+
+    Attributes:
+        arrays: parameters and the optimizer's arrays by name, C-contiguous, NumPy or CuPy.
+        sampler: its epoch and position.
+        step: steps finished since the run began.
+        rng: the run's random generator, if it draws from one. It is the same on all ranks; what must
+            differ between ranks is best drawn from (seed, step, rank).
+        extra: anything else, as JSON knows it (a learning rate schedule, say).
+    """
+
+    arrays: dict[str, Array]
+    sampler: ShardedSampler
+    step: int = 0
+    rng: np.random.Generator | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Everything but the arrays' contents, as JSON."""
+        return json.dumps(
+            {
+                "step": self.step,
+                "sampler": self.sampler.state(),
+                "rng": None if self.rng is None else self.rng.bit_generator.state,
+                "extra": self.extra,
+                "arrays": self.layout(),
+            },
+            default=_encode_array,
+        )
+
+    def layout(self) -> dict[str, str]:
+        """Dtype and shape of every array, in words."""
+        return {name: f"{array.dtype}{list(array.shape)}" for name, array in self.arrays.items()}
+
+    def check(self, description: str, origin: str) -> None:
+        """Refuses a description that this state cannot take over; ``origin`` says where it comes from.
+
+        Raises:
+            StateMismatchError: arrays differ in name, dtype or shape.
+        """
+        theirs, mine = json.loads(description)["arrays"], self.layout()
+        differences = [
+            f"{name} is {theirs.get(name, 'absent')} there and {mine.get(name, 'absent')} here"
+            for name in [*mine, *(name for name in theirs if name not in mine)]
+            if theirs.get(name) != mine.get(name)
+        ]
+        if differences:
+            raise StateMismatchError(
+                f"The state in {origin} is of another model: {'; '.join(differences[:5])}.",
+                remedy="Use the same model, optimizer and dtype as the run that it comes from.",
+            )
+
+    def restore(self, description: str) -> None:
+        """Takes over everything but the arrays' contents."""
+        values = json.loads(description, object_hook=_decode_array)
+        self.step = int(values["step"])
+        self.sampler.restore(values["sampler"])
+        self.extra = values["extra"]
+        if self.rng is not None and values["rng"] is not None:
+            self.rng.bit_generator.state = values["rng"]
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"__array__": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
+
+
+def _decode_array(value: dict[str, Any]) -> Any:
+    return np.array(value["__array__"], dtype=value["dtype"]) if "__array__" in value else value
