@@ -1,6 +1,6 @@
 """A certificate authority: a directory with its key, its certificate, what it issued and what it revoked.
 
-ca.crt      what peers trust (ca_cert_path)
+    ca.crt      what peers trust (ca_cert_path)
 ca.key      the authority's key, PKCS#8, encrypted with the password
 chain.crt   only under another authority: this one's certificate, then those above it
 crl.pem     what is revoked (crl_path)
@@ -9,11 +9,10 @@ issued/     a copy of every certificate issued, by serial number
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import ipaddress
-import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,19 +27,35 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
     pkcs12,
 )
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import NameOID
 
-from certs.certificates import check_dates, name_of, parse_certificates, to_pem, utc_now
+from certs.certificates import (
+    check_dates,
+    name_of,
+    parse_certificates,
+    to_pem,
+    utc_now,
+)
 from certs.errors import ConfigError, FileError, KeyMismatchError, PasswordError
+from certs.fields import (
+    CLOCK_SKEW,
+    authority_draft,
+    authority_key_id,
+    blank_certificate,
+    check_days,
+    host_names,
+    key_usage,
+    leaf_name,
+    list_number,
+    usages,
+)
 from certs.files import read_file, write_file
-from certs.identity import ANY_JOB, Identity
+from certs.identity import Identity
+from certs.records import read_lists
 
 AuthorityKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
-CLOCK_SKEW = datetime.timedelta(minutes=5)
 AUTHORITY_DAYS = 3650
 LEAF_DAYS = 365
-MAX_DAYS = 36500
-_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +100,15 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         end = min(now + check_days(days), self.certificate.not_valid_after_utc)
         uri = x509.UniformResourceIdentifier(identity.uri())
-        builder = (
-            _builder(_leaf_name(identity), self.certificate.subject, key.public_key(), now, end)
+        draft = (
+            blank_certificate(leaf_name(identity), self.certificate.subject, key.public_key(), now, end)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_key_usage(authority=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(_usages(identity.role)), critical=False)
+            .add_extension(key_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages(identity.role)), critical=False)
             .add_extension(x509.SubjectAlternativeName([uri, *host_names(hosts)]), critical=False)
-            .add_extension(_authority_key_id(self.certificate), critical=False)
+            .add_extension(authority_key_id(self.certificate), critical=False)
         )
-        certificate = builder.sign(self.key, hashes.SHA256())
+        certificate = draft.sign(self.key, hashes.SHA256())
         self._keep(certificate)
         return Issued(certificate, self.chain, key)
 
@@ -125,18 +140,18 @@ class Authority:
         before = self._own_list()
         entries = {entry.serial_number: entry.revocation_date_utc for entry in before or ()}
         entries.update({serial: entries.get(serial, now) for serial in serials})
-        builder = (
+        draft = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
             .last_update(now - CLOCK_SKEW)
             .next_update(now + check_days(days))
-            .add_extension(x509.CRLNumber(_list_number(before) + 1), critical=False)
-            .add_extension(_authority_key_id(self.certificate), critical=False)
+            .add_extension(x509.CRLNumber(list_number(before) + 1), critical=False)
+            .add_extension(authority_key_id(self.certificate), critical=False)
         )
         for serial, date in entries.items():
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(date)
-            builder = builder.add_revoked_certificate(entry.build())
-        crl = builder.sign(self.key, hashes.SHA256())
+            draft = draft.add_revoked_certificate(entry.build())
+        crl = draft.sign(self.key, hashes.SHA256())
         others = [each for each in read_lists(self.directory / "crl.pem") if each.issuer != crl.issuer]
         text = b"".join(each.public_bytes(Encoding.PEM) for each in [crl, *others])
         write_file(self.directory / "crl.pem", text, mode=0o644)
@@ -212,14 +227,10 @@ def create_authority(
     issuer, end = (subject, now + check_days(days))
     if parent is not None:
         issuer, end = parent.certificate.subject, min(end, parent.certificate.not_valid_after_utc)
-    builder = (
-        _builder(subject, issuer, key.public_key(), now, end)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(_key_usage(authority=True), critical=True)
-    )
+    draft = authority_draft(subject, issuer, key.public_key(), now, end)
     if parent is not None:
-        builder = builder.add_extension(_authority_key_id(parent.certificate), critical=False)
-    certificate = builder.sign(key if parent is None else parent.key, hashes.SHA256())
+        draft = draft.add_extension(authority_key_id(parent.certificate), critical=False)
+    certificate = draft.sign(key if parent is None else parent.key, hashes.SHA256())
     roots = (certificate,) if parent is None else parent.roots
     chain = () if parent is None else (certificate, *parent.chain)
     encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password))
@@ -234,6 +245,28 @@ def create_authority(
     authority = Authority(directory, certificate, chain, roots, key)
     authority.write_revocations(now=now)
     return authority
+
+
+def renew_authority(
+    authority: Authority, *, days: int = AUTHORITY_DAYS, now: datetime.datetime | None = None
+) -> Authority:
+    """Gives a root a new certificate for the same name and key; what it has issued stays good.
+
+    Raises:
+        ConfigError: it is not a root: the authority above must make it anew.
+    """
+    if authority.chain:
+        raise ConfigError(
+            f"{name_of(authority.certificate)} is under another authority and cannot renew itself.",
+            remedy="Make a new one with `python -m certs init --parent`.",
+        )
+    now = now or utc_now()
+    subject, public_key = authority.certificate.subject, authority.certificate.public_key()
+    draft = authority_draft(subject, subject, public_key, now, now + check_days(days))  # type: ignore[arg-type]
+    certificate = draft.sign(authority.key, hashes.SHA256())
+    others = tuple(root for root in authority.roots if root != authority.certificate)
+    write_file(authority.directory / "ca.crt", to_pem((certificate, *others)), mode=0o644)
+    return dataclasses.replace(authority, certificate=certificate, roots=(certificate, *others))
 
 
 def open_authority(directory: Path, password: bytes) -> Authority:
@@ -263,124 +296,6 @@ def open_authority(directory: Path, password: bytes) -> Authority:
     if not isinstance(key, AuthorityKey) or key.public_key() != certificate.public_key():
         raise KeyMismatchError(f"{str(key_file)!r} is not the key of {name_of(certificate)}.")
     return Authority(directory, certificate, tuple(chain), tuple(roots), key)
-
-
-def read_lists(path: Path) -> list[x509.CertificateRevocationList]:
-    """The revocation lists of a PEM file; none if there is no such file.
-
-    Raises:
-        FileError: unreadable.
-    """
-    if not path.exists():
-        return []
-    end = b"-----END X509 CRL-----"
-    parts = read_file(path, "The revocation list").split(end)[:-1]
-    try:
-        return [x509.load_pem_x509_crl(part[part.index(b"-----BEGIN") :] + end + b"\n") for part in parts]
-    except ValueError:
-        raise FileError(f"{str(path)!r} is damaged: not a revocation list.") from None
-
-
-def host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
-    """Host names and addresses as they stand in a certificate, each once.
-
-    Raises:
-        ConfigError: one is neither.
-    """
-    names: dict[x509.GeneralName, None] = {}
-    for host in hosts:
-        try:
-            names[x509.IPAddress(ipaddress.ip_address(host.strip("[]")))] = None
-        except ValueError:
-            names[x509.DNSName(_dns_name(host))] = None
-    return list(names)
-
-
-def check_days(days: int) -> datetime.timedelta:
-    """A validity in days.
-
-    Raises:
-        ConfigError: out of range.
-    """
-    if not 1 <= days <= MAX_DAYS:
-        raise ConfigError(f"--days is {days}; legal are 1 to {MAX_DAYS}.")
-    return datetime.timedelta(days=days)
-
-
-def _dns_name(host: str) -> str:
-    try:
-        ascii_name = host.encode("idna").decode().lower().rstrip(".")
-    except UnicodeError:
-        ascii_name = ""
-    labels = ascii_name.removeprefix("*.").split(".")
-    if len(ascii_name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise ConfigError(
-            f"{host[:300]!r} is neither a host name nor an address.", remedy="Example: node7,10.0.0.7"
-        )
-    return ascii_name
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public_key: ec.EllipticCurvePublicKey,
-    start: datetime.datetime,
-    end: datetime.datetime,
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(public_key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(start - CLOCK_SKEW)
-        .not_valid_after(end)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
-    )
-
-
-def _leaf_name(identity: Identity) -> x509.Name:
-    """A common name for people; only the URI counts."""
-    parts = [identity.node, None if identity.job == ANY_JOB else identity.job, identity.role]
-    text = ".".join(re.sub(r"[^A-Za-z0-9_.-]", "-", part) for part in parts if part)
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[-64:])])
-
-
-def _usages(role: str) -> Sequence[x509.ObjectIdentifier]:
-    # Workers listen too (for their peers), and a scheduler may ask another for its status.
-    client, server = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
-    return [client] if role == "operator" else [client, server]
-
-
-def _key_usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=authority,
-        crl_sign=authority,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _authority_key_id(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    try:
-        own = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    except x509.ExtensionNotFound:
-        return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())  # type: ignore[arg-type]
-    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
-
-
-def _list_number(crl: x509.CertificateRevocationList | None) -> int:
-    if crl is None:
-        return 0
-    try:
-        return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    except x509.ExtensionNotFound:
-        return 0
 
 
 def _make_directory(directory: Path) -> None:

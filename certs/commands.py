@@ -7,14 +7,23 @@ import json
 import secrets
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from certs.authority import Authority, Issued, create_authority, open_authority
-from certs.errors import ConfigError, FileError
-from certs.files import write_file
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+
+from certs.authority import Issued, create_authority, open_authority, renew_authority
+from certs.certificates import issued_by, name_of, parse_certificates, to_pem, utc_now
+from certs.errors import ConfigError, FileError, PasswordError, UntrustedError
+from certs.fields import host_names
+from certs.files import read_file, write_file
 from certs.identity import ANY_JOB, Identity
 from certs.passwords import password_for, password_from, prompt_on_terminal, read_password
+from certs.peer import peer_of_pem
+from certs.records import find_issued
+from certs.show import as_text, describe_file
+from certs.store import is_pem, read_p12
 
 Environment = Mapping[str, str]
 
@@ -70,6 +79,101 @@ def issue(options: argparse.Namespace, env: Environment) -> None:
     print(f"{target}: {identity.uri()}, good until {issued.certificate.not_valid_after_utc:%Y-%m-%d}")
 
 
+def show(options: argparse.Namespace, env: Environment) -> None:
+    """Prints what certificates and revocation lists say."""
+    now = utc_now()
+    for path in options.files:
+        certificates = None
+        if not is_pem(path):
+            _, leaf, extra, _ = _open_p12(path, _passwords(options, env))
+            certificates = [leaf, *extra]
+        for facts in describe_file(path, certificates, now):
+            print(json.dumps(facts) if options.json else as_text(facts))
+
+
+def renew(options: argparse.Namespace, env: Environment) -> None:
+    """Replaces certificates by new ones with new keys and the same identity and hosts."""
+    if not options.files and not options.ca:
+        raise ConfigError("Nothing to renew.", remedy="Name .p12 files, or pass --ca.")
+    password = _password(options, env)
+    authority = open_authority(options.dir, password)
+    if options.ca:
+        authority = renew_authority(authority, days=options.ca_days)
+        until = authority.certificate.not_valid_after_utc
+        print(f"{options.dir / 'ca.crt'}: good until {until:%Y-%m-%d}; copy it to all hosts.")
+    for path in options.files:
+        _, leaf, _, secret = _open_p12(path, _passwords(options, env, password))
+        if not issued_by(leaf, authority.certificate):
+            raise UntrustedError(f"{str(path)!r} was not issued by the authority in {str(options.dir)!r}.")
+        peer = peer_of_pem(to_pem([leaf]))
+        issued = authority.issue(peer.identity, peer.hosts, days=options.days)
+        _write_p12(path, issued, secret, replace=True)
+        print(f"{path}: {peer.identity.uri()}, good until {issued.certificate.not_valid_after_utc:%Y-%m-%d}")
+
+
+def revoke(options: argparse.Namespace, env: Environment) -> None:
+    """Revokes certificates, or signs the list anew if none is named."""
+    password = _password(options, env)
+    authority = open_authority(options.dir, password)
+    chosen = [_leaf(path, _passwords(options, env, password)) for path in options.files]
+    chosen += find_issued(options.dir, options.node, options.fingerprint)
+    for certificate in chosen:
+        if certificate.issuer != authority.certificate.subject:
+            raise UntrustedError(
+                f"{name_of(certificate)} was not issued by the authority in {str(options.dir)!r}."
+            )
+    serials = [certificate.serial_number for certificate in chosen] + [
+        _serial(text) for text in options.serial
+    ]
+    count = authority.write_revocations(serials, days=options.days)
+    for certificate in chosen:
+        print(f"revoked: {name_of(certificate)}, serial {certificate.serial_number:x}")
+    crl = options.dir / "crl.pem"
+    print(f"{crl}: {count} revoked, good for {options.days} days; copy it to crl_path on all hosts.")
+
+
+def _leaf(path: Path, passwords: Iterable[bytes]) -> x509.Certificate:
+    if is_pem(path):
+        return parse_certificates(read_file(path, "The certificate"), f"The file {str(path)!r}")[0]
+    return _open_p12(path, passwords)[1]
+
+
+def _serial(text: str) -> int:
+    try:
+        return int(text.replace(":", ""), 16)
+    except ValueError:
+        raise ConfigError(f"--serial is {text[:100]!r}; legal are hexadecimal numbers.") from None
+
+
+def _open_p12(
+    path: Path, passwords: Iterable[bytes]
+) -> tuple[CertificateIssuerPrivateKeyTypes, x509.Certificate, list[x509.Certificate], bytes]:
+    """Opens a file with the first password that fits, and returns that too."""
+    failure: PasswordError | None = None
+    for password in passwords:
+        try:
+            return (*read_p12(path, password), password)
+        except PasswordError as error:
+            failure = error
+    raise failure or PasswordError(f"{str(path)!r}: no password given.")
+
+
+def _passwords(options: argparse.Namespace, env: Environment, known: bytes | None = None) -> Iterator[bytes]:
+    """The passwords that a .p12 file may have, asking last."""
+    if known is not None:
+        yield known
+    elif (
+        options.password_file is not None or env.get("MS_CERTS_PASSWORD") or env.get("MS_CERTS_PASSWORD_FILE")
+    ):
+        yield _password(options, env)
+    for role, variable in (("scheduler", "MS_SERVER_PASSWORD"), ("worker", "MS_CLIENT_PASSWORD")):
+        if env.get(variable) or env.get(f"{variable}_FILE"):
+            yield password_for(role, env, None)
+    answer = prompt_on_terminal("Password of the PKCS#12 file: ")
+    if answer is not None:
+        yield answer.encode()
+
+
 def _write_p12(path: Path, issued: Issued, password: bytes, *, replace: bool) -> None:
     write_file(path, issued.p12(password), replace=replace)
 
@@ -82,16 +186,12 @@ def _explain(options: argparse.Namespace, hosts: Sequence[str]) -> None:
     print(f"{directory}: an authority and certificates for {job}; the scheduler's is for {', '.join(hosts)}.")
     print(f"Scheduler: MS_CONFIG_FILE={config} MS_SERVER_PASSWORD_FILE={secret} python -m scheduler")
     print(f"Workers:   MS_CONFIG_FILE={config} MS_CLIENT_PASSWORD_FILE={secret} python train.py")
-    print(
-        "Other hosts need config.json, ca.crt, crl.pem and their own .p12; ca.key makes anybody, and stays here."
-    )
+    print("Other hosts need config.json, ca.crt, crl.pem and their own .p12; ca.key stays here.")
 
 
 def _own_hosts() -> list[str]:
     name = socket.gethostname()
     try:
-        from certs.authority import host_names
-
         host_names([name])
     except ConfigError:  # a host name that DNS would not take
         name = "localhost"
@@ -131,6 +231,3 @@ def _role_password(role: str, env: Environment, default: bytes) -> bytes:
     if env.get(variable) or env.get(f"{variable}_FILE"):
         return password_for(role, env, None)
     return default
-
-
-__all__ = ["Authority", "init", "issue"]

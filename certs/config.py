@@ -64,6 +64,10 @@ class SecurityConfig:
     cert_expire_warning_time_in_day: int = 90
     require_identity: bool = True
 
+    def cert_path(self, role: str) -> Path:
+        """The PKCS#12 file of a role: ``scheduler``, ``worker`` or ``operator``."""
+        return self.server_cert_path if role == "scheduler" else self.client_cert_path
+
 
 def load_config(path: str | os.PathLike[str]) -> SecurityConfig:
     """Reads and validates config.json.
@@ -90,6 +94,21 @@ def load_config(path: str | os.PathLike[str]) -> SecurityConfig:
         cert_expire_warning_time_in_day=_days(file, values.get("cert_expire_warning_time_in_day", 90)),
         require_identity=_flag(file, "require_identity", values.get("require_identity", True)),
     )
+
+
+def config_warnings(config: SecurityConfig) -> list[str]:
+    """What is legal in a configuration, but worth a line in the log at start."""
+    found = []
+    if config.ignored_ciphers:
+        names = ", ".join(repr(name[:60]) for name in config.ignored_ciphers[:40])
+        found.append(f"{config.path}: cipher_list names suites that have no effect here: {names}.")
+    if not config.require_identity:
+        found.append(
+            f"{config.path}: require_identity is false: whoever has a certificate may take any role and rank."
+        )
+    if config.crl_path is None:
+        found.append(f"{config.path}: crl_path is empty: no certificate can be revoked.")
+    return found
 
 
 def apply_cipher_list(config: SecurityConfig) -> None:

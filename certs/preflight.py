@@ -149,7 +149,7 @@ def _verification_error(error: ssl.SSLCertVerificationError, where: str) -> Cert
         )
     if code in _UNTRUSTED:
         return UntrustedError(
-            f"The certificate of the server at {where} is of an authority that is not trusted here ({words}).",
+            f"The certificate of the server at {where} is of an authority not trusted here ({words}).",
             remedy="Both sides need certificates of one authority in ca_cert_path.",
         )
     if code == 26:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from certs.certificates import (
     is_authority,
     load_authorities,
     name_of,
+    parse_certificates,
     to_pem,
     utc_now,
 )
@@ -35,6 +37,7 @@ from certs.errors import (
     KeyMismatchError,
     MissingKeyError,
     PasswordError,
+    RevocationListError,
     TruncatedError,
     UsageError,
 )
@@ -113,13 +116,12 @@ def load_configured(
     Raises:
         CertificateError: the kind that fits.
     """
-    server = role in ("scheduler", "server")
     return load_credentials(
-        config.server_cert_path if server else config.client_cert_path,
+        config.cert_path(role),
         password_for(role, env, prompt) if password is None else password,
         config.ca_cert_path,
         crl_path=config.crl_path,
-        purpose="server" if server else "client",
+        purpose="server" if role == "scheduler" else "client",
         require_identity=config.require_identity,
         cipher_list=config.cipher_list,
     )
@@ -164,10 +166,6 @@ def load_credentials(
     check_chain(chain, now, what)
     if purpose is not None:
         check_purpose(leaf, purpose, what)
-    revocations = None
-    if crl_path is not None:
-        crl = read_file(crl_path, "The revocation list")
-        revocations = load_revocations(crl, [*roots, *chain[1:-1]], os.fspath(crl_path))
     credentials = Credentials(
         key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         cert_chain_pem=to_pem(chain[:-1]),
@@ -178,12 +176,37 @@ def load_credentials(
         not_after=leaf.not_valid_after_utc,
         fingerprint=fingerprint(leaf),
         ca_not_after=min(each.not_valid_after_utc for each in chain[1:]),
-        revocations=revocations,
         cipher_list=cipher_list,
         require_identity=require_identity,
     )
+    if crl_path is not None:
+        credentials = dataclasses.replace(credentials, revocations=revocations_for(credentials, crl_path))
     credentials.peer(credentials.cert_chain_pem, now)  # a revoked certificate ends here, not at a silent peer
     return credentials
+
+
+def revocations_for(credentials: Credentials, crl_path: str | os.PathLike[str]) -> Revocations:
+    """Reads the revocation lists of the authorities that the credentials trust or come from.
+
+    Raises:
+        RevocationListError: they cannot be relied on.
+    """
+    try:
+        pem = read_file(crl_path, "The revocation list")
+    except FileError as error:
+        raise RevocationListError(error.message, remedy="Until it can be read, nobody is let in.") from None
+    authorities = parse_certificates(credentials.ca_pem, "The CA file")
+    authorities += parse_certificates(credentials.cert_chain_pem, "The certificate chain")[1:]
+    return load_revocations(pem, authorities, os.fspath(crl_path))
+
+
+def is_pem(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is PEM text, and not PKCS#12.
+
+    Raises:
+        FileError: unreadable.
+    """
+    return b"-----BEGIN" in read_file(path, "The file")[:4096]
 
 
 def read_p12(
