@@ -1,0 +1,195 @@
+"""Who may have a place: every reason for which a Join is refused, in words.
+
+Pure questions to the ledger; nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scheduler.core import values as v
+from scheduler.core.ledger import Claim, Ledger
+from scheduler.core.ranks import fills, table_entry
+from scheduler.core.wording import count, upper_first, who
+
+
+def sizes(settings: v.Settings, candidate: v.Candidate) -> tuple[int, int]:
+    """``worker_num`` and ``worker_min`` of a job that this worker opens; 0 in the settings leaves it free."""
+    table_size = len(settings.rank_table.entries) if settings.rank_table is not None else 0
+    worker_num = settings.worker_num or table_size or candidate.worker_num
+    worker_min = settings.worker_min
+    if not worker_min and not settings.worker_num:
+        worker_min = candidate.worker_min
+    return worker_num, worker_min or worker_num
+
+
+def check_process(ledger: Ledger, event: v.Joined) -> v.Refused | v.Ended | None:
+    """Whether this very process may (still) have a place, whatever the job needs; None if it may."""
+    candidate = event.candidate
+    if (candidate.node_id, candidate.incarnation) in ledger.completed:
+        return v.Ended(True, f"{upper_first(who(candidate))} has completed the training.")
+    if ledger.outcome is not None and event.held_generation > 0:
+        return v.Ended(ledger.outcome.ok, ledger.outcome.reason)
+    retirement = ledger.retirement(candidate.node_id, candidate.incarnation)
+    if retirement is not None:
+        return v.Refused(
+            v.RefusalCode.SUPERSEDED,
+            f"This process of {who(candidate)} has lost its place for good: {retirement}. "
+            "Join again under a new incarnation to get a new place.",
+        )
+    if ledger.outcome is not None:
+        return v.Refused(
+            v.RefusalCode.JOB_ENDED,
+            f"The job has ended: {ledger.outcome.reason} {upper_first(who(candidate))} came too late; "
+            "start the job anew, or under another MS_JOB_ID.",
+        )
+    if event.held_generation > 0 and not _holds(ledger, candidate):
+        return v.Refused(v.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))
+    return None
+
+
+def check_place(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+    """Whether the job has a place for this new process."""
+    return (
+        _check_sizes(ledger, settings, candidate)
+        or _check_agreement(ledger, candidate)
+        or _check_node(ledger, candidate)
+        or _check_table(ledger, settings, candidate)
+        or _check_room(ledger, settings, candidate)
+    )
+
+
+def is_spare(ledger: Ledger, claim: Claim) -> bool:
+    """Whether this worker waits beyond ``worker_num`` and holds no place."""
+    return claim.candidate.spare and ledger.rank_of(claim.candidate.node_id) < 0
+
+
+def staying(ledger: Ledger) -> Iterator[Claim]:
+    """The claims that are not about to leave."""
+    return (claim for claim in ledger.claims.values() if claim.leaving is None)
+
+
+def _holds(ledger: Ledger, candidate: v.Candidate) -> bool:
+    claim = ledger.claims.get(candidate.node_id)
+    return claim is not None and claim.candidate.incarnation == candidate.incarnation
+
+
+def _unknown_place(ledger: Ledger, event: v.Joined) -> str:
+    held = f"rank {event.held_rank} of generation {event.held_generation}"
+    if event.held_generation > ledger.generation:
+        return (
+            f"{upper_first(who(event.candidate))} says it holds {held}, but this scheduler knows no "
+            f"generation after {ledger.generation}: it was started without the journal of the job. "
+            "Set MS_ENABLE_RECOVERY and MS_RECOVERY_PATH, and start the workers again."
+        )
+    return (
+        f"{upper_first(who(event.candidate))} says it holds {held}, but this process has no place in the "
+        f"job, which is in generation {ledger.generation}. Join again under a new incarnation to get a "
+        "new place."
+    )
+
+
+def _check_sizes(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+    if not candidate.node_id:
+        return v.Refused(v.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
+    if candidate.worker_num < 1 or not 0 <= candidate.worker_min <= candidate.worker_num:
+        return v.Refused(
+            v.RefusalCode.MALFORMED,
+            f"{upper_first(who(candidate))} has MS_WORKER_NUM={candidate.worker_num} and "
+            f"MS_WORKER_MIN={candidate.worker_min}; 1 <= MS_WORKER_MIN <= MS_WORKER_NUM must hold.",
+        )
+    opened = ledger.opened
+    num, least = (opened.worker_num, opened.worker_min) if opened else sizes(settings, candidate)
+    if candidate.worker_num != num:
+        return _differs(candidate, "MS_WORKER_NUM", str(candidate.worker_num), str(num), "the job")
+    if candidate.worker_min not in (0, least):
+        return _differs(candidate, "MS_WORKER_MIN", str(candidate.worker_min), str(least), "the job")
+    return None
+
+
+def _check_agreement(ledger: Ledger, candidate: v.Candidate) -> v.Refused | None:
+    other = next(iter(ledger.claims.values()), None)
+    if other is None:
+        return None
+    peer = other.candidate
+    if candidate.backend != peer.backend:
+        return _differs(candidate, "backend", candidate.backend, peer.backend, who(peer))
+    if candidate.facts == peer.facts:
+        return None
+    mine, theirs = dict(candidate.facts), dict(peer.facts)
+    for key in sorted(mine.keys() | theirs.keys()):
+        if mine.get(key) != theirs.get(key):
+            return _differs(candidate, key, mine.get(key, "(unset)"), theirs.get(key, "(unset)"), who(peer))
+    return None
+
+
+def _differs(candidate: v.Candidate, name: str, mine: str, theirs: str, owner: str) -> v.Refused:
+    return v.Refused(
+        v.RefusalCode.SETTINGS_DIFFER,
+        f"{upper_first(who(candidate))} has {name}={mine}, but {owner} has {name}={theirs}; "
+        "make it the same everywhere.",
+    )
+
+
+def _check_node(ledger: Ledger, candidate: v.Candidate) -> v.Refused | None:
+    holder = ledger.claims.get(candidate.node_id)
+    if holder is None:
+        return None
+    return v.Refused(
+        v.RefusalCode.NODE_ID_TAKEN,
+        f"Node id {candidate.node_id} of the worker on host {candidate.host.name} is held by a living "
+        f"process on host {holder.candidate.host.name}; give each worker an MS_NODE_ID of its own, "
+        "or end the other process first.",
+    )
+
+
+def _check_table(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+    table = settings.rank_table
+    if table is None:
+        return None
+    entry = table_entry(table, candidate)
+    host, device = candidate.host, candidate.device
+    index = device.index if device.index >= 0 else candidate.local_index
+    if entry is None:
+        return v.Refused(
+            v.RefusalCode.NOT_IN_RANK_TABLE,
+            f"{upper_first(who(candidate))} (address {host.address}, device {index}) is not in the rank "
+            "table; add its server_id and device_id to RANK_TABLE_FILE, or start it on a listed device.",
+        )
+    for claim in staying(ledger):
+        if not claim.candidate.spare and not candidate.spare and fills(entry, claim.candidate):
+            return v.Refused(
+                v.RefusalCode.NODE_ID_TAKEN,
+                f"{upper_first(who(candidate))} fills rank {entry.rank} of the rank table (server "
+                f"{entry.server_id}, device {entry.device_index}), which {who(claim.candidate)} has taken; "
+                "start one worker per device.",
+            )
+    return None
+
+
+def _check_room(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+    worker_num = ledger.opened.worker_num if ledger.opened else sizes(settings, candidate)[0]
+    if ledger.finishing:
+        return v.Refused(
+            v.RefusalCode.JOB_FULL,
+            f"{upper_first(who(candidate))} has no place: the job is finishing, some workers have completed "
+            "the training already.",
+        )
+    if len(ledger.claims) < worker_num:
+        return None
+    places = sum(not is_spare(ledger, claim) for claim in staying(ledger))
+    total = sum(1 for _ in staying(ledger))
+    if not candidate.spare and places < worker_num:
+        return None
+    if candidate.spare and total < worker_num + settings.spares:
+        return None
+    how = (
+        f"its {count(settings.spares, 'spare place')} are taken as well"
+        if candidate.spare
+        else "a worker with MS_WORKER_SPARE=1 could wait where the scheduler has MS_SPARES"
+    )
+    return v.Refused(
+        v.RefusalCode.JOB_FULL,
+        f"{upper_first(who(candidate))} has no place: all {count(worker_num, 'worker')} of the job are in "
+        f"(MS_WORKER_NUM={worker_num}), and {how}.",
+    )

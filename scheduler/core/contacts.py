@@ -1,0 +1,110 @@
+"""What the scheduler knows of its workers only while it runs: streams, heartbeats, progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scheduler.core.ledger import Ledger
+from scheduler.core.values import Collective, Heard, SessionId
+
+
+@dataclass(slots=True)
+class Contact:
+    """One worker as last heard.
+
+    Attributes:
+        session: its stream; None between a restart of the scheduler and the worker's return.
+        last_heard: when anything came from it.
+        baseline: steps it had finished when the newest generation was formed.
+        has_moved: it has finished a step beyond that, so it holds the state.
+        quiesced: steps it had begun when it stopped for a planned change; None: it has not stopped.
+    """
+
+    session: SessionId | None
+    last_heard: float
+    step: int = 0
+    started_step: int = 0
+    samples_per_s: float = 0.0
+    recent: tuple[Collective, ...] = ()
+    baseline: int = 0
+    has_moved: bool = False
+    quiesced: int | None = None
+
+    def hear(self, event: Heard, *, settled: bool) -> bool:
+        """Takes a heartbeat in; ``settled``: it is of the newest generation, whose group stands.
+
+        Returns:
+            Whether the worker has made progress since the last one.
+        """
+        progress = event.step > self.step
+        self.step = event.step
+        self.started_step = event.started_step
+        self.samples_per_s = event.samples_per_s
+        self.recent = event.recent
+        self.has_moved = self.has_moved or (settled and event.step > self.baseline)
+        return progress
+
+    def enter_generation(self) -> None:
+        """A new generation was formed: progress counts from here."""
+        self.baseline = self.step
+        self.has_moved = False
+        self.quiesced = None
+
+
+@dataclass
+class Contacts:
+    """All workers by node id, and who is behind which stream."""
+
+    by_node: dict[str, Contact] = field(default_factory=dict)
+    nodes: dict[SessionId, str] = field(default_factory=dict)
+
+    def attach(self, node_id: str, session: SessionId, now: float) -> Contact:
+        """Puts a stream to a worker, in place of any older one."""
+        contact = self.by_node.get(node_id)
+        if contact is None:
+            contact = self.by_node[node_id] = Contact(session, now)
+        elif contact.session is not None:
+            self.nodes.pop(contact.session, None)
+        contact.session = session
+        contact.last_heard = now
+        contact.quiesced = None
+        self.nodes[session] = node_id
+        return contact
+
+    def forget(self, node_id: str) -> None:
+        """The worker's claim is gone."""
+        contact = self.by_node.pop(node_id, None)
+        if contact is not None and contact.session is not None:
+            self.nodes.pop(contact.session, None)
+
+    def session_of(self, node_id: str) -> SessionId | None:
+        """The worker's stream, if it has one."""
+        contact = self.by_node.get(node_id)
+        return contact.session if contact is not None else None
+
+    def silent(self, now: float, node_timeout_s: float) -> list[str]:
+        """Node ids that were not heard for ``node_timeout_s`` seconds."""
+        return [
+            node_id for node_id, contact in self.by_node.items() if now >= contact.last_heard + node_timeout_s
+        ]
+
+    def oldest_word(self) -> float | None:
+        """When the most silent worker was last heard."""
+        return min((contact.last_heard for contact in self.by_node.values()), default=None)
+
+    def all_quiesced(self, ledger: Ledger) -> bool:
+        """Whether every living member has stopped at a step boundary."""
+        return all(
+            self.by_node[claim.candidate.node_id].quiesced is not None for claim in ledger.living_members()
+        )
+
+    def last_started_step(self) -> int:
+        """The newest step that a quiesced worker has begun."""
+        return max((contact.quiesced or 0 for contact in self.by_node.values()), default=0)
+
+    def stateless(self, ledger: Ledger) -> Iterator[str]:
+        """Newcomers of the newest generation that are not known to have received the state."""
+        for claim in ledger.living_members():
+            if claim.newcomer and not self.by_node[claim.candidate.node_id].has_moved:
+                yield claim.candidate.node_id

@@ -1,0 +1,297 @@
+"""The scheduler's state machine for one job: events and ``now`` in, decisions out.
+
+Nothing here reads a clock, sends, writes or logs. See :mod:`scheduler.core.values` for what goes in and
+comes out, :mod:`scheduler.core.machine` for the phases, :mod:`scheduler.core.ledger` for what is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.core import planning
+from scheduler.core import values as v
+from scheduler.core.contacts import Contact
+from scheduler.core.ledger import Claim, Phase
+from scheduler.core.machine import Suspicion
+from scheduler.core.ranks import natural_key
+from scheduler.core.reception import Reception
+from scheduler.core.status import worker_view
+from scheduler.core.wording import upper_first, who
+
+
+class RecoveryError(ValueError):
+    """Records do not make up the history of this job."""
+
+
+class Job(Reception):
+    """One training job, from the first Join to its end.
+
+    Args:
+        job_id: its name.
+        settings: what the scheduler was told.
+
+    Raises:
+        ValueError: ``worker_num`` and the rank table disagree.
+    """
+
+    def __init__(self, job_id: str, settings: v.Settings) -> None:
+        super().__init__(job_id, settings)
+        self._handlers = {
+            v.Joined: self._joined,
+            v.Heard: self._heard,
+            v.UniqueIdsPublished: self._published,
+            v.BuiltReported: self._built_reported,
+            v.QuiescedReported: self._quiesced_reported,
+            v.PeerSuspected: self._peer_suspected,
+            v.LeaveRequested: self._leave_requested,
+            v.LeftCleanly: self._left,
+            v.SessionLost: self._session_lost,
+            v.DrainRequested: self._drain_requested,
+            v.Expel: self._expel,
+            v.Tick: self._tick,
+        }
+
+    @classmethod
+    def recover(cls, job_id: str, settings: v.Settings, records: Iterable[v.Record], now: float) -> Job:
+        """The job as its records tell it. Its workers have ``node_timeout_s`` to come back.
+
+        Raises:
+            RecoveryError: the records are those of another job, or of other settings, or no history at all.
+        """
+        job = cls(job_id, settings)
+        try:
+            for record in records:
+                job.apply(record)
+        except (KeyError, AttributeError, TypeError) as error:
+            raise RecoveryError(f"The records of job {job_id} contradict one another: {error!r}") from error
+        job._check_opened()
+        for node_id in job._ledger.claims:
+            job._contacts.by_node[node_id] = Contact(None, now)
+        job._start(now)
+        job._note_phase(now)
+        job._silence_due = job._next_silence()
+        return job
+
+    @property
+    def outcome(self) -> v.JobEnded | None:
+        """How the job ended (``ok`` and why); None while it goes on."""
+        return self._ledger.outcome
+
+    def step(self, event: v.Event, now: float) -> v.Decision:
+        """Takes one event and says what follows from it.
+
+        Args:
+            event: what happened.
+            now: seconds on the clock of all calls.
+        """
+        if not self._started:
+            self._start(now)
+        self._now = now
+        self._records, self._messages, self._reasons = [], [], []
+        self._handlers[type(event)](event, now)  # type: ignore[operator]
+        if type(event) is not v.Heard:
+            self.advance(now)
+            self._retry_held_back(now)
+        return v.Decision(tuple(self._records), tuple(self._messages), " ".join(self._reasons))
+
+    def deadline(self) -> float | None:
+        """When the machine wants a Tick at the latest; never later than the true deadline, maybe earlier."""
+        if not self._started:
+            return 0.0
+        phase = self.phase
+        if phase is Phase.ENDED:
+            return None
+        times = [self._silence_due, self._suspicion.due if self._suspicion else None]
+        if phase in (Phase.FORMING, Phase.BUILDING, Phase.SUSPENDED):
+            times += [self._phase_since + self.settings.topo_timeout_s, self._report_due]
+        if phase is Phase.FORMING and self._spares_fill_in > self._now:
+            times.append(self._spares_fill_in)
+        if phase in (Phase.RUNNING, Phase.QUIESCING) and not self._stalled:
+            times.append(self._progress_since + self.settings.stall_timeout_s)
+        return min((time for time in times if time is not None), default=None)
+
+    def view(self, now: float) -> v.JobView:
+        """The job as ``status`` shows it: members by rank, then those who wait."""
+        ledger = self._ledger
+        claims = sorted(
+            ledger.claims.items(),
+            key=lambda item: (ledger.rank_of(item[0]) % (1 << 32), natural_key(item[0])),
+        )
+        workers = (
+            worker_view(ledger, claim, self._contacts.by_node[node_id], now, built=node_id in self._built)
+            for node_id, claim in claims
+        )
+        return v.JobView(
+            job_id=self.job_id,
+            state=self.phase.value,
+            generation=ledger.generation,
+            worker_num=self._needed(),
+            worker_min=ledger.opened.worker_min if ledger.opened else self.settings.worker_min,
+            workers=tuple(workers),
+            missing=self._missing(),
+            reason=self._reason,
+        )
+
+    # ------------------------------------------------------------ word from members
+
+    def _claim_behind(self, session: v.SessionId, now: float) -> Claim | None:
+        node_id = self._contacts.nodes.get(session)
+        if node_id is None:
+            return None
+        self._contacts.by_node[node_id].last_heard = now
+        return self._ledger.claims[node_id]
+
+    def _member_behind(self, session: v.SessionId, generation: int, now: float) -> str | None:
+        """Node id of the sender, if it is a member of the newest generation and speaks of that one."""
+        claim = self._claim_behind(session, now)
+        if claim is None or generation != self._ledger.generation or self.phase is Phase.ENDED:
+            return None
+        node_id = claim.candidate.node_id
+        return node_id if self._ledger.rank_of(node_id) >= 0 else None
+
+    def _heard(self, event: v.Heard, now: float) -> None:
+        claim = self._claim_behind(event.session, now)
+        if claim is None or event.generation > self._ledger.generation:
+            return
+        settled = self._ledger.established and event.generation == self._ledger.generation
+        if self._contacts.by_node[claim.candidate.node_id].hear(event, settled=settled):
+            self._progress_since = now
+            if self._stalled:
+                self._stalled = False
+                self._say(f"Training goes on at step {event.step}.")
+
+    def _published(self, event: v.UniqueIdsPublished, now: float) -> None:
+        node_id = self._member_behind(event.session, event.generation, now)
+        if node_id is None or self._ledger.rank_of(node_id) != 0 or self.phase is not Phase.BUILDING:
+            return
+        if len(event.unique_ids) != self._unique_id_count() or not all(event.unique_ids):
+            told = (
+                f"handed in {len(event.unique_ids)} unique ids where {self._unique_id_count()} were asked for"
+            )
+            self._lose(node_id, told, v.RefusalCode.MALFORMED)
+        elif not self._unique_ids:
+            self._unique_ids = event.unique_ids
+            self._tell_members(v.UniqueIds(event.generation, event.unique_ids))
+
+    def _built_reported(self, event: v.BuiltReported, now: float) -> None:
+        node_id = self._member_behind(event.session, event.generation, now)
+        if node_id is not None:
+            self._mark_built(node_id)
+
+    def _quiesced_reported(self, event: v.QuiescedReported, now: float) -> None:
+        node_id = self._member_behind(event.session, event.generation, now)
+        if node_id is None:
+            return
+        self._contacts.by_node[node_id].quiesced = event.last_started_step
+        if self.phase is Phase.RUNNING and planning.wanted_change(self._ledger, self.settings) is None:
+            self._quiesce("a change was under way before the scheduler restarted")
+
+    def _peer_suspected(self, event: v.PeerSuspected, now: float) -> None:
+        node_id = self._member_behind(event.session, event.generation, now)
+        if node_id is None or self.phase is Phase.SUSPENDED:
+            return
+        own = who(self._ledger.claims[node_id].candidate, self._ledger.rank_of(node_id))
+        members = self._ledger.formed.members if self._ledger.formed else ()
+        peer = who(members[event.rank].candidate, event.rank) if 0 <= event.rank < len(members) else "a peer"
+        sentence = f"{own} could not go on with {peer}: {event.detail}"
+        self._say(upper_first(sentence))
+        if self._suspicion is None:
+            self._suspicion = Suspicion(now + self.settings.node_timeout_s, sentence)
+
+    # ------------------------------------------------------------ going
+
+    def _leave_requested(self, event: v.LeaveRequested, now: float) -> None:
+        claim = self._claim_behind(event.session, now)
+        if claim is not None:
+            self._plan_leave(claim, event.reason, v.Ended(True, f"You leave: {event.reason}."))
+
+    def _drain_requested(self, event: v.DrainRequested, now: float) -> None:
+        claim = self._ledger.claims.get(event.node_id)
+        if claim is None or self.phase is Phase.ENDED:
+            self._say(f"Job {self.job_id} has no worker with node id {event.node_id}.")
+            return
+        refusal = v.Refused(
+            v.RefusalCode.EXPELLED, f"{upper_first(who(claim.candidate))} was drained: {event.reason}."
+        )
+        self._plan_leave(claim, event.reason, refusal)
+
+    def _plan_leave(self, claim: Claim, reason: str, farewell: v.Refused | v.Ended) -> None:
+        """A member leaves at the next step boundary; anybody else at once."""
+        node_id, phase = claim.candidate.node_id, self.phase
+        rank = self._ledger.rank_of(node_id)
+        if phase is Phase.ENDED or claim.leaving is not None:
+            return
+        if rank >= 0 and phase is not Phase.SUSPENDED:
+            self._commit(v.LeavePlanned(node_id, claim.candidate.incarnation, reason))
+            self._say(f"{upper_first(who(claim.candidate, rank))} will leave at a step boundary: {reason}.")
+        else:
+            self._dismiss(claim, farewell, f"left: {reason}")
+            self._say(f"{upper_first(who(claim.candidate))} has left: {reason}.")
+
+    def _expel(self, event: v.Expel, now: float) -> None:
+        if event.node_id in self._ledger.claims and self.phase is not Phase.ENDED:
+            self._lose(event.node_id, f"was expelled: {event.reason}", v.RefusalCode.EXPELLED)
+
+    def _left(self, event: v.LeftCleanly, now: float) -> None:
+        claim = self._claim_behind(event.session, now)
+        self._held_back.pop(event.session, None)
+        self._messages.append((event.session, v.Ended(True, "Goodbye.")))
+        if claim is None or self.phase is Phase.ENDED:
+            return
+        node_id = claim.candidate.node_id
+        rank = self._ledger.rank_of(node_id)
+        finished = event.finished and rank >= 0
+        told = "has completed the training" if finished else f"left: {event.reason or 'no reason given'}"
+        sentence = f"{who(claim.candidate, rank)} {told}"
+        self._remove(node_id, sentence, finished=finished)
+        self._say(f"{upper_first(sentence)}.")
+
+    def _session_lost(self, event: v.SessionLost, now: float) -> None:
+        self._held_back.pop(event.session, None)
+        node_id = self._contacts.nodes.get(event.session)
+        if node_id is not None and self.phase is not Phase.ENDED:
+            self._lose(node_id, f"is lost: its stream ended ({event.detail})")
+
+    # ------------------------------------------------------------ time
+
+    def _start(self, now: float) -> None:
+        self._started = True
+        self._phase_since = self._progress_since = now
+        self._report_due = now + self.settings.waiting_report_interval_s
+
+    def _tick(self, event: v.Tick, now: float) -> None:
+        if self.phase is Phase.ENDED:
+            return
+        self._forgive_own_absence(now)
+        for node_id in self._contacts.silent(now, self.settings.node_timeout_s):
+            told = f"is lost: not heard for {now - self._contacts.by_node[node_id].last_heard:.1f} s"
+            self._lose(node_id, told, v.RefusalCode.SUPERSEDED)
+        self._silence_due = self._next_silence()
+        self._report(now)
+        self._check_progress(now)
+
+    def _forgive_own_absence(self, now: float) -> None:
+        """A Tick that comes late means that the scheduler itself stood still: nobody is to blame for that."""
+        due = self.deadline()
+        late = now - due if due is not None else 0.0
+        if late > self.settings.heartbeat_interval_s:
+            for contact in self._contacts.by_node.values():
+                contact.last_heard = min(now, contact.last_heard + late)
+
+    def _next_silence(self) -> float | None:
+        oldest = self._contacts.oldest_word()
+        return None if oldest is None else oldest + self.settings.node_timeout_s
+
+    def _check_opened(self) -> None:
+        opened, settings = self._ledger.opened, self.settings
+        if opened is None:
+            if self._ledger.claims or self._ledger.formed:
+                raise RecoveryError(f"The records of job {self.job_id} do not begin with its opening")
+            return
+        if opened.job_id != self.job_id:
+            raise RecoveryError(f"The records are those of job {opened.job_id}, not of job {self.job_id}")
+        if settings.worker_num not in (0, opened.worker_num):
+            raise RecoveryError(
+                f"The records of job {self.job_id} say MS_WORKER_NUM={opened.worker_num}, the scheduler has "
+                f"{settings.worker_num}; set the same, or start without the old journal"
+            )

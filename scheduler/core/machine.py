@@ -1,0 +1,374 @@
+"""How a job moves from phase to phase.
+
+Events only change facts (see :mod:`scheduler.core.job`): who has a claim, who has built, who has stopped.
+:meth:`Machine.advance` then looks at the facts and draws every conclusion there is, so that it does not
+matter in which order the facts came in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.core import planning
+from scheduler.core import values as v
+from scheduler.core.contacts import Contacts
+from scheduler.core.ledger import Claim, Ledger, Phase
+from scheduler.core.progress import Standing, stall_report
+from scheduler.core.wording import count, listing, missing, nodes, upper_first, waiting, who
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Collectives failed on a peer; unless it dies by then, the group is built anew with it."""
+
+    due: float
+    sentence: str
+
+
+class Machine:
+    """State of one job and its transitions; :class:`scheduler.core.job.Job` feeds it events."""
+
+    def __init__(self, job_id: str, settings: v.Settings) -> None:
+        table = settings.rank_table
+        if table is not None and settings.worker_num not in (0, len(table.entries)):
+            raise ValueError(
+                f"MS_WORKER_NUM is {settings.worker_num}, but the rank table has {len(table.entries)} entries"
+            )
+        self.job_id = job_id
+        self.settings = settings
+        self._ledger = Ledger()
+        self._contacts = Contacts()
+        self._unique_ids: tuple[bytes, ...] = ()
+        self._built: set[str] = set()
+        self._plan: str | None = None
+        self._suspicion: Suspicion | None = None
+        self._broken: str | None = None
+        self._started = False
+        self._phase_seen = Phase.FORMING
+        self._phase_since = 0.0
+        self._report_due = 0.0
+        self._spares_fill_in = 0.0
+        self._now = 0.0
+        self._progress_since = 0.0
+        self._stalled = False
+        self._reason = ""
+        self._records: list[v.Record] = []
+        self._messages: list[tuple[v.SessionId, v.Message]] = []
+        self._reasons: list[str] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job stands."""
+        durable = self._ledger.phase
+        return Phase.QUIESCING if durable is Phase.RUNNING and self._plan is not None else durable
+
+    def apply(self, record: v.Record) -> None:
+        """Takes a durable record in: the only way in which durable state changes, here and in recovery."""
+        self._ledger.apply(record)
+        if isinstance(record, v.Removed):
+            self._contacts.forget(record.node_id)
+            self._built.discard(record.node_id)
+        elif isinstance(record, v.GenerationFormed | v.GenerationEnded):
+            self._unique_ids, self._built, self._plan = (), set(), None
+            self._suspicion, self._broken, self._stalled = None, None, False
+            for contact in self._contacts.by_node.values():
+                contact.enter_generation()
+        elif isinstance(record, v.GroupEstablished):
+            self._unique_ids, self._suspicion = (), None
+
+    # ------------------------------------------------------------ output
+
+    def _commit(self, record: v.Record) -> None:
+        self.apply(record)
+        self._records.append(record)
+
+    def _tell(self, node_id: str, message: v.Message) -> None:
+        session = self._contacts.session_of(node_id)
+        if session is not None:
+            self._messages.append((session, message))
+
+    def _tell_members(self, message: v.Message) -> None:
+        for claim in self._ledger.living_members():
+            self._tell(claim.candidate.node_id, message)
+
+    def _say(self, sentence: str) -> None:
+        self._reasons.append(sentence)
+        self._reason = sentence
+
+    def _remove(self, node_id: str, reason: str, *, finished: bool = False) -> None:
+        claim = self._ledger.claims[node_id]
+        self._commit(v.Removed(node_id, claim.candidate.incarnation, reason, finished))
+
+    # ------------------------------------------------------------ conclusions
+
+    def advance(self, now: float) -> None:
+        """Draws every conclusion from the facts as they are."""
+        moves = {
+            Phase.FORMING: self._advance_forming,
+            Phase.BUILDING: self._advance_building,
+            Phase.RUNNING: self._advance_running,
+            Phase.QUIESCING: self._advance_quiescing,
+            Phase.SUSPENDED: self._advance_suspended,
+        }
+        while self.phase is not Phase.ENDED and moves[self.phase](now):
+            self._note_phase(now)
+        self._note_phase(now)
+
+    def _note_phase(self, now: float) -> None:
+        if self.phase is not self._phase_seen:
+            self._phase_seen = self.phase
+            self._phase_since = self._progress_since = now
+            self._report_due = now + self.settings.waiting_report_interval_s
+
+    def _timed_out(self, now: float) -> bool:
+        return now >= self._phase_since + self.settings.topo_timeout_s
+
+    def _advance_forming(self, now: float) -> bool:
+        opened = self._ledger.opened
+        if opened is not None and self._enough_to_form(opened.worker_num, now):
+            return self._regroup(now, f"all {count(opened.worker_num, 'worker')} are in")
+        if not self._timed_out(now):
+            return False
+        if opened is not None and len(planning.choose(self._ledger, self.settings)) >= opened.worker_min:
+            return self._regroup(now, f"no more came within {self.settings.topo_timeout_s:g} s")
+        return self._end(False, f"The group did not form in time: {self._waiting_sentence()}.")
+
+    def _enough_to_form(self, worker_num: int, now: float) -> bool:
+        """Whether to form the first group. Dedicated spares stand back for the others for a while."""
+        claims = self._ledger.claims
+        if len(claims) < worker_num:
+            self._spares_fill_in = 0.0
+            return False
+        if not self._spares_fill_in:
+            self._spares_fill_in = now + self.settings.waiting_report_interval_s
+        ordinary = sum(not claim.candidate.spare for claim in claims.values())
+        no_more_can_come = len(claims) >= worker_num + self.settings.spares
+        if ordinary < worker_num and not no_more_can_come and now < self._spares_fill_in:
+            return False
+        return len(planning.choose(self._ledger, self.settings)) >= worker_num
+
+    def _advance_building(self, now: float) -> bool:
+        if self._departed() or self._broken:
+            return self._regroup(now, self._departure())
+        if len(self._built) == len(self._ledger.ranks):
+            self._commit(v.GroupEstablished(self._ledger.generation))
+            self._tell_members(v.GroupBuilt(self._ledger.generation))
+            self._say(f"Generation {self._ledger.generation} stands with {self._size()}.")
+            return True
+        if self._suspicion_due(now):
+            return True
+        if self._timed_out(now):
+            return self._end(False, f"The group was not built in time: {self._building_sentence()}.")
+        return False
+
+    def _advance_running(self, now: float) -> bool:
+        ledger = self._ledger
+        if ledger.lost or len(ledger.finished) == len(ledger.ranks):
+            return self._regroup(now, self._departure())
+        if self._suspicion_due(now):
+            return True
+        change = planning.wanted_change(ledger, self.settings)
+        return change is not None and self._quiesce(change)
+
+    def _advance_quiescing(self, now: float) -> bool:
+        ledger = self._ledger
+        if ledger.lost or len(ledger.finished) == len(ledger.ranks):
+            return self._regroup(now, self._departure())
+        if self._suspicion_due(now):
+            return True
+        if not self._contacts.all_quiesced(ledger):
+            return False
+        return self._regroup(now, self._plan or "", self._contacts.last_started_step())
+
+    def _advance_suspended(self, now: float) -> bool:
+        present = planning.choose(self._ledger, self.settings)
+        opened = self._ledger.opened
+        if opened is not None and len(present) >= opened.worker_min:
+            return self._regroup(now, f"{count(len(present), 'worker')} are in again")
+        if self._timed_out(now):
+            return self._end(False, f"No group could be formed again in time: {self._waiting_sentence()}.")
+        return False
+
+    def _departed(self) -> bool:
+        return bool(self._ledger.lost or self._ledger.finished)
+
+    def _departure(self) -> str:
+        """Why members are gone, in words."""
+        reasons = [*self._ledger.lost.values()]
+        if self._broken:
+            reasons.append(self._broken)
+        if not reasons and self._ledger.finished:
+            reasons.append(f"node {listing(sorted(self._ledger.finished))} finished")
+        return listing(reasons)
+
+    def _suspicion_due(self, now: float) -> bool:
+        if self._suspicion is None or now < self._suspicion.due:
+            return False
+        return self._regroup(now, self._suspicion.sentence)
+
+    # ------------------------------------------------------------ transitions
+
+    def _quiesce(self, reason: str) -> bool:
+        self._plan = reason
+        self._tell_members(v.Quiesce(self._ledger.generation, reason))
+        self._say(f"A change of members is prepared: {reason}.")
+        return True
+
+    def _regroup(self, now: float, reason: str, switch_after_step: int = -1) -> bool:
+        """Forms the next generation from whoever is there, suspends the job, or ends it."""
+        ledger = self._ledger
+        assert ledger.opened is not None
+        chosen = planning.choose(ledger, self.settings)
+        if ledger.finishing and not chosen:
+            if not ledger.lost:
+                return self._end(True, "All members have completed the training.")
+            return self._end(False, f"Workers were lost while the others finished: {reason}.")
+        if len(chosen) < (1 if ledger.finishing else ledger.opened.worker_min):
+            return self._suspend(reason)
+        self._form(chosen, reason, switch_after_step)
+        return True
+
+    def _form(self, chosen: list[v.Candidate], reason: str, switch_after_step: int) -> None:
+        ledger = self._ledger
+        lost = (*ledger.lost.values(), *([self._broken] if self._broken else []))
+        stateless = frozenset(self._contacts.stateless(ledger))
+        record = planning.next_generation(
+            ledger, chosen, stateless=stateless, reason=reason, switch_after_step=switch_after_step
+        )
+        self._commit(record)
+        for member in record.members:
+            self._tell(member.candidate.node_id, self._assignment(member.rank, lost))
+        for claim in self._departing():
+            self._tell(claim.candidate.node_id, self._assignment(-1, lost))
+        self._say(f"Generation {record.generation} is formed with {self._size()}: {reason}.")
+
+    def _departing(self) -> list[Claim]:
+        """Former members that are on their way out as planned."""
+        return [
+            claim
+            for node_id, claim in self._ledger.claims.items()
+            if claim.leaving is not None and claim.since and self._ledger.rank_of(node_id) < 0
+        ]
+
+    def _assignment(self, rank: int, lost: tuple[str, ...] = ()) -> v.Assignment:
+        formed = self._ledger.formed
+        assert formed is not None
+        return v.Assignment(
+            generation=formed.generation,
+            rank=rank,
+            members=formed.members,
+            state_source_rank=formed.state_source_rank,
+            newcomer_ranks=formed.newcomer_ranks,
+            unique_id_count=self._unique_id_count(),
+            reason=formed.reason,
+            switch_after_step=formed.switch_after_step,
+            lost=lost,
+        )
+
+    def _unique_id_count(self) -> int:
+        return -(-len(self._ledger.ranks) // self.settings.ranks_per_unique_id)
+
+    def _suspend(self, reason: str) -> bool:
+        """Too few members are left: the survivors keep their state and wait."""
+        ledger = self._ledger
+        if ledger.phase is Phase.SUSPENDED:
+            return False
+        assert ledger.opened is not None
+        self._commit(v.GenerationEnded(ledger.generation, reason))
+        for claim in [claim for claim in ledger.claims.values() if claim.leaving is not None]:
+            self._dismiss(claim, v.Ended(True, "You leave as planned."), "left as planned")
+        survivors = [claim.candidate for claim in ledger.living_members()]
+        sentence = (
+            f"Generation {ledger.generation} is over: {reason}. {count(len(survivors), 'member')} left "
+            f"({nodes(survivors) or 'none'}), MS_WORKER_MIN is {ledger.opened.worker_min}; "
+            f"waiting up to {self.settings.topo_timeout_s:g} s for more."
+        )
+        self._tell_members(v.Suspended(ledger.generation, sentence, self.settings.topo_timeout_s))
+        self._say(sentence)
+        return True
+
+    def _dismiss(self, claim: Claim, message: v.Refused | v.Ended, reason: str) -> None:
+        """Tells a worker its last word and takes its claim away."""
+        self._tell(claim.candidate.node_id, message)
+        self._remove(claim.candidate.node_id, f"{who(claim.candidate)} {reason}")
+
+    def _end(self, ok: bool, reason: str) -> bool:
+        formed = self._ledger.formed is not None
+        self._commit(v.JobEnded(ok, reason))
+        message = v.Ended(ok, reason) if formed else v.Refused(v.RefusalCode.TOPO_TIMEOUT, reason)
+        for node_id in self._ledger.claims:
+            self._tell(node_id, message)
+        self._contacts.nodes.clear()
+        self._say(reason)
+        return True
+
+    # ------------------------------------------------------------ words and reports
+
+    def _needed(self) -> int:
+        opened = self._ledger.opened
+        return opened.worker_num if opened is not None else self.settings.worker_num
+
+    def _present(self) -> list[v.Candidate]:
+        return planning.choose(self._ledger, self.settings) if self._ledger.opened is not None else []
+
+    def _waiting_sentence(self) -> str:
+        return waiting(self._present(), self._needed(), self.settings.rank_table)
+
+    def _missing(self) -> tuple[str, ...]:
+        if self.phase is Phase.ENDED:
+            return ()
+        return missing(self._present(), self._needed(), self.settings.rank_table)
+
+    def _size(self) -> str:
+        return count(len(self._ledger.ranks), "member")
+
+    def _building_sentence(self) -> str:
+        late = [
+            who(claim.candidate, self._ledger.rank_of(claim.candidate.node_id))
+            for claim in self._ledger.living_members()
+            if claim.candidate.node_id not in self._built
+        ]
+        ids = "" if self._unique_ids else "; rank 0 has not handed in the unique ids"
+        return (
+            f"{len(self._built)} of {count(len(self._ledger.ranks), 'member')} of generation "
+            f"{self._ledger.generation} built it, not yet: {listing(late)}{ids}"
+        )
+
+    def _report(self, now: float) -> None:
+        """The periodic word on who is in and who is missing."""
+        if self.phase not in (Phase.FORMING, Phase.SUSPENDED, Phase.BUILDING) or now < self._report_due:
+            return
+        self._report_due = now + self.settings.waiting_report_interval_s
+        if self.phase is Phase.BUILDING:
+            self._say(f"The group is being built: {self._building_sentence()}.")
+            return
+        self._broadcast_waiting()
+
+    def _broadcast_waiting(self) -> None:
+        message = self._waiting_message()
+        for node_id in self._ledger.claims:
+            self._tell(node_id, message)
+        self._say(message.sentence)
+
+    def _waiting_message(self) -> v.Waiting:
+        present = self._present()
+        sentence = upper_first(waiting(present, self._needed(), self.settings.rank_table)) + "."
+        return v.Waiting(len(present), self._needed(), sentence)
+
+    def _check_progress(self, now: float) -> None:
+        """Reports a stall once; the job goes on waiting."""
+        if self.phase not in (Phase.RUNNING, Phase.QUIESCING) or self._stalled:
+            return
+        if now < self._progress_since + self.settings.stall_timeout_s:
+            return
+        by_node = self._contacts.by_node
+        standings = [
+            Standing(self._ledger.rank_of(c.candidate.node_id), c.candidate, by_node[c.candidate.node_id])
+            for c in self._ledger.living_members()
+        ]
+        report = stall_report(standings, now - self._progress_since)
+        if report:
+            self._stalled = True
+            self._say(report)
+        else:
+            self._progress_since = now

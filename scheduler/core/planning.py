@@ -1,0 +1,99 @@
+"""Who makes up the next generation, and whose state it starts from. Pure questions to the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from scheduler.core import ranks
+from scheduler.core import values as v
+from scheduler.core.admission import is_spare, staying
+from scheduler.core.ledger import Claim, Ledger
+
+
+def choose(ledger: Ledger, settings: v.Settings) -> list[v.Candidate]:
+    """Members of the next generation in order of rank, at most ``worker_num``.
+
+    Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
+    decides, never the order of arrival. Once the job is finishing, only survivors go on.
+    """
+    assert ledger.opened is not None
+    worker_num = ledger.opened.worker_num
+    table = settings.rank_table
+    limit = worker_num + settings.spares
+
+    def ordered(claims: Iterable[Claim]) -> list[v.Candidate]:
+        return ranks.in_order((claim.candidate for claim in claims), limit=limit, table=table)
+
+    chosen = ordered(claim for claim in ledger.living_members() if claim.leaving is None)
+    if not ledger.finishing:
+        others = [claim for claim in staying(ledger) if ledger.rank_of(claim.candidate.node_id) < 0]
+        spares = [claim for claim in others if is_spare(ledger, claim)]
+        ready = [claim for claim in others if not is_spare(ledger, claim)]
+        _fill(chosen, ordered(ready) + ordered(spares), worker_num, table)
+    return ranks.in_order(chosen, limit=limit, table=table)
+
+
+def next_generation(
+    ledger: Ledger,
+    chosen: list[v.Candidate],
+    *,
+    stateless: Collection[str],
+    reason: str,
+    switch_after_step: int,
+) -> v.GenerationFormed:
+    """The record of the next generation.
+
+    Args:
+        ledger: the job so far.
+        chosen: its members in order of rank.
+        stateless: node ids of newcomers that are not known to have received the state.
+        reason: why it is formed.
+        switch_after_step: see :class:`~scheduler.core.values.Assignment`.
+    """
+    members = ranks.assign(chosen)
+    keepers = [
+        (ledger.claims[member.candidate.node_id].since, member.rank)
+        for member in members
+        if ledger.claims[member.candidate.node_id].since and member.candidate.node_id not in stateless
+    ]
+    source = min(keepers)[1] if keepers else -1
+    has_state = {rank for _, rank in keepers}
+    newcomers = tuple(m.rank for m in members if m.rank not in has_state) if keepers else ()
+    return v.GenerationFormed(
+        generation=ledger.generation + 1,
+        members=members,
+        state_source_rank=source,
+        newcomer_ranks=newcomers,
+        reason=reason,
+        switch_after_step=switch_after_step,
+    )
+
+
+def wanted_change(ledger: Ledger, settings: v.Settings) -> str | None:
+    """Why the members of a running job should change at a step boundary; None if they should not."""
+    leaving = [claim for claim in ledger.living_members() if claim.leaving is not None]
+    if leaving:
+        return "; ".join(f"node {c.candidate.node_id} leaves: {c.leaving}" for c in leaving)
+    assert ledger.opened is not None
+    if ledger.finishing or len(ledger.ranks) >= ledger.opened.worker_num:
+        return None
+    joining = [c for c in choose(ledger, settings) if ledger.rank_of(c.node_id) < 0]
+    if not joining:
+        return None
+    return f"node {', '.join(candidate.node_id for candidate in joining)} joins"
+
+
+def _fill(
+    chosen: list[v.Candidate], queue: list[v.Candidate], worker_num: int, table: v.RankTable | None
+) -> None:
+    """Adds workers from the queue while there is room; with a rank table, only on lines that are free."""
+    taken = {ranks.table_entry(table, candidate) for candidate in chosen} if table is not None else set()
+    for candidate in queue:
+        if len(chosen) >= worker_num:
+            return
+        if table is not None:
+            entry = ranks.table_entry(table, candidate)
+            if entry in taken:
+                continue
+            taken.add(entry)
+        chosen.append(candidate)

@@ -1,0 +1,86 @@
+"""Why training stands still: which rank lags, and on which collective the ranks disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler.core.contacts import Contact
+from scheduler.core.values import Candidate, Collective
+from scheduler.core.wording import listing, who
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One rank and how far it is."""
+
+    rank: int
+    candidate: Candidate
+    contact: Contact
+
+
+def stall_report(ranks: Sequence[Standing], stalled_s: float) -> str:
+    """The sentence on a stall; empty where nothing has begun yet, so that nothing can stall."""
+    begun = [s for s in ranks if s.contact.started_step or s.contact.recent]
+    if not begun:
+        return ""
+    laggard = min(ranks, key=_how_far)
+    head = (
+        f"No progress for {stalled_s:.0f} s: {who(laggard.candidate, laggard.rank)} lags in step "
+        f"{laggard.contact.started_step} with {laggard.contact.step} finished"
+    )
+    last = laggard.contact.recent[-1] if laggard.contact.recent else None
+    at = f", last collective {_told(last)}" if last is not None else ""
+    return f"{head}{at}{_disagreement(ranks)}."
+
+
+def _how_far(standing: Standing) -> tuple[int, int, int, bool]:
+    contact = standing.contact
+    last = contact.recent[-1] if contact.recent else None
+    return (contact.started_step, contact.step, last.sequence if last else -1, bool(last and last.done))
+
+
+def _disagreement(ranks: Sequence[Standing]) -> str:
+    """The first collective that the ranks do not have in common, in words."""
+    tables = {s.rank: {(c.group, c.sequence): c for c in s.contact.recent} for s in ranks if s.contact.recent}
+    keys = sorted({key for table in tables.values() for key in table}, key=lambda key: (key[1], key[0]))
+    for key in keys:
+        calls: dict[str, list[int]] = {}
+        absent = []
+        for rank, table in tables.items():
+            if key in table:
+                calls.setdefault(_call(table[key]), []).append(rank)
+            elif _before(table, key):
+                absent.append(rank)
+        if len(calls) > 1:
+            told = "; ".join(f"{_ranks(members)} called {call}" for call, members in calls.items())
+            return f"; the ranks disagree on collective {key[1]} of group {key[0]}: {told}"
+        if absent and calls:
+            call, members = next(iter(calls.items()))
+            return (
+                f"; {_ranks(members)} called collective {key[1]} of group {key[0]} ({call}), "
+                f"{_ranks(absent)} did not"
+            )
+    return ""
+
+
+def _before(table: dict[tuple[str, int], Collective], key: tuple[str, int]) -> bool:
+    """Whether a rank that takes part in the group has not come to this collective yet.
+
+    A rank that has passed it has merely forgotten it: only the newest calls are kept.
+    """
+    sequences = [sequence for group, sequence in table if group == key[0]]
+    return bool(sequences) and max(sequences) < key[1]
+
+
+def _call(collective: Collective) -> str:
+    return f"{collective.name} of {collective.size_bytes} B {collective.dtype}"
+
+
+def _told(collective: Collective) -> str:
+    state = "done" if collective.done else "not done"
+    return f"{collective.sequence} of group {collective.group} ({_call(collective)}, {state})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listing([str(rank) for rank in sorted(ranks)])}"
