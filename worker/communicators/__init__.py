@@ -1,0 +1,68 @@
+"""The data plane: communicators of several kinds behind one contract (:mod:`worker.communicators.base`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worker.errors import SettingsError
+
+if TYPE_CHECKING:
+    import ssl
+
+    from certs.store import Credentials
+    from worker.communicators.base import Backend
+    from worker.communicators.tcp_handshake import TlsPolicy
+
+BACKENDS = ("tcp", "gloo", "nccl")
+
+
+def create_backend(
+    name: str, *, tls: Credentials | None, job_id: str = "default", allow_insecure: bool = False
+) -> Backend:
+    """Makes the backend of that name; what it needs is imported now, and nothing else.
+
+    Args:
+        name: "tcp" (NumPy, authenticated), "gloo" (NumPy through torch) or "nccl" (GPUs).
+        tls: this worker's credentials; None where TLS is off.
+        job_id: the job, which the peers' certificates must be for.
+        allow_insecure: lets sockets that are not authenticated leave loopback (MS_ALLOW_INSECURE).
+
+    Raises:
+        SettingsError: no such backend, or its library is not installed; says which extra to install.
+    """
+    if name == "tcp":
+        from worker.communicators.tcp import TcpBackend
+
+        policy = None if tls is None else _tls_policy(tls)
+        return TcpBackend(tls=policy, allow_insecure=allow_insecure)
+    if name not in BACKENDS:
+        raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
+    try:
+        if name == "gloo":
+            from worker.communicators.gloo import GlooBackend
+
+            return GlooBackend(allow_insecure=allow_insecure)
+        from worker.communicators.nccl import NcclBackend
+
+        return NcclBackend()
+    except ImportError as error:
+        extra = "torch" if name == "gloo" else "cuda12 (or cuda13)"
+        raise SettingsError(
+            f"The backend {name!r} needs {error.name or 'a library'}, which is not installed here.",
+            remedy=f"Install the extra: pip install 'muster[{extra.split()[0]}]', or use the backend 'tcp'.",
+        ) from None
+
+
+def _tls_policy(credentials: Credentials) -> TlsPolicy:
+    from certs.errors import CertificateError
+    from certs.tls import client_ssl_context, peer_pem, server_ssl_context
+    from worker.communicators.tcp_handshake import TlsPolicy
+
+    def refusal(connection: ssl.SSLSocket, job_id: str, node_id: str) -> str | None:
+        try:
+            identity = credentials.peer(peer_pem(connection)).identity
+        except CertificateError as error:
+            return str(error)
+        return identity.may(role="worker", job=job_id, node=node_id)
+
+    return TlsPolicy(server_ssl_context(credentials), client_ssl_context(credentials), refusal)

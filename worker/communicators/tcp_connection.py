@@ -1,0 +1,137 @@
+"""One connection to a peer: non-blocking reads and writes, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import time
+
+from worker.communicators.tcp_wire import GOODBYE_BYTES, Reason, goodbye, read_goodbye
+
+RECORD = 16384
+"""Most bytes in one TLS record: reads and writes go in pieces of this size."""
+
+_PLAIN_PIECE = 262144
+_WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
+
+
+class EndOfStreamError(Exception):
+    """The peer's side of the connection has ended; ``farewell`` is what it said last, if anything."""
+
+    def __init__(self, farewell: tuple[Reason, str] | None) -> None:
+        super().__init__("the connection ended")
+        self.farewell = farewell
+
+
+class Connection:
+    """A connection to the process of rank ``peer``, handshakes done. One thread at a time uses it.
+
+    Attributes:
+        peer: the rank at the other end.
+        in_payload: whether a payload was begun and not finished, so that no goodbye can follow.
+        ended: the peer has said an orderly goodbye; what it sent before may still be read.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.in_payload = False
+        self.ended = False
+        self.piece = RECORD if isinstance(sock, ssl.SSLSocket) else _PLAIN_PIECE
+        self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        self._ahead = bytearray()
+        self._blocked: memoryview | None = None
+        self.fd = sock.fileno()
+        sock.setblocking(False)
+
+    def read_into(self, view: memoryview) -> int:
+        """Reads what is there, at most one piece, into ``view``; 0 if nothing is.
+
+        Raises:
+            EndOfStreamError: nothing more will come.
+        """
+        if self._ahead:
+            count = min(len(view), len(self._ahead))
+            view[:count] = self._ahead[:count]
+            del self._ahead[:count]
+            return count
+        if self.ended:
+            raise EndOfStreamError((Reason.DONE, ""))
+        try:
+            if self._tls is not None:
+                count = int(self._tls.read(len(view), view))
+            else:
+                count = self.sock.recv_into(view)
+        except _WOULD_BLOCK:
+            return 0
+        except OSError:
+            raise EndOfStreamError(None) from None
+        if count == 0:
+            raise EndOfStreamError(None)
+        return count
+
+    def unread(self, data: memoryview) -> None:
+        """Gives back bytes that were read too far."""
+        self._ahead[:0] = data
+
+    def write(self, view: memoryview) -> int:
+        """Writes what goes at once, at most one piece; 0 if nothing does. A retry must repeat the bytes.
+
+        Raises:
+            EndOfStreamError: the peer is gone.
+        """
+        piece = view[: self.piece]
+        try:
+            count = self._tls.write(piece) if self._tls is not None else self.sock.send(piece)
+        except _WOULD_BLOCK:
+            self._blocked = piece
+            return 0
+        except OSError:
+            raise EndOfStreamError(self.read_ahead()) from None
+        self._blocked = None
+        return int(count)
+
+    def read_ahead(self) -> tuple[Reason, str] | None:
+        """Reads all that is left after the peer has hung up, keeps it, and returns its goodbye."""
+        piece = bytearray(65536)
+        view = memoryview(piece)
+        room = len(self._ahead) + (64 << 20)
+        try:
+            while len(self._ahead) < room:
+                count = self._tls.read(65536, piece) if self._tls is not None else self.sock.recv_into(piece)
+                if not count:
+                    break
+                self._ahead += view[: int(count)]
+        except OSError:
+            pass
+        farewell = read_goodbye(bytes(self._ahead[-GOODBYE_BYTES:]))
+        if farewell is not None:
+            del self._ahead[-GOODBYE_BYTES:]
+            self.ended = farewell[0] is Reason.DONE
+        return farewell
+
+    def close(self, reason: Reason, message: str = "", *, patience_s: float = 1.0) -> None:
+        """Says goodbye, if the stream is at a place where it can be said, and closes."""
+        if not self.in_payload:
+            self._say(memoryview(goodbye(reason, message)), time.monotonic() + patience_s)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR if self.in_payload else socket.SHUT_WR)
+        self.sock.close()
+
+    def _say(self, rest: memoryview, until: float) -> None:
+        if self._blocked is not None:
+            return  # a record is half out: nothing can follow it in time
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        try:
+            while rest:
+                count = self.write(rest)
+                rest = rest[count:]
+                if not count and (
+                    time.monotonic() > until or not poll.poll(1000 * (until - time.monotonic()))
+                ):
+                    return
+        except (EndOfStreamError, ValueError):
+            return

@@ -1,0 +1,289 @@
+"""How two workers come to trust a connection: TLS, identity, generation, and the unique ids.
+
+Dialer and acceptor are generators that yield what they wait for and return the connection. After TLS
+the dialer says hello (generation, ranks, group, nonce); each side then proves by an HMAC that it knows
+the generation's unique ids. The HMAC covers both nonces and the TLS session, so it is worth nothing on
+another connection, in another generation, or for another rank.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from worker.communicators.base import Membership, Peer
+from worker.communicators.tcp_connection import Connection
+from worker.communicators.tcp_wire import HELLO, NONCE_BYTES, PROOF_BYTES, REPLY, Hello, proof
+from worker.errors import CommunicatorError, SecurityError
+
+SOCKET_BUFFER_BYTES = 0
+"""Asked of the kernel for each direction; 0 leaves the kernel's own tuning on."""
+
+
+class Want(enum.Enum):
+    """What a handshake waits for."""
+
+    READ = "read"
+    WRITE = "write"
+    LOBBY = "lobby"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True)
+class TlsPolicy:
+    """How peers are authenticated.
+
+    Args:
+        server: context of accepted connections; must ask for certificates.
+        client: context of dialed connections.
+        refusal: given the connection after its handshake, the job, and the node id that the peer must
+            have: None, or the sentence why it may not take part.
+    """
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    refusal: Callable[[ssl.SSLSocket, str, str], str | None]
+
+
+class Lobby:
+    """Where connections of one communicator arrive.
+
+    Args:
+        membership: who belongs here, and the unique ids that prove it.
+        label: names the group on the wire.
+    """
+
+    def __init__(self, membership: Membership, label: bytes) -> None:
+        self.membership = membership
+        self.label = label
+        self.closed = False
+        self.changed = threading.Condition()
+        self.arrived: dict[int, Connection] = {}
+        self.failures: dict[int, Exception] = {}
+        self.notes: dict[int, str] = {}
+
+    def arrive(self, connection: Connection) -> None:
+        """Takes a proven connection; the first one of a rank wins."""
+        with self.changed:
+            if self.closed or connection.peer in self.arrived:
+                connection.sock.close()
+                return
+            self.arrived[connection.peer] = connection
+            self.changed.notify_all()
+
+    def fail(self, rank: int, error: Exception) -> None:
+        """Gives up on a peer, for a reason that trying again cannot cure."""
+        with self.changed:
+            self.failures[rank] = error
+            self.changed.notify_all()
+
+    def note(self, rank: int, text: str) -> None:
+        """Keeps why the last try to reach a peer failed."""
+        self.notes[rank] = text
+
+
+Steps = Generator[tuple[Want, socket.socket], None, tuple[Lobby, Connection]]
+_Bytes = Generator[tuple[Want, socket.socket], None, bytes]
+_Socket = Generator[tuple[Want, socket.socket], None, socket.socket]
+
+
+def no_steps() -> Steps:
+    """A handshake that has not begun."""
+    raise CommunicatorError("The handshake has not begun.")
+    yield
+
+
+def dials(rank: int, peer: int) -> bool:
+    """Whether ``rank`` is the one of the two that dials; shares the work evenly."""
+    return (rank > peer) == bool((rank + peer) % 2)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Splits ``host:port`` or ``[v6]:port``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit():
+        raise ValueError(f"the data address {address!r} is not host:port")
+    return host, int(port)
+
+
+def peer_name(peer: Peer) -> str:
+    """A peer as messages name it."""
+    return f"rank {peer.rank} (node {peer.node_id} on {peer.host_name or peer.host_id})"
+
+
+def dial(
+    sock: socket.socket, address: tuple[str, int], tls: TlsPolicy | None, lobby: Lobby, rank: int
+) -> Steps:
+    """Connects to ``rank`` and proves who we are, and asks the same of it.
+
+    Raises:
+        SecurityError: somebody else answers at the peer's address.
+        OSError, CommunicatorError: it did not work this time.
+    """
+    held = [sock]
+    try:
+        return (yield from _dial(held, address, tls, lobby, rank))
+    except BaseException:
+        held[0].close()
+        raise
+
+
+def _dial(
+    held: list[socket.socket], address: tuple[str, int], tls: TlsPolicy | None, lobby: Lobby, rank: int
+) -> Steps:
+    membership = lobby.membership
+    peer = membership.peers[rank]
+    sock = held[0]
+    _tune(sock)
+    if sock.connect_ex(address) not in (0, 115):
+        raise CommunicatorError(f"{peer_name(peer)} cannot be reached at {peer.data_address}.")
+    yield Want.WRITE, sock
+    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, f"{os.strerror(code)} at {peer.data_address}")
+    if tls is not None:
+        try:
+            sock = yield from _secure(held, tls.client, server=False)
+        except ssl.SSLCertVerificationError as error:
+            raise SecurityError(
+                f"The certificate shown at {peer.data_address} for {peer_name(peer)} is refused:"
+                f" {error.verify_message}.",
+                remedy="All workers need certificates of the same CA.",
+            ) from None
+        _check_identity(sock, tls, membership.job_id, peer)
+    hello = Hello(membership.generation, membership.rank, rank, lobby.label, os.urandom(NONCE_BYTES))
+    binding = _binding(sock)
+    yield from _write(sock, hello.encode())
+    nonce, answer = REPLY.unpack((yield from _read(sock, REPLY.size)))
+    if not hmac.compare_digest(answer, proof(membership, "acceptor", binding, hello, nonce)):
+        raise SecurityError(
+            f"{peer_name(peer)} does not know the unique id of generation {membership.generation}."
+        )
+    yield from _write(sock, proof(membership, "dialer", binding, hello, nonce))
+    return lobby, Connection(sock, rank)
+
+
+def accept(
+    sock: socket.socket, tls: TlsPolicy | None, find: Callable[[bytes, int], Lobby | None], source: str
+) -> Steps:
+    """Takes a connection if it is that of a member of a group that ``find`` knows, or will know soon.
+
+    Raises:
+        OSError, CommunicatorError, SecurityError: it is not.
+    """
+    held = [sock]
+    try:
+        return (yield from _accept(held, tls, find, source))
+    except BaseException:
+        held[0].close()
+        raise
+
+
+def _accept(
+    held: list[socket.socket],
+    tls: TlsPolicy | None,
+    find: Callable[[bytes, int], Lobby | None],
+    source: str,
+) -> Steps:
+    sock = held[0]
+    _tune(sock)
+    if tls is not None:
+        sock = yield from _secure(held, tls.server, server=True)
+    hello = Hello.decode((yield from _read(sock, HELLO.size)))
+    lobby = find(hello.label, hello.generation)
+    while lobby is None:
+        yield Want.LOBBY, sock
+        lobby = find(hello.label, hello.generation)
+    membership = lobby.membership
+    if hello.to_rank != membership.rank or hello.from_rank >= membership.world_size:
+        raise CommunicatorError(f"A hello from {source} names ranks that do not exist here.")
+    peer = membership.peers[hello.from_rank]
+    if tls is not None:
+        _check_identity(sock, tls, membership.job_id, peer)
+    binding, nonce = _binding(sock), os.urandom(NONCE_BYTES)
+    yield from _write(sock, REPLY.pack(nonce, proof(membership, "acceptor", binding, hello, nonce)))
+    answer = yield from _read(sock, PROOF_BYTES)
+    if not hmac.compare_digest(answer, proof(membership, "dialer", binding, hello, nonce)):
+        raise SecurityError(
+            f"{source} claims to be {peer_name(peer)} but does not know the unique id"
+            f" of generation {membership.generation}."
+        )
+    return lobby, Connection(sock, hello.from_rank)
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if SOCKET_BUFFER_BYTES:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+
+
+def _check_identity(sock: socket.socket, tls: TlsPolicy, job_id: str, peer: Peer) -> None:
+    assert isinstance(sock, ssl.SSLSocket)
+    reason = tls.refusal(sock, job_id, peer.node_id)
+    if reason is not None:
+        raise SecurityError(
+            f"{peer_name(peer)} is refused: {reason}", remedy="Check who answers at its address."
+        )
+
+
+def _binding(sock: socket.socket) -> bytes:
+    """What both ends of one TLS session, and nobody else, have in common."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return b""
+    binding = sock.get_channel_binding("tls-unique")
+    if not binding:
+        raise SecurityError("The TLS library tells no channel binding.")
+    return binding
+
+
+def _secure(held: list[socket.socket], context: ssl.SSLContext, *, server: bool) -> _Socket:
+    wrapped = context.wrap_socket(held[0], server_side=server, do_handshake_on_connect=False)
+    held[0] = wrapped
+    while True:
+        try:
+            wrapped.do_handshake()
+            return wrapped
+        except ssl.SSLWantReadError:
+            yield Want.READ, wrapped
+        except ssl.SSLWantWriteError:
+            yield Want.WRITE, wrapped
+
+
+def _read(sock: socket.socket, size: int) -> _Bytes:
+    data = b""
+    while len(data) < size:
+        try:
+            piece = sock.recv(size - len(data))
+        except (ssl.SSLWantReadError, BlockingIOError):
+            yield Want.READ, sock
+            continue
+        except ssl.SSLWantWriteError:
+            yield Want.WRITE, sock
+            continue
+        if not piece:
+            raise CommunicatorError("The peer hung up during the handshake.")
+        data += piece
+    return data
+
+
+def _write(sock: socket.socket, data: bytes) -> Generator[tuple[Want, socket.socket], None, None]:
+    while data:
+        try:
+            data = data[sock.send(data) :]
+        except (ssl.SSLWantWriteError, BlockingIOError):
+            yield Want.WRITE, sock
+        except ssl.SSLWantReadError:
+            yield Want.READ, sock

@@ -1,0 +1,93 @@
+"""Handles of issued collectives, and the thread that runs them in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class FinishedWork:
+    """A collective that was done before its call returned."""
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+FINISHED = FinishedWork()
+
+
+class QueuedWork:
+    """A collective that a thread will run, runs, or has run."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._event = threading.Event()
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether it has completed, well or not."""
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        """Waits for it, and raises what it failed with."""
+        self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        """Runs it, in the thread of the queue."""
+        try:
+            self._action()
+        except Exception as error:
+            self._error = error
+        self._event.set()
+
+
+class WorkQueue:
+    """Runs work in order, in one thread that starts with the first of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was put has run."""
+        return self._pending == 0
+
+    def put(self, action: Callable[[], None]) -> QueuedWork:
+        """Adds work at the end."""
+        work = QueuedWork(action)
+        with self._lock:
+            self._pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._queue.put(work)
+        return work
+
+    def close(self) -> None:
+        """Waits until all that was put has run, and ends the thread."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            work = self._queue.get()
+            if work is None:
+                return
+            work.run()
+            with self._lock:
+                self._pending -= 1
