@@ -110,6 +110,7 @@ class JobDriver:
     _timer: Timer | None = None
     _encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
     _reason: str = ""
+    _over: bool = False
 
     def post(self, event: v.Event) -> None:
         """Enqueues an event without waiting for it."""
@@ -119,7 +120,12 @@ class JobDriver:
         """Enqueues an event, waits until it is carried out and returns the decision's reason.
 
         A stream that waits for each of its events before it reads the next can never flood the job.
+
+        Raises:
+            StoppingError: the job is carried on no longer.
         """
+        if self._over:
+            raise StoppingError("The scheduler is stopping.")
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Item(event, done))
         return await done
@@ -229,6 +235,7 @@ class JobDriver:
         self.post(v.Tick())
 
     def _stop(self, batch: list[_Item]) -> None:
+        self._over = True
         if self._timer is not None:
             self._timer.cancel()
         while not self._queue.empty():

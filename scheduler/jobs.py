@@ -173,7 +173,14 @@ class Jobs:
             await self._in_thread(storage.forget, job_id)
             return
         settings = self._settings.core(own_job=own)
-        driver = self._start(job_id, self._recover_machine(job_id, settings, records, self._clock.time()))
+        try:
+            machine = self._recover_machine(job_id, settings, records, self._clock.time())
+        except ValueError as error:
+            raise JournalUnavailableError(
+                f"The journal does not fit: {error}.",
+                remedy="Set the variables as they were, or move MS_RECOVERY_PATH away to begin anew.",
+            ) from error
+        driver = self._start(job_id, machine)
         generation = driver.view().generation
         self._note(Note("recovered", job_id, f"{len(records)} records, generation {generation}"))
 
@@ -215,9 +222,10 @@ class Jobs:
             return
         text = str(error) if isinstance(error, SchedulerError) else f"fault in the scheduler: {error!r}"
         LOG.error("job %s stopped: %s", driver.job_id, text, exc_info=error)
-        self._drivers.pop(driver.job_id, None)
         if driver.job_id == self._settings.job_id and not self.own_job_over.done():
-            self.own_job_over.set_exception(error)
+            self.own_job_over.set_exception(
+                error if isinstance(error, SchedulerError) else SchedulerError(f"Job {driver.job_id}: {text}")
+            )
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         call = functools.partial(function, *args, **kwargs)

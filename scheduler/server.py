@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import functools
+import os
 import resource
 import signal
 import sys
@@ -17,7 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from certs.grpc_credentials import SERVER_OPTIONS, RotatingServerCredentials
-from scheduler import listen
+from scheduler import listen, systemd
 from scheduler.access import Access, address_of
 from scheduler.config import SchedulerSettings
 from scheduler.core import values as v
@@ -140,12 +141,15 @@ async def _serve(
     port = _bind(server, addresses, settings.port, tls)
     await server.start()
     await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    helpers = [asyncio.ensure_future(_warn_of_expiry(security))] if security is not None else []
+    helpers = [asyncio.ensure_future(_keep_systemd_informed())]
+    if security is not None:
+        helpers.append(asyncio.ensure_future(_warn_of_expiry(security)))
     metrics = _start_metrics(settings, jobs, service, recorder, security)
     _say_ready(settings, security, port)
     try:
         return await _until_over(settings, jobs, service, stop)
     finally:
+        systemd.notify(systemd.STOPPING, os.environ)
         for helper in helpers:
             helper.cancel()
         await health_servicer.enter_graceful_shutdown()
@@ -205,6 +209,15 @@ def _say_ready(settings: SchedulerSettings, security: Security | None, port: int
         for cipher in security.config.ignored_ciphers:
             LOG.warning("cipher_list: %s has no effect here", cipher)
         LOG.info("certificate %s %s", security.credentials.identity, security.credentials.fingerprint)
+
+
+async def _keep_systemd_informed() -> None:
+    """Says ready once, and alive for as long as the event loop turns."""
+    systemd.notify(systemd.READY, os.environ)
+    interval_s = systemd.watchdog_interval_s(os.environ)
+    while interval_s is not None:
+        systemd.notify(systemd.ALIVE, os.environ)
+        await asyncio.sleep(interval_s)
 
 
 async def _warn_of_expiry(security: Security) -> None:

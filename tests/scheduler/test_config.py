@@ -1,0 +1,166 @@
+"""Settings: every variable's range, and one sentence that names variable, value and legal range."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scheduler.__main__ import main
+from scheduler.config import load_address, load_settings
+from scheduler.errors import SettingsError
+
+GOOD = {"MS_WORKER_NUM": "4"}
+
+
+def test_defaults() -> None:
+    settings = load_settings(GOOD)
+    assert (settings.job_id, settings.host, settings.bind_host, settings.port) == (
+        "default",
+        "127.0.0.1",
+        "127.0.0.1",
+        6667,
+    )
+    assert (settings.worker_num, settings.worker_min, settings.spares) == (4, 4, 0)
+    assert (settings.topo_timeout_s, settings.node_timeout_s) == (1800.0, 5.0)
+    assert settings.metrics_port is None
+    assert settings.recovery_path is None
+    core = settings.core()
+    assert (core.worker_num, core.heartbeat_interval_s) == (4, 1.0)
+
+
+def test_heartbeats_come_often_enough_for_a_short_node_timeout() -> None:
+    core = load_settings(GOOD | {"MS_NODE_TIMEOUT": "0.8"}).core()
+    assert core.heartbeat_interval_s * 3 < core.node_timeout_s
+
+
+def test_a_foreign_jobs_size_is_not_the_own_jobs() -> None:
+    core = load_settings(GOOD | {"MS_SPARES": "2"}, serve=True).core(own_job=False)
+    assert (core.worker_num, core.worker_min, core.spares) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("MS_ROLE", "MS_WORKER", ("MS_ROLE", "MS_SCHED", "'MS_WORKER'")),
+        ("MS_ROLE", "MS_PSERVER", ("MS_ROLE", "'MS_PSERVER'", "parameter servers")),
+        ("MS_SERVER_NUM", "1", ("MS_SERVER_NUM", "0 or unset", "'1'")),
+        ("MS_WORKER_NUM", "0", ("MS_WORKER_NUM", "1 to 65536", "'0'")),
+        ("MS_WORKER_NUM", "-3", ("MS_WORKER_NUM", "1 to 65536", "'-3'")),
+        ("MS_WORKER_NUM", "four", ("MS_WORKER_NUM", "1 to 65536", "'four'")),
+        ("MS_WORKER_NUM", "4.0", ("MS_WORKER_NUM", "'4.0'")),
+        ("MS_WORKER_NUM", "٤", ("MS_WORKER_NUM", "'٤'")),
+        ("MS_WORKER_NUM", "9" * 5000, ("MS_WORKER_NUM",)),
+        ("MS_WORKER_MIN", "5", ("MS_WORKER_MIN", "1 to 4", "'5'")),
+        ("MS_WORKER_MIN", "0", ("MS_WORKER_MIN", "1 to 4", "'0'")),
+        ("MS_SPARES", "2000", ("MS_SPARES", "0 to 1024", "'2000'")),
+        ("MS_SCHED_PORT", "0", ("MS_SCHED_PORT", "1 to 65535", "'0'")),
+        ("MS_SCHED_PORT", "65536", ("MS_SCHED_PORT", "1 to 65535", "'65536'")),
+        ("MS_SCHED_PORT", "72203", ("MS_SCHED_PORT", "'72203'")),
+        ("MS_SCHED_HOST", "10.0.0.1:6667", ("MS_SCHED_HOST", "MS_SCHED_PORT")),
+        ("MS_SCHED_HOST", "a b", ("MS_SCHED_HOST", "'a b'")),
+        ("MS_JOB_ID", "a/b", ("MS_JOB_ID", "'a/b'")),
+        ("MS_JOB_ID", "..", ("MS_JOB_ID", "'..'")),
+        ("MS_JOB_ID", "x" * 129, ("MS_JOB_ID", "1 to 128")),
+        ("MS_TOPO_TIMEOUT", "0", ("MS_TOPO_TIMEOUT", "1 to 604800 seconds", "'0'")),
+        ("MS_TOPO_TIMEOUT", "nan", ("MS_TOPO_TIMEOUT", "'nan'")),
+        ("MS_TOPO_TIMEOUT", "soon", ("MS_TOPO_TIMEOUT", "'soon'")),
+        ("MS_NODE_TIMEOUT", "0.1", ("MS_NODE_TIMEOUT", "0.5 to 3600 seconds", "'0.1'")),
+        ("MS_NODE_TIMEOUT", "inf", ("MS_NODE_TIMEOUT", "'inf'")),
+        ("MS_ENABLE_RECOVERY", "yes", ("MS_ENABLE_RECOVERY", "0 or 1", "'yes'")),
+        ("MS_ENABLE_RECOVERY", "1", ("MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY=1")),
+        ("MS_ALLOW_INSECURE", "true", ("MS_ALLOW_INSECURE", "0 or 1", "'true'")),
+        ("MS_METRICS_PORT", "99999", ("MS_METRICS_PORT", "1 to 65535", "'99999'")),
+        ("MS_LOG_LEVEL", "LOUD", ("MS_LOG_LEVEL", "DEBUG, INFO, WARNING, ERROR", "'LOUD'")),
+        ("RANK_TABLE_FILE", "/nowhere/table.json", ("RANK_TABLE_FILE", "/nowhere/table.json")),
+        ("MS_AUDIT_LOG", "a\nb", ("MS_AUDIT_LOG", "printable")),
+    ],
+)
+def test_a_wrong_value_ends_in_one_sentence(
+    variable: str, value: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([], GOOD | {variable: value}) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("scheduler: ")
+    assert told.err.count("\n") == 1
+    for word in words:
+        assert word in told.err
+
+
+def test_the_number_of_workers_may_be_left_out_only_when_serving_several_jobs() -> None:
+    with pytest.raises(SettingsError, match="MS_WORKER_NUM is not set"):
+        load_settings({})
+    assert load_settings({}, serve=True).worker_num == 0
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    settings = load_settings(GOOD | {"MS_SCHED_PORT": "", "MS_NODE_TIMEOUT": " ", "MS_SERVER_NUM": ""})
+    assert (settings.port, settings.node_timeout_s) == (6667, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "host"), [("::1", "::1"), ("[fe80::1]", "fe80::1"), ("sched.example.org", "sched.example.org")]
+)
+def test_hosts(given: str, host: str) -> None:
+    assert load_settings(GOOD | {"MS_SCHED_HOST": given}).host == host
+
+
+def test_recovery_needs_a_directory(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    env = GOOD | {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(path)}
+    assert load_settings(env).recovery_path == path
+    path.write_text("")
+    with pytest.raises(SettingsError, match="must name a directory"):
+        load_settings(env)
+    assert load_settings(env | {"MS_ENABLE_RECOVERY": "0"}).recovery_path is None
+
+
+def test_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
+    settings = load_settings(
+        GOOD | {"MS_CONFIG_FILE": "/a/config.json", "MS_SCHED_PORT": "7000"},
+        config_path=tmp_path,
+        port=0,
+        bind_host="0.0.0.0",
+    )
+    assert (settings.config_path, settings.port, settings.bind_host) == (tmp_path, 0, "0.0.0.0")
+    assert settings.host == "127.0.0.1"
+
+
+def test_operators_address() -> None:
+    address = load_address({"MS_SCHED_HOST": "::1", "MS_SCHED_PORT": "7001", "MS_JOB_ID": "a"}, job_id="b")
+    assert (address.host, address.port, address.job_id) == ("::1", 7001, "b")
+
+
+def _server_list(ranks: int) -> str:
+    devices = [{"device_id": str(i), "rank_id": str(i)} for i in range(ranks)]
+    return json.dumps({"server_list": [{"server_id": "10.0.0.1", "device": devices}], "status": "completed"})
+
+
+def test_rank_table_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(_server_list(4))
+    table = load_settings(GOOD | {"RANK_TABLE_FILE": str(path)}).rank_table
+    assert table is not None
+    assert [(e.rank, e.server_id, e.device_index) for e in table.entries] == [
+        (i, "10.0.0.1", i) for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("{}", "no rank table"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (_server_list(3), "MS_WORKER_NUM must be 3"),
+    ],
+)
+def test_a_bad_rank_table_is_refused(tmp_path: Path, text: str | bytes, words: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SettingsError, match=words) as caught:
+        load_settings(GOOD | {"RANK_TABLE_FILE": str(path)})
+    assert str(path) in str(caught.value)

@@ -1,0 +1,369 @@
+"""The codec: what is well formed comes through whole, what is not ends in a typed error, never in a crash."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rendezvous.v1 import rendezvous_pb2 as pb
+from scheduler import wire
+from scheduler.core import values as v
+from scheduler.errors import MalformedError
+from tests.scheduler.fakes import candidate, member
+
+SESSION = 42
+
+
+def join(**changes: object) -> pb.Join:
+    fields: dict[str, object] = {
+        "protocol_version": 1,
+        "job_id": "job",
+        "node_id": "node-a",
+        "incarnation": 2**64 - 1,
+        "worker_num": 4,
+        "worker_min": 3,
+        "backend": "tcp",
+        "host": pb.Host(id="id", name="name", address="fe80::1", topology="rack 1"),
+        "device": pb.Device(kind="cuda", index=3, pci_bus_id="0000:1B:00.0", model="NVIDIA H200"),
+        "local_index": 2,
+        "data_address": "[fe80::1]:4000",
+        "facts": {"nccl": "2.28.9"},
+    }
+    return pb.Join(**(fields | changes))  # type: ignore[arg-type]
+
+
+def decode(**body: object) -> object:
+    return wire.decode_worker_message(pb.WorkerMessage(**body).SerializeToString(), SESSION)  # type: ignore[arg-type]
+
+
+def test_join_comes_through_whole() -> None:
+    request = decode(join=join(held_generation=5, held_rank=1, built=True, step=9, spare=True))
+    assert request == wire.JoinRequest(
+        "job",
+        v.Joined(
+            session=SESSION,
+            candidate=v.Candidate(
+                node_id="node-a",
+                incarnation=2**64 - 1,
+                host=v.Host("id", "name", "fe80::1", "rack 1"),
+                device=v.Device("cuda", 3, "0000:1B:00.0", "NVIDIA H200"),
+                worker_num=4,
+                worker_min=3,
+                backend="tcp",
+                local_index=2,
+                data_address="[fe80::1]:4000",
+                spare=True,
+                facts=(("nccl", "2.28.9"),),
+            ),
+            held_generation=5,
+            held_rank=1,
+            built=True,
+            step=9,
+        ),
+    )
+
+
+def test_an_unset_worker_min_is_worker_num() -> None:
+    request = decode(join=join(worker_min=0))
+    assert isinstance(request, wire.JoinRequest)
+    assert request.event.candidate.worker_min == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "event"),
+    [
+        ({"built": pb.Built(generation=3)}, v.BuiltReported(SESSION, 3)),
+        (
+            {"publish_unique_ids": pb.PublishUniqueIds(generation=3, unique_ids=[b"secret"])},
+            v.UniqueIdsPublished(SESSION, 3, (b"secret",)),
+        ),
+        (
+            {"heartbeat": pb.Heartbeat(generation=0, step=1, started_step=2, samples_per_s=3.5)},
+            v.Heard(SESSION, 0, 1, 2, 3.5),
+        ),
+        (
+            {
+                "heartbeat": pb.Heartbeat(
+                    generation=2,
+                    recent=[
+                        pb.Collective(
+                            sequence=1, name="all_reduce", group="world", dtype="float32", size_bytes=8
+                        )
+                    ],
+                )
+            },
+            v.Heard(SESSION, 2, 0, 0, 0.0, (v.Collective(1, "all_reduce", "world", "float32", 8, False),)),
+        ),
+        ({"quiesced": pb.Quiesced(generation=3, last_started_step=7)}, v.QuiescedReported(SESSION, 3, 7)),
+        (
+            {"suspect_peer": pb.SuspectPeer(generation=3, rank=1, detail="reset\nby peer")},
+            v.PeerSuspected(SESSION, 3, 1, "reset\\nby peer"),
+        ),
+        (
+            {"request_leave": pb.RequestLeave(generation=3, reason="TERM")},
+            v.LeaveRequested(SESSION, 3, "TERM"),
+        ),
+        (
+            {"leave": pb.Leave(generation=3, finished=True, reason="done")},
+            v.LeftCleanly(SESSION, 3, True, "done"),
+        ),
+    ],
+)
+def test_every_message_becomes_its_event(body: dict[str, object], event: v.Event) -> None:
+    assert decode(**body) == event
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"protocol_version": 2}, "protocol version 2"),
+        ({"job_id": ""}, "job_id"),
+        ({"node_id": ""}, "node_id"),
+        ({"node_id": "a b"}, "node_id"),
+        ({"node_id": "a\nb"}, "node_id"),
+        ({"node_id": "a\u202eb"}, "node_id"),
+        ({"node_id": "x" * 129}, "node_id"),
+        ({"incarnation": 0}, "incarnation"),
+        ({"worker_num": 0}, "worker_num"),
+        ({"worker_num": -1}, "worker_num"),
+        ({"worker_num": 65_537}, "worker_num"),
+        ({"worker_min": 5}, "worker_min"),
+        ({"worker_min": -1}, "worker_min"),
+        ({"host": pb.Host(id="", name="n")}, "host.id"),
+        ({"host": pb.Host(id="i", name="x" * 254)}, "host.name"),
+        ({"host": pb.Host(id="i", name="n", address="a\x00b")}, "host.address"),
+        ({"host": pb.Host(id="i", name="n", topology="a\x1b[31m")}, "host.topology"),
+        ({"device": pb.Device(kind="tpu")}, "device.kind"),
+        ({"device": pb.Device(kind="cpu", index=-2)}, "device.index"),
+        ({"device": pb.Device(kind="cpu", model="x" * 257)}, "device.model"),
+        ({"local_index": -2}, "local_index"),
+        ({"data_address": "a b"}, "data_address"),
+        ({"held_generation": 2**63}, "held_generation"),
+        ({"held_generation": 1, "held_rank": 65_536}, "held_rank"),
+        ({"step": 2**64 - 1}, "step"),
+        ({"backend": ""}, "backend"),
+        ({"facts": {f"k{i}": "v" for i in range(33)}}, "facts"),
+        ({"facts": {"k": "a\nb"}}, "fact's value"),
+        ({"facts": {"a b": ""}}, "fact's name"),
+    ],
+)
+def test_a_join_out_of_bounds_is_refused_naming_the_field(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(MalformedError, match=field) as caught:
+        decode(join=join(**changes))
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"built": pb.Built()},
+        {"quiesced": pb.Quiesced(generation=2**64 - 1)},
+        {"publish_unique_ids": pb.PublishUniqueIds(generation=1)},
+        {"publish_unique_ids": pb.PublishUniqueIds(generation=1, unique_ids=[b""])},
+        {"publish_unique_ids": pb.PublishUniqueIds(generation=1, unique_ids=[b"x" * 1025])},
+        {"publish_unique_ids": pb.PublishUniqueIds(generation=1, unique_ids=[b"x"] * 513)},
+        {"heartbeat": pb.Heartbeat(samples_per_s=float("nan"))},
+        {"heartbeat": pb.Heartbeat(samples_per_s=-1.0)},
+        {"heartbeat": pb.Heartbeat(recent=[pb.Collective(name="a")] * 65)},
+        {"suspect_peer": pb.SuspectPeer(generation=1, rank=-1)},
+        {"leave": pb.Leave(reason="x" * 2049)},
+    ],
+)
+def test_other_messages_out_of_bounds_are_refused(body: dict[str, object]) -> None:
+    with pytest.raises(MalformedError):
+        decode(**body)
+
+
+def test_a_refusal_never_shows_a_unique_id() -> None:
+    with pytest.raises(MalformedError) as caught:
+        decode(publish_unique_ids=pb.PublishUniqueIds(generation=1, unique_ids=[b"SECRET" * 300]))
+    assert "SECRET" not in str(caught.value)
+    assert "SECRET" not in repr(
+        decode(publish_unique_ids=pb.PublishUniqueIds(generation=1, unique_ids=[b"SECRET"]))
+    )
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=400, deadline=None)
+def test_random_bytes_end_in_a_typed_error(data: bytes) -> None:
+    for read in (
+        lambda: wire.decode_worker_message(data, 1),
+        lambda: wire.decode_status_request(data),
+        lambda: wire.decode_drain_request(data),
+    ):
+        try:
+            read()
+        except MalformedError as error:
+            assert str(error).isprintable()
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_join_with_damaged_bytes_never_crashes(data: st.DataObject) -> None:
+    raw = bytearray(pb.WorkerMessage(join=join()).SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        request = wire.decode_worker_message(bytes(raw), 1)
+    except MalformedError:
+        return
+    if isinstance(request, wire.JoinRequest):
+        one = request.event.candidate
+        assert one.node_id.isprintable()
+        assert 1 <= one.worker_min <= one.worker_num <= 65_536
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_free_text_always_fits_one_log_line(text: str) -> None:
+    shown = wire.printable(text)
+    assert shown.isprintable()
+    if text.isprintable():
+        assert shown == text
+
+
+# ---------------------------------------------------------------- to workers
+
+ASSIGNMENT = v.Assignment(
+    generation=2,
+    rank=1,
+    members=(member(0, "a"), member(1, "b")),
+    state_source_rank=0,
+    newcomer_ranks=(1,),
+    unique_id_count=1,
+    reason="b replaces c",
+    switch_after_step=12,
+    lost=("c was lost",),
+)
+
+
+def encoded(message: v.Message) -> pb.SchedulerMessage:
+    return pb.SchedulerMessage.FromString(wire.encode_scheduler_message(message))
+
+
+def test_assignment_comes_through_whole() -> None:
+    got = encoded(ASSIGNMENT).assignment
+    assert (got.generation, got.rank, got.state_source_rank, list(got.newcomer_ranks)) == (2, 1, 0, [1])
+    assert (got.unique_id_count, got.reason, got.switch_after_step) == (1, "b replaces c", 12)
+    assert list(got.lost) == ["c was lost"]
+    first = got.members[0]
+    assert (first.rank, first.node_id, first.incarnation, first.local_rank, first.local_world_size) == (
+        0,
+        "a",
+        7,
+        0,
+        2,
+    )
+    assert (first.host.id, first.host.name, first.host.address, first.host.topology) == (
+        "host-id",
+        "host",
+        "10.0.0.1",
+        "rack-1",
+    )
+    assert (first.device.kind, first.device.index) == ("cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            v.Welcome(1.0, 5.0, 60.0, True),
+            pb.SchedulerMessage(
+                welcome=pb.Welcome(
+                    heartbeat_interval_s=1.0, node_timeout_s=5.0, topo_timeout_s=60.0, spare=True
+                )
+            ),
+        ),
+        (
+            v.Waiting(1, 2, "b is missing"),
+            pb.SchedulerMessage(waiting=pb.Waiting(present=1, needed=2, sentence="b is missing")),
+        ),
+        (
+            v.UniqueIds(3, (b"a", b"b")),
+            pb.SchedulerMessage(unique_ids=pb.UniqueIds(generation=3, unique_ids=[b"a", b"b"])),
+        ),
+        (v.GroupBuilt(3), pb.SchedulerMessage(group_built=pb.GroupBuilt(generation=3))),
+        (
+            v.Suspended(3, "too few", 60.0),
+            pb.SchedulerMessage(suspended=pb.Suspended(generation=3, reason="too few", wait_s=60.0)),
+        ),
+        (v.Quiesce(3, "drain"), pb.SchedulerMessage(quiesce=pb.Quiesce(generation=3, reason="drain"))),
+        (v.Ended(True, "done"), pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="done"))),
+    ],
+)
+def test_every_message_reaches_the_wire(message: v.Message, expected: pb.SchedulerMessage) -> None:
+    assert encoded(message) == expected
+
+
+@pytest.mark.parametrize("code", list(v.RefusalCode))
+def test_every_refusal_has_its_code_on_the_wire(code: v.RefusalCode) -> None:
+    refused = encoded(v.Refused(code, "why")).refused
+    assert pb.RefusalCode.Name(refused.code) == f"REFUSAL_CODE_{code.name}"
+    assert refused.sentence == "why"
+
+
+def test_the_shared_encoder_says_the_same_as_the_plain_one() -> None:
+    encoder = wire.AssignmentEncoder()
+    other = v.Assignment(3, 0, ASSIGNMENT.members, -1, (), 1, "c came", -1, ())
+    for message in (ASSIGNMENT, v.GroupBuilt(2), other, ASSIGNMENT):
+        for rank in (0, 1):
+            if isinstance(message, v.Assignment):
+                message = v.Assignment(
+                    message.generation,
+                    rank,
+                    message.members,
+                    message.state_source_rank,
+                    message.newcomer_ranks,
+                    message.unique_id_count,
+                    message.reason,
+                    message.switch_after_step,
+                    message.lost,
+                )
+            assert pb.SchedulerMessage.FromString(encoder.encode(message)) == encoded(message)
+
+
+def test_status_comes_through_whole() -> None:
+    last = v.Collective(9, "all_reduce", "world", "float32", 4096, True)
+    view = v.JobView(
+        job_id="job",
+        state="running",
+        generation=3,
+        worker_num=2,
+        worker_min=1,
+        workers=(v.WorkerView(candidate("a"), "member", 0, 0, 0.5, 10, 99.5, last),),
+        missing=("node b",),
+        reason="because",
+    )
+    reply = pb.StatusReply.FromString(wire.encode_status(view, uptime_s=4.5, version="1"))
+    assert (reply.job_id, reply.state, reply.generation, reply.worker_num, reply.worker_min) == (
+        "job",
+        "running",
+        3,
+        2,
+        1,
+    )
+    assert (list(reply.missing), reply.reason, reply.uptime_s, reply.version) == (
+        ["node b"],
+        "because",
+        4.5,
+        "1",
+    )
+    worker = reply.workers[0]
+    assert (worker.node_id, worker.host_name, worker.host_id, worker.rank, worker.local_rank) == (
+        "a",
+        "host",
+        "host-id",
+        0,
+        0,
+    )
+    assert (worker.silent_s, worker.step, worker.samples_per_s, worker.state) == (0.5, 10, 99.5, "member")
+    assert (worker.topology, worker.address, worker.last_collective.sequence) == ("rack-1", "10.0.0.1", 9)
+
+
+def test_drain_request() -> None:
+    raw = pb.DrainRequest(job_id="job", node_id="a", reason="maintenance\n").SerializeToString()
+    assert wire.decode_drain_request(raw) == ("job", v.DrainRequested("a", "maintenance\\n"))
+    with pytest.raises(MalformedError, match="node_id"):
+        wire.decode_drain_request(pb.DrainRequest(job_id="job").SerializeToString())
