@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import os
 import shutil
 import sys
@@ -17,8 +18,7 @@ from worker.errors import SettingsError
 from worker.launch import Launcher, Policy, say
 from worker.launch_process import Forked, Recipe
 
-_SERVER_SECRETS = frozenset({"MS_SERVER_PASSWORD", "MS_SERVER_PASSWORD_FILE"})
-_CLIENT_SECRETS = frozenset({"MS_CLIENT_PASSWORD", "MS_CLIENT_PASSWORD_FILE"})
+_SERVER_PASSWORD, _CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,6 +55,7 @@ class Launch:
     def __init__(self, options: argparse.Namespace, env: Mapping[str, str]) -> None:
         self._options = options
         self._env = env
+        self._asked = ""
         request = launch_options.request(options)
         self._devices = launch_devices.offered_devices(env, options.devices, launch_devices.count_gpus())
         here = launch_devices.local_names(host.name for host in request.hosts)
@@ -84,9 +85,15 @@ class Launch:
         """The scheduler of this host, if it is to run here."""
         if not (self._options.scheduler and self.layout.first_host):
             return None
-        env = {**self._common, "MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": str(self.layout.world_size)}
+        env = {
+            **self._common,
+            **self._password(_SERVER_PASSWORD),
+            "MS_ROLE": "MS_SCHED",
+            "MS_WORKER_NUM": str(self.layout.world_size),
+        }
         argv = (sys.executable, "-m", "scheduler")
-        return self._recipe("scheduler", argv, env, _CLIENT_SECRETS, "scheduler.log")
+        hidden = self._hidden(_SERVER_PASSWORD, _CLIENT_PASSWORD)
+        return self._recipe("scheduler", argv, env, hidden, "scheduler.log")
 
     def worker_recipes(self) -> list[Recipe]:
         """The workers of this host. Imports what they share if they are to be forked."""
@@ -94,12 +101,18 @@ class Launch:
         return [self._worker_recipe(worker, forked=forked) for worker in self.workers]
 
     def _worker_recipe(self, worker: WorkerPlan, *, forked: bool) -> Recipe:
-        env = dict(worker.env)
+        env = {**worker.env, **self._password(_CLIENT_PASSWORD)}
         if not forked:
             env.setdefault("PYTHONUNBUFFERED", self._env.get("PYTHONUNBUFFERED", "1"))
         log = f"worker_{worker.label}.log"
         return self._recipe(
-            worker.label, self.command, env, _SERVER_SECRETS, log, cores=worker.cores, forked=forked
+            worker.label,
+            self.command,
+            env,
+            self._hidden(_CLIENT_PASSWORD, _SERVER_PASSWORD),
+            log,
+            cores=worker.cores,
+            forked=forked,
         )
 
     def _recipe(
@@ -125,7 +138,7 @@ class Launch:
         reason = launch_fork.refusal(self.command, self._env)
         if not reason:
             os.environ.update(self._common_to_all())  # some libraries read theirs when they are loaded
-            launch_fork.warm_up(self._common.get("MS_CONFIG_FILE", ""))
+            launch_fork.warm_up(self._config_path)
             if launch_fork.threads() > 1:
                 reason = "a library has started threads"
         if reason and start == "fork":
@@ -152,6 +165,25 @@ class Launch:
                 )
             found["MS_WORKER_MIN"] = str(options.min_workers)
         return found
+
+    @property
+    def _config_path(self) -> str:
+        return self._common.get("MS_CONFIG_FILE") or self._env.get("MS_CONFIG_FILE", "")
+
+    def _hidden(self, own: str, other: str) -> frozenset[str]:
+        """Password variables that a process must not get: the other role's; its own where a file is named."""
+        return _with_file(other) | (_with_file(own) if self._options.password_file else frozenset())
+
+    def _password(self, variable: str) -> dict[str, str]:
+        """The password as the options give it, or asked for once instead of in every worker."""
+        if self._options.password_file is not None:
+            return {f"{variable}_FILE": str(self._options.password_file.absolute())}
+        missing = not any(self._env.get(name) for name in _with_file(variable))
+        if missing and self._config_path and sys.stdin.isatty():
+            if not self._asked:
+                self._asked = getpass.getpass(f"Password of the certificates of {self._config_path}: ")
+            return {variable: self._asked}
+        return {}
 
     def _device_variables(self) -> dict[str, str]:
         """Narrowed devices reach the workers as CUDA_VISIBLE_DEVICES; ``none`` hides them all."""
@@ -180,6 +212,10 @@ class Launch:
         raise SettingsError(
             "No scheduler is known: start one here with --scheduler, or say where it runs: --join HOST:PORT."
         )
+
+
+def _with_file(variable: str) -> frozenset[str]:
+    return frozenset({variable, f"{variable}_FILE"})
 
 
 def _resolved(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:

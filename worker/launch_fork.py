@@ -16,6 +16,7 @@ import io
 import os
 import runpy
 import shutil
+import signal
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,7 @@ def become(argv: Sequence[str]) -> None:
     Exceptions leave this function as they would leave a script; the interpreter then ends as usual:
     threads joined, exit functions run, streams flushed.
     """
-    gc.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -19,12 +19,14 @@ command on each."""
 
 EXAMPLES = """\
 examples:
-  two workers and a scheduler on this machine, mutual TLS:
-    python -m worker -n 2 --scheduler --config .muster/config.json -- python train.py
+  certificates, once; then two workers and a scheduler on this machine, mutual TLS:
+    python -m certs init --dir keys --password-file keys/password
+    python -m worker -n 2 --scheduler --config keys/config.json \\
+      --password-file keys/password -- python train.py
   one worker per GPU, only GPUs 4 to 7, output of all ranks:
-    python -m worker --devices 4-7 --tail all --scheduler --config config.json -- python train.py
+    python -m worker --devices 4-7 --tail all --scheduler --config c.json -- python train.py
   two hosts with 8 GPUs each, the same line on both; the scheduler runs on the first:
-    python -m worker -H node1:8,node2:8 --scheduler --config config.json -- python train.py
+    python -m worker -H node1:8,node2:8 --scheduler --config c.json -- python train.py
   eight workers for a job whose scheduler runs elsewhere:
     python -m worker --nnodes 2 --nproc-per-node 8 --join 10.0.0.1:6667 --config c.json -- python train.py
 
@@ -88,6 +90,9 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--job-id", metavar="ID", help="name of the job (MS_JOB_ID)")
     group.add_argument("--config", type=Path, metavar="FILE", help="config.json with the certificates")
+    group.add_argument(
+        "--password-file", type=Path, metavar="FILE", help="file with the password of the .p12 files"
+    )
     group.add_argument(
         "--min-workers",
         type=_count,
@@ -156,6 +161,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise SettingsError(
             f"--config names {options.config}, which is not a file; python -m certs init makes one."
         )
+    if options.password_file is not None and not options.password_file.is_file():
+        raise SettingsError(f"--password-file names {options.password_file}, which is not a file.")
     return options
 
 

@@ -1,0 +1,81 @@
+# make train, make test: each sets up what it needs in .venv the first time. make help lists the rest.
+
+PYTHON ?= python3
+WORKERS ?= 2
+MODEL ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+KEYS := .muster
+
+# CuPy and NCCL come with the CUDA release that the driver can run: 580 and later run CUDA 13.
+DRIVER := $(shell sed -n 's/^NVRM.*  *\([0-9][0-9]*\)\.[0-9][0-9.]* .*/\1/p' /proc/driver/nvidia/version 2>/dev/null)
+CUDA := $(shell [ -z "$(DRIVER)" ] || { [ "$(DRIVER)" -ge 580 ] && echo cuda13 || echo cuda12; })
+comma := ,
+GPU_EXTRA := $(if $(CUDA),$(comma)$(CUDA))
+
+TRAIN_READY := $(VENV)/.ready-train$(CUDA)
+DEV_READY := $(VENV)/.ready-dev$(CUDA)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format proto clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@echo
+	@echo "make train takes WORKERS=4, MODEL=NAME and ARGS='--epochs 3'; all take PYTHON=python3.12."
+
+train: $(TRAIN_READY) $(KEYS)/config.json ## Train on this machine: a scheduler and WORKERS=2 workers
+	@$(BIN)/python -m worker -n $(WORKERS) --scheduler --tail all \
+		--config $(KEYS)/config.json --password-file $(KEYS)/password \
+		-- $(BIN)/python train.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: $(DEV_READY) ## Run all tests, linters and type checks
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(DEV_READY) ## Check style, types and import rules only
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(DEV_READY) ## Reformat the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+proto: $(DEV_READY) ## Generate rendezvous/ from proto/
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. \
+		proto/rendezvous/v1/rendezvous.proto
+
+clean: ## Remove what make and runs have written, certificates included
+	@rm -rf $(VENV) $(KEYS) device checkpoints build dist *.egg-info
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(KEYS)/config.json: | $(TRAIN_READY)
+	@echo "Making certificates for this machine in $(KEYS)/"
+	@$(BIN)/python -m certs init --dir $(KEYS) --password-file $(KEYS)/password >/dev/null
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "$(PYTHON) is not found: install Python 3.10 or later, or name one, as in make PYTHON=python3.12."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), but Muster needs Python 3.10 or later: make PYTHON=python3.12."; exit 1; }
+	@echo "Making a virtual environment in $(VENV)/ with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV) >$(VENV).log 2>&1 && $(VENV)/bin/python -m pip --version >>$(VENV).log 2>&1 || \
+		{ cat $(VENV).log; rm -rf $(VENV) $(VENV).log; \
+		echo "$(PYTHON) cannot make a virtual environment with pip: install its venv package (python3-venv on Debian)."; \
+		exit 1; }
+	@rm -f $(VENV).log
+
+$(TRAIN_READY): pyproject.toml | $(VENV)/bin/python
+	@echo "Installing what training needs (once; a minute or two)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[train$(GPU_EXTRA)]'
+	@touch $@
+
+$(DEV_READY): pyproject.toml | $(VENV)/bin/python
+	@echo "Installing what the tests need (once; a minute or two)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(GPU_EXTRA)]'
+	@touch $@ $(TRAIN_READY)

@@ -1,0 +1,250 @@
+"""The launcher with stand-in scripts: real processes, real signals."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.worker.launching import Place, gone, place, wait_for
+
+PYTHON = sys.executable
+
+HELPERS = """
+import os, pathlib, signal, sys, time
+ME = os.environ["MS_NODE_ID"]
+def tell(name, text=""):
+    pathlib.Path(name + ".part").write_text(str(text))
+    os.rename(name + ".part", name)
+def stay():
+    while True:
+        time.sleep(1)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Place]:
+    with place(tmp_path) as made:
+        yield made
+
+
+both_starts = pytest.mark.parametrize("start", ["exec", "fork"])
+
+
+@both_starts
+def test_workers_run_and_their_logs_tell_where(here: Place, start: str) -> None:
+    script = here.script(HELPERS + "print('I am', ME, 'of', os.environ['MS_WORKER_NUM'])")
+    code, out, err = here.run(
+        "-n", "3", "--start", start, command=(PYTHON, script), MS_CLIENT_PASSWORD="hunter2"
+    )
+    assert (code, out, err) == (0, "[0] I am 0 of 3\n", "")
+    assert [here.log(label) for label in "012"] == [f"I am {rank} of 3\n" for rank in "012"]
+    whole = (here.directory / "device" / "worker_1.log").read_text()
+    assert f"# {PYTHON} script.py\n" in whole
+    assert "# MS_NODE_ID=1\n" in whole
+    assert "# MS_CLIENT_PASSWORD=(set)\n" in whole
+    assert "hunter2" not in whole
+
+
+@both_starts
+def test_one_failure_ends_all_and_is_shown(here: Place, start: str) -> None:
+    script = here.script(
+        HELPERS + "tell('pid' + ME, os.getpid())\n"
+        "if ME == '1':\n    print('out of luck')\n    sys.exit(7)\n"
+        "stay()"
+    )
+    code, _, err = here.run("-n", "3", "--start", start, command=(PYTHON, script))
+    assert code == 7
+    assert "worker 1 (pid " in err
+    assert "exited with code 7; the end of device/worker_1.log:\n    out of luck\n" in err
+    assert all(gone(int(path.read_text())) for path in here.directory.glob("pid?"))
+
+
+def test_death_by_signal_is_told_and_counted_as_the_shell_does(here: Place) -> None:
+    script = here.script(HELPERS + "os.kill(os.getpid(), signal.SIGKILL) if ME == '0' else stay()")
+    code, _, err = here.run("-n", "2", command=(PYTHON, script))
+    assert code == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL" in err
+
+
+@both_starts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_workers(here: Place, start: str, number: signal.Signals) -> None:
+    script = here.script(
+        HELPERS + "def leave(number, frame):\n    print('leaving for', number)\n    sys.exit(0)\n"
+        f"signal.signal({int(number)}, leave)\ntell('ready' + ME)\nstay()"
+    )
+    launch = here.start("-n", "2", "--start", start, command=(PYTHON, script))
+    for name in ("ready0", "ready1"):
+        here.until(name)
+    launch.send_signal(number)
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 128 + number
+    assert f"{number.name}: ending the workers" in err.decode()
+    assert [here.log(label) for label in "01"] == [f"leaving for {int(number)}\n"] * 2
+
+
+def test_other_signals_are_passed_on(here: Place) -> None:
+    script = here.script(
+        HELPERS + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\ntell('ready' + ME)\nstay()"
+    )
+    launch = here.start("-n", "2", command=(PYTHON, script))
+    for name in ("ready0", "ready1"):
+        here.until(name)
+    launch.send_signal(signal.SIGUSR1)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 0
+
+
+def test_a_worker_that_will_not_end_is_killed_after_the_grace(here: Place) -> None:
+    script = here.script(
+        HELPERS
+        + "if ME == '0':\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    tell('ready')\n    stay()\n"
+        "while not os.path.exists('ready'):\n    time.sleep(0.01)\nsys.exit(3)"
+    )
+    code, _, err = here.run("-n", "2", "--grace", "0.2", command=(PYTHON, script))
+    assert code == 3
+    assert "0 (pid " in err
+    assert "did not end within 0.2 s; killed" in err
+
+
+def test_a_second_interrupt_kills_at_once(here: Place) -> None:
+    script = here.script(
+        HELPERS + "signal.signal(signal.SIGINT, lambda *_: tell('asked'))\ntell('ready')\nstay()"
+    )
+    launch = here.start("-n", "1", "--grace", "3600", command=(PYTHON, script))
+    here.until("ready")
+    launch.send_signal(signal.SIGINT)
+    here.until("asked")
+    launch.send_signal(signal.SIGINT)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 128 + signal.SIGINT
+
+
+@both_starts
+def test_nothing_survives_a_killed_launcher(here: Place, start: str) -> None:
+    script = here.script(
+        HELPERS + "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+        "tell('pids' + ME, f'{os.getpid()} {child.pid}')\nstay()"
+    )
+    launch = here.start("-n", "2", "--start", start, command=(PYTHON, script))
+    pids = [int(pid) for name in ("pids0", "pids1") for pid in here.until(name).split()]
+    assert not any(gone(pid) for pid in pids)
+    launch.kill()
+    wait_for(lambda: all(gone(pid) for pid in pids))
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(here: Place) -> None:
+    script = here.script(HELPERS + "import subprocess\ntell('pid', subprocess.Popen(['sleep', '600']).pid)")
+    code, _, _ = here.run("-n", "1", command=(PYTHON, script))
+    assert code == 0
+    wait_for(lambda: gone(int(here.until("pid"))))
+
+
+@both_starts
+def test_a_failed_worker_is_started_again(here: Place, start: str) -> None:
+    script = here.script(
+        HELPERS + "first = not os.path.exists('tried')\n"
+        "if ME == '1' and first:\n    tell('tried')\n    sys.exit(5)\n"
+        "while not os.path.exists('tried'):\n    time.sleep(0.01)\nprint('done')"
+    )
+    code, _, err = here.run("-n", "2", "--start", start, "--max-restarts", "1", command=(PYTHON, script))
+    assert code == 0
+    assert "worker 1 exited with code 5; starting it again (1 of 1)" in err
+    assert here.log("1") == "done\n"
+
+
+def test_restarts_are_limited(here: Place) -> None:
+    code, _, err = here.run("-n", "1", "--max-restarts", "2", command=("sh", "-c", "exit 9"))
+    assert code == 9
+    assert err.count("starting it again") == 2
+
+
+def test_enough_workers_go_on(here: Place) -> None:
+    script = here.script(HELPERS + "sys.exit(4) if ME == '2' else print('enough')")
+    code, _, err = here.run("-n", "3", "--min-workers", "2", command=(PYTHON, script))
+    assert code == 0
+    assert "worker 2 exited with code 4; going on with 2" in err
+    assert here.log("0") == "enough\n"
+
+
+@pytest.mark.parametrize(("tail", "shown"), [("all", ["0", "1"]), ("none", []), ("1", ["1"])])
+def test_tail_chooses_whose_output_is_shown(here: Place, tail: str, shown: list[str]) -> None:
+    script = here.script(HELPERS + "print(ME)")
+    _, out, _ = here.run("-n", "2", "--tail", tail, command=(PYTHON, script))
+    assert sorted(out.splitlines()) == [f"[{rank}] {rank}" for rank in shown]
+
+
+def test_timestamps_stand_before_every_line(here: Place) -> None:
+    script = here.script(HELPERS + "print('a'); print('b', end='')")
+    _, out, _ = here.run("-n", "1", "--timestamps", command=(PYTHON, script))
+    stamps = [line.split(" ", 1)[0] for line in (*out.splitlines(), *here.log("0").splitlines())]
+    assert len(stamps) == 4
+    assert all(len(stamp) == len("2024-01-01T00:00:00.000") for stamp in stamps)
+
+
+@both_starts
+def test_much_output_arrives_whole_and_in_order(here: Place, start: str) -> None:
+    script = here.script(HELPERS + "for i in range(50000):\n    print(f'{i:060}')\nprint('end', end='')")
+    _, out, _ = here.run("-n", "2", "--start", start, command=(PYTHON, script))
+    expected = "".join(f"{i:060}\n" for i in range(50000)) + "end"
+    assert here.log("1") == expected
+    assert out == "".join(f"[0] {line}\n" for line in expected.splitlines())
+
+
+@both_starts
+def test_passwords_reach_only_the_role_they_are_for(here: Place, start: str) -> None:
+    script = here.script(HELPERS + "print(sorted(name for name in os.environ if 'PASSWORD' in name))")
+    here.run(
+        *("-n", "2", "--start", start),
+        command=(PYTHON, script),
+        MS_CLIENT_PASSWORD="c",
+        MS_SERVER_PASSWORD="s",
+    )
+    assert here.log("1") == "['MS_CLIENT_PASSWORD']\n"
+
+
+@both_starts
+def test_bound_workers_keep_to_their_cores(here: Place, start: str) -> None:
+    script = here.script(HELPERS + "print(len(os.sched_getaffinity(0)))")
+    here.run("-n", "64", "--start", start, "--bind-cores", command=(PYTHON, script))
+    assert {here.log(str(rank)) for rank in range(64)} <= {"1\n", "2\n", "3\n", "4\n"}
+    assert here.log("0") == "1\n" or here.log("63") != here.log("0")
+
+
+def test_a_bare_script_is_run_by_this_python(here: Place) -> None:
+    code, out, _ = here.run("-n", "1", command=(here.script("import sys; print(sys.executable)"),))
+    assert (code, out) == (0, f"[0] {PYTHON}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "words"),
+    [
+        ((), (), "No command to run"),
+        (("-n", "1"), ("no-such-program",), "'no-such-program' is not found"),
+        (("-n", "1", "--config", "none.json"), ("true",), "--config names none.json"),
+        (("-n", "1", "--password-file", "none"), ("true",), "--password-file names none"),
+        (("-n", "1", "--hostfile", "none"), ("true",), "--hostfile none cannot be read"),
+        (("-n", "1", "--grace", "-1"), ("true",), "--grace is -1"),
+        (("-n", "1", "--devices", "900"), ("true",), "--devices asks for 900"),
+        (("-n", "2", "--min-workers", "3"), ("true",), "--min-workers is 3"),
+        (("--nnodes", "2", "--nproc-per-node", "1", "--scheduler"), ("true",), "--join HOST:PORT"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(
+    here: Place, options: tuple[str, ...], command: tuple[str, ...], words: str
+) -> None:
+    code, out, err = here.run(*options, command=command)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.startswith("muster: ")
+    assert err.count("\n") == 1
+
+
+def test_without_any_scheduler_nothing_starts(here: Place) -> None:
+    code, _, err = here.run("-n", "1", command=("true",), MS_SCHED_PORT="")
+    assert code == 2
+    assert "No scheduler is known" in err

@@ -1,0 +1,62 @@
+"""What a host offers to workers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from worker.errors import SettingsError
+from worker.launch_devices import cores, count_gpus, free_port, local_names, offered_devices
+
+
+def test_gpus_are_counted_where_the_driver_lists_them(tmp_path: Path) -> None:
+    assert count_gpus(tmp_path / "none") == 0
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert count_gpus(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "option", "expected"),
+    [
+        (None, "all", ("0", "1", "2", "3")),
+        ("2,3", "all", ("2", "3")),
+        ("GPU-aa,GPU-bb", "all", ("GPU-aa", "GPU-bb")),
+        ("", "all", ()),
+        (None, "none", ()),
+        (None, "1-2", ("1", "2")),
+        ("2,3", "3", ("3",)),
+    ],
+)
+def test_offered_devices(visible: str | None, option: str, expected: tuple[str, ...]) -> None:
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert offered_devices(env, option, 4) == expected
+
+
+def test_devices_that_are_not_there_are_refused() -> None:
+    with pytest.raises(SettingsError, match="asks for 4, 5; this host offers 0, 1, 2, 3"):
+        offered_devices({}, "3-5", 4)
+    with pytest.raises(SettingsError, match="asks for 0; this host offers none"):
+        offered_devices({}, "0", 0)
+    with pytest.raises(SettingsError, match=r"CUDA_VISIBLE_DEVICES is '1,4'.*devices 0 to 3"):
+        offered_devices({"CUDA_VISIBLE_DEVICES": "1,4"}, "all", 4)
+
+
+def test_this_host_answers_to_its_own_names_only() -> None:
+    names = local_names(["127.0.0.1", "192.0.2.7", "no-such-host.invalid"])
+    assert socket.gethostname() in names
+    assert "127.0.0.1" in names
+    assert "192.0.2.7" not in names
+    assert "no-such-host.invalid" not in names
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", int(free_port("127.0.0.1"))))
+
+
+def test_cores_are_those_this_process_may_use() -> None:
+    assert set(cores()) == os.sched_getaffinity(0)
