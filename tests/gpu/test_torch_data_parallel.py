@@ -1,0 +1,309 @@
+"""DataParallel on the CPU, among threads: what must hold whatever the backend."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
+from worker.errors import ArrayError, SettingsError  # noqa: E402
+from worker.torch_data_parallel import DataParallel  # noqa: E402
+
+
+class Branches(torch.nn.Module):  # type: ignore[misc]
+    """Four parameters; which of ``left`` and ``right`` are used is the caller's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.left = torch.nn.Linear(4, 2, bias=False)
+        self.right = torch.nn.Linear(4, 2, bias=False)
+        self.never = torch.nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Any, way: str = "left") -> Any:
+        hidden = self.first(x)
+        return self.left(hidden) if way == "left" else self.right(hidden)
+
+
+_seeding = threading.Lock()  # ranks are threads here, and torch's generator is the process's
+
+
+def small_net() -> Any:
+    with _seeding:
+        torch.manual_seed(3)
+        return _small_net()
+
+
+def _small_net() -> Any:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, bias=False),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 16, 5),
+    )
+
+
+def batch_of(samples: int, seed: int) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(samples, 3, 6, 6, generator=generator),
+        torch.randint(0, 5, (samples,), generator=generator),
+    )
+
+
+def linear_net() -> Any:
+    with _seeding:
+        torch.manual_seed(5)
+        return _linear_net()
+
+
+def _linear_net() -> Any:
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(108, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5)
+    )
+
+
+def gradients_of(model: Any) -> list[Any]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+loss_function = torch.nn.functional.cross_entropy
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+def test_gradients_are_those_of_the_whole_batch(bucket_bytes: int) -> None:
+    images, labels = batch_of(12, 0)
+    whole = linear_net()
+    loss_function(whole(images), labels).backward()
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(
+            linear_net(), communicator=communicator, bucket_bytes=bucket_bytes, first_bytes=bucket_bytes
+        )
+        part = slice(communicator.rank * 4, communicator.rank * 4 + 4)
+        for _ in range(3):  # the second backward pass runs on rebuilt buckets
+            model.zero_grad()
+            loss_function(model(images[part]), labels[part]).backward()
+        return gradients_of(model)
+
+    for gradients in run_ranks(3, one):
+        for ours, expected in zip(gradients, gradients_of(whole), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_summed_when_asked() -> None:
+    images, labels = batch_of(4, 0)
+    alone = linear_net()
+    loss_function(alone(images), labels).backward()
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator, gradients_mean=False)
+        loss_function(model(images), labels).backward()
+        return gradients_of(model)
+
+    for gradients in run_ranks(2, one):
+        for ours, expected in zip(gradients, gradients_of(alone), strict=True):
+            torch.testing.assert_close(ours, 2 * expected)
+
+
+def test_every_rank_starts_with_rank_zeros_parameters_and_buffers() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        torch_net = small_net()
+        with torch.no_grad():
+            for tensor in (*torch_net.parameters(), torch_net[1].running_mean):
+                tensor.fill_(communicator.rank + 7)
+        return DataParallel(torch_net, communicator=communicator).state_dict()
+
+    for state in run_ranks(2, one):
+        assert all(bool((v == 7).all()) for k, v in state.items() if "weight" in k or k == "1.running_mean")
+
+
+def test_no_sync_accumulates_and_sends_nothing() -> None:
+    images, labels = batch_of(8, 1)
+    whole = linear_net()
+    (loss_function(whole(images), labels) * 2).backward()
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator)
+        own = images[communicator.rank :: 2], labels[communicator.rank :: 2]
+        before = len(communicator.calls)
+        with model.no_sync():
+            loss_function(model(own[0][:2]), own[1][:2]).backward()
+        assert len(communicator.calls) == before
+        loss_function(model(own[0][2:]), own[1][2:]).backward()
+        return gradients_of(model)
+
+    for gradients in run_ranks(2, one):
+        for ours, expected in zip(gradients, gradients_of(whole), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_unused_parameters_count_as_zero_and_stay_without_gradient_where_no_rank_used_them() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        with _seeding:
+            torch.manual_seed(0)
+            branches = Branches()
+        model = DataParallel(branches, communicator=communicator, bucket_bytes=32, first_bytes=32)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(1, 4), "left" if communicator.rank == 0 else "right").sum().backward()
+        return {
+            name: p.grad if p.grad is None else p.grad.clone() for name, p in model.module.named_parameters()
+        }
+
+    first, second = run_ranks(2, one)
+    assert first["never.weight"] is None and second["never.weight"] is None
+    torch.manual_seed(0)
+    alone = Branches()
+    alone(torch.ones(1, 4), "left").sum().backward()
+    torch.testing.assert_close(first["left.weight"], alone.left.weight.grad / 2)
+    for name in ("first.weight", "left.weight", "right.weight"):
+        torch.testing.assert_close(first[name], second[name])
+
+
+def test_a_rank_without_samples_takes_part() -> None:
+    images, labels = batch_of(5, 2)
+    whole = linear_net()
+    loss_function(whole(images), labels).backward()
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator, bucket_bytes=512, first_bytes=512)
+        part = [slice(0, 4), slice(4, 5), slice(5, 5)][communicator.rank]
+        with model.uneven_batch(len(labels[part])):
+            if len(labels[part]):
+                loss_function(model(images[part]), labels[part]).backward()
+        return gradients_of(model)
+
+    for gradients in run_ranks(3, one):
+        for ours, expected in zip(gradients, gradients_of(whole), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_buffers_follow_rank_zero() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(small_net(), communicator=communicator)
+        images, labels = batch_of(4, communicator.rank)
+        loss_function(model(images), labels).backward()
+        return {name: buffer.clone() for name, buffer in model.module.named_buffers()}
+
+    alone = small_net()
+    alone(batch_of(4, 0)[0])
+    for buffers in run_ranks(2, one):
+        for name, buffer in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], buffer)
+
+
+def test_clipping_sees_the_averaged_gradient() -> None:
+    images, labels = batch_of(8, 3)
+    whole = linear_net()
+    loss_function(whole(images), labels).backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator)
+        loss_function(model(images[communicator.rank :: 2]), labels[communicator.rank :: 2]).backward()
+        return model.clip_grad_norm_(0.1), gradients_of(model)
+
+    for norm, gradients in run_ranks(2, one):
+        torch.testing.assert_close(norm, expected)
+        for ours, expected_gradient in zip(gradients, gradients_of(whole), strict=True):
+            torch.testing.assert_close(ours, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_channels_last_gradients_keep_the_layout_of_their_parameters() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = small_net().to(memory_format=torch.channels_last)
+        model = DataParallel(net, communicator=communicator)
+        images, labels = batch_of(4, communicator.rank)
+        loss_function(model(images), labels).backward()
+        return net[0].weight.grad.stride() == net[0].weight.stride(), gradients_of(model)
+
+    (same, channels_last), _ = run_ranks(2, one)
+    assert same
+    parts = []
+    for rank in range(2):
+        net = small_net()
+        loss_function(net(batch_of(4, rank)[0]), batch_of(4, rank)[1]).backward()
+        parts.append(gradients_of(net))
+    for ours, first, second in zip(channels_last, *parts, strict=True):
+        torch.testing.assert_close(ours, (first + second) / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_mixed_precision_leaves_gradients_in_the_parameters_dtype() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator)
+        images, labels = batch_of(4, communicator.rank)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_function(model(images), labels)
+        loss.backward()
+        return gradients_of(model)
+
+    first, second = run_ranks(2, one)
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs)
+
+
+def test_training_ends_where_one_process_on_the_whole_batch_does() -> None:
+    batches = [batch_of(8, seed) for seed in range(20)]
+
+    def train(model: Any, part: slice) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for images, labels in batches:
+            optimizer.zero_grad()
+            loss_function(model(images[part]), labels[part]).backward()
+            optimizer.step()
+        return copy.deepcopy(model.state_dict())
+
+    expected = train(linear_net(), slice(None))
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        return train(DataParallel(linear_net(), communicator=communicator), slice(communicator.rank, None, 4))
+
+    for state in run_ranks(4, one):
+        linear_net().load_state_dict(state)  # a bare module loads it
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
+
+
+def test_different_modules_are_refused_on_all_ranks() -> None:
+    def one(communicator: ThreadCommunicator) -> str:
+        module = torch.nn.Linear(3, 3 + communicator.rank)
+        with pytest.raises(ArrayError) as caught:
+            DataParallel(module, communicator=communicator)
+        return str(caught.value)
+
+    assert all("ranks [1] differ" in message for message in run_ranks(2, one))
+
+
+def test_unknown_compression_is_refused() -> None:
+    with pytest.raises(SettingsError, match="bf16"):
+        DataParallel(torch.nn.Linear(1, 1), communicator=object(), compression="fp8")  # type: ignore[arg-type]
+
+
+def test_an_abandoned_backward_pass_is_forgotten_by_rebind() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator)
+        images, labels = batch_of(4, 0)
+        output = model(images)
+        output.register_hook(_raise)
+        with contextlib.suppress(RuntimeError):
+            loss_function(output, labels).backward()
+        model.rebind(communicator, source=1)
+        model.zero_grad()
+        loss_function(model(images), labels).backward()
+        return gradients_of(model)
+
+    first, second = run_ranks(2, one)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def _raise(gradient: Any) -> Any:
+    raise RuntimeError("a rank's own trouble")

@@ -1,0 +1,74 @@
+"""The NCCL backend: unique ids, and the communicator of each generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from worker.communicators import nccl_handles as handles
+from worker.communicators.base import Backend, Membership
+from worker.communicators.nccl_communicator import NcclCommunicator
+from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
+from worker.communicators.nccl_streams import use_device
+from worker.communicators.nccl_work import PreMultipliedSum
+
+__all__ = ["NcclBackend", "NcclCommunicator", "PreMultipliedSum"]
+
+
+class NcclBackend(Backend):
+    """NCCL in this process.
+
+    Args:
+        device_index: the GPU of this worker; -1: the one in the membership, else the current one.
+    """
+
+    name = "nccl"
+
+    def __init__(self, *, device_index: int = -1) -> None:
+        self._nccl = handles.load_bindings()
+        self._device_index = device_index
+        self._presence: Presence | None = None
+
+    def open_endpoint(self, address: str) -> str:
+        """Opens the port on which this worker says whether it is building a communicator."""
+        if self._presence is None:
+            self._presence = Presence(address)
+        return self._presence.endpoint
+
+    def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
+        """Makes ``count`` ids; this process hosts NCCL's bootstrap root of each."""
+        return tuple(bytes(self._nccl.get_unique_id()) for _ in range(count))
+
+    def connect(
+        self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
+    ) -> NcclCommunicator:
+        """Builds the communicator of a generation; see :class:`~worker.communicators.base.Backend`."""
+        own = membership.peers[membership.rank]
+        device = use_device(own.device_index if self._device_index < 0 else self._device_index)
+        if self._presence is not None:
+            self._presence.enter(presence_key(membership))
+        waiting = handles.Waiting(
+            membership, timeout_s=timeout_s, cancelled=cancelled, absent=lambda: _absent_words(membership)
+        )
+        root = handles.create_root(self._nccl, membership, waiting)
+        try:
+            comm = handles.split_child(self._nccl, root, color=0, key=membership.rank, waiting=waiting)
+        except Exception:
+            handles.abort(self._nccl, root)
+            raise
+        return NcclCommunicator(self._nccl, comm, root, membership, device=device, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Stops answering peers; idempotent."""
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
+
+
+def _absent_words(membership: Membership) -> str:
+    others = [peer for peer in membership.peers if peer.rank != membership.rank]
+    if not any(peer.data_address for peer in others):
+        return "not all of " + ", ".join(map(handles.name_of, others)) + " came"
+    absent = absent_peers(membership, others)
+    if not absent:
+        return "all ranks came, but NCCL did not connect them"
+    return "missing: " + ", ".join(map(handles.name_of, absent))

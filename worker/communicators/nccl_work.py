@@ -1,0 +1,83 @@
+"""What a collective on NCCL gives back, and its operation beyond the common ones."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from worker.communicators.nccl_arrays import TYPE_NAMES
+from worker.communicators.nccl_streams import CudaLibrary
+from worker.errors import ArrayError
+
+
+class _Checked(Protocol):
+    def check(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreMultipliedSum:
+    """An operation for the reducing collectives: each rank's values times ``factor``, summed."""
+
+    factor: float
+
+
+class Issued:
+    """A collective on the caller's stream: its result may be used from there at once."""
+
+    __slots__ = ("_communicator", "_event", "library")
+
+    def __init__(self, communicator: _Checked, library: CudaLibrary) -> None:
+        self._communicator = communicator
+        self.library = library
+        self._event: Any = None
+
+    def done(self) -> bool:
+        """Whether it, and what was queued on the stream before the first call of this, is over."""
+        if self._event is None:
+            self._event = self.library.mark()
+        return self.library.happened(self._event)
+
+    def wait(self) -> None:
+        """Nothing to wait for on the same stream; raises what ended the communicator."""
+        self._communicator.check()
+
+
+class Queued:
+    """A collective on the communicator's own stream. Holds its arrays until it is waited for."""
+
+    __slots__ = ("_arrays", "_communicator", "_event", "_library")
+
+    def __init__(self, communicator: _Checked, library: CudaLibrary, event: Any, arrays: Any) -> None:
+        self._communicator = communicator
+        self._library = library
+        self._event = event
+        self._arrays = arrays
+
+    def done(self) -> bool:
+        """Whether it has completed. Never blocks."""
+        return self._library.happened(self._event)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for it."""
+        self._communicator.check()
+        self._library.wait(self._event)
+        self._arrays = None
+
+
+def scalar_bytes(value: float, dtype: int) -> bytes:
+    """``value`` as one element of NCCL's ``dtype``."""
+    name = TYPE_NAMES[dtype]
+    formats = {"float16": "<e", "float32": "<f", "float64": "<d"}
+    if name in formats:
+        return struct.pack(formats[name], value)
+    if name == "bfloat16":
+        (bits,) = struct.unpack("<I", struct.pack("<f", value))
+        return struct.pack("<H", (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+    raise ArrayError(f"a pre-multiplied sum needs a floating-point dtype, not {name}")
+
+
+def address_of(data: bytes) -> int:
+    """Address of ``data``, which the caller must keep alive over the call."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0

@@ -1,0 +1,141 @@
+"""Flat gradient buckets for torch: where gradients lie while they travel, and the views the optimizer sees.
+
+A bucket's flat tensor holds its parameters' gradients one after the other and, behind them, one flag per
+parameter: 1 where this rank has a gradient. The flags are reduced with the gradients, so that a parameter
+that no rank used can be told from one that only this rank did not use, at no extra collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from worker.core.bucket_plan import Bucket, ParameterSpec, plan_buckets
+
+_DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+class GradientBucket:
+    """One bucket.
+
+    Args:
+        parameters: the parameters, in the bucket's order.
+        wire_dtype: dtype in which gradients travel; None: their own.
+    """
+
+    def __init__(self, parameters: Sequence[Any], *, wire_dtype: Any | None) -> None:
+        self.parameters = list(parameters)
+        self.size = sum(parameter.numel() for parameter in self.parameters)
+        first = self.parameters[0]
+        total = self.size + len(self.parameters)
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        compressed = wire_dtype is not None and wire_dtype != first.dtype
+        self.wire = torch.zeros_like(self.flat, dtype=wire_dtype) if compressed else self.flat
+        self.views = views_of(self.flat, self.parameters)
+        self.wire_views = views_of(self.wire, self.parameters) if compressed else self.views
+        self.flags = self.wire[self.size :]
+        self.waiting = len(self.parameters)
+        self.missing: list[int] = []
+        self._held: list[Any] = []
+
+    def fill(self, scale: Any | None) -> None:
+        """Packs the gradients there are, and zeros for the others, on the current stream.
+
+        Args:
+            scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
+        """
+        targets, sources = [], []
+        self.missing = []
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                self.missing.append(index)
+            elif gradient.data_ptr() != self.wire_views[index].data_ptr():
+                targets.append(self.wire_views[index])
+                sources.append(gradient)
+        if self.missing:
+            torch._foreach_zero_([self.wire_views[index] for index in self.missing])
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        self._held = sources  # made on another stream: must not be reused before that stream waits for us
+        self.flags.fill_(1)
+        for index in self.missing:
+            self.flags[index].zero_()
+        if scale is not None:
+            self.wire[: self.size].mul_(scale)
+
+    def unpack(self) -> None:
+        """After the reduction: gradients in their own dtype, on the current stream."""
+        if self.wire is not self.flat:
+            self.flat.copy_(self.wire)
+
+    def finish(self, *, unused: frozenset[int]) -> None:
+        """Hands the views to the parameters; those in ``unused`` (by position) get no gradient."""
+        self._held = []
+        self.waiting = len(self.parameters)
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = None if index in unused else self.views[index]
+
+
+def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
+    """Views into ``flat``, one after the other, with each tensor's shape and (if dense) memory layout."""
+    views, offset = [], 0
+    for tensor in tensors:
+        strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        views.append(flat.as_strided(tensor.shape, strides, offset))
+        offset += tensor.numel()
+    return views
+
+
+def is_dense(tensor: Any) -> bool:
+    """Whether the tensor fills its memory without gaps in one of torch's memory formats."""
+    formats = _DENSE_FORMATS[: 1 + (tensor.dim() == 4)] if tensor.dim() != 5 else _DENSE_FORMATS[::2]
+    return any(tensor.is_contiguous(memory_format=layout) for layout in formats)
+
+
+def make_buckets(
+    named: Sequence[tuple[str, Any]], *, bucket_bytes: int, first_bytes: int, wire_dtype: Any | None
+) -> list[GradientBucket]:
+    """Packs parameters, given in the order in which their gradients become ready, into buckets."""
+    by_name = dict(named)
+    specs = [ParameterSpec(name, p.numel(), f"{p.dtype} {p.device}", p.element_size()) for name, p in named]
+    plan: tuple[Bucket, ...] = plan_buckets(specs, bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+    return [
+        GradientBucket([by_name[slot.name] for slot in bucket.slots], wire_dtype=wire_dtype)
+        for bucket in plan
+    ]
+
+
+class FlatBuffers:
+    """A module's buffers of one dtype, moved into one flat tensor, so that one broadcast sends them all."""
+
+    def __init__(self, owners: Sequence[tuple[Any, str]]) -> None:
+        tensors = [owner._buffers[name] for owner, name in owners]
+        self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        self._entries = []
+        for (owner, name), view in zip(owners, views_of(self.flat, tensors), strict=True):
+            view.copy_(owner._buffers[name])
+            owner._buffers[name] = view
+            self._entries.append((owner, name, view))
+
+    def gather(self) -> None:
+        """Takes in buffers that the module has replaced since."""
+        for owner, name, view in self._entries:
+            current = owner._buffers[name]
+            if current is not view:
+                view.copy_(current)
+                owner._buffers[name] = view
+
+
+def flat_buffers(module: Any) -> list[FlatBuffers]:
+    """Moves all buffers of ``module`` into flat tensors, one per dtype."""
+    groups: dict[Any, list[tuple[Any, str]]] = {}
+    seen: set[int] = set()
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.numel() and id(buffer) not in seen:
+                seen.add(id(buffer))
+                groups.setdefault((buffer.dtype, buffer.device), []).append((owner, name))
+    return [FlatBuffers(owners) for owners in groups.values()]

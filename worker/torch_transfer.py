@@ -1,0 +1,123 @@
+"""How torch tensors travel: on a side stream beside the backward pass (GPU), or in the background (CPU)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from worker.communicators.base import Communicator, ReduceOp, Work
+from worker.errors import ArrayError
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+def array_of(communicator: Communicator, tensor: Any) -> Any:
+    """The tensor as an array that the communicator takes; shares its memory.
+
+    Raises:
+        ArrayError: the tensor is not where this communicator works, or has a dtype it does not know.
+    """
+    if communicator.name == "nccl":
+        if not tensor.is_cuda:
+            raise ArrayError(
+                "the module is on the CPU, and the backend is NCCL",
+                remedy='Move it with module.cuda(), or use worker.init("tcp").',
+            )
+        return tensor
+    if tensor.is_cuda:
+        raise ArrayError(
+            f'the module is on {tensor.device}, and the backend is "{communicator.name}"',
+            remedy='Use worker.init("nccl").',
+        )
+    try:
+        return tensor.detach().numpy()
+    except TypeError as error:
+        raise ArrayError(
+            f'the backend "{communicator.name}" does not take {tensor.dtype}: {error}'
+        ) from error
+
+
+def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source: int) -> None:
+    """Overwrites tensors of all ranks with those of rank ``source``, in few collectives."""
+    groups: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    for group in groups.values():
+        for chunk in _chunks(group):
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            communicator.broadcast(array_of(communicator, flat), source)
+            parts = flat.split([tensor.numel() for tensor in chunk])
+            with torch.no_grad():
+                for tensor, part in zip(chunk, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _chunks(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    chunk: list[Any] = []
+    for tensor in tensors:
+        chunk.append(tensor)
+        if sum(t.numel() * t.element_size() for t in chunk) >= _CHUNK_BYTES:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def gather_numbers(communicator: Communicator, device: Any, number: int) -> list[int]:
+    """Every rank's number (below 2**63), on all ranks. The host waits."""
+    send = torch.tensor([number], dtype=torch.int64, device=device)
+    recv = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    communicator.all_gather(array_of(communicator, send), array_of(communicator, recv))
+    return [int(value) for value in recv.tolist()]
+
+
+class Lane:
+    """Where gradients are reduced: a stream of its own on a GPU, the communicator's thread on a CPU."""
+
+    def __init__(self, communicator: Communicator, device: Any) -> None:
+        self._communicator = communicator
+        self._device = device
+        self._works: list[Work] = []
+        self.in_order = device.type == "cuda"
+        """Whether what is called after :meth:`reduce` sees its result."""
+        self._stream = torch.cuda.Stream(device, priority=-1) if self.in_order else None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is called inside runs beside the current stream, after what that has done so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def reduce(self, flat: Any, op: ReduceOp, *, buffers: Sequence[Any] = ()) -> None:
+        """Reduces ``flat`` over all ranks and overwrites ``buffers`` with rank 0's; in place."""
+        communicator = self._communicator
+        arrays = [array_of(communicator, buffer) for buffer in buffers]
+        array = array_of(communicator, flat)
+        if self._stream is None:
+            self._works.append(communicator.all_reduce(array, array, op, async_op=True))
+            self._works += [communicator.broadcast(each, 0, async_op=True) for each in arrays]
+            return
+        group: Any = getattr(communicator, "group", contextlib.nullcontext)
+        with group() if arrays else contextlib.nullcontext():
+            communicator.all_reduce(array, array, op)
+            for each in arrays:
+                communicator.broadcast(each, 0)
+
+    def join(self) -> None:
+        """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self._stream is not None and bool(torch.cuda.is_current_stream_capturing())
