@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
-from certs.errors import CertificateError
+from certs.errors import CertificateError, RevokedError
 from scheduler.errors import NotPermittedError, UnauthenticatedError
 
 if TYPE_CHECKING:
@@ -81,26 +81,30 @@ class Access:
             raise UnauthenticatedError("The caller showed no certificate.")
         try:
             certificate = peer_of_pem(bytes(pems[0]), require_identity=self._require_identity)
+            certificate.check(self._revocations(), self._wall_clock())
         except CertificateError as error:
             raise UnauthenticatedError(error.message, remedy=error.remedy) from error
-        caller = Caller(address, certificate)
-        reason = self.fault_of(caller)
-        if reason is not None:
-            raise UnauthenticatedError(reason)
-        return caller
+        return Caller(address, certificate)
 
-    def fault_of(self, caller: Caller) -> str | None:
-        """Says why a caller's certificate is no longer good (expired, revoked), or None.
+    def revoked(self, caller: Caller) -> str | None:
+        """Says why a certificate that was let in is revoked now, or None.
 
-        TLS itself sees neither on a resumed session or a living stream.
+        Lists that cannot be relied on keep newcomers out, but are no reason to end a training that runs.
         """
-        if caller.certificate is None:
+        revocations = self._revocations()
+        if caller.certificate is None or revocations is None:
             return None
         try:
-            caller.certificate.check(self._revocations(), self._wall_clock())
-        except CertificateError as error:
+            revocations.check(caller.certificate.links, self._wall_clock())
+        except RevokedError as error:
             return str(error)
+        except CertificateError:
+            return None
         return None
+
+    def expired(self, caller: Caller) -> bool:
+        """Whether a certificate that was let in has ended since."""
+        return caller.certificate is not None and self._wall_clock() > caller.certificate.not_after
 
     def allow(self, caller: Caller, *, roles: Sequence[str], job: str, node: str | None = None) -> None:
         """Checks that the caller's certificate allows one of ``roles`` in ``job`` (as ``node``).

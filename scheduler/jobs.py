@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -25,11 +25,8 @@ class Storage(Protocol):
     def append(self, job_id: str, records: Sequence[v.Record]) -> None:
         """Makes records durable, all or none."""
 
-    def load(self, job_id: str) -> Sequence[v.Record]:
-        """All records of a job, oldest first."""
-
-    def job_ids(self) -> Sequence[str]:
-        """The jobs that have records."""
+    def load(self) -> Mapping[str, Sequence[v.Record]]:
+        """All records by job, oldest first."""
 
     def forget(self, job_id: str) -> None:
         """Deletes a job's records."""
@@ -82,9 +79,7 @@ class Jobs:
     async def open(self) -> None:
         """Opens the journal and takes up the jobs that it holds; opens the own job."""
         if self._open_storage is not None:
-            self._storage = await self._in_thread(self._open_storage)
-            for job_id in await self._in_thread(self._storage.job_ids):
-                await self._recover(self._storage, job_id)
+            await self._recover_all(self._open_storage)
         if self._settings.worker_num and self._settings.job_id not in self._drivers:
             self._start(
                 self._settings.job_id, self._new_machine(self._settings.job_id, self._settings.core())
@@ -162,8 +157,16 @@ class Jobs:
         self._tasks[job_id] = task
         return driver
 
-    async def _recover(self, storage: Storage, job_id: str) -> None:
-        records = await self._in_thread(storage.load, job_id)
+    async def _recover_all(self, open_storage: Callable[[], Storage]) -> None:
+        try:
+            self._storage = storage = await self._in_thread(open_storage)
+            jobs = await self._in_thread(storage.load)
+        except Exception as error:  # whatever a storage may raise: without it nothing may be promised
+            raise JournalUnavailableError(str(error)) from error
+        for job_id, records in jobs.items():
+            await self._recover(storage, job_id, records)
+
+    async def _recover(self, storage: Storage, job_id: str, records: Sequence[v.Record]) -> None:
         own = job_id == self._settings.job_id
         if not own and not self._settings.serve:
             LOG.warning("the journal also holds job %s, which this scheduler leaves alone", job_id)
@@ -191,9 +194,8 @@ class Jobs:
             await self._in_thread(self._storage.append, job_id, records)
         except Exception as error:
             raise JournalUnavailableError(
-                f"The journal of job {job_id!r} cannot be written: {error}.",
-                remedy="Free space or repair MS_RECOVERY_PATH and start the scheduler again;"
-                " training goes on meanwhile.",
+                f"{error} Job {job_id} cannot be kept safe.",
+                remedy="Start the scheduler again once that is repaired; training goes on meanwhile.",
             ) from error
 
     async def _make_room(self) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from scheduler.driver import Note
 
 LOG = logging.getLogger("scheduler")
-AUDITED = frozenset(("joined", "left", "lost", "refused", "denied", "expelled", "drained"))
-_LOUD = frozenset(("lost", "refused", "denied", "expelled"))
+AUDITED = frozenset(("joined", "left", "lost", "refused", "denied", "expelled", "drained", "expired"))
+_LOUD = frozenset(("lost", "refused", "denied", "expelled", "expired"))
 
 
 class LineFormatter(logging.Formatter):

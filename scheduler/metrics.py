@@ -73,8 +73,8 @@ class SchedulerCollector:
         family = GaugeMetricFamily(
             "muster_certificate_expiry_seconds", "Until what is in force ends.", labels=["what"]
         )
-        for what, end in self._security.expiries().items():
-            family.add_metric([what], (end - now).total_seconds())
+        for expiry in self._security.expiries():
+            family.add_metric([expiry.what], expiry.seconds_left(now))
         yield family
 
 

@@ -1,52 +1,81 @@
-"""The scheduler's certificates: loads them, checks that they are a scheduler's, and watches their age.
+"""The scheduler's certificates: loaded, checked to be a scheduler's, watched for change and age.
 
 Nothing here imports grpc: the cipher list must be in the environment before that.
 """
 
 from __future__ import annotations
 
-import datetime as dt
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from certs.config import SecurityConfig, apply_cipher_list, load_config
-from certs.errors import IdentityError
+from certs.config import apply_cipher_list, load_config
+from certs.errors import CertificateError, IdentityError
 from scheduler.config import SchedulerSettings
 from scheduler.errors import SettingsError
 from scheduler.listen import is_loopback
 
 if TYPE_CHECKING:
+    from certs.config import SecurityConfig
+    from certs.expiry import Expiry
     from certs.revocation import Revocations
     from certs.store import Credentials
+    from certs.watcher import Change, CredentialsWatcher
 
 
 class Security:
-    """The configuration and credentials in force; ``credentials`` is replaced when they are renewed."""
+    """What is in force: configuration, credentials, revocation lists. Follows the files when polled.
 
-    def __init__(self, config: SecurityConfig, credentials: Credentials) -> None:
-        self.config = config
-        self.credentials = credentials
+    Args:
+        watcher: reads and checks the files.
+        job_id: the scheduler's own job, which a new certificate must be for as well.
+    """
+
+    def __init__(self, watcher: CredentialsWatcher, job_id: str) -> None:
+        from certs.expiry import ExpiryReminder
+
+        self._watcher = watcher
+        self._job_id = job_id
+        self._reminder = ExpiryReminder(watcher.config.cert_expire_warning_time_in_day)
+        self.credentials: Credentials = watcher.credentials
+        check_is_scheduler(self.credentials, job_id)
+
+    @property
+    def config(self) -> SecurityConfig:
+        """The configuration in force."""
+        return self._watcher.config
 
     def revocations(self) -> Revocations | None:
         """The revocation lists in force."""
-        return self.credentials.revocations
+        return self._watcher.credentials.revocations
 
-    def expiries(self) -> dict[str, dt.datetime]:
-        """When what is in force ends: own certificate, authority, revocation list."""
-        found = {"certificate": self.credentials.not_after, "authority": self.credentials.ca_not_after}
-        revocations = self.credentials.revocations
-        next_update = revocations.next_update() if revocations is not None else None
-        return found if next_update is None else {**found, "revocation_list": next_update}
+    def poll(self) -> tuple[Change | None, list[CertificateError]]:
+        """Looks for changed files; call it in one thread only.
 
-    def expiry_warnings(self, now: dt.datetime) -> Iterator[str]:
-        """One sentence for each of them that ends within the configured time."""
-        days = self.config.cert_expire_warning_time_in_day
-        for what, end in self.expiries().items():
-            # Revocation lists are short-lived by nature: the last tenth of their warning time is what counts.
-            margin = dt.timedelta(days=1) if what == "revocation_list" else dt.timedelta(days=days)
-            if now + margin >= end:
-                left = max(0, (end - now).days)
-                yield f"The scheduler's {what.replace('_', ' ')} ends on {end:%Y-%m-%d} ({left} days left)."
+        Returns:
+            What changed, and what is wrong with it. A certificate that is not a scheduler's is such a
+            wrong: the old one stays in force.
+        """
+        change = self._watcher.poll()
+        if change is None:
+            return None, []
+        problems = list(change.problems)
+        if change.new_certificate:
+            try:
+                check_is_scheduler(change.credentials, self._job_id)
+                self.credentials = change.credentials
+            except IdentityError as error:
+                problems.append(error)
+        return change, problems
+
+    def expiries(self) -> Iterable[Expiry]:
+        """What ends when."""
+        from certs.expiry import expiries
+
+        return expiries(self._watcher.credentials, self.config.cert_expire_warning_time_in_day)
+
+    def expiry_warnings(self) -> list[str]:
+        """Sentences about what ends soon; once a day."""
+        return self._reminder.due(self._watcher.credentials)
 
 
 def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Security | None:
@@ -57,13 +86,28 @@ def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Securi
     """
     if settings.config_path is None:
         return None
-    config = load_config(settings.config_path)
-    apply_cipher_list(config)
-    from certs.store import load_configured
+    apply_cipher_list(load_config(settings.config_path))
+    from certs.watcher import CredentialsWatcher
 
-    credentials = load_configured(config, "scheduler", env)
-    check_is_scheduler(credentials, settings.job_id)
-    return Security(config, credentials)
+    password = _prompted_password(env)
+    return Security(
+        CredentialsWatcher(settings.config_path, "scheduler", env, password=password), settings.job_id
+    )
+
+
+def _prompted_password(env: Mapping[str, str]) -> bytes | None:
+    """The password, if it had to be asked for; one from a file is read again at each rotation."""
+    from certs.passwords import password_for, prompt_on_terminal
+
+    asked = False
+
+    def ask(question: str) -> str | None:
+        nonlocal asked
+        asked = True
+        return prompt_on_terminal(question)
+
+    password = password_for("scheduler", env, ask)
+    return password if asked else None
 
 
 def check_is_scheduler(credentials: Credentials, job_id: str) -> None:

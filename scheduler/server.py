@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import functools
 import os
 import resource
@@ -31,7 +30,7 @@ from scheduler.service import SERVICE, Limits, Service
 
 MAX_REQUEST_BYTES = 1024 * 1024
 FAREWELL_S = 2.0
-EXPIRY_CHECK_S = 86_400.0
+FOLLOW_INTERVAL_S = 0.5
 
 OPTIONS: Sequence[tuple[str, int]] = (
     *SERVER_OPTIONS,
@@ -107,7 +106,7 @@ def _jobs(settings: SchedulerSettings, loop: asyncio.AbstractEventLoop, recorder
         from scheduler.journal import Journal
 
         assert path is not None
-        return Journal(path)
+        return Journal(path / f"scheduler-{settings.job_id}.sqlite", owner=settings.job_id)
 
     return Jobs(
         settings,
@@ -142,8 +141,8 @@ async def _serve(
     await server.start()
     await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     helpers = [asyncio.ensure_future(_keep_systemd_informed())]
-    if security is not None:
-        helpers.append(asyncio.ensure_future(_warn_of_expiry(security)))
+    if security is not None and tls is not None:
+        helpers.append(asyncio.ensure_future(_follow_files(security, tls, service)))
     metrics = _start_metrics(settings, jobs, service, recorder, security)
     _say_ready(settings, security, port)
     try:
@@ -220,11 +219,27 @@ async def _keep_systemd_informed() -> None:
         await asyncio.sleep(interval_s)
 
 
-async def _warn_of_expiry(security: Security) -> None:
+async def _follow_files(security: Security, tls: RotatingServerCredentials, service: Service) -> None:
+    """Puts renewed certificates and revocation lists in force while streams live on."""
+    loop = asyncio.get_running_loop()
     while True:
-        for sentence in security.expiry_warnings(dt.datetime.now(dt.timezone.utc)):
+        try:
+            change, problems = await loop.run_in_executor(None, security.poll)
+        except Exception:
+            LOG.exception("fault while reading the certificates; those in force stay")
+            change, problems = None, []
+        for problem in problems:
+            LOG.error("%s", problem)
+        if change is not None and change.new_certificate:
+            tls.update(security.credentials)
+            LOG.info("new certificate %s %s", security.credentials.identity, security.credentials.fingerprint)
+        if change is not None and change.new_revocations:
+            LOG.info("new revocation lists are in force")
+            service.expel_revoked()
+        for sentence in security.expiry_warnings():
             LOG.warning("%s", sentence)
-        await asyncio.sleep(EXPIRY_CHECK_S)
+        service.report_expired()
+        await asyncio.sleep(FOLLOW_INTERVAL_S)
 
 
 def _start_metrics(

@@ -16,7 +16,7 @@ import grpc.aio
 from scheduler import __version__, wire
 from scheduler.access import Access, Caller, address_of
 from scheduler.core import values as v
-from scheduler.driver import JobDriver
+from scheduler.driver import JobDriver, Note
 from scheduler.errors import (
     LimitError,
     MalformedError,
@@ -25,6 +25,7 @@ from scheduler.errors import (
     SchedulerError,
     StoppingError,
     TooSlowError,
+    UnauthenticatedError,
     status_of,
 )
 from scheduler.jobs import Jobs, UnknownJobError
@@ -72,6 +73,25 @@ class Service:
                 "Drain": grpc.unary_unary_rpc_method_handler(self.drain),
             },
         )
+
+    def expel_revoked(self) -> None:
+        """Ends every stream whose certificate is revoked by now; its node loses its place."""
+        for session in list(self.sessions.values()):
+            reason = self._access.revoked(session.caller)
+            if reason is None or session.over:
+                continue
+            if session.driver is not None and session.candidate is not None:
+                session.driver.post(v.Expel(session.candidate.node_id, reason))
+            else:
+                session.drop(UnauthenticatedError(reason))
+
+    def report_expired(self) -> None:
+        """Says once of each stream that its certificate has ended; it will not be let in again."""
+        for session in self.sessions.values():
+            if not session.expiry_reported and self._access.expired(session.caller):
+                session.expiry_reported = True
+                text = "the certificate has expired; the worker is refused when it connects again"
+                self._recorder.note(Note("expired", session.job_id, text, session))
 
     # ------------------------------------------------------------ unary
 

@@ -31,6 +31,7 @@ class Session:
         candidate: who the worker says it is, once its Join was allowed.
         driver: the job that must be told when the stream is lost; None before the Join and after the loss.
         closed: what to tell the peer after the last message; None within ``over`` is a good end.
+        expiry_reported: the log has said that the peer's certificate ended.
         over: no further message is taken; what waits is still sent.
         dropped: set when the stream must end at once, sent or not.
     """
@@ -43,6 +44,7 @@ class Session:
     generation: int = 0
     rank: int = -1
     over: bool = False
+    expiry_reported: bool = False
     closed: SchedulerError | None = None
     dropped: asyncio.Event = field(default_factory=asyncio.Event)
     _waiting: deque[bytes] = field(default_factory=deque, repr=False)

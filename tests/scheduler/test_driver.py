@@ -1,0 +1,237 @@
+"""The driver: journal before send, one event at a time, slow peers dropped, one timer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from rendezvous.v1 import rendezvous_pb2 as pb
+from scheduler.access import Caller
+from scheduler.core import values as v
+from scheduler.driver import JobDriver, Note
+from scheduler.errors import SchedulerError, StoppingError, TooSlowError
+from scheduler.sessions import MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, Session
+from tests.scheduler.fakes import FakeClock, FakeJob, candidate, member
+
+
+class Rig:
+    """A driver with a fake machine and clock, and a record of what happened in which order."""
+
+    def __init__(self, script: Callable[[v.Event], v.Decision]) -> None:
+        self.job = FakeJob(script)
+        self.clock = FakeClock()
+        self.order: list[tuple[v.Record, ...]] = []
+        self.notes: list[Note] = []
+        self.disk = asyncio.Event()
+        self.disk.set()
+        self.disk_error: Exception | None = None
+        self.driver = JobDriver("job", self.job, self.clock, self.make_durable, self.notes.append)
+        self.task = asyncio.ensure_future(self.driver.run())
+
+    async def make_durable(self, records: Sequence[v.Record]) -> None:
+        await self.disk.wait()
+        if self.disk_error is not None:
+            raise self.disk_error
+        self.order.append(tuple(records))
+
+    def session(self, number: int) -> Session:
+        session = Session(number, Caller("127.0.0.1:5"), candidate=candidate(f"node-{number}"))
+        self.driver.sessions[number] = session
+        return session
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def go(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+def kind(data: bytes | None) -> str:
+    assert data is not None
+    return pb.SchedulerMessage.FromString(data).WhichOneof("body") or ""
+
+
+def reply(message: v.Message, *records: v.Record, reason: str = "") -> Callable[[v.Event], v.Decision]:
+    return lambda event: v.Decision(records, ((1, message),), reason)
+
+
+def test_records_are_durable_before_any_message_leaves() -> None:
+    async def test() -> None:
+        rig = Rig(reply(v.Welcome(1, 5, 60), v.Admitted(candidate())))
+        session = rig.session(1)
+        rig.disk.clear()
+        submitted = asyncio.ensure_future(rig.driver.submit(v.Joined(1, candidate())))
+        sent = asyncio.ensure_future(session.next())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert rig.job.events() == [v.Joined(1, candidate())]
+        assert not sent.done()
+        assert not submitted.done()
+        rig.disk.set()
+        assert kind(await sent) == "welcome"
+        await submitted
+        assert rig.order == [(v.Admitted(candidate()),)]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_disk_that_fails_lets_nothing_out_and_ends_the_streams() -> None:
+    async def test() -> None:
+        rig = Rig(reply(v.Welcome(1, 5, 60), v.Admitted(candidate())))
+        session = rig.session(1)
+        rig.disk_error = SchedulerError("disk full")
+        with pytest.raises(StoppingError):
+            await rig.driver.submit(v.Joined(1, candidate()))
+        assert await session.next() is None
+        assert isinstance(session.closed, StoppingError)
+        with pytest.raises(SchedulerError, match="disk full"):
+            await rig.task
+        with pytest.raises(StoppingError):
+            await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+
+    go(test())
+
+
+def test_events_that_wait_together_are_committed_together() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision((v.GroupEstablished(event.session),)))  # type: ignore[union-attr]
+        await asyncio.gather(*(rig.driver.submit(v.BuiltReported(i, 1)) for i in range(50)))
+        assert sum(len(batch) for batch in rig.order) == 50
+        assert len(rig.order) <= 2
+        assert [e.session for e in rig.job.events()] == list(range(50))  # type: ignore[union-attr]
+        await rig.close()
+
+    go(test())
+
+
+def test_the_timer_follows_the_machines_deadline() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision())
+        rig.job.due = 110.0
+        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        assert rig.clock.armed() == [110.0]
+        rig.job.due = 105.0
+        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        assert rig.clock.armed() == [105.0]
+        rig.job.due = None
+        rig.clock.advance(5.0)
+        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        assert (105.0, v.Tick()) in rig.job.seen
+        assert rig.clock.armed() == []
+        await rig.close()
+
+    go(test())
+
+
+def test_a_peer_that_does_not_read_is_dropped_and_nobody_else_notices() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision(messages=((1, v.Waiting(1, 2, "")), (2, v.Waiting(1, 2, "")))))
+        slow, good = rig.session(1), rig.session(2)
+        for _ in range(MAX_WAITING_MESSAGES + 1):
+            await rig.driver.submit(v.Tick())
+            assert kind(await good.next()) == "waiting"
+        assert isinstance(slow.closed, TooSlowError)
+        assert slow.dropped.is_set()
+        assert await slow.next() is None
+        assert not good.over
+        await rig.close()
+
+    go(test())
+
+
+def test_the_bytes_that_wait_are_bounded_too() -> None:
+    async def test() -> None:
+        session = Session(1, Caller("x"))
+        session.send(b"x" * MAX_WAITING_BYTES)
+        assert not session.over
+        session.send(b"x")
+        assert isinstance(session.closed, TooSlowError)
+
+    go(test())
+
+
+def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> None:
+    async def test() -> None:
+        rig = Rig(reply(v.Refused(v.RefusalCode.JOB_FULL, "4 of 4 workers are in")))
+        session = rig.session(1)
+        await rig.driver.submit(v.Joined(1, candidate()))
+        assert kind(await session.next()) == "refused"
+        assert await session.next() is None
+        assert str(session.closed) == "4 of 4 workers are in"
+        assert 1 not in rig.driver.sessions
+        assert [(n.kind, n.code) for n in rig.notes] == [("refused", "job_full")]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_goodbye_closes_the_stream_well() -> None:
+    async def test() -> None:
+        rig = Rig(reply(v.Ended(True, "Goodbye.")))
+        session = rig.session(1)
+        await rig.driver.submit(v.LeftCleanly(1, 1, True, ""))
+        assert kind(await session.next()) == "ended"
+        assert await session.next() is None
+        assert session.closed is None
+        assert [n.kind for n in rig.notes] == ["left"]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_reason_is_logged_when_it_changes_only() -> None:
+    async def test() -> None:
+        words = iter(["a", "a", "", "a", "b"])
+        rig = Rig(lambda event: v.Decision(reason=next(words)))
+        for _ in range(5):
+            await rig.driver.submit(v.Tick())
+        assert [n.text for n in rig.notes if n.kind == "decided"] == ["a", "b"]
+        await rig.close()
+
+    go(test())
+
+
+def test_counters_time_the_formation() -> None:
+    async def test() -> None:
+        answers: dict[type, v.Record] = {
+            v.BuiltReported: v.GroupEstablished(1),
+            v.UniqueIdsPublished: v.GenerationFormed(1, (member(0, "a"),), -1, (), ""),
+            v.LeftCleanly: v.JobEnded(True, "done"),
+        }
+        rig = Rig(lambda e: v.Decision((answers[type(e)],) if type(e) in answers else ()))
+        ended: list[JobDriver] = []
+        rig.driver.on_ended = ended.append
+        await rig.driver.submit(v.Joined(1, candidate()))
+        rig.clock.advance(2.0)
+        await rig.driver.submit(v.UniqueIdsPublished(1, 1, (b"x",)))
+        rig.clock.advance(0.5)
+        await rig.driver.submit(v.BuiltReported(1, 1))
+        await rig.driver.submit(v.Heard(1, 1, 0, 0, 0.0))
+        counters = rig.driver.counters
+        assert (counters.formation_s, counters.build_s, counters.heartbeats) == (2.5, 0.5, 1)
+        assert not ended
+        await rig.driver.submit(v.LeftCleanly(1, 1, True, ""))
+        assert ended == [rig.driver]
+        assert rig.driver.ended == v.JobEnded(True, "done")
+        await rig.close()
+
+    go(test())
+
+
+def test_a_stopped_driver_tells_its_sessions() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision())
+        session = rig.session(1)
+        await rig.driver.submit(v.Tick())
+        await rig.close()
+        assert await session.next() is None
+        assert isinstance(session.closed, StoppingError)
+        assert rig.clock.armed() == []
+
+    go(test())
