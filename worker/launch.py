@@ -266,12 +266,13 @@ class Launcher:
 
 def say(sentence: str) -> None:
     """Tells the user what the launcher does, on standard error."""
-    write(sys.stderr.fileno(), f"muster: {sentence}\n".encode())
+    with contextlib.suppress(OSError):
+        print(f"muster: {sentence}", file=sys.stderr, flush=True)
 
 
 def write(descriptor: int, data: bytes) -> None:
     """Writes it all; a terminal that has gone away is no reason to end training."""
-    with contextlib.suppress(BrokenPipeError, OSError):
+    with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
 

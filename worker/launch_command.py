@@ -67,7 +67,7 @@ class Launch:
             self.layout,
             env,
             common={**self._common, **self._device_variables()},
-            devices=self._devices,
+            devices=len(self._devices),
             cores=launch_devices.cores() if options.bind_cores else (),
         )
         labels = [worker.label for worker in self.workers]

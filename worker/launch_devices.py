@@ -11,14 +11,10 @@ from pathlib import Path
 from worker.core.launch_words import parse_numbers
 from worker.errors import SettingsError
 
-DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
 
-
-def count_gpus(directory: Path = DRIVER_DIRECTORY) -> int:
-    """GPUs of this host, as its driver lists them; 0 without a driver."""
-    with contextlib.suppress(OSError):
-        return len(list(directory.iterdir()))
-    return 0
+def count_gpus(root: Path = Path("/")) -> int:
+    """GPUs that this host or container has device files for."""
+    return sum(path.name[6:].isdigit() for path in root.glob("dev/nvidia[0-9]*"))
 
 
 def offered_devices(env: Mapping[str, str], option: str, gpus: int) -> tuple[str, ...]:

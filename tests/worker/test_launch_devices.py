@@ -12,10 +12,11 @@ from worker.errors import SettingsError
 from worker.launch_devices import cores, count_gpus, free_port, local_names, offered_devices
 
 
-def test_gpus_are_counted_where_the_driver_lists_them(tmp_path: Path) -> None:
-    assert count_gpus(tmp_path / "none") == 0
-    for name in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / name).mkdir()
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
+    assert count_gpus(tmp_path) == 0
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
     assert count_gpus(tmp_path) == 2
 
 

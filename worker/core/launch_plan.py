@@ -153,7 +153,7 @@ def plan_workers(
     env: Mapping[str, str],
     *,
     common: Mapping[str, str],
-    devices: Sequence[str] = (),
+    devices: int = 0,
     cores: Sequence[int] = (),
 ) -> tuple[WorkerPlan, ...]:
     """Gives each worker of this host its name and environment.
@@ -162,7 +162,7 @@ def plan_workers(
         layout: from :func:`plan_layout`.
         env: the launcher's own environment; what the user set there is kept where it makes sense.
         common: variables that all workers get (the scheduler's address, the config file).
-        devices: device of each worker, by local index; empty on CPU.
+        devices: how many GPUs the host offers; each worker takes the one of its local index.
         cores: cores to spread over the workers, in order; empty to leave them alone.
 
     Returns:
@@ -179,8 +179,8 @@ def plan_workers(
             "MS_LOCAL_INDEX": str(index),
             **_node_id(index, rank, layout.local_size, env),
         }
-        if devices:
-            own["DEVICE_ID"] = devices[index]
+        if devices and not (layout.local_size == 1 and env.get("DEVICE_ID")):
+            own["DEVICE_ID"] = str(index)
         plans.append(
             WorkerPlan(
                 index, str(index if rank is None else rank), own, _share(cores, index, layout.local_size)

@@ -82,13 +82,13 @@ def test_contradictions_are_refused(request_: Request) -> None:
 
 
 def test_workers_get_their_place_in_the_environment() -> None:
-    plans = plan_workers(Layout(6, 2, 4), {}, common={"MS_SCHED_PORT": "7000"}, devices=("2", "3"))
+    plans = plan_workers(Layout(6, 2, 4), {}, common={"MS_SCHED_PORT": "7000"}, devices=2)
     assert [plan.label for plan in plans] == ["4", "5"]
     assert plans[1].env["MS_ROLE"] == "MS_WORKER"
     assert plans[1].env["MS_WORKER_NUM"] == "6"
     assert plans[1].env["MS_LOCAL_INDEX"] == "1"
     assert plans[1].env["MS_NODE_ID"] == "5"
-    assert plans[1].env["DEVICE_ID"] == "3"
+    assert plans[1].env["DEVICE_ID"] == "1"
     assert plans[1].env["MS_SCHED_PORT"] == "7000"
 
 
@@ -108,6 +108,13 @@ def test_a_node_id_of_the_user_is_kept_and_told_apart() -> None:
     assert "MS_NODE_ID" not in alone.env
     (_, second) = plan_workers(Layout(2, 2, 0), {"MS_NODE_ID": "pod-3"}, common={})
     assert second.env["MS_NODE_ID"] == "pod-3-1"
+
+
+def test_a_lone_worker_keeps_the_device_the_user_chose() -> None:
+    (alone,) = plan_workers(Layout(1, 1, 0), {"DEVICE_ID": "3"}, common={}, devices=4)
+    assert "DEVICE_ID" not in alone.env
+    (first, _) = plan_workers(Layout(2, 2, 0), {"DEVICE_ID": "3"}, common={}, devices=4)
+    assert first.env["DEVICE_ID"] == "0"
 
 
 def test_threads_are_limited_unless_the_user_or_a_lone_worker_decides() -> None:
