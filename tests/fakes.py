@@ -35,6 +35,8 @@ class Meeting:
 
     def exchange(self, call: int, rank: int, brought: Any) -> list[Any]:
         with self._changed:
+            if self.error is not None:
+                raise self.error
             parts = self._calls.setdefault(call, {})
             parts[rank] = brought
             self._changed.notify_all()
@@ -200,3 +202,137 @@ def fake_sessions(size: int) -> list[FakeSession]:
 def membership_changed(generation: int) -> MembershipChanged:
     """The error that ends a generation."""
     return MembershipChanged(f"Generation {generation} is over.", generation=generation)
+
+
+class ElasticWorld:
+    """Plays the scheduler for threads: members die, come and leave, generations follow each other."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.generation = 0
+        self.members: list[ElasticFakeSession] = []
+        self.switch_after: int | None = None
+        self.final_error: Exception | None = None
+        self._planned: list[ElasticFakeSession] = []
+        self._planned_newcomers: list[ElasticFakeSession] = []
+        self._numbers = iter(range(1000))
+        with self.changed:
+            self._form([self._member() for _ in range(size)], newcomers=[])
+
+    def kill(self, dead: ElasticFakeSession, *, replace: bool = False) -> ElasticFakeSession | None:
+        """A member is gone without a word; its place may be taken by a new one, which is returned."""
+        with self.changed:
+            survivors = [member for member in self.members if member is not dead]
+            newcomer = self._member() if replace else None
+            newcomers = [newcomer] if newcomer else []
+            self._form(survivors + newcomers, newcomers)
+            return newcomer
+
+    def plan(self, *, leaver: ElasticFakeSession | None = None) -> ElasticFakeSession | None:
+        """A member asked to leave, or (without ``leaver``) one comes: the change happens between steps."""
+        with self.changed:
+            assert self.switch_after is None, "one planned change at a time"
+            self.switch_after = max(member.started for member in self.members)
+            newcomer = None if leaver else self._member()
+            self._planned = [member for member in self.members if member is not leaver]
+            self._planned_newcomers = [newcomer] if newcomer else []
+            return newcomer
+
+    def end(self, error: Exception) -> None:
+        """The job cannot go on: every rejoin raises ``error``."""
+        with self.changed:
+            self.final_error = error
+            self.members[0].communicator.abort(membership_changed(self.generation))
+            self.changed.notify_all()
+
+    def _member(self) -> ElasticFakeSession:
+        return ElasticFakeSession(self, next(self._numbers))
+
+    def _form(self, members: list[ElasticFakeSession], newcomers: list[ElasticFakeSession]) -> None:
+        if self.members:
+            self.members[0].offered[0].abort(membership_changed(self.generation))
+        self.generation += 1
+        self.switch_after = None
+        self.members = members
+        ranks = tuple(rank for rank, member in enumerate(members) if member in newcomers)
+        holders = [rank for rank in range(len(members)) if rank not in ranks]
+        source = holders[0] if holders and self.generation > 1 else -1
+        communicators = fake_communicators(len(members), generation=self.generation)
+        for member, communicator in zip(members, communicators, strict=True):
+            member.offered = (communicator, source, ranks)
+        self.changed.notify_all()
+
+    def switch(self) -> None:
+        """The planned change happens, once."""
+        if self.switch_after is not None:
+            self._form(self._planned + self._planned_newcomers, self._planned_newcomers)
+
+
+class ElasticFakeSession:
+    """One member of an :class:`ElasticWorld`; joins its first generation when first used."""
+
+    offered: tuple[FakeCommunicator, int, tuple[int, ...]]
+    """The newest generation, whether or not it was entered: communicator, state source, newcomers."""
+
+    def __init__(self, world: ElasticWorld, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.started = 0
+        self.reports: list[int] = []
+        self.leave_reasons: list[str] = []
+        self._entered: tuple[FakeCommunicator, int, tuple[int, ...]] | None = None
+
+    @property
+    def entered(self) -> tuple[FakeCommunicator, int, tuple[int, ...]]:
+        if self._entered is None:
+            self.rejoin()
+        assert self._entered is not None
+        return self._entered
+
+    @property
+    def communicator(self) -> FakeCommunicator:
+        return self.entered[0]
+
+    @property
+    def state_source_rank(self) -> int:
+        return self.entered[1]
+
+    @property
+    def newcomer_ranks(self) -> tuple[int, ...]:
+        return self.entered[2]
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.communicator.world_size
+
+    def begin_step(self, step: int) -> None:
+        with self.world.changed:
+            switch_after = self.world.switch_after
+            if switch_after is not None and step >= switch_after:
+                self.world.switch()
+            if self.offered is not self.entered or self not in self.world.members:
+                raise membership_changed(self.communicator.membership.generation)
+            self.started = step + 1
+
+    def report(self, step: int, samples_per_s: float) -> None:
+        self.reports.append(step)
+
+    def request_leave(self, reason: str) -> None:
+        self.leave_reasons.append(reason)
+        self.world.plan(leaver=self)
+
+    def rejoin(self) -> None:
+        with self.world.changed:
+            self.world.changed.wait_for(
+                lambda: (
+                    self.world.final_error or (hasattr(self, "offered") and self.offered is not self._entered)
+                ),
+                timeout=60,
+            )
+            if self.world.final_error:
+                raise self.world.final_error
+            self._entered = self.offered

@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests.fakes import ElasticFakeSession, ElasticWorld, membership_changed
+from worker.communicators.base import ReduceOp
+from worker.errors import FormationTimeoutError, JobEndedError, MembershipChanged
+from worker.sharding import ShardedSampler
+from worker.state import StateMismatchError, TrainingState
+from worker.state_transfer import share_state
+from worker.training import ElasticLoop, Step
+
+SIZE, BATCH, EPOCHS = 50, 8, 3
+STEPS = EPOCHS * 7
+DATA = np.random.default_rng(0).normal(size=(SIZE, 3))
+
+
+class DeathError(Exception):
+    """Plays the death of a process."""
+
+
+def make_state(seed: int = 0) -> TrainingState:
+    arrays = {"w": np.full(3, float(seed)), "momentum": np.zeros(3)}
+    return TrainingState(arrays, ShardedSampler(SIZE, BATCH, seed=4), rng=np.random.default_rng(seed))
+
+
+class Worker:
+    """One worker's training; ``fault(step, place)`` is called at the places where it may die."""
+
+    def __init__(
+        self, session: ElasticFakeSession, fault: Callable[[int, str], None], state: TrainingState
+    ) -> None:
+        self.session = session
+        self.fault = fault
+        self.state = state
+        self.consumed: dict[int, list[int]] = {}
+        self.saves: list[int] = []
+        self.loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: self.saves.append(state.step))
+
+    def run(self) -> Worker:
+        for step in self.loop:
+            with step:
+                self.train(step)
+            if step.done:
+                self.consumed[self.state.step] = step.batch.indices.tolist()
+                self.fault(self.state.step, "after")
+        return self
+
+    def train(self, step: Step) -> None:
+        w, momentum = self.state.arrays["w"], self.state.arrays["momentum"]
+        mine = DATA[step.batch.indices]
+        gradient = (w - mine).sum(axis=0) / step.batch.global_size
+        self.fault(self.state.step, "before")
+        self.session.communicator.all_reduce(gradient, gradient, ReduceOp.SUM)
+        self.fault(self.state.step, "between")
+        noise = np.array([self.state.rng.random() if self.state.rng else 0.0])
+        self.session.communicator.all_reduce(noise, noise, ReduceOp.MEAN)
+        momentum[...] = 0.9 * momentum + gradient + 0.01 * noise
+        w -= 0.1 * momentum
+
+
+Action = Callable[["Job", ElasticFakeSession], None]
+"""What happens to a member at a place of a step."""
+
+
+class Job:
+    """A world of workers in threads. ``plan`` maps (member, steps finished, place) to what happens there."""
+
+    def __init__(
+        self,
+        size: int,
+        plan: dict[tuple[int, int, str], Action] | None = None,
+        run_only: Sequence[int] | None = None,
+    ) -> None:
+        self.world = ElasticWorld(size)
+        self._plan = dict(plan or {})
+        self._threads = ThreadPoolExecutor(32)
+        self._futures: list[Future[Worker]] = []
+        self.workers: list[Worker] = []
+        for number, session in enumerate(list(self.world.members)):
+            if run_only is None or number in run_only:
+                self.start(session)
+
+    def start(self, session: ElasticFakeSession | None) -> None:
+        assert session is not None
+
+        def fault(step: int, place: str) -> None:
+            action = self._plan.pop((session.number, step, place), None)
+            if action:
+                action(self, session)
+
+        self.workers.append(Worker(session, fault, make_state(session.number)))
+        self._futures.append(self._threads.submit(self.workers[-1].run))
+
+    def survivors(self) -> list[Worker]:
+        """Waits for the end of the run; workers in the order in which they were started."""
+        workers, position = [], 0
+        while position < len(self._futures):
+            with contextlib.suppress(DeathError):
+                workers.append(self._futures[position].result(timeout=60))
+            position += 1
+        self._threads.shutdown()
+        return workers
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def die(job: Job, session: ElasticFakeSession) -> None:
+    job.world.kill(session)
+    raise DeathError
+
+
+def die_and_be_replaced(job: Job, session: ElasticFakeSession) -> None:
+    job.start(job.world.kill(session, replace=True))
+    raise DeathError
+
+
+def another_comes(job: Job, session: ElasticFakeSession) -> None:
+    job.start(job.world.plan())
+
+
+def undisturbed() -> TrainingState:
+    (worker,) = Job(1).survivors()
+    return worker.state
+
+
+def check_like_undisturbed(workers: list[Worker]) -> None:
+    """Everyone ends with the arrays, step count, position and generator of one process that trained alone."""
+    expected = undisturbed()
+    for worker in workers:
+        for name, array in expected.arrays.items():
+            np.testing.assert_allclose(worker.state.arrays[name], array, rtol=1e-12)
+        assert worker.state.step == expected.step == STEPS
+        assert worker.state.sampler.state() == expected.sampler.state()
+        assert worker.state.rng is not None
+        assert expected.rng is not None
+        assert worker.state.rng.bit_generator.state == expected.rng.bit_generator.state
+        assert not worker.loop.left
+
+
+def test_all_start_from_one_state_and_train_as_one_process_does() -> None:
+    workers = Job(3).survivors()
+    check_like_undisturbed(workers)
+    assert workers[0].session.reports == list(range(1, STEPS + 1))
+    for epoch in range(EPOCHS):
+        steps = range(7 * epoch + 1, 7 * epoch + 8)
+        assert sorted(sample for w in workers for s in steps for sample in w.consumed[s]) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+@pytest.mark.parametrize("action", [die, die_and_be_replaced])
+@pytest.mark.parametrize("member", [0, 2])
+def test_a_death_at_any_place_costs_no_sample_and_no_step(member: int, action: Action, place: str) -> None:
+    workers = Job(3, {(member, 9, place): action}).survivors()
+    assert len(workers) == (3 if action is die_and_be_replaced else 2)
+    assert {worker.session.number for worker in workers[:2]} == {0, 1, 2} - {member}
+    check_like_undisturbed(workers)
+    for worker in workers[:2]:
+        assert worker.session.reports == list(range(1, STEPS + 1))
+
+
+def test_a_death_in_the_very_last_step_leaves_no_one_behind() -> None:
+    check_like_undisturbed(Job(3, {(1, STEPS - 1, "between"): die}).survivors())
+    check_like_undisturbed(Job(3, {(1, STEPS, "after"): die}).survivors())
+
+
+def test_a_newcomer_takes_state_and_place_between_two_steps() -> None:
+    workers = Job(2, {(0, 5, "before"): another_comes}).survivors()
+    assert len(workers) == 3
+    check_like_undisturbed(workers)
+    assert min(workers[2].consumed) > 5
+    assert workers[2].session.reports[-1] == STEPS
+
+
+def test_many_changes_in_one_run() -> None:
+    plan: dict[tuple[int, int, str], Action] = {
+        (3, 2, "between"): die_and_be_replaced,
+        (4, 5, "before"): die_and_be_replaced,
+        (0, 6, "after"): die,
+        (1, 9, "before"): another_comes,
+        (1, 12, "between"): die_and_be_replaced,
+        (2, 17, "after"): die,
+    }
+    workers = Job(4, plan).survivors()
+    assert len(workers) == 3
+    check_like_undisturbed(workers)
+
+
+def test_the_most_steps_win_so_that_no_finished_step_is_redone() -> None:
+    """Member 2 has finished step 10 when member 0 dies; member 1 has not, and takes it over."""
+    world = ElasticWorld(3)
+    states = [make_state(0) for _ in range(3)]
+    states[2].step, states[2].arrays["w"][:] = 10, 5.0
+    states[2].sampler.advance()
+    world.kill(world.members[0])
+    with ThreadPoolExecutor(2) as threads:
+        done = [threads.submit(share_state, world.members[i], states[i + 1]) for i in range(2)]
+        assert [future.result(60) for future in done] == [1, 1]
+    assert states[1].describe() == states[2].describe()
+    assert states[1].arrays["w"].tolist() == [5.0] * 3
+
+
+def test_where_nobody_lacks_anything_no_state_is_sent() -> None:
+    world = ElasticWorld(3)
+    world.kill(world.members[0])
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda member: share_state(member, make_state(1)), world.members))
+    assert world.members[0].communicator.log == [("all_gather", 3)]
+
+
+def test_a_giver_that_dies_half_way_leaves_the_others_their_state() -> None:
+    world = ElasticWorld(2)
+    world.kill(world.members[1], replace=True)
+    giver, taker = world.members
+    state = make_state(3)
+    state.arrays["w"][:] = 7.0
+    with ThreadPoolExecutor(1) as threads:
+        taking = threads.submit(share_state, taker, state)
+        communicator = giver.communicator  # gives its ticket and its description, but never its arrays
+        description = make_state(0).describe().encode()
+        communicator.all_gather(np.array([9, 1, len(description)]), np.zeros(6, "int64"))
+        communicator.broadcast(np.frombuffer(description, np.uint8).copy(), 0)
+        communicator.abort(membership_changed(2))
+        with pytest.raises(MembershipChanged):
+            taking.result(60)
+    assert state.arrays["w"].tolist() == [7.0] * 3
+    assert state.step == 0
+
+
+def test_a_resumed_rank_gives_its_state_to_all() -> None:
+    job = Job(1)
+    (trained,) = job.survivors()
+    world = ElasticWorld(3)
+    states = [make_state(i) for i in range(3)]
+    states[1].restore(trained.state.describe())
+    states[1].arrays["w"][:] = trained.state.arrays["w"]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(share_state, world.members, states))
+    for state in states:
+        assert state.step == STEPS
+        np.testing.assert_array_equal(state.arrays["w"], trained.state.arrays["w"])
+
+
+def test_a_newcomer_with_another_model_is_told_what_differs() -> None:
+    two = ElasticWorld(2)
+    other = TrainingState({"w": np.zeros(4)}, ShardedSampler(SIZE, BATCH))
+    with ThreadPoolExecutor(1) as threads:
+        giving = threads.submit(share_state, two.members[0], make_state())
+        with pytest.raises(StateMismatchError, match="rank 0 is of another model: w is float64"):
+            share_state(two.members[1], other)
+        two.end(JobEndedError("over"))
+        with pytest.raises(MembershipChanged):
+            giving.result(60)
+
+
+def end_the_job(error: Exception) -> Action:
+    return lambda job, session: job.world.end(error)
+
+
+def test_when_the_group_cannot_go_on_the_state_is_saved_and_the_reason_raised() -> None:
+    job = Job(2, {(1, 4, "between"): end_the_job(FormationTimeoutError("1 of 2 is left."))})
+    with pytest.raises(FormationTimeoutError, match="1 of 2 is left"):
+        job.survivors()
+    job.close()
+    for worker in job.workers:
+        assert worker.saves == [4]
+
+
+def test_a_job_that_ends_while_the_others_are_waited_for_is_a_good_end() -> None:
+    job = Job(2, {(0, STEPS, "after"): end_the_job(JobEndedError("all have finished"))})
+    check_like_undisturbed(job.survivors())
+    early = Job(2, {(0, 4, "between"): end_the_job(JobEndedError("an operator ended it"))})
+    with pytest.raises(JobEndedError, match="an operator"):
+        early.survivors()
+    early.close()
+    assert early.workers[0].saves == [4]
+
+
+def in_main_thread(job: Job, member: int) -> Worker:
+    """Runs a member where signals arrive."""
+    session = job.world.members[member]
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (6, "between"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return Worker(session, fault, make_state()).run()
+
+
+def test_sigterm_finishes_the_step_and_leaves_while_the_others_go_on() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    job = Job(3, run_only=(1, 2))
+    leaver = in_main_thread(job, 0)
+    assert leaver.loop.left
+    assert leaver.session.leave_reasons == ["SIGTERM"]
+    assert leaver.session.reports[:7] == list(range(1, 8))
+    assert leaver.saves == []
+    stayers = job.survivors()
+    check_like_undisturbed(stayers)
+    assert job.world.generation == 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_last_worker_saves_before_it_leaves() -> None:
+    leaver = in_main_thread(Job(1, run_only=()), 0)
+    assert leaver.loop.left
+    assert leaver.saves == [7]
+
+
+def test_sigterm_while_waiting_for_members_ends_at_once_with_a_checkpoint() -> None:
+    class Waiting(ElasticFakeSession):
+        def rejoin(self) -> None:
+            if self.number == 0 and self.world.generation == 1 and self._entered:
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Event().wait(60)
+                raise AssertionError("the signal did not end the wait")
+            super().rejoin()
+
+    world = ElasticWorld(1)
+    session = world.members[0]
+    session.__class__ = Waiting
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (3, "between"):
+            raise membership_changed(1)
+
+    leaver = Worker(session, fault, make_state()).run()
+    assert leaver.loop.left
+    assert leaver.saves == [3]
+
+
+def test_other_errors_pass_through() -> None:
+    (session,) = ElasticWorld(1).members
+    loop = ElasticLoop(session, make_state(), epochs=EPOCHS)
+    with pytest.raises(ZeroDivisionError):
+        for step in loop:
+            with step:
+                raise ZeroDivisionError
+    assert loop.state.step == 0

@@ -1,0 +1,256 @@
+"""A training loop that lives on when members come and go.
+
+::
+
+    state = TrainingState(arrays, sampler)
+    loop = ElasticLoop(session, state, epochs=10)
+    for step in loop:
+        with step:
+            ...  # forward, backward, update on step.batch
+
+What is within ``with step`` is redone when a change of members breaks it; the next round gives the same
+batch again, divided among the new members. A step counts as done when the block ends without an error:
+then the position moves on. Change the state (parameters, optimizer) only after the last collective of the
+block, and read the session's rank and communicator anew in each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from worker.communicators.base import Communicator
+from worker.errors import JobEndedError, MembershipChanged, WorkerError
+from worker.state import TrainingState
+from worker.state_transfer import share_state
+
+
+class ElasticSession(Protocol):
+    """What the loop needs of a :class:`worker.session.Session`."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the present generation."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the present generation."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world's communicator in the present generation."""
+
+    @property
+    def state_source_rank(self) -> int:
+        """Who holds the state that newcomers take; -1: all start anew."""
+
+    @property
+    def newcomer_ranks(self) -> tuple[int, ...]:
+        """Who holds no state."""
+
+    def begin_step(self, step: int) -> None:
+        """Asks whether a step may begin after ``step`` finished ones; raises MembershipChanged if not."""
+
+    def report(self, step: int, samples_per_s: float) -> None:
+        """Tells the scheduler how far this worker is."""
+
+    def request_leave(self, reason: str) -> None:
+        """Asks to be let go at a step boundary."""
+
+    def rejoin(self) -> None:
+        """Enters the next generation."""
+
+
+class Step:
+    """One step of the loop; use it as a context.
+
+    Attributes:
+        batch: this rank's samples.
+        epoch: from 1.
+        number: within the epoch, from 1.
+        done: whether it was finished; False after a change of members broke it.
+    """
+
+    def __init__(self, loop: ElasticLoop) -> None:
+        self._loop = loop
+        self.batch = loop.state.sampler.batch()
+        self.epoch = self.batch.epoch + 1
+        self.number = self.batch.step + 1
+        self.done = False
+        self._rng = None if loop.state.rng is None else loop.state.rng.bit_generator.state
+
+    def __enter__(self) -> Step:
+        """Begins the step."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Counts the step, or recovers from a change of members; other errors pass."""
+        if error is None:
+            self._loop._finish(self)
+            return False
+        if isinstance(error, MembershipChanged):
+            if (
+                self._loop.state.rng is not None and self._rng is not None
+            ):  # the step's draws are taken back, to be drawn again
+                self._loop.state.rng.bit_generator.state = self._rng
+            self._loop._recover()
+            return True
+        return False
+
+
+class ElasticLoop:
+    """Iterates over the steps of a run, through changes of members.
+
+    At its start, and after each change, those without state or behind get it from the member that is
+    furthest. Planned changes (a worker that leaves or comes) happen between steps. On SIGTERM this worker
+    asks to leave and stops at the step boundary that the scheduler names. When the group cannot go on, the
+    state is saved and the reason raised.
+
+    Args:
+        session: this worker's place in the job.
+        state: what to train; overwritten in place when taken over from another member.
+        epochs: how many in all, counted from the run's very beginning.
+        save: writes a checkpoint of ``state``; called when this worker must give up, or is the last.
+        clock: seconds on a monotonic clock, for the rate that is reported.
+
+    Attributes:
+        left: the loop ended because this worker was asked to leave, before the run's end.
+        samples_per_s: rate of the last step, over all ranks.
+    """
+
+    def __init__(
+        self,
+        session: ElasticSession,
+        state: TrainingState,
+        *,
+        epochs: int,
+        save: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.session = session
+        self.state = state
+        self.left = False
+        self.samples_per_s = 0.0
+        self._epochs = epochs
+        self._save = save
+        self._clock = clock
+        self._last_finish = clock()
+        self._leave_reason = ""
+        self._leave_sent = False
+        self._waiting = False
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yields each step until the run is over or this worker has left; a broken step comes again."""
+        with self._leaving_on_sigterm():
+            self._attempt(self._share)
+            while not (self.left or self._closed):
+                if self.is_over:
+                    # None leaves before all are done: whoever still lacks the last step needs the others.
+                    self._closed = self._attempt(lambda: self.session.communicator.barrier()) or self._closed
+                elif self._attempt(self._begin):
+                    yield Step(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are done."""
+        return self.state.sampler.epoch >= self._epochs
+
+    def leave(self, reason: str) -> None:
+        """Asks to leave at the next step boundary. Callable from a signal handler."""
+        self._leave_reason = self._leave_reason or reason
+        if self._waiting:
+            raise _LeaveNow
+
+    def _begin(self) -> None:
+        if self._leave_reason and not self._leave_sent:
+            self._leave_sent = True
+            self.session.request_leave(self._leave_reason)
+        self.session.begin_step(self.state.step)
+
+    def _finish(self, step: Step) -> None:
+        self.state.sampler.advance()
+        self.state.step += 1
+        step.done = True
+        now = self._clock()
+        self.samples_per_s = step.batch.global_size / max(now - self._last_finish, 1e-9)
+        self._last_finish = now
+        self.session.report(self.state.step, self.samples_per_s)
+
+    def _attempt(self, action: Callable[[], Any]) -> bool:
+        """Whether the action went through; if a change of members broke it, the change has been made."""
+        try:
+            action()
+            return True
+        except MembershipChanged:
+            self._recover()
+            return False
+
+    def _recover(self) -> None:
+        """Enters the next generation that holds, with the state of the furthest member."""
+        while not (self._leave_reason or self._closed):
+            try:
+                self._rejoin()
+                if not (self.left or self._closed):
+                    self._share()
+                return
+            except MembershipChanged:
+                continue
+        if self._leave_reason:
+            self._go()
+
+    def _rejoin(self) -> None:
+        try:
+            self._waiting = True
+            self.session.rejoin()
+        except MembershipChanged:
+            raise
+        except _LeaveNow:
+            self._go(alone=True)
+        except JobEndedError:
+            if not self.is_over:
+                self._save()
+                raise
+            self._closed = True
+        except WorkerError:
+            self._save()
+            raise
+        finally:
+            self._waiting = False
+
+    def _share(self) -> None:
+        share_state(self.session, self.state)
+        self._last_finish = self._clock()
+
+    def _go(self, *, alone: bool = False) -> None:
+        """Ends the loop; the last one to hold the state puts it on disk."""
+        self.left = True
+        if alone or self.session.world_size == 1:
+            self._save()
+
+    @contextlib.contextmanager
+    def _leaving_on_sigterm(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGTERM, before)  # asked twice, it ends at once
+            self.leave("SIGTERM")
+
+        before = signal.signal(signal.SIGTERM, handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+class _LeaveNow(BaseException):
+    """SIGTERM while there is no step to finish."""
