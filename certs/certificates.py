@@ -199,10 +199,13 @@ def build_chain(
 
     Raises:
         UntrustedError: there is no such way.
+        WeakCertificateError: a key or signature on it is too weak.
     """
     chain = [leaf]
     while len(chain) <= MAX_CHAIN:
         last = chain[-1]
+        # First, because no signature with a broken hash is verified below.
+        check_strength(last, what if last is leaf else f"The authority {name_of(last)}")
         anchor = next((root for root in roots if issued_by(last, root)), None)
         if anchor is not None:
             return [*chain, anchor]

@@ -235,8 +235,10 @@ def read_p12(
                 remedy="Check MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD, or the _FILE that holds it.",
             ) from None
         raise FileError(f"{shown} is damaged, or not PKCS#12.", remedy=_REMAKE) from None
+    if key is not None and leaf is None and extra:
+        raise KeyMismatchError(f"{shown}: the private key belongs to none of the certificates.", remedy=_REMAKE)
     if key is None or leaf is None:
-        missing = "private key" if key is None else "certificate that belongs to its private key"
+        missing = "private key" if key is None else "certificate"
         raise MissingKeyError(f"{shown} holds no {missing}.", remedy=_REMAKE)
     public = leaf.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) != public:
