@@ -1,0 +1,183 @@
+"""``make``'s own set-up, with a stand-in for Python, and ``make train`` for real."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = ("Makefile", "pyproject.toml", "train.py", "certs", "rendezvous", "scheduler", "worker")
+
+STAND_IN = """#!/bin/sh
+# Does what make asks of Python, and writes down what it was.
+echo "$@" >> "{record}"
+case "$1 $2" in
+    "-c import"*) exit {too_old} ;;
+    "-V "*) echo "Python {version}" ;;
+    "-m venv") [ {venv_works} = 1 ] || {{ echo "No module named ensurepip"; exit 1; }}
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m certs") touch .muster/config.json ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what make works on, without a virtual environment."""
+    for name in SOURCES:
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy2
+        copy(source, tmp_path / name)
+    (tmp_path / ".muster").mkdir()
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> tuple[int, str]:
+    """Runs make there: exit code and all that it printed."""
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MS_", "MFLAGS"))
+    }
+    run = subprocess.run(
+        ["make", *arguments],
+        cwd=checkout,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return run.returncode, run.stdout
+
+
+def stand_in(checkout: Path, *, version: str = "3.12.1", too_old: int = 0, venv_works: int = 1) -> str:
+    """Makes a Python that only writes down what it is asked for."""
+    path = checkout / "stand-in-python"
+    record = checkout / "asked"
+    path.write_text(STAND_IN.format(record=record, version=version, too_old=too_old, venv_works=venv_works))
+    path.chmod(0o755)
+    return f"PYTHON={path}"
+
+
+def asked(checkout: Path) -> list[str]:
+    lines = (checkout / "asked").read_text().splitlines()
+    (checkout / "asked").unlink()
+    return lines
+
+
+def test_train_sets_itself_up_once(checkout: Path) -> None:
+    python = stand_in(checkout)
+    code, printed = make(checkout, "train", python, "WORKERS=3", "MODEL=net", "ARGS=--epochs 2", "CUDA=")
+    assert code == 0, printed
+    assert printed.splitlines() == [
+        "Making a virtual environment in .venv/ with Python 3.12.1",
+        "Installing what training needs (once; a minute or two)",
+        "Making certificates for this machine in .muster/",
+    ]
+    first = asked(checkout)
+    assert "-m pip install -q --disable-pip-version-check -e .[train]" in first
+    launch = (
+        "-m worker -n 3 --scheduler --tail all --config .muster/config.json --password-file .muster/password"
+        " -- .venv/bin/python train.py --model net --epochs 2"
+    )
+    assert first[-1] == launch
+    code, printed = make(checkout, "train", python, "CUDA=")
+    assert (code, printed) == (0, "")
+    assert len(asked(checkout)) == 1
+
+
+def test_tests_install_what_they_need_besides(checkout: Path) -> None:
+    python = stand_in(checkout)
+    make(checkout, "train", python, "CUDA=")
+    asked(checkout)
+    code, printed = make(checkout, "test", python, "CUDA=")
+    assert (code, printed) == (0, "Installing what the tests need (once; a minute or two)\n")
+    install, test = asked(checkout)
+    assert install.endswith("-e .[dev]")
+    assert test.startswith("-m pytest")
+    make(checkout, "train", python, "CUDA=")
+    assert len(asked(checkout)) == 1
+
+
+def test_a_changed_pyproject_is_installed_again(checkout: Path) -> None:
+    python = stand_in(checkout)
+    make(checkout, "train", python, "CUDA=")
+    asked(checkout)
+    later = (checkout / ".venv" / ".ready-train").stat().st_mtime + 10
+    os.utime(checkout / "pyproject.toml", (later, later))
+    make(checkout, "train", python, "CUDA=")
+    assert any("pip install" in line for line in asked(checkout))
+
+
+def test_gpus_bring_their_extra(checkout: Path) -> None:
+    make(checkout, "train", stand_in(checkout), "CUDA=cuda13")
+    assert any(line.endswith("-e .[train,cuda13]") for line in asked(checkout))
+
+
+def test_an_old_python_is_refused_in_one_sentence(checkout: Path) -> None:
+    code, printed = make(checkout, "-s", "train", stand_in(checkout, version="3.9.2", too_old=1))
+    assert code == 2
+    assert "is Python 3.9.2, but Muster needs Python 3.10 or later: make PYTHON=python3.12.\n" in printed
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_missing_python_is_named(checkout: Path) -> None:
+    code, printed = make(checkout, "-s", "test", "PYTHON=no-such-python")
+    assert code == 2
+    assert printed.startswith("no-such-python is not found: install Python 3.10 or later")
+
+
+def test_a_python_without_venv_is_explained_and_leaves_nothing(checkout: Path) -> None:
+    code, printed = make(checkout, "-s", "train", stand_in(checkout, venv_works=0))
+    assert code == 2
+    assert "No module named ensurepip\n" in printed
+    assert "cannot make a virtual environment with pip: install its venv package" in printed
+    assert not list(checkout.glob(".venv*"))
+
+
+def test_help_names_the_targets(checkout: Path) -> None:
+    code, printed = make(checkout)
+    assert code == 0
+    for target in ("train", "test", "lint", "format", "proto", "clean"):
+        assert f"make {target} " in printed
+
+
+def test_continuous_integration_runs_the_tests_only() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        'cd "$(dirname "$0")/.." && exec make test'
+    ]
+
+
+def equip(checkout: Path) -> None:
+    """Gives the copy the virtual environment that this test runs in."""
+    (checkout / ".venv").mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (checkout / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    (checkout / ".venv" / ".ready-train").touch()
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="runs outside a virtual environment")
+@pytest.mark.parametrize("workers", [2, 4])
+def test_train_trains(checkout: Path, workers: int) -> None:
+    equip(checkout)
+    code, printed = make(checkout, "train", f"WORKERS={workers}", "CUDA=")
+    assert code == 0, printed
+    losses: dict[str, list[str]] = {}
+    for label, line in re.findall(r"^\[(\d+)\] (epoch: \d+ step: \d+, loss is .*)$", printed, re.MULTILINE):
+        losses.setdefault(label, []).append(line)
+    assert sorted(losses) == [str(rank) for rank in range(workers)]
+    assert len({tuple(lines) for lines in losses.values()}) == 1
+    values = [float(line.rsplit(" ", 1)[1]) for line in losses["0"]]
+    assert values[-1] < values[0] / 2
+    accuracy = re.search(r"accuracy\D*([01]\.\d+)", printed)
+    assert accuracy is not None, printed
+    assert float(accuracy[1]) >= 0.95
+    assert (checkout / ".muster" / "ca.key").stat().st_mode & 0o077 == 0
+    assert "TLS" in printed
