@@ -53,7 +53,16 @@ class FormationTimeoutError(WorkerError):
 
 
 class JobEndedError(WorkerError):
-    """The job ended before this worker finished."""
+    """The job ended before this worker finished.
+
+    Attributes:
+        ok: all who were needed had finished; this worker was a spare, say. The exit code is 0 then.
+    """
+
+    def __init__(self, message: str, *, ok: bool = False, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.ok = ok
+        self.exit_code = 0 if ok else 1
 
 
 class MembershipChanged(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
@@ -96,3 +105,16 @@ class CommunicatorAbortedError(CommunicatorError):
 
 class ArrayError(CommunicatorError, ValueError):
     """An array cannot be used here: dtype, shape, contiguity, device. Raised before anything is sent."""
+
+
+class GroupError(WorkerError, ValueError):
+    """A group does not exist, exists already, or this rank is not in it."""
+
+
+class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
+    """This worker leaves the job as it, or an operator, asked: the others go on without it.
+
+    The step under way is finished and shared; what is left to do is ``session.release(finished=False)``.
+    """
+
+    exit_code = 0

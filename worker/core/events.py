@@ -6,13 +6,12 @@ Events come in, a :class:`Decision` goes out. All times are seconds on one monot
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
 
 from worker.core.messages import Assignment, Incoming, Outgoing, RefusalCode
+from worker.core.value import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Value):
     """Deadlines of the worker, in seconds.
 
     Attributes:
@@ -39,28 +38,24 @@ class Timing:
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Value):
     """The worker begins to look for the scheduler."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOpened:
+class StreamOpened(Value):
     """The stream asked for by :class:`Connect` stands; nothing was sent on it yet."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLost:
+class StreamLost(Value):
     """The stream could not be opened, or ended without a final message."""
 
     stream: int
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class StreamDenied:
+class StreamDenied(Value):
     """TLS or identity failed; ``by_scheduler``: it said so itself, so that trying again is of no use."""
 
     stream: int
@@ -68,36 +63,33 @@ class StreamDenied:
     by_scheduler: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Value):
     """A message came on the stream."""
 
     stream: int
     message: Incoming
 
 
-@dataclass(frozen=True, slots=True)
-class UniqueIdsMinted:
+class UniqueIdsMinted(Value):
     """Answer to :class:`MintUniqueIds`. Secret."""
 
+    secret_fields = ("unique_ids",)
+
     generation: int
-    unique_ids: tuple[bytes, ...] = field(repr=False)
+    unique_ids: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRequested:
+class EntryRequested(Value):
     """The training thread holds no communicator any more and wants the newest generation."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommunicatorBuilt:
+class CommunicatorBuilt(Value):
     """The training thread has built what :class:`Build` asked for."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommunicatorFailed:
+class CommunicatorFailed(Value):
     """Building or a collective failed; ``rank`` is the world rank that seems to be at fault, or -1."""
 
     generation: int
@@ -105,46 +97,40 @@ class CommunicatorFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepStarting:
+class StepStarting(Value):
     """The training thread has finished ``step`` steps and would begin the next."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Value):
     """How far and how fast the training is."""
 
     step: int
     samples_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveRequested:
+class LeaveRequested(Value):
     """This worker should leave at the next step boundary."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+class Goodbye(Value):
     """The training thread is done, or gives up."""
 
     finished: bool
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(Value):
     """After having lost its place, the process asks for one anew under a new incarnation."""
 
     incarnation: int
     data_address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Value):
     """The deadline that the machine asked for has come."""
 
 
@@ -170,52 +156,47 @@ Event = (
 # ---------------------------------------------------------------- notices to the adapter and the session
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(Value):
     """Open a stream to the scheduler under this number; any older one is dead."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(Value):
     """Close this stream."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Value):
     """A line for the person who watches this worker."""
 
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class MintUniqueIds:
+class MintUniqueIds(Value):
     """This worker is rank 0 of the generation: mint its ids, answer UniqueIdsMinted."""
 
     generation: int
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
+class Build(Value):
     """Answer to EntryRequested: build the communicator of this generation. The ids are secret."""
 
+    secret_fields = ("unique_ids",)
+
     assignment: Assignment
-    unique_ids: tuple[bytes, ...] = field(repr=False)
+    unique_ids: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(Value):
     """Every member stands: collectives may be called."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(Value):
     """The generation is over. Not ``planned``: abort its communicators, whatever is going on in them."""
 
     generation: int
@@ -224,30 +205,25 @@ class Interrupt:
     planned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Dismissed:
+class Dismissed(Value):
     """This worker leaves as asked: it has no place in the next generation and should say goodbye."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepGranted:
+class StepGranted(Value):
     """Answer to StepStarting: go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepHeld:
+class StepHeld(Value):
     """Answer to StepStarting: ask again when the next notice comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class GateChanged:
+class GateChanged(Value):
     """A held step may be asked for again."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChangePending:
+class ChangePending(Value):
     """A planned change of members will happen after ``after_step`` steps (-1: not yet known)."""
 
     generation: int
@@ -255,8 +231,7 @@ class ChangePending:
     after_step: int
 
 
-@dataclass(frozen=True, slots=True)
-class NoVerdict:
+class NoVerdict(Value):
     """A collective of the generation failed, but the scheduler sees no change of members."""
 
     generation: int
@@ -272,8 +247,7 @@ class FailureKind(enum.Enum):
     JOB_ENDED = "job ended"
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Value):
     """The membership is over for good. ``ok``: because the whole job finished well."""
 
     kind: FailureKind
@@ -282,8 +256,7 @@ class Failed:
     ok: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(Value):
     """The goodbye is done. ``heard``: the scheduler has confirmed it."""
 
     heard: bool
@@ -308,8 +281,7 @@ Notice = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Value):
     """What follows from one event.
 
     The adapter carries out ``notices`` in order and sends ``messages`` in order on the open stream;

@@ -8,7 +8,6 @@ randomness. Messages and events of another generation or of an older stream chan
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from worker.core import events as e
@@ -316,5 +315,5 @@ class Membership(Lifecycle):
 
     def _on_renewed(self, event: e.Renewed) -> None:
         self._reset()
-        self.profile = replace(self.profile, incarnation=event.incarnation, data_address=event.data_address)
+        self.profile = self.profile.replaced(incarnation=event.incarnation, data_address=event.data_address)
         self._notices.append(e.Connect(self._link.start(self._now)))

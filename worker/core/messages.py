@@ -7,13 +7,13 @@ number of steps begun.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+
+from worker.core.value import Value
 
 # ---------------------------------------------------------------- nouns
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(Value):
     """One machine. ``id`` tells hosts apart even where two share a name."""
 
     id: str
@@ -22,8 +22,7 @@ class Host:
     topology: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Value):
     """One device of a host; ``index`` is -1 while the worker has not chosen one."""
 
     kind: str = "cpu"
@@ -32,8 +31,7 @@ class Device:
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Value):
     """One worker with its place in one generation."""
 
     rank: int
@@ -46,8 +44,7 @@ class Member:
     data_address: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Value):
     """One collective as this worker last saw it: for hang reports."""
 
     sequence: int
@@ -58,8 +55,7 @@ class Collective:
     done: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Value):
     """Who this worker process is and what it asks for. ``worker_min`` 0: same as ``worker_num``."""
 
     job_id: str
@@ -79,8 +75,7 @@ class Profile:
 # ---------------------------------------------------------------- messages to the scheduler
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Value):
     """Asks for a place, or (``held_generation`` > 0) takes up again the place held before."""
 
     profile: Profile
@@ -90,23 +85,22 @@ class Join:
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PublishUniqueIds:
+class PublishUniqueIds(Value):
     """From rank 0 of a generation. Secret."""
 
+    secret_fields = ("unique_ids",)
+
     generation: int
-    unique_ids: tuple[bytes, ...] = field(repr=False)
+    unique_ids: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
+class Built(Value):
     """The communicator of the generation stands on this worker."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Value):
     """This worker lives, and how far it is."""
 
     generation: int
@@ -116,16 +110,14 @@ class Heartbeat:
     recent: tuple[Collective, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Quiesced:
+class Quiesced(Value):
     """This worker begins no step after ``last_started_step`` until told where to switch."""
 
     generation: int
     last_started_step: int
 
 
-@dataclass(frozen=True, slots=True)
-class SuspectPeer:
+class SuspectPeer(Value):
     """A collective failed on a peer: a hint."""
 
     generation: int
@@ -133,16 +125,14 @@ class SuspectPeer:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLeave:
+class RequestLeave(Value):
     """This worker wants to leave at a step boundary."""
 
     generation: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Value):
     """Goodbye."""
 
     generation: int
@@ -172,8 +162,7 @@ class RefusalCode(enum.IntEnum):
     EXPELLED = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Value):
     """First answer to an accepted Join."""
 
     heartbeat_interval_s: float
@@ -182,8 +171,7 @@ class Welcome:
     spare: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Value):
     """Formation is under way."""
 
     present: int
@@ -191,8 +179,7 @@ class Waiting:
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(Value):
     """A generation's membership and this worker's rank in it.
 
     ``rank`` -1: this worker leaves as asked; it finishes ``switch_after_step`` with the others (-1: stops
@@ -210,23 +197,22 @@ class Assignment:
     lost: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class UniqueIds:
+class UniqueIds(Value):
     """The generation's unique ids. Secret."""
 
+    secret_fields = ("unique_ids",)
+
     generation: int
-    unique_ids: tuple[bytes, ...] = field(repr=False)
+    unique_ids: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBuilt:
+class GroupBuilt(Value):
     """Every member has built the communicator of this generation."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Suspended:
+class Suspended(Value):
     """The generation is over and too few members are left for a new one."""
 
     generation: int
@@ -234,24 +220,21 @@ class Suspended:
     wait_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Quiesce:
+class Quiesce(Value):
     """A planned change is coming: begin no further step."""
 
     generation: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Value):
     """No place for this worker. Final."""
 
     code: RefusalCode
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Value):
     """The job is over, or the answer to a goodbye. Final."""
 
     ok: bool

@@ -1,0 +1,193 @@
+"""Opens the stream to the scheduler: a look before gRPC's own connection, then the call.
+
+gRPC says "Socket closed" for whatever goes wrong in TLS, and waits a second and more between attempts.
+Therefore a plain socket asks first: is somebody there, does it speak what we speak, is it who it must be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+from worker.config import Settings
+
+if TYPE_CHECKING:
+    from certs.store import Credentials
+
+CONNECT_TIMEOUT_S = 5.0
+_METHOD = "/rendezvous.v1.Rendezvous/Session"
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+class DeniedError(Exception):
+    """TLS or identity failed, or the scheduler turned the stream down; the message says why.
+
+    Args:
+        message: a sentence.
+        by_scheduler: the scheduler itself said so.
+    """
+
+    def __init__(self, message: str, *, by_scheduler: bool) -> None:
+        super().__init__(message)
+        self.by_scheduler = by_scheduler
+
+
+class MalformedError(Exception):
+    """The scheduler did not understand a message of ours."""
+
+
+class Stream(Protocol):
+    """An open stream. Iterating yields serialized SchedulerMessages; messages to send go to a queue."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yields what comes.
+
+        Raises:
+            DeniedError, MalformedError: the scheduler turned the stream down.
+            OSError: the stream broke.
+        """
+
+    def close(self) -> None:
+        """Ends the stream; idempotent, callable from any thread."""
+
+
+class Connector(Protocol):
+    """Opens streams."""
+
+    def open(self, outbox: SimpleQueue[bytes | None]) -> Stream:
+        """Opens a stream that sends what is put into ``outbox``; None ends it.
+
+        Raises:
+            DeniedError: TLS or identity failed.
+            OSError: nobody is there yet.
+        """
+
+
+class GrpcConnector:
+    """Opens streams over gRPC, over mutual TLS where there are credentials."""
+
+    def __init__(self, settings: Settings, credentials: Credentials | None) -> None:
+        self._settings = settings
+        self._credentials = credentials
+
+    def open(self, outbox: SimpleQueue[bytes | None]) -> Stream:
+        """See :class:`Connector`."""
+        if self._credentials is None:
+            self._probe_plaintext()
+            channel = self._channel(None, None)
+        else:
+            channel = self._secure_channel(self._credentials)
+        call = channel.stream_stream(_METHOD)(iter(outbox.get, None))
+        return _GrpcStream(channel, call, outbox)
+
+    def _secure_channel(self, credentials: Credentials) -> Any:
+        from certs.errors import CertificateError
+        from certs.preflight import preflight
+
+        settings = self._settings
+        try:
+            found = preflight(
+                settings.scheduler_host,
+                settings.scheduler_port,
+                credentials,
+                job=settings.job_id,
+                timeout_s=CONNECT_TIMEOUT_S,
+            )
+        except CertificateError as error:
+            raise DeniedError(str(error), by_scheduler=False) from error
+        from certs.grpc_credentials import channel_credentials
+
+        return self._channel(channel_credentials(credentials, found.server_leaf_pem), found.name_override)
+
+    def _channel(self, credentials: Any, name: str | None) -> Any:
+        # What the library has to say at this point is said by our own errors.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        import grpc
+
+        from certs.grpc_credentials import CLIENT_OPTIONS
+
+        options = [*CLIENT_OPTIONS, ("grpc.max_receive_message_length", 64 << 20)]
+        address = self._settings.scheduler_address
+        if credentials is None:
+            return grpc.insecure_channel(address, options)
+        if name is not None:
+            options.append(("grpc.ssl_target_name_override", name))  # type: ignore[arg-type]
+        return grpc.secure_channel(address, credentials, options)
+
+    def _probe_plaintext(self) -> None:
+        """Checks that a plaintext HTTP/2 server answers; one that wants TLS would only hang up."""
+        where = (self._settings.scheduler_host, self._settings.scheduler_port)
+        with socket.create_connection(where, timeout=CONNECT_TIMEOUT_S) as probe:
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                probe.sendall(_HTTP2_HELLO)
+                answer = probe.recv(9)
+        if len(answer) >= 4 and answer[3] == 4 and answer[0] != 0x15:  # a SETTINGS frame
+            return
+        if answer[:2] == b"\x15\x03" or _speaks_tls(where):
+            raise DeniedError(
+                f"The scheduler at {self._settings.scheduler_address} demands TLS, and this worker has no"
+                " config.json. Set MS_CONFIG_FILE to one with a certificate of this job"
+                " (python -m certs issue).",
+                by_scheduler=False,
+            )
+        raise ConnectionResetError("the connection was closed before anything was said")
+
+
+def _speaks_tls(where: tuple[str, int]) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent: it is only asked whether TLS is spoken
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection(where, timeout=CONNECT_TIMEOUT_S) as plain,
+            context.wrap_socket(plain),
+        ):
+            return True
+    except ssl.SSLEOFError:
+        return False
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
+
+
+class _GrpcStream:
+    """A call on a channel of its own."""
+
+    def __init__(self, channel: Any, call: Any, outbox: SimpleQueue[bytes | None]) -> None:
+        self._channel = channel
+        self._call = call
+        self._outbox = outbox
+
+    def __iter__(self) -> Iterator[bytes]:
+        import grpc
+
+        try:
+            yield from self._call
+        except grpc.RpcError as error:
+            raise _translated(error) from None
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+
+def _translated(error: Any) -> Exception:
+    import grpc
+
+    code, details = error.code(), error.details() or ""
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return DeniedError(details, by_scheduler=True)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return MalformedError(details)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return MalformedError(f"What answers there is not a scheduler of Muster ({details}).")
+    return ConnectionError(f"{code.name.lower()}: {details}")

@@ -1,0 +1,383 @@
+"""Drives the membership machine: its clock, its threads, its stream, and whoever waits for it.
+
+The machine is a monitor: whichever thread has news steps it under one lock. Two threads are ours: one
+reads the present stream, one waits for the machine's deadline. Whatever may block (minting ids, aborting
+communicators, closing streams) happens outside the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from worker.channel import Connector, DeniedError, MalformedError, Stream
+from worker.communicators.base import Communicator
+from worker.core import events as e
+from worker.core import messages as m
+from worker.core.membership import Membership
+from worker.errors import (
+    FormationTimeoutError,
+    JobEndedError,
+    LeaveGranted,
+    MembershipChanged,
+    NotInitializedError,
+    RefusedError,
+    SchedulerUnreachableError,
+    SecurityError,
+    WorkerError,
+)
+from worker.wire import WireError, decode, encode
+
+log = logging.getLogger("muster.worker")
+
+_QUIET = (e.StepGranted, e.StepHeld)
+
+
+class Client:
+    """One worker's line to the scheduler, and what it makes known to the training thread.
+
+    Args:
+        core: the machine.
+        connector: opens streams.
+        mint: makes unique ids; called on a thread of the client.
+        recent: the last collectives, for heartbeats.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        core: Membership,
+        connector: Connector,
+        *,
+        mint: Callable[[int], tuple[bytes, ...]],
+        recent: Callable[[], tuple[m.Collective, ...]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._connector = connector
+        self._mint = mint
+        self._recent = recent
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._timer = threading.Condition(self._lock)
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._streams: dict[int, Stream] = {}
+        self._deadline: float | None = None
+        self._closed = False
+        self._news = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.failure: WorkerError | None = None
+        self.dismissal: LeaveGranted | None = None
+        self.pending: e.ChangePending | None = None
+        self._build: e.Build | None = None
+        self._running = 0
+        self._interruption: MembershipChanged | None = None
+        self._no_verdict = 0
+        self._left = False
+        self._communicators: tuple[int, list[Communicator]] = (0, [])
+        self._aborting: threading.Thread | None = None
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begins to look for the scheduler."""
+        threading.Thread(target=self._run_timer, name="muster-timer", daemon=True).start()
+        self.post(e.Started())
+
+    def renew(self, incarnation: int, data_address: str) -> None:
+        """Asks for a place anew after this process has lost its own."""
+        with self._lock:
+            self._clear()
+        self.post(e.Renewed(incarnation, data_address))
+
+    def leave(self, *, finished: bool, reason: str) -> bool:
+        """Says goodbye and waits until that is heard, or its deadline is over."""
+        self.post(e.Goodbye(finished, reason))
+        with self._lock:
+            while not self._left and not self._closed:
+                self._changed.wait()
+        return self._left
+
+    def close(self) -> None:
+        """Ends everything at once; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._timer.notify_all()
+            self._changed.notify_all()
+            streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream.close()
+
+    # ------------------------------------------------------------ the monitor
+
+    def post(self, event: e.Event) -> e.Decision:
+        """Feeds the machine and carries out what it decides. Callable from any thread."""
+        later: list[Callable[[], None]] = []
+        with self._lock:
+            if self._closed:
+                return e.Decision()
+            decision = self._core.step(event, self._clock())
+            if decision.reason:
+                log.debug("%s", decision.reason)
+            for notice in decision.notices:
+                self._carry_out(notice, later)
+            for message in decision.messages:
+                if isinstance(message, m.Heartbeat):
+                    message = message.replaced(recent=self._recent())
+                self._outbox.put(encode(message))
+            if any(type(notice) not in _QUIET for notice in decision.notices):
+                self._news += 1
+                self._changed.notify_all()
+            deadline = self._core.deadline()
+            if deadline is not None and (self._deadline is None or deadline < self._deadline):
+                self._timer.notify_all()
+            self._deadline = deadline
+        for action in later:
+            action()
+        return decision
+
+    def _run_timer(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                wait_s = None if self._deadline is None else self._deadline - self._clock()
+                if wait_s is None or wait_s > 0:
+                    self._timer.wait(wait_s)
+                    continue
+            self.post(e.Tick())
+
+    def _carry_out(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
+        """Takes note of one notice, under the lock; appends what must happen outside it."""
+        if isinstance(notice, e.Connect):
+            outbox = self._outbox = SimpleQueue()
+            thread = threading.Thread(
+                target=self._run_stream, args=(notice.stream, outbox), name="muster-stream", daemon=True
+            )
+            later.append(thread.start)
+        elif isinstance(notice, e.Disconnect):
+            stream = self._streams.pop(notice.stream, None)
+            if stream is not None:
+                later.append(stream.close)
+        elif isinstance(notice, e.Tell):
+            log.info("%s", notice.sentence)
+        elif isinstance(notice, e.MintUniqueIds):
+            later.append(lambda: self._run_mint(notice))
+        elif isinstance(notice, e.Build):
+            self._build = notice
+        elif isinstance(notice, e.Running):
+            self._running = notice.generation
+        elif isinstance(notice, e.NoVerdict):
+            self._no_verdict = notice.generation
+        elif isinstance(notice, e.ChangePending):
+            self.pending = notice
+        elif isinstance(notice, e.Left):
+            self._left = True
+        else:
+            self._end_generation(notice, later)
+
+    def _end_generation(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
+        if isinstance(notice, e.Dismissed):
+            self.dismissal = LeaveGranted(f"This worker leaves the job: {notice.reason}")
+        elif isinstance(notice, e.Interrupt):
+            self.pending = None
+            self._interruption = MembershipChanged(
+                f"Generation {notice.generation} is over: {notice.reason}",
+                generation=notice.generation,
+                lost=notice.lost,
+            )
+            if not notice.planned:
+                self._abort(self.dismissal or self._interruption, later)
+        elif isinstance(notice, e.Failed):
+            self.failure = _failure(notice)
+            self._abort(self.failure, later)
+
+    # ------------------------------------------------------------ threads
+
+    def _run_stream(self, number: int, outbox: SimpleQueue[bytes | None]) -> None:
+        try:
+            stream = self._connector.open(outbox)
+            with self._lock:
+                self._streams[number] = stream
+                closed = self._closed
+            self.post(e.StreamOpened(number))
+            if closed:
+                stream.close()
+            for data in stream:
+                self.post(e.Received(number, decode(data)))
+            self.post(e.StreamLost(number, "it closed the stream"))
+        except DeniedError as error:
+            self.post(e.StreamDenied(number, str(error), error.by_scheduler))
+        except MalformedError as error:
+            self.post(e.Received(number, m.Refused(m.RefusalCode.MALFORMED, str(error))))
+        except (OSError, WireError) as error:
+            self.post(e.StreamLost(number, str(getattr(error, "strerror", None) or error)))
+        finally:
+            with self._lock:
+                done = self._streams.pop(number, None)
+            if done is not None:
+                done.close()
+
+    def _run_mint(self, notice: e.MintUniqueIds) -> None:
+        try:
+            self.post(e.UniqueIdsMinted(notice.generation, self._mint(notice.count)))
+        except WorkerError as error:
+            with self._lock:
+                self.failure = error
+                self._changed.notify_all()
+
+    def _abort(self, error: Exception, later: list[Callable[[], None]]) -> None:
+        communicators = list(self._communicators[1])
+        if not communicators:
+            return
+
+        def run() -> None:
+            for communicator in communicators:
+                communicator.abort(error)
+
+        # On a thread of its own: an abort may take a while, and the next generation's ids come meanwhile.
+        self._aborting = threading.Thread(target=run, name="muster-abort", daemon=True)
+        later.append(self._aborting.start)
+
+    # ------------------------------------------------------------ the training thread
+
+    def adopt(self, generation: int, communicator: Communicator) -> None:
+        """From now on ``communicator`` is aborted when ``generation`` ends; at once if it has."""
+        with self._lock:
+            if self._communicators[0] != generation:
+                self._communicators = (generation, [])
+            self._communicators[1].append(communicator)
+            error = self.change_of(generation)
+        if error is not None:
+            communicator.abort(error)
+
+    def take_communicators(self) -> list[Communicator]:
+        """Hands over what there is of communicators, to be closed: the youngest first."""
+        self.settle_aborts()
+        with self._lock:
+            mine, self._communicators = self._communicators[1], (0, [])
+        return mine[::-1]
+
+    def settle_aborts(self) -> None:
+        """Waits until no thread is inside a communicator to abort it."""
+        aborting = self._aborting
+        if aborting is not None:
+            aborting.join()
+
+    def change_of(self, generation: int) -> Exception | None:
+        """Why the generation is over, or None while it stands."""
+        if self.failure is not None:
+            return self.failure
+        interruption = self._interruption
+        if interruption is not None and interruption.generation >= generation:
+            return self.dismissal or interruption
+        return None
+
+    def check(self, generation: int) -> None:
+        """Raises why the generation is over, if it is."""
+        error = self.change_of(generation)
+        if error is not None:
+            raise error
+
+    def next_build(self) -> e.Build:
+        """Waits for the newest generation that can be built, and takes it.
+
+        Raises:
+            WorkerError: there will be none.
+        """
+        self.post(e.EntryRequested())
+        with self._lock:
+            while self._build is None:
+                error = self.failure or self.dismissal
+                if error is not None:
+                    raise error
+                self._changed.wait()
+            build, self._build = self._build, None
+            self.pending = None
+            return build
+
+    def built(self, generation: int) -> bool:
+        """Reports the communicator built and waits for all members; False: the generation is over.
+
+        Raises:
+            WorkerError: the membership is over for good.
+        """
+        self.post(e.CommunicatorBuilt(generation))
+        with self._lock:
+            while self._running < generation:
+                error = self.change_of(generation)
+                if isinstance(error, MembershipChanged):
+                    return False
+                if error is not None:
+                    raise error
+                self._changed.wait()
+            return True
+
+    def verdict(self, generation: int, rank: int, error: Exception) -> Exception:
+        """Waits to learn whether a failed collective means that the membership has changed.
+
+        Args:
+            generation: in which it failed.
+            rank: world rank that seems to be at fault; -1: unknown.
+            error: what it failed with.
+
+        Returns:
+            What to raise: why the generation is over, or ``error`` if it stands.
+        """
+        self._no_verdict = 0
+        if self.change_of(generation) is None:
+            self.post(e.CommunicatorFailed(generation, rank, str(error)))
+        with self._lock:
+            while not self._closed and self._no_verdict != generation:
+                change = self.change_of(generation)
+                if change is not None:
+                    return change
+                self._changed.wait()
+            return error
+
+    def start_step(self, step: int, generation: int) -> None:
+        """Asks whether the step after ``step`` may begin; waits while a planned change is worked out.
+
+        Raises:
+            MembershipChanged: the next step belongs to the next generation.
+            WorkerError: the membership is over for good.
+        """
+        event = e.StepStarting(step)
+        while True:
+            self.check(generation)
+            seen = self._news
+            notices = self.post(event).notices
+            if notices and type(notices[-1]) is e.StepGranted:
+                return
+            with self._lock:
+                while self._news == seen and not self._closed and self.change_of(generation) is None:
+                    self._changed.wait()
+            if self._closed:
+                raise NotInitializedError("The session was released.")
+
+    @property
+    def generation_changing(self) -> Callable[[int], bool]:
+        """Tells whether a generation is over or a newer one is known."""
+        return self._core.is_changing
+
+
+def _failure(notice: e.Failed) -> WorkerError:
+    sentence = notice.sentence
+    if notice.kind is e.FailureKind.SECURITY:
+        return SecurityError(sentence)
+    if notice.kind is e.FailureKind.UNREACHABLE:
+        return SchedulerUnreachableError(
+            sentence[:1].upper() + sentence[1:] + ".",
+            remedy="Check that it runs, and MS_SCHED_HOST and MS_SCHED_PORT.",
+        )
+    if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
+        return FormationTimeoutError(sentence)
+    if notice.kind is e.FailureKind.JOB_ENDED:
+        return JobEndedError(sentence, ok=notice.ok)
+    return RefusedError(sentence, code=notice.code.name)

@@ -1,0 +1,231 @@
+"""The default session of this process: how it begins, who may use it, and that it ends cleanly.
+
+This is the only module-level state of the package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from worker.config import SecurityContext, Settings, load_settings
+from worker.errors import NotInitializedError, SecurityError, SettingsError, WorkerError
+
+if TYPE_CHECKING:
+    from certs.store import Credentials
+    from worker.session import Session
+
+log = logging.getLogger("muster.worker")
+
+
+class _Process:
+    """What this process has asked for and got."""
+
+    def __init__(self) -> None:
+        self.context = SecurityContext()
+        self.session: Session | None = None
+        self.hooked = False
+
+
+_process = _Process()
+
+
+def set_ps_context(
+    *,
+    config_file_path: str | None = None,
+    enable_ssl: bool | None = None,
+    client_password: str | None = None,
+    server_password: str | None = None,
+) -> None:
+    """Sets TLS up from the script instead of the environment; call it before ``init``.
+
+    What is given replaces what an earlier call gave; what is not given stays.
+
+    Args:
+        config_file_path: config.json; wins over MS_CONFIG_FILE.
+        enable_ssl: True demands TLS, False switches it off even where MS_CONFIG_FILE is set.
+        client_password: password of the worker's PKCS#12 file; wins over MS_CLIENT_PASSWORD.
+        server_password: taken for scripts that give both; a worker has no use for it.
+
+    Raises:
+        SettingsError: an argument is not of its type.
+    """
+    given = {
+        "config_file_path": config_file_path,
+        "enable_ssl": enable_ssl,
+        "client_password": client_password,
+        "server_password": server_password,
+    }
+    for name, value in given.items():
+        kind = bool if name == "enable_ssl" else str
+        if value is not None and not isinstance(value, (kind, os.PathLike)):
+            raise SettingsError(f"{name} must be a {kind.__name__}; it is a {type(value).__name__}.")
+    _process.context = _process.context.replaced(**{n: v for n, v in given.items() if v is not None})
+
+
+def init(backend: str | None = None) -> Session:
+    """Joins the job that the environment names; returns when all members can communicate.
+
+    Called again without a release in between, it returns the session that is there.
+
+    Args:
+        backend: "nccl", "tcp" or "gloo"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
+
+    Returns:
+        The session, which is also the default one of the functions of this package.
+
+    Raises:
+        SettingsError: a variable or argument is wrong; exit code 2.
+        SecurityError: TLS, certificate or identity failed on either side.
+        RefusedError: the scheduler has no place for this worker; says why.
+        SchedulerUnreachableError: it did not answer within MS_TOPO_TIMEOUT.
+        FormationTimeoutError: the group did not form within it; says who is missing.
+        JobEndedError: the job was over before this worker, a spare, was needed.
+    """
+    if _process.session is not None:
+        return _process.session
+    session = open_session(os.environ, _process.context, backend)
+    _process.session = session
+    _hook_exit()
+    session.open()
+    return session
+
+
+def release() -> None:
+    """Says that this worker has finished, and frees everything. Does nothing without a session."""
+    session, _process.session = _process.session, None
+    if session is not None:
+        session.release()
+
+
+def current() -> Session:
+    """The default session.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _process.session is None:
+        raise NotInitializedError("There is no session.", remedy="Call worker.init() first.")
+    return _process.session
+
+
+def open_session(env: Mapping[str, str], context: SecurityContext, backend: str | None = None) -> Session:
+    """Makes a session from the settings, not yet joined.
+
+    Raises:
+        SettingsError: a setting is wrong.
+        SecurityError: the certificate cannot be used.
+    """
+    settings = load_settings(env, context)
+    _set_up_log(settings.log_level)
+    credentials = load_credentials(settings, env)  # sets the ciphers: before anything imports grpc
+    from worker.channel import GrpcConnector
+    from worker.communicators import create_backend
+    from worker.core.messages import Profile
+    from worker.host import choose_device, describe_host, node_identity
+    from worker.session import Session, new_incarnation
+
+    host, device = describe_host(settings), choose_device(settings)
+    name = backend or settings.backend or _default_backend(device.visible_count)
+    plane = create_backend(
+        name, tls=credentials, job_id=settings.job_id, allow_insecure=settings.allow_insecure
+    )
+    profile = Profile(
+        job_id=settings.job_id,
+        node_id=node_identity(settings, host, os.urandom(4).hex()),
+        incarnation=new_incarnation(),
+        worker_num=settings.worker_num,
+        worker_min=settings.worker_min,
+        host=host,
+        device=device.device,
+        backend=name,
+        local_index=settings.local_index,
+        data_address=plane.open_endpoint(host.address),
+        spare=settings.spare,
+        facts=tuple(sorted(getattr(plane, "facts", {}).items())),
+    )
+    connector = GrpcConnector(settings, credentials)
+    return Session(settings, profile=profile, device=device, backend=plane, connector=connector)
+
+
+def load_credentials(settings: Settings, env: Mapping[str, str]) -> Credentials | None:
+    """Loads this worker's certificate and hands the ciphers to gRPC; None without TLS.
+
+    Raises:
+        SettingsError: config.json or the password's variable is wrong.
+        SecurityError: the certificate, its password or its authority is.
+    """
+    if settings.config_path is None:
+        return None
+    from certs.config import apply_cipher_list, load_config
+    from certs.errors import CertificateError, ConfigError
+    from certs.store import load_configured
+
+    try:
+        config = load_config(settings.config_path)
+        if config.ignored_ciphers:
+            log.warning("cipher_list: no effect have %s", ", ".join(config.ignored_ciphers))
+        apply_cipher_list(config)
+        return load_configured(config, "worker", env, password=settings.client_password)
+    except ConfigError as error:
+        raise SettingsError(error.message, remedy=error.remedy) from error
+    except CertificateError as error:
+        raise SecurityError(error.message, remedy=error.remedy) from error
+
+
+def _default_backend(gpu_count: int) -> str:
+    if not gpu_count:
+        return "tcp"
+    from importlib.util import find_spec
+
+    if find_spec("nccl") is not None:
+        return "nccl"
+    log.warning("%d GPUs are visible, but nccl4py is not installed: computing on the CPU", gpu_count)
+    return "tcp"
+
+
+def _set_up_log(level: str) -> None:
+    """Shows progress on stderr, unless the script has set up logging itself."""
+    logger = logging.getLogger("muster")
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level)
+
+
+def _hook_exit() -> None:
+    """Ends the session with the process: finished at a normal end, failed at an exception."""
+    if _process.hooked:
+        return
+    _process.hooked = True
+    previous = sys.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        abandon(error)  # first: the peers learn at once
+        previous(kind, error, trace)
+
+    sys.excepthook = on_exception
+    atexit.register(_at_exit)
+
+
+def abandon(error: BaseException) -> None:
+    """Tells the scheduler that this worker failed, and why. Never raises."""
+    session, _process.session = _process.session, None
+    if session is not None:
+        from worker.session import reason_of
+
+        with contextlib.suppress(WorkerError):
+            session.release(finished=False, reason=reason_of(error))
+
+
+def _at_exit() -> None:
+    with contextlib.suppress(WorkerError):
+        release()

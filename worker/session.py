@@ -1,0 +1,385 @@
+"""A worker's session: its place in the job, and the communicators of the present generation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from worker.client import Client
+from worker.communicators.base import Backend, Communicator, Membership, Peer
+from worker.core import events as e
+from worker.core import membership as machine
+from worker.core import messages as m
+from worker.errors import (
+    CommunicatorError,
+    MembershipChanged,
+    NotInitializedError,
+    PeerLostError,
+    RefusedError,
+    WorkerError,
+)
+from worker.groups import WORLD, Groups
+from worker.guard import GuardedCommunicator, Recorder
+
+if TYPE_CHECKING:
+    from worker.channel import Connector
+    from worker.config import Settings
+    from worker.host import DeviceChoice
+
+log = logging.getLogger("muster.worker")
+
+
+class Session:
+    """One worker process's membership of a job. Made by :func:`worker.init`.
+
+    All properties tell of the present generation; :meth:`rejoin` changes them. As a context manager it
+    says goodbye at the end of the block: finished if the block ended well, failed if not.
+
+    Attributes:
+        settings: what this worker was told at its start.
+        device: the device chosen for it.
+        backend: the data plane.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        profile: m.Profile,
+        device: DeviceChoice,
+        backend: Backend,
+        connector: Connector,
+    ) -> None:
+        self.settings = settings
+        self.device = device
+        self.backend = backend
+        self._profile = profile
+        self._recorder = Recorder()
+        self._groups = Groups()
+        self._assignment: m.Assignment | None = None
+        self._released = False
+        self._release_lock = threading.Lock()
+        timing = e.Timing(
+            topo_timeout_s=settings.topo_timeout_s, reconnect_timeout_s=settings.reconnect_timeout_s
+        )
+        self._client = Client(
+            machine.Membership(profile, timing, _jitter),
+            connector,
+            mint=backend.mint_unique_ids,
+            recent=self._recorder.recent,
+        )
+
+    def open(self) -> None:
+        """Joins the job and returns when all members can communicate.
+
+        Raises:
+            WorkerError: refused, not reachable, not trusted, or not formed in time.
+        """
+        self._client.start()
+        try:
+            self._enter()
+        except BaseException as error:
+            self.release(finished=False, reason=reason_of(error))
+            raise
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, from 0."""
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are in this generation."""
+        return len(self._place.members)
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank among those of its host."""
+        return self.me.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many workers there are on this host."""
+        return self.me.local_world_size
+
+    @property
+    def generation(self) -> int:
+        """Number of the present membership; grows with every change."""
+        return self._place.generation
+
+    @property
+    def members(self) -> tuple[m.Member, ...]:
+        """All members, in order of rank."""
+        return self._place.members
+
+    @property
+    def me(self) -> m.Member:
+        """This worker as a member."""
+        place = self._place
+        return place.members[place.rank]
+
+    @property
+    def job_id(self) -> str:
+        """The job."""
+        return self._profile.job_id
+
+    @property
+    def node_id(self) -> str:
+        """This worker's stable name."""
+        return self._profile.node_id
+
+    @property
+    def device_ordinal(self) -> int:
+        """Index of this worker's GPU as CUDA counts in this process; -1 on a CPU."""
+        if self.device.visible_count == 0:
+            return -1
+        return (
+            self.device.ordinal if self.device.ordinal >= 0 else self.local_rank % self.device.visible_count
+        )
+
+    @property
+    def state_source_rank(self) -> int:
+        """Whose parameters the newcomers take; -1: there are none to take, all start anew."""
+        return self._place.state_source_rank
+
+    @property
+    def newcomer_ranks(self) -> tuple[int, ...]:
+        """Ranks that were not members of the generation before."""
+        return self._place.newcomer_ranks
+
+    @property
+    def change_reason(self) -> str:
+        """Why the present generation exists, in words."""
+        return self._place.reason
+
+    @property
+    def membership_event(self) -> e.ChangePending | None:
+        """A planned change that is to come, with ``reason`` and ``after_step`` (-1: not known yet)."""
+        return self._client.pending
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of all members."""
+        return self.group(None)
+
+    @property
+    def _place(self) -> m.Assignment:
+        if self._assignment is None or self._released:
+            raise NotInitializedError("There is no session.", remedy="Call worker.init() first.")
+        return self._assignment
+
+    # ------------------------------------------------------------ groups
+
+    def group(self, name: str | None) -> Communicator:
+        """The communicator of a group; None: of all members.
+
+        Raises:
+            GroupError: there is no such group, or this worker is not in it.
+        """
+        if self._released:
+            raise NotInitializedError("The session was released.", remedy="Call worker.init() again.")
+        self._client.check(self._place.generation)
+        return self._groups.communicator(name)
+
+    @property
+    def groups(self) -> Groups:
+        """The named groups."""
+        self._client.check(self._place.generation)
+        return self._groups
+
+    # ------------------------------------------------------------ training
+
+    def step_boundary(self, step: int) -> None:
+        """Call before each step: planned changes of members happen here and nowhere else.
+
+        Usually returns at once. While a planned change is being worked out it may wait a moment, so that
+        all ranks switch after the same step.
+
+        Args:
+            step: how many steps are finished.
+
+        Raises:
+            MembershipChanged: the generation is over; ``rejoin()`` and go on from ``step``.
+            LeaveGranted: this worker has left as asked; ``release(finished=False)`` and exit.
+            WorkerError: the membership is over for good.
+        """
+        self._client.start_step(step, self._place.generation)
+
+    def report(self, step: int, samples_per_s: float) -> None:
+        """Tells the scheduler how far the training is; shown by ``python -m scheduler status``.
+
+        Args:
+            step: how many steps are finished.
+            samples_per_s: this worker's speed.
+        """
+        self._client.post(e.Progress(step, samples_per_s))
+
+    def request_leave(self, reason: str) -> None:
+        """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
+
+        Callable from a signal handler's thread; the others re-form without an abort.
+        """
+        self._client.post(e.LeaveRequested(reason))
+
+    # ------------------------------------------------------------ change
+
+    def rejoin(self) -> None:
+        """Enters the next generation after MembershipChanged: new ranks, communicators and groups.
+
+        Waits until it has formed, as long as the scheduler lets the job wait. Returns at once if the
+        generation still stands. After RefusedError with the code SUPERSEDED (this worker was declared dead)
+        it asks for a place as a newcomer.
+
+        Raises:
+            WorkerError: there will be no next generation, or not with this worker.
+        """
+        place = self._place
+        failure = self._client.failure
+        if isinstance(failure, RefusedError) and failure.code == "SUPERSEDED":
+            self._leave_generation()
+            self._profile = self._profile.replaced(incarnation=new_incarnation())
+            self._client.renew(self._profile.incarnation, self._profile.data_address)
+        elif failure is not None:
+            raise failure
+        elif not self._client.generation_changing(place.generation):
+            return
+        else:
+            self._leave_generation()
+        self._enter()
+
+    def _leave_generation(self) -> None:
+        self._groups.leave()
+        for communicator in self._client.take_communicators():
+            _close(communicator)
+
+    def _enter(self) -> None:
+        while True:
+            build = self._client.next_build()
+            place = build.assignment
+            try:
+                communicator = self._connect(build)
+                if not self._client.built(place.generation):
+                    raise MembershipChanged("The generation is over.", generation=place.generation)
+                self._assignment = place
+                self._groups.enter(communicator)
+            except MembershipChanged:  # before it began: the next one is formed already, or will be
+                self._leave_generation()
+                continue
+            log.info(
+                "rank %d of %d in generation %d of job %s: %s",
+                place.rank,
+                len(place.members),
+                place.generation,
+                self.job_id,
+                place.reason,
+            )
+            return
+
+    def _connect(self, build: e.Build) -> Communicator:
+        place, settings = build.assignment, self.settings
+        generation = place.generation
+        membership = Membership(
+            job_id=self.job_id,
+            generation=generation,
+            group=WORLD,
+            rank=place.rank,
+            peers=tuple(_peer(member) for member in place.members),
+            unique_ids=build.unique_ids,
+        )
+        # A survivor may still be finishing its step while a newcomer waits for it here.
+        timeout_s = min(settings.topo_timeout_s, settings.collective_timeout_s)
+        try:
+            inner = self.backend.connect(
+                membership, timeout_s=timeout_s, cancelled=lambda: self._client.change_of(generation)
+            )
+        except WorkerError as error:
+            rank = error.rank if isinstance(error, PeerLostError) else -1
+            explained = self._client.verdict(generation, rank, error)
+            if explained is error:
+                raise
+            raise explained from error
+        inner.timeout_s = settings.collective_timeout_s
+        self._client.adopt(generation, inner)
+        return GuardedCommunicator(
+            inner,
+            world_ranks=range(len(place.members)),
+            verdict=lambda rank, error: self._client.verdict(generation, rank, error),
+            recorder=self._recorder,
+            adopted=lambda each: self._client.adopt(generation, each),
+        )
+
+    # ------------------------------------------------------------ the end
+
+    def release(self, *, finished: bool = True, reason: str = "") -> None:
+        """Says goodbye and frees everything; idempotent.
+
+        Args:
+            finished: the training is complete. False tells the others at once that this worker is gone.
+            reason: why, in words, for the scheduler's log.
+        """
+        with self._release_lock:
+            if self._released:
+                return
+            self._released = True
+        if finished:
+            self._leave_generation()
+        self._client.leave(finished=finished, reason=reason or ("finished" if finished else "gave up"))
+        self._client.close()
+        if not finished:
+            error = NotInitializedError("The session was released.")
+            self._groups.leave()
+            for communicator in self._client.take_communicators():
+                communicator.abort(error)
+                _close(communicator)
+        self.backend.close()
+
+    def __enter__(self) -> Session:
+        """Nothing more to do: the session is open."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Releases; an exception means that the training is not finished."""
+        self.release(finished=error is None, reason="" if error is None else reason_of(error))
+
+
+def new_incarnation() -> int:
+    """A random number from 1 to 2**64 - 1 that no other process has."""
+    return int.from_bytes(os.urandom(8), "big") or 1
+
+
+def _jitter() -> float:
+    return int.from_bytes(os.urandom(4), "big") / 2**32
+
+
+def _peer(member: m.Member) -> Peer:
+    return Peer(
+        rank=member.rank,
+        node_id=member.node_id,
+        incarnation=member.incarnation,
+        host_id=member.host.id,
+        host_name=member.host.name,
+        data_address=member.data_address,
+        device_index=member.device.index,
+    )
+
+
+def _close(communicator: Communicator) -> None:
+    try:
+        communicator.close()
+    except CommunicatorError as error:
+        log.debug("closing a communicator: %s", error)
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one line, fit for the scheduler's log."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted from the keyboard"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
