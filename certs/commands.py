@@ -106,7 +106,7 @@ def renew(options: argparse.Namespace, env: Environment) -> None:
         if not issued_by(leaf, authority.certificate):
             raise UntrustedError(f"{str(path)!r} was not issued by the authority in {str(options.dir)!r}.")
         peer = peer_of_pem(to_pem([leaf]))
-        issued = authority.issue(peer.identity, peer.hosts, days=options.days)
+        issued = authority.issue(peer.identity, [*peer.hosts, *peer.addresses], days=options.days)
         _write_p12(path, issued, secret, replace=True)
         print(f"{path}: {peer.identity.uri()}, good until {issued.certificate.not_valid_after_utc:%Y-%m-%d}")
 

@@ -50,7 +50,8 @@ class Peer:
         not_before: first moment of validity.
         not_after: last moment of validity.
         common_name: the subject's common name, or an empty string.
-        hosts: DNS names and addresses in the subject alternative name.
+        hosts: DNS names in the subject alternative name.
+        addresses: IP addresses there.
         links: this certificate and the intermediates that came with it.
     """
 
@@ -61,6 +62,7 @@ class Peer:
     not_after: datetime.datetime
     common_name: str
     hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
     links: tuple[Link, ...]
 
     def check(self, revocations: Revocations | None = None, now: datetime.datetime | None = None) -> None:
@@ -109,9 +111,7 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
         raise IdentityError("The peer's certificate has malformed extensions or names.") from error
     if constraints:
         raise IdentityError(f"The certificate {name_of(leaf)} is an authority's: it names nobody.")
-    hosts = [
-        str(h) for kind in (x509.DNSName, x509.IPAddress) for h in alternatives.get_values_for_type(kind)
-    ]
+    hosts = alternatives.get_values_for_type(x509.DNSName)
     _refuse_control_characters(leaf, [*common_names, *hosts])
     identity = _identity(leaf, alternatives, common_names, require_identity)
     check_strength(leaf, f"The certificate {name_of(leaf)}")
@@ -123,6 +123,7 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
         not_after=leaf.not_valid_after_utc,
         common_name=common_names[0] if common_names else "",
         hosts=tuple(hosts),
+        addresses=tuple(str(each) for each in alternatives.get_values_for_type(x509.IPAddress)),
         links=tuple(link_of(certificate) for certificate in chain),
     )
 

@@ -207,11 +207,12 @@ def _name_override(peer: Peer, host: str, where: str) -> str | None:
     Raises:
         NameMismatchError: it names other hosts.
     """
-    if peer.hosts:
-        if any(_fits(host, name) for name in peer.hosts):
+    known = [*peer.hosts, *peer.addresses]
+    if known:
+        if _fits(host, peer):
             return None
         raise NameMismatchError(
-            f"The server at {where} has a certificate for {', '.join(peer.hosts[:8])}, not for {host!r}.",
+            f"The server at {where} has a certificate for {', '.join(known[:8])}, not for {host!r}.",
             remedy=f"Issue it with `--hosts {host}`, or set MS_SCHED_HOST to one of those names.",
         )
     # Role and job are proven and the certificate is pinned: gRPC's own name check may compare it with itself.
@@ -222,11 +223,16 @@ def _name_override(peer: Peer, host: str, where: str) -> str | None:
     return None if peer.common_name.lower() == host.lower() else peer.common_name
 
 
-def _fits(host: str, name: str) -> bool:
+def _fits(host: str, peer: Peer) -> bool:
+    # An address must stand there as an address: gRPC does not look for it among the names.
     address = _address(host)
     if address is not None:
-        return _address(name) == address
-    host, name = host.lower().rstrip("."), name.lower().rstrip(".")
+        return any(_address(each) == address for each in peer.addresses)
+    host = host.lower().rstrip(".")
+    return any(_name_fits(host, name.lower().rstrip(".")) for name in peer.hosts)
+
+
+def _name_fits(host: str, name: str) -> bool:
     if name.startswith("*."):
         return host.partition(".")[2] == name[2:] and "." in name[2:]
     return host == name

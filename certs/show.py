@@ -57,7 +57,7 @@ def describe(certificate: x509.Certificate, now: datetime.datetime) -> dict[str,
     else:
         try:
             peer = peer_of_pem(to_pem([certificate]))
-            facts.update(identity=peer.identity.uri(), hosts=list(peer.hosts))
+            facts.update(identity=peer.identity.uri(), hosts=[*peer.hosts, *peer.addresses])
         except CertificateError as error:
             problems.append(str(error))
     for check in (check_strength, lambda c, what: check_dates(c, now, what)):

@@ -236,7 +236,9 @@ def read_p12(
             ) from None
         raise FileError(f"{shown} is damaged, or not PKCS#12.", remedy=_REMAKE) from None
     if key is not None and leaf is None and extra:
-        raise KeyMismatchError(f"{shown}: the private key belongs to none of the certificates.", remedy=_REMAKE)
+        raise KeyMismatchError(
+            f"{shown}: the private key belongs to none of the certificates.", remedy=_REMAKE
+        )
     if key is None or leaf is None:
         missing = "private key" if key is None else "certificate"
         raise MissingKeyError(f"{shown} holds no {missing}.", remedy=_REMAKE)

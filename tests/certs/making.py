@@ -52,7 +52,6 @@ def certificate(
     start: datetime.datetime = NOW - DAY,
     end: datetime.datetime = NOW + DAY,
     key: Any = KEY,
-    digest: hashes.HashAlgorithm | None = None,
     extensions: tuple[x509.ExtensionType, ...] = (),
 ) -> x509.Certificate:
     """A certificate signed by the authority, with whatever in it."""
@@ -70,7 +69,7 @@ def certificate(
         draft = draft.add_extension(x509.SubjectAlternativeName([*names, *hosts]), critical=False)
     for extension in extensions:
         draft = draft.add_extension(extension, critical=False)
-    return draft.sign(authority.key, digest or hashes.SHA256())
+    return draft.sign(authority.key, hashes.SHA256())
 
 
 def pem(certificate: x509.Certificate) -> bytes:

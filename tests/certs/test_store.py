@@ -142,7 +142,7 @@ def test_a_key_of_another_certificate_does_not_pass(pki: Pki, tmp_path: Path) ->
     inside = [key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption()) for key in (KEY, other)]
     data = file.read_bytes()
     assert data.count(inside[0]) == 1
-    file.write_bytes(data.replace(*inside))
+    file.write_bytes(data.replace(inside[0], inside[1]))
     with pytest.raises(errors.KeyMismatchError, match="belong"):
         load(file, pki)
     file.write_bytes(data)
