@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from worker.communicators.base import Array, Communicator, Membership, Peer, ReduceOp
-from worker.errors import CommunicatorAbortedError, MembershipChanged
+from worker.errors import CommunicatorAbortedError, LeaveGranted, MembershipChanged
 
 T = TypeVar("T")
 
@@ -309,12 +309,14 @@ class ElasticFakeSession:
     def world_size(self) -> int:
         return self.communicator.world_size
 
-    def begin_step(self, step: int) -> None:
+    def step_boundary(self, step: int) -> None:
         with self.world.changed:
             switch_after = self.world.switch_after
             if switch_after is not None and step >= switch_after:
                 self.world.switch()
-            if self.offered is not self.entered or self not in self.world.members:
+            if self not in self.world.members:
+                raise LeaveGranted("This worker leaves the job.")
+            if self.offered is not self.entered:
                 raise membership_changed(self.communicator.membership.generation)
             self.started = step + 1
 

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from worker.communicators.base import Communicator
-from worker.errors import JobEndedError, MembershipChanged, WorkerError
+from worker.errors import JobEndedError, LeaveGranted, MembershipChanged, WorkerError
 from worker.state import TrainingState
 from worker.state_transfer import share_state
 
@@ -53,8 +53,8 @@ class ElasticSession(Protocol):
     def newcomer_ranks(self) -> tuple[int, ...]:
         """Who holds no state."""
 
-    def begin_step(self, step: int) -> None:
-        """Asks whether a step may begin after ``step`` finished ones; raises MembershipChanged if not."""
+    def step_boundary(self, step: int) -> None:
+        """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
     def report(self, step: int, samples_per_s: float) -> None:
         """Tells the scheduler how far this worker is."""
@@ -101,6 +101,9 @@ class Step:
             ):  # the step's draws are taken back, to be drawn again
                 self._loop.state.rng.bit_generator.state = self._rng
             self._loop._recover()
+            return True
+        if isinstance(error, LeaveGranted):
+            self._loop._go()
             return True
         return False
 
@@ -173,7 +176,7 @@ class ElasticLoop:
         if self._leave_reason and not self._leave_sent:
             self._leave_sent = True
             self.session.request_leave(self._leave_reason)
-        self.session.begin_step(self.state.step)
+        self.session.step_boundary(self.state.step)
 
     def _finish(self, step: Step) -> None:
         self.state.sampler.advance()
@@ -191,7 +194,9 @@ class ElasticLoop:
             return True
         except MembershipChanged:
             self._recover()
-            return False
+        except LeaveGranted:
+            self._go()
+        return False
 
     def _recover(self) -> None:
         """Enters the next generation that holds, with the state of the furthest member."""
@@ -203,14 +208,17 @@ class ElasticLoop:
                 return
             except MembershipChanged:
                 continue
-        if self._leave_reason:
-            self._go()
+            except LeaveGranted:
+                self._go()
+                return
+        if self._leave_reason:  # it would only be let go from the next generation: it need not form at all
+            self._go(alone=True)
 
     def _rejoin(self) -> None:
         try:
             self._waiting = True
             self.session.rejoin()
-        except MembershipChanged:
+        except (MembershipChanged, LeaveGranted):
             raise
         except _LeaveNow:
             self._go(alone=True)
