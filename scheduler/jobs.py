@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -25,8 +25,11 @@ class Storage(Protocol):
     def append(self, job_id: str, records: Sequence[v.Record]) -> None:
         """Makes records durable, all or none."""
 
-    def load(self) -> Mapping[str, Sequence[v.Record]]:
-        """All records by job, oldest first."""
+    def load(self, job_id: str) -> Sequence[v.Record]:
+        """All records of a job, oldest first."""
+
+    def job_ids(self) -> Sequence[str]:
+        """The jobs that have records."""
 
     def forget(self, job_id: str) -> None:
         """Deletes a job's records."""
@@ -160,7 +163,10 @@ class Jobs:
     async def _recover_all(self, open_storage: Callable[[], Storage]) -> None:
         try:
             self._storage = storage = await self._in_thread(open_storage)
-            jobs = await self._in_thread(storage.load)
+            jobs = {
+                job_id: await self._in_thread(storage.load, job_id)
+                for job_id in await self._in_thread(storage.job_ids)
+            }
         except Exception as error:  # whatever a storage may raise: without it nothing may be promised
             raise JournalUnavailableError(str(error)) from error
         for job_id, records in jobs.items():

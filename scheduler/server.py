@@ -234,7 +234,8 @@ async def _follow_files(security: Security, tls: RotatingServerCredentials, serv
             tls.update(security.credentials)
             LOG.info("new certificate %s %s", security.credentials.identity, security.credentials.fingerprint)
         if change is not None and change.new_revocations:
-            LOG.info("new revocation lists are in force")
+            if not problems:
+                LOG.info("new revocation lists are in force")
             service.expel_revoked()
         for sentence in security.expiry_warnings():
             LOG.warning("%s", sentence)
