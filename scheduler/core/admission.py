@@ -184,7 +184,7 @@ def _check_room(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) ->
     if candidate.spare and total < worker_num + settings.spares:
         return None
     how = (
-        f"its {count(settings.spares, 'spare place')} are taken as well"
+        f"no spare place is free (MS_SPARES={settings.spares})"
         if candidate.spare
         else "a worker with MS_WORKER_SPARE=1 could wait where the scheduler has MS_SPARES"
     )

@@ -17,7 +17,8 @@ class Contact:
         session: its stream; None between a restart of the scheduler and the worker's return.
         last_heard: when anything came from it.
         baseline: steps it had finished when the newest generation was formed.
-        has_moved: it has finished a step beyond that, so it holds the state.
+        baseline_started: steps it had begun then.
+        has_moved: it has begun or finished a step beyond that, so it holds the state.
         quiesced: steps it had begun when it stopped for a planned change; None: it has not stopped.
     """
 
@@ -28,6 +29,7 @@ class Contact:
     samples_per_s: float = 0.0
     recent: tuple[Collective, ...] = ()
     baseline: int = 0
+    baseline_started: int = 0
     has_moved: bool = False
     quiesced: int | None = None
 
@@ -42,12 +44,24 @@ class Contact:
         self.started_step = event.started_step
         self.samples_per_s = event.samples_per_s
         self.recent = event.recent
-        self.has_moved = self.has_moved or (settled and event.step > self.baseline)
+        if settled:
+            self._see_move()
         return progress
+
+    def quiesce(self, last_started_step: int) -> None:
+        """The worker has stopped at a step boundary of the newest generation."""
+        self.quiesced = last_started_step
+        self.started_step = max(self.started_step, last_started_step)
+        self._see_move()
+
+    def _see_move(self) -> None:
+        began_step = self.started_step > max(self.baseline_started, self.baseline + 1)
+        self.has_moved = self.has_moved or began_step or self.step > self.baseline
 
     def enter_generation(self) -> None:
         """A new generation was formed: progress counts from here."""
         self.baseline = self.step
+        self.baseline_started = self.started_step
         self.has_moved = False
         self.quiesced = None
 

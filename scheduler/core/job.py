@@ -16,7 +16,7 @@ from scheduler.core.machine import Suspicion
 from scheduler.core.ranks import natural_key
 from scheduler.core.reception import Reception
 from scheduler.core.status import worker_view
-from scheduler.core.wording import upper_first, who
+from scheduler.core.wording import count, upper_first, who
 
 
 class RecoveryError(ValueError):
@@ -90,8 +90,8 @@ class Job(Reception):
         self._records, self._messages, self._reasons = [], [], []
         self._handlers[type(event)](event, now)  # type: ignore[operator]
         if type(event) is not v.Heard:
-            self.advance(now)
             self._retry_held_back(now)
+            self.advance(now)
         return v.Decision(tuple(self._records), tuple(self._messages), " ".join(self._reasons))
 
     def deadline(self) -> float | None:
@@ -165,9 +165,7 @@ class Job(Reception):
         if node_id is None or self._ledger.rank_of(node_id) != 0 or self.phase is not Phase.BUILDING:
             return
         if len(event.unique_ids) != self._unique_id_count() or not all(event.unique_ids):
-            told = (
-                f"handed in {len(event.unique_ids)} unique ids where {self._unique_id_count()} were asked for"
-            )
+            told = f"handed in {len(event.unique_ids)} of {count(self._unique_id_count(), 'unique id')}"
             self._lose(node_id, told, v.RefusalCode.MALFORMED)
         elif not self._unique_ids:
             self._unique_ids = event.unique_ids
@@ -267,16 +265,17 @@ class Job(Reception):
             told = f"is lost: not heard for {now - self._contacts.by_node[node_id].last_heard:.1f} s"
             self._lose(node_id, told, v.RefusalCode.SUPERSEDED)
         self._silence_due = self._next_silence()
+        self.advance(now)
         self._report(now)
         self._check_progress(now)
 
     def _forgive_own_absence(self, now: float) -> None:
-        """A Tick that comes late means that the scheduler itself stood still: nobody is to blame for that."""
+        """A Tick that comes late means that the scheduler itself stood still: all get their time again."""
         due = self.deadline()
         late = now - due if due is not None else 0.0
         if late > self.settings.heartbeat_interval_s:
             for contact in self._contacts.by_node.values():
-                contact.last_heard = min(now, contact.last_heard + late)
+                contact.last_heard = now
 
     def _next_silence(self) -> float | None:
         oldest = self._contacts.oldest_word()

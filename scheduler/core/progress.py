@@ -25,9 +25,11 @@ def stall_report(ranks: Sequence[Standing], stalled_s: float) -> str:
     if not begun:
         return ""
     laggard = min(ranks, key=_how_far)
+    alone = _how_far(laggard) != max(_how_far(standing) for standing in ranks)
+    blamed = f"{who(laggard.candidate, laggard.rank)} lags" if alone else "all ranks are"
     head = (
-        f"No progress for {stalled_s:.0f} s: {who(laggard.candidate, laggard.rank)} lags in step "
-        f"{laggard.contact.started_step} with {laggard.contact.step} finished"
+        f"No progress for {stalled_s:.0f} s: {blamed} in step {laggard.contact.started_step} "
+        f"with {laggard.contact.step} finished"
     )
     last = laggard.contact.recent[-1] if laggard.contact.recent else None
     at = f", last collective {_told(last)}" if last is not None else ""

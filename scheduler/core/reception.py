@@ -81,8 +81,6 @@ class Reception(Machine):
         held, self._held_back = self._held_back, {}
         for event in held.values():
             self._joined(event, now, again=True)
-        if held:
-            self.advance(now)
 
     def _tell_of_arrival(self, node_id: str) -> None:
         if self.phase not in (Phase.FORMING, Phase.SUSPENDED):

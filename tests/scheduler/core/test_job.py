@@ -1,0 +1,103 @@
+"""What the transcripts cannot show: recovery's refusals, secrets, sizes, several unique ids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core import values as v
+from scheduler.core.job import Job, RecoveryError
+
+SETTINGS = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)
+
+
+def join(session: int, node_id: str, worker_num: int = 2, incarnation: int = 1) -> v.Joined:
+    host = v.Host(f"id-{node_id}", f"host-{node_id}", "10.0.0.1")
+    return v.Joined(session, v.Candidate(node_id, incarnation, host, v.Device(), worker_num, 0, "tcp"))
+
+
+def history(job: Job, *events: v.Event) -> list[v.Record]:
+    return [record for event in events for record in job.step(event, 0.0).records]
+
+
+def test_records_of_another_job_are_refused() -> None:
+    records = history(Job("red", SETTINGS), join(1, "a"))
+    with pytest.raises(RecoveryError, match="those of job red, not of job blue"):
+        Job.recover("blue", SETTINGS, records, 0.0)
+
+
+def test_records_of_another_size_are_refused_naming_both() -> None:
+    records = history(Job("red", SETTINGS), join(1, "a"))
+    with pytest.raises(RecoveryError, match="MS_WORKER_NUM=2, the scheduler has 3"):
+        Job.recover("red", replace(SETTINGS, worker_num=3), records, 0.0)
+    Job.recover("red", replace(SETTINGS, worker_num=0), records, 0.0)
+
+
+def test_records_that_are_no_history_are_refused() -> None:
+    with pytest.raises(RecoveryError, match="contradict"):
+        Job.recover("red", SETTINGS, [v.Removed("nobody", 1, "left")], 0.0)
+    records = history(Job("red", SETTINGS), join(1, "a"))
+    with pytest.raises(RecoveryError, match="begin with its opening"):
+        Job.recover("red", SETTINGS, records[1:], 0.0)
+
+
+def test_nothing_recovered_is_a_new_job() -> None:
+    job = Job.recover("red", SETTINGS, [], 3.0)
+    assert job.view(3.0).state == "forming"
+    assert job.deadline() == 13.0
+
+
+def test_an_ended_job_stays_ended() -> None:
+    job = Job("red", replace(SETTINGS, worker_num=1))
+    records = history(job, join(1, "a", 1), v.BuiltReported(1, 1), v.LeftCleanly(1, 1, True, ""))
+    assert job.outcome is not None and job.outcome.ok
+    again = Job.recover("red", replace(SETTINGS, worker_num=1), records, 5.0)
+    assert again.outcome == job.outcome
+    assert again.deadline() is None
+
+
+def test_no_unique_id_is_in_a_record_a_view_or_a_reason() -> None:
+    job = Job("red", SETTINGS)
+    decisions = [job.step(event, 0.0) for event in (join(1, "a"), join(2, "b"))]
+    decisions.append(job.step(v.UniqueIdsPublished(1, 1, (b"S3CRET",)), 0.0))
+    assert any(isinstance(message, v.UniqueIds) for _, message in decisions[-1].messages)
+    assert "S3CRET" not in repr(decisions) + repr(job.view(0.0)) + repr(job.__dict__["_records"])
+    assert not decisions[-1].records
+
+
+def test_a_rank_table_of_another_size_than_worker_num_is_refused() -> None:
+    table = v.RankTable((v.RankTableEntry(0, "a", 0),))
+    with pytest.raises(ValueError, match="MS_WORKER_NUM is 2, but the rank table has 1 entries"):
+        Job("red", replace(SETTINGS, rank_table=table))
+
+
+def test_large_worlds_take_several_unique_ids() -> None:
+    job = Job("red", replace(SETTINGS, worker_num=5, ranks_per_unique_id=2))
+    decisions = [job.step(join(number, str(number), 5), 0.0) for number in range(5)]
+    assignments = [m for _, m in decisions[-1].messages if isinstance(m, v.Assignment)]
+    assert {assignment.unique_id_count for assignment in assignments} == {3}
+
+
+def test_a_thousand_joins_cost_few_messages() -> None:
+    number = 1000
+    job = Job("red", replace(SETTINGS, worker_num=number))
+    sent = [len(job.step(join(n, str(n), number), 0.0).messages) for n in range(number)]
+    assert sum(sent[:-1]) < 4 * number
+    assert sent[-1] == number + 1
+
+
+def test_the_deadline_is_never_in_the_past_after_a_tick_on_time() -> None:
+    job = Job("red", replace(SETTINGS, spares=1))
+    now = 0.0
+    for event in (v.Tick(), join(1, "a"), join(2, "b")):
+        job.step(event, now)
+    for _ in range(20):
+        due = job.deadline()
+        if due is None:
+            break
+        assert due >= now
+        job.step(v.Tick(), due)
+        assert job.deadline() is None or job.deadline() != due
+        now = due
+    assert job.outcome is not None and not job.outcome.ok

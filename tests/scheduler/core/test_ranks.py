@@ -1,0 +1,144 @@
+"""The rule of ranks, by property: dense, unique, deaf to arrival order, hosts and labels together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.core import ranks
+from scheduler.core import values as v
+
+names = st.text("ab01279.-", min_size=1, max_size=6)
+hosts = st.builds(
+    v.Host, id=st.sampled_from("PQRST"), name=names, address=names, topology=st.sampled_from(["", "r1", "r2"])
+)
+devices = st.builds(
+    v.Device, index=st.integers(-1, 3), pci_bus_id=st.sampled_from(["", "0000:01", "0000:41"])
+)
+
+
+def candidate(node_id: str, host: v.Host, device: v.Device, local_index: int = -1) -> v.Candidate:
+    return v.Candidate(node_id, 1, host, device, 4, 0, "tcp", local_index)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> list[v.Candidate]:
+    """Workers with distinct node ids; one host id always comes with one host."""
+    ids = draw(st.lists(st.one_of(names, st.integers(0, 12).map(str)), min_size=1, max_size=8, unique=True))
+    by_id: dict[str, v.Host] = {}
+    pool = []
+    for node_id in ids:
+        host = draw(hosts)
+        host = by_id.setdefault(host.id, host)
+        pool.append(candidate(node_id, host, draw(devices), draw(st.integers(-1, 3))))
+    return pool
+
+
+def ranked(pool: list[v.Candidate], limit: int = 13) -> tuple[v.Member, ...]:
+    return ranks.assign(ranks.in_order(pool, limit=limit, table=None))
+
+
+def runs(values: list[str]) -> int:
+    return len(list(itertools.groupby(values)))
+
+
+@given(pools(), st.randoms())
+def test_arrival_order_never_decides(pool: list[v.Candidate], chance: random.Random) -> None:
+    shuffled = pool[:]
+    chance.shuffle(shuffled)
+    assert ranked(pool) == ranked(shuffled)
+
+
+@given(pools())
+def test_ranks_and_local_ranks_are_dense_and_unique(pool: list[v.Candidate]) -> None:
+    members = ranked(pool)
+    assert [member.rank for member in members] == list(range(len(pool)))
+    assert {member.candidate.node_id for member in members} == {c.node_id for c in pool}
+    for host_id in {c.host.id for c in pool}:
+        here = [member for member in members if member.candidate.host.id == host_id]
+        assert [member.local_rank for member in here] == list(range(len(here)))
+        assert {member.local_world_size for member in here} == {len(here)}
+
+
+@given(pools())
+def test_by_topology_hosts_are_contiguous_and_labels_adjacent(pool: list[v.Candidate]) -> None:
+    members = ranked(pool, limit=0)
+    assert runs([m.candidate.host.id for m in members]) == len({c.host.id for c in pool})
+    assert runs([m.candidate.host.topology for m in members]) == len({c.host.topology for c in pool})
+    for one, other in itertools.pairwise(members):
+        if one.candidate.host.id == other.candidate.host.id:
+            assert one.candidate.device.index <= other.candidate.device.index
+
+
+@given(st.permutations(range(8)), st.integers(1, 8))
+def test_integer_ids_are_the_ranks_of_a_full_job_and_keep_their_order_in_a_smaller_one(
+    order: list[int], size: int
+) -> None:
+    host = v.Host("h", "h", "a")
+    pool = [candidate(str(number), host, v.Device()) for number in order]
+    assert [m.candidate.node_id for m in ranked(pool)] == [str(n) for n in range(8)]
+    left = pool[:size]
+    assert [m.candidate.node_id for m in ranked(left)] == sorted(c.node_id for c in left)
+
+
+@given(names, names)
+def test_natural_keys_tell_all_names_apart(one: str, other: str) -> None:
+    assert (ranks.natural_key(one) == ranks.natural_key(other)) == (one == other)
+
+
+def test_natural_order_of_hosts() -> None:
+    wanted = [
+        "node",
+        "node1",
+        "node2",
+        "node2b",
+        "node10",
+        "node010",
+        "rack1-9",
+        "rack1-10",
+        "x" + "9" * 5000,
+    ]
+    assert sorted(wanted[::-1], key=ranks.natural_key) == [
+        "node", "node1", "node2", "node2b", "node010", "node10", "rack1-9", "rack1-10", wanted[-1],
+    ]  # fmt: skip
+
+
+def test_one_id_out_of_range_or_not_plain_means_topology() -> None:
+    first, second = v.Host("1", "alpha", "a"), v.Host("2", "beta", "b")
+    for odd in ("4", "01", "-1", "+1", "1.0", "²", "x"):
+        pool = [candidate("0", second, v.Device()), candidate(odd, first, v.Device())]
+        assert [m.candidate.node_id for m in ranked(pool, limit=4)] == [odd, "0"]
+
+
+def test_two_hosts_with_one_name_stay_apart() -> None:
+    twins = [v.Host(host_id, "gpu", "a") for host_id in ("B", "A")]
+    pool = [candidate(f"w{i}", twins[i % 2], v.Device(index=i)) for i in range(4)]
+    members = ranked(pool)
+    assert [(m.candidate.host.id, m.local_rank, m.local_world_size) for m in members] == [
+        ("A", 0, 2), ("A", 1, 2), ("B", 0, 2), ("B", 1, 2),
+    ]  # fmt: skip
+
+
+def test_devices_with_one_index_go_by_pci_order() -> None:
+    host = v.Host("h", "h", "a")
+    pool = [candidate(f"w{bus}", host, v.Device("cuda", 0, f"0000:{bus}:00")) for bus in ("c1", "41", "81")]
+    assert [m.candidate.node_id for m in ranked(pool)] == ["w41", "w81", "wc1"]
+
+
+def test_the_rank_table_decides_by_host_name_id_or_address_and_device() -> None:
+    table = v.RankTable(
+        (v.RankTableEntry(0, "beta", 1), v.RankTableEntry(1, "10.0.0.1", 0), v.RankTableEntry(2, "ID-b", 0))
+    )
+    alpha, beta = v.Host("ID-a", "alpha", "10.0.0.1"), v.Host("ID-b", "beta", "10.0.0.2")
+    pool = [
+        candidate("0", beta, v.Device(index=0)),
+        candidate("1", alpha, v.Device(), local_index=0),
+        candidate("2", beta, v.Device(index=1)),
+    ]
+    ordered = ranks.in_order(pool, limit=3, table=table)
+    assert [c.node_id for c in ordered] == ["2", "1", "0"]
+    assert ranks.table_entry(table, pool[0]) == table.entries[2]
+    assert ranks.table_entry(table, candidate("3", alpha, v.Device(index=5))) is None

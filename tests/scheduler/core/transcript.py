@@ -1,0 +1,204 @@
+"""Transcripts of a job: commands in, what the machine answers below each, rewritable.
+
+A line ``> TIME COMMAND ...`` is stepped; the lines up to the next blank line are what came of it. Run the
+tests with ``REWRITE_TRANSCRIPTS=1`` to write down what the machine says now, then read the diff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from scheduler.core import values as v
+from scheduler.core.job import Job
+from scheduler.core.rank_table import parse_rank_table
+
+Arguments = dict[str, str]
+
+
+def candidate(node_id: str, options: Arguments, worker_num: int) -> v.Candidate:
+    host = options.get("host", f"host-{node_id}")
+    facts = [pair.split(":") for pair in options.get("facts", "").split(",") if pair]
+    return v.Candidate(
+        node_id=node_id,
+        incarnation=int(options.get("inc", "1")),
+        host=v.Host(options.get("hostid", f"id-{host}"), host, options.get("address", "10.0.0.1"), ""),
+        device=v.Device(index=int(options.get("device", "-1"))),
+        worker_num=int(options.get("num", worker_num)),
+        worker_min=int(options.get("min", "0")),
+        backend=options.get("backend", "tcp"),
+        spare="spare" in options,
+        facts=tuple((key, value) for key, value in facts),
+    )
+
+
+def show_message(message: v.Message) -> str:
+    if isinstance(message, v.Welcome):
+        return "Welcome as spare" if message.spare else "Welcome"
+    if isinstance(message, v.Waiting):
+        return f"Waiting {message.present}/{message.needed}: {message.sentence}"
+    if isinstance(message, v.Assignment):
+        members = " ".join(member.candidate.node_id for member in message.members)
+        parts = [f"Assignment g{message.generation} rank {message.rank} of [{members}]"]
+        if message.state_source_rank >= 0:
+            parts.append(f"state from {message.state_source_rank} to {list(message.newcomer_ranks)}")
+        if message.switch_after_step >= 0:
+            parts.append(f"after step {message.switch_after_step}")
+        return ", ".join([*parts, *(f"lost: {sentence}" for sentence in message.lost)])
+    if isinstance(message, v.UniqueIds):
+        return f"UniqueIds g{message.generation} x{len(message.unique_ids)}"
+    if isinstance(message, v.GroupBuilt):
+        return f"GroupBuilt g{message.generation}"
+    if isinstance(message, v.Suspended):
+        return f"Suspended g{message.generation} for {message.wait_s:g} s"
+    if isinstance(message, v.Quiesce):
+        return f"Quiesce g{message.generation}: {message.reason}"
+    if isinstance(message, v.Refused):
+        return f"Refused {message.code.name}: {message.sentence}"
+    return f"Ended {'well' if message.ok else 'badly'}: {message.reason}"
+
+
+def show_record(record: v.Record) -> str:
+    name = type(record).__name__
+    if isinstance(record, v.JobOpened):
+        return f"{name} {record.worker_num}/{record.worker_min}"
+    if isinstance(record, v.Admitted):
+        return f"{name} {record.candidate.node_id}#{record.candidate.incarnation}"
+    if isinstance(record, v.LeavePlanned):
+        return f"{name} {record.node_id}#{record.incarnation}"
+    if isinstance(record, v.Removed):
+        return f"{name} {record.node_id}#{record.incarnation}{' finished' if record.finished else ''}"
+    if isinstance(record, v.GenerationFormed):
+        members = " ".join(
+            f"{m.candidate.node_id}({m.local_rank}/{m.local_world_size})" for m in record.members
+        )
+        return f"{name} g{record.generation} [{members}]"
+    if isinstance(record, v.GroupEstablished | v.GenerationEnded):
+        return f"{name} g{record.generation}"
+    return f"{name} {'well' if record.ok else 'badly'}"
+
+
+class Player:
+    """Plays one transcript."""
+
+    def __init__(self) -> None:
+        self.settings = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)
+        self.job = Job("job", self.settings)
+        self.records: list[v.Record] = []
+        self.sent: set[v.SessionId] = set()
+        self.over: set[v.SessionId] = set()
+
+    def play(self, lines: list[str]) -> Iterator[str]:
+        """The transcript with the machine's answers."""
+        for line in lines:
+            if line.startswith("> "):
+                yield line
+                yield from self._command(line[2:].split())
+            elif line.startswith("#"):
+                yield line
+            elif not line:
+                yield ""
+
+    def _command(self, words: list[str]) -> Iterator[str]:
+        if words[0] == "settings":
+            self._configure(words[1:])
+            return
+        now, name = float(words[0]), words[1]
+        options = dict(word.partition("=")[::2] for word in words[2:])
+        if name == "restart":
+            self._restart(now)
+        elif name == "view":
+            yield from self._view(now)
+        else:
+            event = EVENTS[name](words[2:], options, self.settings)
+            decision = self.job.step(event, now)
+            yield from self._show(decision)
+
+    def _configure(self, words: list[str]) -> None:
+        values = dict(word.split("=") for word in words)
+        table = None
+        if "table" in values:
+            servers: dict[str, list[object]] = {}
+            for rank, place in enumerate(values["table"].split(",")):
+                host, device = place.split(":")
+                servers.setdefault(host, []).append({"device_id": device, "rank_id": str(rank)})
+            document = {"server_list": [{"server_id": h, "device": d} for h, d in servers.items()]}
+            table = parse_rank_table(document)
+        self.settings = v.Settings(
+            worker_num=int(values.get("num", "2")),
+            worker_min=int(values.get("min", "0")),
+            spares=int(values.get("spares", "0")),
+            topo_timeout_s=float(values.get("topo", "30")),
+            node_timeout_s=float(values.get("node", "5")),
+            heartbeat_interval_s=1.0,
+            stall_timeout_s=float(values.get("stall", "60")),
+            ranks_per_unique_id=int(values.get("per_id", "128")),
+            rank_table=table,
+        )
+        self.job = Job("job", self.settings)
+
+    def _restart(self, now: float) -> None:
+        before = self.job
+        self.job = Job.recover("job", self.settings, self.records, now)
+        assert self.job._ledger == before._ledger, "what was recovered differs from what was"
+        self.over |= self.sent
+
+    def _view(self, now: float) -> Iterator[str]:
+        view = self.job.view(now)
+        yield f"  {view.state} g{view.generation} {view.worker_num}/{view.worker_min}"
+        for w in view.workers:
+            yield f"    {w.rank} {w.candidate.node_id} {w.state} step {w.step} silent {w.silent_s:g}"
+        yield from (f"    missing {name}" for name in view.missing)
+        if view.reason:
+            yield f"    {view.reason}"
+
+    def _show(self, decision: v.Decision) -> Iterator[str]:
+        self.records += decision.records
+        yield from (f"  * {show_record(record)}" for record in decision.records)
+        for session, message in decision.messages:
+            assert session not in self.over, f"message to session {session} after its last one"
+            self.sent.add(session)
+            if isinstance(message, v.Refused | v.Ended):
+                self.over.add(session)
+            yield f"  -> {session} {show_message(message)}"
+        if decision.reason:
+            yield f"  = {decision.reason}"
+        deadline = self.job.deadline()
+        yield f"  next {'never' if deadline is None else f'{deadline:g}'}"
+
+
+def joined(words: list[str], options: Arguments, settings: v.Settings) -> v.Event:
+    generation, _, rank = options.get("held", "0/-1").partition("/")
+    return v.Joined(
+        int(words[0]),
+        candidate(words[1], options, settings.worker_num or 2),
+        int(generation),
+        int(rank or "-1"),
+        "built" in options,
+        int(options.get("step", "0")),
+    )
+
+
+def heard(words: list[str], options: Arguments, settings: v.Settings) -> v.Event:
+    session, generation, step = (int(word) for word in words[:3])
+    recent = []
+    for item in options.get("recent", "").split(","):
+        if item:
+            sequence, name, size, done = item.split(":")
+            recent.append(v.Collective(int(sequence), name, "world", "float32", int(size), done == "done"))
+    return v.Heard(session, generation, step, int(options.get("started", step)), 1.0, tuple(recent))
+
+
+EVENTS: dict[str, Callable[[list[str], Arguments, v.Settings], v.Event]] = {
+    "join": joined,
+    "heard": heard,
+    "ids": lambda w, o, s: v.UniqueIdsPublished(int(w[0]), int(w[1]), (b"secret",) * int(o.get("count", 1))),
+    "built": lambda w, o, s: v.BuiltReported(int(w[0]), int(w[1])),
+    "quiesced": lambda w, o, s: v.QuiescedReported(int(w[0]), int(w[1]), int(w[2])),
+    "suspect": lambda w, o, s: v.PeerSuspected(int(w[0]), int(w[1]), int(w[2]), "connection reset"),
+    "request-leave": lambda w, o, s: v.LeaveRequested(int(w[0]), int(w[1]), "SIGTERM"),
+    "leave": lambda w, o, s: v.LeftCleanly(int(w[0]), int(w[1]), "finished" in o, ""),
+    "lost": lambda w, o, s: v.SessionLost(int(w[0]), "reset"),
+    "drain": lambda w, o, s: v.DrainRequested(w[0], "maintenance"),
+    "expel": lambda w, o, s: v.Expel(w[0], "certificate revoked"),
+    "tick": lambda w, o, s: v.Tick(),
+}
