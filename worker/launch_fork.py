@@ -23,8 +23,17 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-WARM_MODULES = ("numpy",)
-WARM_WITH_TLS = ("certs.store", "certs.tls", "certs.grpc_credentials", "grpc", "grpc.aio")
+WARM_MODULES = (
+    "numpy",
+    "worker.host",
+    "worker.session",
+    "worker.process",
+    "worker.collectives",
+    "worker.communicators.tcp",
+)
+"""What a CPU worker imports between ``import worker`` and its first collective, gRPC excepted."""
+
+WARM_WITH_TLS = ("worker.channel", "certs.preflight", "grpc", "grpc.experimental", "encodings.idna")
 
 
 def refusal(command: Sequence[str], env: Mapping[str, str]) -> str:
