@@ -1,0 +1,166 @@
+"""Processes on the GPUs of one host with an NCCL communicator among them, and no scheduler.
+
+For benchmarks and tests of what stands on a communicator: the unique id goes through a pipe. What a session
+does besides (security, death, replacement) is absent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from worker.communicators.base import Membership, Peer
+
+SAFE_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""NVLink multicast off: figures are then comparable between hosts that share their switches and others."""
+
+
+class FleetError(RuntimeError):
+    """A process of the fleet raised, died or did not answer in time."""
+
+
+class Fleet:
+    """``size`` processes, one per GPU, that call functions on demand. A context manager.
+
+    Args:
+        size: how many.
+        timeout_s: deadline for forming, and default for :meth:`run`.
+        communicate: build an NCCL communicator; False: functions get None.
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 120, communicate: bool = True) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, communicate), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        try:
+            if communicate:
+                self._form()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _form(self) -> None:
+        self._pipes[0].send(("mint", None, {}))
+        ids = self._receive(0, time.monotonic() + self.timeout_s)
+        for pipe in self._pipes:
+            pipe.send(("connect", ids, {"timeout_s": self.timeout_s}))
+        self._collect(range(self.size), self.timeout_s)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *,
+        ranks: list[int] | None = None,
+        timeout_s: float | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Calls ``function(communicator, **arguments)`` on ``ranks`` (None: all) at once.
+
+        Returns:
+            What each returned, in order of rank.
+
+        Raises:
+            FleetError: one raised, died or took too long; the fleet is of no more use then.
+        """
+        chosen = list(range(self.size)) if ranks is None else ranks
+        for rank in chosen:
+            self._pipes[rank].send(("call", function, arguments))
+        return self._collect(chosen, self.timeout_s if timeout_s is None else timeout_s)
+
+    def _collect(self, ranks: Any, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        return [self._receive(rank, deadline) for rank in ranks]
+
+    def _receive(self, rank: int, deadline: float) -> Any:
+        if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+            raise FleetError(f"rank {rank} did not answer in time")
+        try:
+            failed, value = self._pipes[rank].recv()
+        except EOFError:
+            raise FleetError(f"rank {rank} died") from None
+        if failed:
+            raise FleetError(f"rank {rank} raised:\n{value}")
+        return value
+
+    def kill(self) -> None:
+        """Ends all processes at once."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def __enter__(self) -> Fleet:
+        """The fleet itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the communicators, or kills everything after an error."""
+        if kind is None:
+            for pipe in self._pipes:
+                pipe.send(("close", None, {}))
+            for process in self.processes:
+                process.join(30)
+        self.kill()
+
+
+def hand_made_membership(rank: int, size: int, ids: tuple[bytes, ...]) -> Membership:
+    """Generation 1 of ``size`` ranks of this host, rank r on GPU r."""
+    peers = tuple(Peer(r, f"gpu{r}", r + 1, "here", "here", "", r) for r in range(size))
+    return Membership("bench", 1, "world", rank, peers, ids)
+
+
+def _serve(pipe: Connection, rank: int, size: int, communicate: bool) -> None:
+    os.environ.update(SAFE_ENVIRONMENT)
+    import torch
+
+    torch.cuda.set_device(rank)
+    communicator: Any = None
+    backend: Any = None
+    if communicate:
+        from worker.communicators.nccl import NcclBackend
+
+        backend = NcclBackend(device_index=rank)
+    while True:
+        try:
+            word, argument, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            value: Any = None
+            if word == "mint":
+                value = backend.mint_unique_ids(1)
+            elif word == "connect":
+                membership = hand_made_membership(rank, size, argument)
+                communicator = backend.connect(membership, cancelled=_nothing, **arguments)
+            elif word == "call":
+                value = argument(communicator, **arguments)
+            elif word == "close":
+                if communicator is not None:
+                    communicator.close()
+                return
+            pipe.send((False, value))
+        except Exception:
+            pipe.send((True, traceback.format_exc()))
+
+
+def _nothing() -> None:
+    return None

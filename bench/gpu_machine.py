@@ -1,0 +1,53 @@
+"""What a GPU figure was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from typing import Any
+
+_PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "nccl4py", "triton", "numpy")
+
+
+def describe_machine(communicator: Any = None) -> dict[str, Any]:
+    """Facts of this host, its GPUs and the libraries at work. Runs in a process of a fleet or alone."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": _driver(),
+        "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+    if communicator is not None:
+        from nccl.bindings import nccl
+
+        facts["nccl"] = nccl.get_version()
+        facts["nccl_library"] = str(nccl.get_library_path()).rpartition("/")[2]
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    except OSError:
+        return ""
+    return output.splitlines()[0].strip() if output else ""

@@ -1,0 +1,190 @@
+"""AllReduce on the GPUs of this host: ours, torch.distributed, and NVIDIA's nccl-tests where it was built.
+
+    python -m bench.nccl_allreduce --gpus 4 --nccl-tests ./build/all_reduce_perf --json results.json
+
+Bus bandwidth as nccl-tests defines it: ``size / time * 2 * (n - 1) / n``, in place, in GB/s (10**9 bytes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_fleet import SAFE_ENVIRONMENT, Fleet
+from bench.gpu_machine import describe_machine
+
+GRADIENT_BYTES = 25_557_032 * 4
+"""ResNet-50's gradients in float32 (1000 classes)."""
+SIZES = (4, 1024, 64 * 1024, 2**20, 16 * 2**20, GRADIENT_BYTES, 2**28, 2**30, 2**32)
+_BURST = 200
+
+
+def measure(
+    communicator: Any, *, kind: str, sizes: tuple[int, ...], init_file: str = ""
+) -> list[dict[str, Any]]:
+    """Runs in each process of a fleet: times in-place AllReduce of float32 by size in bytes.
+
+    Args:
+        communicator: ours.
+        kind: "muster", "muster-cupy" or "torch".
+        sizes: in bytes.
+        init_file: where torch.distributed's processes meet.
+    """
+    call, make, synchronize, barrier = _caller(communicator, kind, init_file)
+    rows = []
+    for size in sizes:
+        array = make(size // 4)
+        for _ in range(5):
+            call(array)
+        synchronize()
+        iterations = 20 if size >= 2**28 else _BURST
+        issues, totals = [], []
+        for _ in range(3 if size >= 2**28 else 7):
+            barrier()
+            begin = time.perf_counter()
+            for _ in range(iterations):
+                call(array)
+            issued = time.perf_counter()
+            synchronize()
+            totals.append((time.perf_counter() - begin) / iterations)
+            issues.append((issued - begin) / iterations)
+        rows.append(
+            {"bytes": size, "issue_us": min(issues) * 1e6, "time_us": statistics.median(totals) * 1e6}
+        )
+        del array
+    if kind == "torch":
+        import torch
+
+        torch.distributed.destroy_process_group()
+    return rows
+
+
+def _caller(communicator: Any, kind: str, init_file: str) -> tuple[Any, Any, Any, Any]:
+    from worker.communicators.base import ReduceOp
+
+    op = ReduceOp.SUM
+    if kind == "muster-cupy":
+        import cupy
+
+        cupy.cuda.Device(communicator.device_index).use()
+        all_reduce = communicator.all_reduce
+        return (
+            lambda array: all_reduce(array, array, op),
+            lambda count: cupy.zeros(count, dtype=cupy.float32),
+            cupy.cuda.Device().synchronize,
+            communicator.barrier,
+        )
+    import torch
+
+    def make(count: int) -> Any:
+        return torch.zeros(count, device="cuda")
+
+    if kind == "muster":
+        all_reduce = communicator.all_reduce
+        return lambda array: all_reduce(array, array, op), make, torch.cuda.synchronize, communicator.barrier
+    torch.distributed.init_process_group(
+        "nccl",
+        init_method=f"file://{init_file}",
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+        device_id=torch.device("cuda", communicator.device_index),
+    )
+    return torch.distributed.all_reduce, make, torch.cuda.synchronize, communicator.barrier
+
+
+def run_nccl_tests(binary: Path, gpus: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Runs ``all_reduce_perf`` in place for each size; the average of its own iterations."""
+    rows = []
+    for size in sizes:
+        count = "20" if size >= 2**28 else "200"
+        output = subprocess.run(
+            [
+                str(binary),
+                "-b",
+                str(size),
+                "-e",
+                str(size),
+                "-g",
+                str(gpus),
+                "-n",
+                count,
+                "-w",
+                "5",
+                "-c",
+                "0",
+            ],
+            env={**os.environ, **SAFE_ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=True,
+        ).stdout
+        for line in output.splitlines():
+            words = line.split()
+            if words and words[0] == str(size):
+                # size count type redop root | out-of-place: time algbw busbw wrong | in-place: the same
+                rows.append({"bytes": size, "time_us": float(words[9])})
+    return rows
+
+
+def add_bus_bandwidth(rows: list[dict[str, Any]], gpus: int) -> list[dict[str, Any]]:
+    """Adds ``bus_gb_s`` to rows of ``bytes`` and ``time_us``."""
+    for row in rows:
+        row["bus_gb_s"] = row["bytes"] / (row["time_us"] * 1e-6) * 2 * (gpus - 1) / gpus / 1e9
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """This benchmark's arguments."""
+    parser.add_argument("--gpus", type=int, default=4, help="how many GPUs of this host (default 4)")
+    parser.add_argument("--nccl-tests", type=Path, help="an all_reduce_perf that you built from nccl-tests")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="in bytes, multiples of 4")
+    parser.add_argument("--json", type=Path, help="write the results here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit code."""
+    sizes, gpus = tuple(arguments.sizes), arguments.gpus
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as directory, Fleet(gpus, timeout_s=240) as fleet:
+        machine = fleet.run(describe_machine)[0]
+        for kind in ("muster", "muster-cupy", "torch"):
+            per_rank = fleet.run(measure, kind=kind, sizes=sizes, init_file=f"{directory}/meet")
+            kinds[kind] = add_bus_bandwidth(_slowest(per_rank), gpus)
+    if arguments.nccl_tests:
+        kinds["nccl-tests"] = add_bus_bandwidth(run_nccl_tests(arguments.nccl_tests, gpus, sizes), gpus)
+    for kind, rows in kinds.items():
+        for row in rows:
+            issue = f"  issue {row['issue_us']:8.2f} us" if "issue_us" in row else ""
+            print(
+                f"{kind:12} {row['bytes']:>11} B  {row['time_us']:10.2f} us"
+                f"  {row['bus_gb_s']:8.2f} GB/s{issue}"
+            )
+    if arguments.json:
+        report = {
+            "benchmark": "allreduce",
+            "backend": "nccl",
+            "gpus": gpus,
+            "machine": machine,
+            "results": kinds,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _slowest(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [max(rows, key=lambda row: float(row["time_us"])) for rows in zip(*per_rank, strict=True)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    sys.exit(run(parser.parse_args()))

@@ -1,0 +1,412 @@
+"""What the GPU tests run in each process of a fleet; each asserts, or returns facts for the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from worker.capture import capture_step
+from worker.communicators.base import Membership, ReduceOp
+from worker.communicators.nccl import NcclBackend, PreMultipliedSum
+from worker.errors import (
+    ArrayError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    CommunicatorError,
+    FormationTimeoutError,
+    MembershipChanged,
+)
+from worker.torch_data_parallel import DataParallel
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "uint8", "int32", "int64")
+
+
+def part_of(rank: int, count: int, dtype: str) -> Any:
+    """Small numbers, exact in every dtype, different by rank and place."""
+    return ((torch.arange(count) % 3) + rank + 1).to(getattr(torch, dtype)).cuda()
+
+
+def check_all_reduce(comm: Any) -> None:
+    parts = lambda dtype: [part_of(r, 17, dtype).cpu().double() for r in range(comm.world_size)]  # noqa: E731
+    expected = {
+        ReduceOp.SUM: lambda p: torch.stack(p).sum(0),
+        ReduceOp.MAX: lambda p: torch.stack(p).max(0).values,
+        ReduceOp.MIN: lambda p: torch.stack(p).min(0).values,
+        ReduceOp.PROD: lambda p: torch.stack(p).prod(0),
+        ReduceOp.MEAN: lambda p: torch.stack(p).mean(0),
+    }
+    for dtype in (*FLOATS, *INTEGERS):
+        for op, reduce in expected.items():
+            if op is ReduceOp.MEAN and dtype in INTEGERS:
+                continue
+            if op is ReduceOp.PROD and dtype == "int8" and comm.world_size > 3:
+                continue  # beyond 127
+            send = part_of(comm.rank, 17, dtype)
+            recv = torch.full_like(send, -1 if dtype != "uint8" else 99)
+            comm.all_reduce(send, recv, op)
+            torch.testing.assert_close(recv.cpu().double(), reduce(parts(dtype)), msg=f"{dtype} {op}")
+            comm.all_reduce(send, send, op, async_op=True).wait()
+            assert torch.equal(send, recv), f"{dtype} {op} in place"
+    for dtype in FLOATS:
+        data = part_of(comm.rank, 9, dtype)
+        comm.all_reduce(data, data, PreMultipliedSum(0.5))
+        torch.testing.assert_close(
+            data.cpu().double(), sum(part_of(r, 9, dtype).cpu().double() for r in range(comm.world_size)) / 2
+        )
+
+
+def check_others(comm: Any) -> None:
+    size, rank = comm.world_size, comm.rank
+    own = torch.arange(5, device="cuda") + 100 * rank
+    everything = torch.cat([torch.arange(5) + 100 * r for r in range(size)])
+    recv = torch.zeros(5 * size, dtype=torch.int64, device="cuda")
+    comm.all_gather(own, recv)
+    assert torch.equal(recv.cpu(), everything)
+    for root in range(size):
+        target = torch.zeros_like(recv)
+        comm.gather(own, target if rank == root else None, root)
+        assert rank != root or torch.equal(target.cpu(), everything)
+        part = torch.zeros_like(own)
+        comm.scatter(recv + root if rank == root else None, part, root)
+        assert torch.equal(part, own + root)
+        buffer = own.clone()
+        comm.broadcast(buffer, root)
+        assert torch.equal(buffer.cpu(), torch.arange(5) + 100 * root)
+        total = torch.zeros_like(own)
+        comm.reduce(own, total if rank == root else None, ReduceOp.SUM, root)
+        assert rank != root or torch.equal(total.cpu(), everything.view(size, 5).sum(0))
+    scattered = torch.zeros_like(own)
+    comm.reduce_scatter(recv, scattered, ReduceOp.SUM)
+    assert torch.equal(scattered, own * size)
+    send = torch.arange(size * 2, device="cuda") + 10 * rank
+    back = torch.zeros_like(send)
+    comm.all_to_all(send, back, async_op=True).wait()
+    assert back.cpu().tolist() == [2 * rank + j + 10 * peer for peer in range(size) for j in range(2)]
+    comm.barrier()
+
+
+def check_send_recv_and_group(comm: Any) -> None:
+    size, rank = comm.world_size, comm.rank
+    own, got = torch.full((3,), float(rank), device="cuda"), torch.zeros(3, device="cuda")
+    with comm.group():
+        comm.send(own, (rank + 1) % size)
+        comm.recv(got, (rank - 1) % size)
+    assert got.tolist() == [float((rank - 1) % size)] * 3
+    if rank == 0:
+        comm.send(own + 7, 1)
+    if rank == 1:
+        comm.recv(got, 0)
+        assert got.tolist() == [7.0] * 3
+    first, second = torch.ones(4, device="cuda"), torch.ones(4, device="cuda", dtype=torch.bfloat16)
+    with comm.group():
+        comm.all_reduce(first, first, ReduceOp.SUM)
+        comm.all_reduce(second, second, ReduceOp.MEAN)
+    assert first.tolist() == [size] * 4 and second.tolist() == [1] * 4
+    with pytest.raises(CommunicatorError, match="async_op inside group"), comm.group():
+        comm.all_reduce(first, first, ReduceOp.SUM, async_op=True)
+
+
+def check_streams(comm: Any) -> None:
+    """A collective must wait for what its own stream does, and be waited for on it."""
+    for kind in ("current", "async"):
+        stream = torch.cuda.Stream()
+        data = torch.zeros(1 << 20, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            data.fill_(comm.rank + 1)
+            work = comm.all_reduce(data, data, ReduceOp.SUM, async_op=kind == "async")
+            assert not work.done()
+            work.wait()
+            result = data * 2
+        stream.synchronize()
+        expected = float(comm.world_size * (comm.world_size + 1))
+        assert bool((result == expected).all()), kind
+        assert work.done()
+
+
+def check_cupy_and_interfaces(comm: Any) -> None:
+    import cupy
+
+    cupy.cuda.Device(comm.device_index).use()
+    size = comm.world_size
+    array = cupy.full(6, comm.rank + 1, dtype=cupy.float32)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array *= 2
+        comm.all_reduce(array, array, ReduceOp.SUM)
+        array += 1
+        stream.synchronize()
+    assert array.get().tolist() == [size * (size + 1) + 1] * 6
+    work = comm.all_reduce(array, array, ReduceOp.MEAN, async_op=True)
+    work.wait()
+    assert array.get().tolist() == [size * (size + 1) + 1] * 6
+
+    class Interface:
+        def __init__(self, inner: Any) -> None:
+            self.__cuda_array_interface__ = inner.__cuda_array_interface__
+            self.inner = inner
+
+    class DLPack:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.inner.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self.inner.__dlpack_device__()
+
+    for wrap in (Interface, DLPack):
+        inner = cupy.ones(3, dtype=cupy.float64)
+        cupy.cuda.Device().synchronize()
+        comm.all_reduce(wrap(inner), wrap(inner), ReduceOp.SUM)
+        torch.cuda.synchronize()
+        assert inner.get().tolist() == [size] * 3
+    with pytest.raises(ArrayError, match="not C-contiguous"):
+        comm.broadcast(cupy.zeros((4, 4))[:, ::2], 0)
+    with pytest.raises(ArrayError, match="not C-contiguous"):
+        comm.broadcast(Interface(cupy.zeros((4, 4))[:, ::2]), 0)
+
+
+def check_wrong_use(comm: Any) -> None:
+    good = torch.zeros(8, device="cuda")
+    wrong = {
+        "not C-contiguous": torch.zeros(8, 8, device="cuda")[:, ::2],
+        "tensor on a GPU": torch.zeros(8),
+        "array on a GPU": np.zeros(8),
+        "no dtype complex64": torch.zeros(8, dtype=torch.complex64, device="cuda"),
+        f"on GPU {(comm.device_index + 1) % 2}": torch.zeros(8, device=f"cuda:{(comm.device_index + 1) % 2}"),
+    }
+    for words, array in wrong.items():
+        with pytest.raises(ArrayError, match=words):
+            comm.all_reduce(array, array, ReduceOp.SUM)
+    with pytest.raises(ArrayError, match="do not fit"):
+        comm.all_reduce(good, torch.zeros(9, device="cuda"), ReduceOp.SUM)
+    with pytest.raises(ArrayError, match="do not fit"):
+        comm.all_gather(good, good)
+    with pytest.raises(ArrayError, match="do not fit"):
+        comm.all_reduce(good, good.double(), ReduceOp.SUM)
+    with pytest.raises(ArrayError, match="divided"):
+        odd = torch.zeros(2 * comm.world_size + 1, device="cuda")
+        comm.all_to_all(odd, odd.clone())
+    with pytest.raises(CommunicatorError, match="root 9"):
+        comm.broadcast(good, 9)
+    comm.all_reduce(good, good, ReduceOp.SUM)  # and nothing is broken
+    comm.barrier()
+
+
+def check_groups(comm: Any) -> None:
+    """Rank order of a group is that of its list; ranks outside get None."""
+    order = [comm.world_size - 1, 0]
+    group = comm.split("ends", order)
+    assert (group is not None) == (comm.rank in order)
+    if group is not None:
+        assert group.rank == order.index(comm.rank) and group.world_size == 2
+        data = torch.full((2,), float(comm.rank), device="cuda")
+        group.broadcast(data, 0)
+        assert data.tolist() == [comm.world_size - 1.0] * 2
+        group.close()
+        with pytest.raises(CommunicatorAbortedError):
+            group.barrier()
+    comm.barrier()
+
+
+def net(channels_last: bool = False) -> Any:
+    torch.manual_seed(11)
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, stride=2, bias=False),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 32, 3, bias=False),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(32 * 5 * 5, 10),
+    )
+    layers = layers.cuda()
+    return layers.to(memory_format=torch.channels_last) if channels_last else layers
+
+
+def data(step: int, samples: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(samples, 3, 15, 15, generator=generator).cuda()
+    return images, torch.randint(0, 10, (samples,), generator=generator).cuda()
+
+
+def exact() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+
+
+def train(model: Any, rank: int, size: int, steps: int = 20) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        images, labels = data(step, 16)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images[rank::size]), labels[rank::size]).backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def check_data_parallel(comm: Any) -> float:
+    """After 20 steps the parameters are those of one process on the whole batches; returns the difference."""
+    exact()
+    worst = 0.0
+    for channels_last, bucket_bytes in ((False, 1 << 20), (True, 4096)):
+        options = {"bucket_bytes": bucket_bytes, "first_bytes": bucket_bytes}
+        model = DataParallel(net(channels_last), communicator=comm, **options)
+        ours = train(model, comm.rank, comm.world_size)
+        alone = train(net(channels_last), 0, 1)
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(ours, alone, strict=True)))
+    assert worst < 1e-5, worst
+    return worst
+
+
+def check_compression(comm: Any) -> None:
+    exact()
+    model = DataParallel(net(), communicator=comm, compression="bf16")
+    ours, alone = train(model, comm.rank, comm.world_size, 5), train(net(), 0, 1, 5)
+    assert any(not torch.equal(a, b) for a, b in zip(ours, alone, strict=True))
+    for a, b in zip(ours, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def losses_of(comm: Any, capture: bool, steps: int = 12) -> tuple[list[float], Any]:
+    model = DataParallel(net(), communicator=comm, bucket_bytes=4096, first_bytes=1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    step = capture_step(
+        lambda images, labels: torch.nn.functional.cross_entropy(model(images), labels),
+        model,
+        optimizer,
+        capture=capture,
+        clip_norm=5.0,
+    )
+    losses = []
+    for number in range(steps):
+        if number == 8:
+            optimizer.param_groups[0]["lr"] = 0.01
+        images, labels = data(number, 16 if number != 9 else 8)  # one batch of another shape
+        losses.append(step(images[comm.rank :: comm.world_size], labels[comm.rank :: comm.world_size]).item())
+    return losses, step
+
+
+def check_capture(comm: Any) -> None:
+    """Same losses as eagerly, through a change of the learning rate and an uneven batch."""
+    exact()
+    eager, _ = losses_of(comm, capture=False)
+    captured, step = losses_of(comm, capture=True)
+    assert step.reason is None and step.captured, step.reason
+    np.testing.assert_allclose(captured, eager, rtol=1e-5)
+    assert eager[0] != eager[-1]
+    images, labels = data(99, 16)
+    step.feed(images.cpu().pin_memory(), labels.cpu().pin_memory())
+    fed = float(step())
+    assert np.isfinite(fed)
+    step.release()
+    assert not step.captured
+    comm.barrier()
+
+
+def check_capture_falls_back(comm: Any) -> str:
+    """A step that reads the GPU cannot be captured: it goes on eagerly, with the reason."""
+    model = DataParallel(net(), communicator=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = capture_step(
+        lambda images, labels: (
+            torch.nn.functional.cross_entropy(model(images), labels) * float(labels.sum().item() > 0)
+        ),
+        model,
+        optimizer,
+    )
+    images, labels = data(0, 8)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(5):
+        step(images, labels)
+    assert step.reason and not step.captured
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    comm.barrier()
+    return str(step.reason)
+
+
+def check_abort_with_graph(comm: Any) -> float:
+    """Rank 0 hangs in a captured step that no other rank runs; an abort from a thread frees it."""
+    _, step = losses_of(comm, capture=True)
+    if comm.rank:
+        time.sleep(3)
+        comm.abort(MembershipChanged("the others went first", generation=1))
+        return 0.0
+    images, labels = data(0, 16)
+    half = images[:: comm.world_size].contiguous(), labels[:: comm.world_size].contiguous()
+    error = MembershipChanged("rank 1 is gone", generation=1)
+    taken = []
+
+    def abort() -> None:
+        time.sleep(0.5)
+        begin = time.monotonic()
+        comm.abort(error)
+        taken.append(time.monotonic() - begin)
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    step(*half)
+    with pytest.raises(MembershipChanged):
+        comm.synchronize()
+    thread.join()
+    with pytest.raises(MembershipChanged):
+        comm.all_reduce(images, images, ReduceOp.SUM)
+    torch.cuda.synchronize()
+    return taken[0]
+
+
+def check_timeout(comm: Any) -> str:
+    """A barrier that only rank 0 calls ends at the deadline."""
+    if comm.rank:
+        time.sleep(2.5)
+        comm.barrier()
+        return ""
+    comm.timeout_s = 1.0
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        comm.barrier()
+    comm.timeout_s = 60.0
+    torch.cuda.synchronize()  # rank 1 comes after all
+    return str(caught.value)
+
+
+def check_formation_deadline(comm: Any, ids: tuple[bytes, ...]) -> str:
+    """A member that never comes is named when the deadline is over."""
+    backend = NcclBackend(device_index=comm.device_index)
+    address = backend.open_endpoint("127.0.0.1")
+    peers = tuple(
+        type(peer)(
+            peer.rank,
+            peer.node_id,
+            1,
+            "h",
+            "host",
+            address if peer.rank == comm.rank else "127.0.0.1:9",
+            peer.rank,
+        )
+        for peer in comm.membership.peers
+    )
+    membership = Membership("job", 2, "world", comm.rank, peers, ids)
+    with pytest.raises(FormationTimeoutError) as caught:
+        backend.connect(membership, timeout_s=1.5, cancelled=lambda: None)
+    backend.close()
+    return str(caught.value)
+
+
+def check_formation_cancelled(comm: Any) -> float:
+    backend = NcclBackend(device_index=comm.device_index)
+    membership = Membership("job", 2, "world", comm.rank, comm.membership.peers, backend.mint_unique_ids(1))
+    begin = time.monotonic()
+    stop = MembershipChanged("another generation came", generation=2)
+    with pytest.raises(MembershipChanged):
+        backend.connect(
+            membership, timeout_s=30, cancelled=lambda: stop if time.monotonic() - begin > 0.5 else None
+        )
+    return time.monotonic() - begin

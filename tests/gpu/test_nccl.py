@@ -1,0 +1,70 @@
+"""NCCL, DataParallel and captured steps on real GPUs, one process each, without a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+if GPUS < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
+
+from bench.gpu_fleet import Fleet  # noqa: E402
+from tests.gpu import checks  # noqa: E402
+
+SIZES = [size for size in (2, 4) if size <= GPUS]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def fleet(request: Any) -> Iterator[Fleet]:
+    with Fleet(request.param, timeout_s=90) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.check_all_reduce,
+        checks.check_others,
+        checks.check_send_recv_and_group,
+        checks.check_streams,
+        checks.check_cupy_and_interfaces,
+        checks.check_wrong_use,
+        checks.check_groups,
+        checks.check_data_parallel,
+        checks.check_compression,
+        checks.check_capture,
+        checks.check_capture_falls_back,
+    ],
+)
+def test_on_every_rank(fleet: Fleet, check: Any) -> None:
+    assert len(fleet.run(check)) == fleet.size
+
+
+def test_a_collective_that_others_do_not_call_ends_at_its_deadline(fleet: Fleet) -> None:
+    message = fleet.run(checks.check_timeout)[0]
+    assert "waited for rank 1 (gpu1 on here)" in message
+
+
+def test_a_missing_rank_is_named_at_the_deadline_of_formation(fleet: Fleet) -> None:
+    message = fleet.run(checks.check_formation_deadline, ranks=[0], ids=_fresh_ids())[0]
+    assert "missing: rank 1 (gpu1 on host)" in message
+
+
+def test_formation_is_given_up_when_another_generation_comes(fleet: Fleet) -> None:
+    assert fleet.run(checks.check_formation_cancelled, ranks=[0])[0] < 10
+
+
+def test_an_abort_frees_a_rank_that_hangs_in_a_captured_step() -> None:
+    with Fleet(2, timeout_s=90) as fleet:
+        assert fleet.run(checks.check_abort_with_graph)[0] < 5
+
+
+def _fresh_ids() -> tuple[bytes, ...]:
+    from worker.communicators.nccl import NcclBackend
+
+    return NcclBackend(device_index=0).mint_unique_ids(1)
