@@ -97,10 +97,25 @@ class TcpCommunicator(Communicator):
             arrays.reduce_all(op, parts, target)
 
         def large() -> None:
-            outgoing, incoming = rings.all_reduce_plan(self._ring(), source, target, op)
-            self._ring().run(outgoing, incoming)
+            ring = self._ring()
+            ring.run(*rings.all_reduce_plan(ring, source, target, op))
 
+        if self.world_size == 2 and not self._goes_with_call(source.nbytes):
+            return self._issue(call, lambda: self._all_reduce_pair(call, source, target, op), async_op)
         return self._collective(call, source, small, large, async_op)
+
+    def _all_reduce_pair(self, call: Call, source: NumpyArray, target: NumpyArray, op: ReduceOp) -> None:
+        """Two ranks need no agreement before the data: each sees the other's call in front of it."""
+        ring = self._ring()
+        mine = self._next(call)
+        outgoing, incoming = rings.all_reduce_plan(ring, source, target, op)
+        outgoing.precede(blocks_frame(FrameKind.CALLS, [(mine, _NOTHING)]))
+        theirs = FrameIn(ring.left)
+        self._mover.run([outgoing], [theirs], self._deadline, until=theirs)
+        self._links.expect_calls(theirs, mine, 1)
+        if theirs.blocks[0][0] != mine:
+            raise self._links.mismatch({self.rank: mine, 1 - self.rank: theirs.blocks[0][0]})
+        ring.run(outgoing, incoming)
 
     def reduce(
         self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
@@ -366,7 +381,7 @@ class TcpCommunicator(Communicator):
         """Issues a collective: agreement of all ranks first, data with it if small, else after it."""
         size = nbytes if nbytes >= 0 else (0 if payload is None else payload.nbytes)
         dtype = np.dtype(np.uint8) if payload is None else payload.dtype
-        with_data = size <= SMALL_BYTES and size * self.world_size <= 2 * SMALL_BYTES
+        with_data = self._goes_with_call(size)
 
         def action() -> None:
             if self.world_size == 1:
@@ -383,13 +398,20 @@ class TcpCommunicator(Communicator):
         return self._issue(call, action, async_op)
 
     def _agree(self, call: Call, payload: memoryview) -> list[memoryview]:
-        mine = replace(call, sequence=self._sequence).encode()
-        self._sequence += 1
+        mine = self._next(call)
         own = memoryview(bytes(payload))
         blocks = self._links.exchange(mine, own, self._deadline, self._check)
         if any(theirs != mine for theirs, _ in blocks):
             raise self._links.mismatch({rank: theirs for rank, (theirs, _) in enumerate(blocks)})
         return [part for _, part in blocks]
+
+    def _next(self, call: Call) -> bytes:
+        number = self._sequence
+        self._sequence += 1
+        return replace(call, sequence=number).encode()
+
+    def _goes_with_call(self, nbytes: int) -> bool:
+        return nbytes <= SMALL_BYTES and nbytes * self.world_size <= 2 * SMALL_BYTES
 
     def _ring(self) -> rings.Ring:
         size = self.world_size
@@ -402,11 +424,7 @@ class TcpCommunicator(Communicator):
         self._links.connect([*out, *into], self._deadline, self._check)
         outgoing = [Outgoing(self._links.get(r, self._deadline, self._check), [v]) for r, v in out.items()]
         incoming = [Incoming(self._links.get(r, self._deadline, self._check), [v]) for r, v in into.items()]
-        for stream in outgoing:
-            stream.connection.in_payload = True
         self._mover.run(outgoing, incoming, self._deadline)
-        for stream in outgoing:
-            stream.connection.in_payload = False
 
     def _point(self, call: Call, peer: int, source: NumpyArray | None, target: NumpyArray | None) -> None:
         """One half of a point-to-point call: both say what they call, then the data goes."""
@@ -417,10 +435,8 @@ class TcpCommunicator(Communicator):
         small = source is not None and source.nbytes <= SMALL_BYTES
         payload = as_bytes(source) if small and source is not None else _NOTHING
         incoming = FrameIn(link)
-        link.in_payload = True
         frame = blocks_frame(FrameKind.POINT, [(mine, payload)])
         self._mover.run([Outgoing(link, [memoryview(frame)])], [incoming], self._deadline)
-        link.in_payload = False
         theirs, data = incoming.blocks[0]
         other = "recv" if call.kind == "send" else "send"
         expected = replace(call, kind=other, root=self.rank, sequence=number)

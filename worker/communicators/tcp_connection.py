@@ -7,12 +7,17 @@ import select
 import socket
 import ssl
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
 
+from worker.communicators.tcp_seal import RECORD_BYTES, BrokenSealError, Sealer
 from worker.communicators.tcp_wire import GOODBYE_BYTES, Reason, goodbye, read_goodbye
 
 RECORD = 16384
 """Most bytes in one TLS record: reads and writes go in pieces of this size."""
 
+_MOST_AHEAD = 64 << 20
 _PLAIN_PIECE = 262144
 _WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
@@ -28,23 +33,33 @@ class EndOfStreamError(Exception):
 class Connection:
     """A connection to the process of rank ``peer``, handshakes done. One thread at a time uses it.
 
+    Args:
+        sock: the socket, TLS or plain.
+        peer: the rank at the other end.
+        sealer: carries the data instead of the socket's own TLS.
+
     Attributes:
         peer: the rank at the other end.
         in_payload: whether a payload was begun and not finished, so that no goodbye can follow.
         ended: the peer has said an orderly goodbye; what it sent before may still be read.
     """
 
-    def __init__(self, sock: socket.socket, peer: int) -> None:
+    def __init__(self, sock: socket.socket, peer: int, sealer: Sealer | None = None) -> None:
+        sock.setblocking(False)
         self.sock = sock
+        self.fd = sock.fileno()
         self.peer = peer
         self.in_payload = False
         self.ended = False
-        self.piece = RECORD if isinstance(sock, ssl.SSLSocket) else _PLAIN_PIECE
-        self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
         self._ahead = bytearray()
         self._blocked: memoryview | None = None
-        self.fd = sock.fileno()
-        sock.setblocking(False)
+        self._piece = _PLAIN_PIECE
+        self._read: Callable[[memoryview], int] = sock.recv_into
+        self._write: Callable[[memoryview], int] = sock.send
+        if sealer is not None:
+            self._piece, self._read, self._write = RECORD_BYTES, sealer.read, sealer.write
+        elif isinstance(sock, ssl.SSLSocket):
+            self._piece, self._read, self._write = RECORD, partial(_tls_read, sock), sock.write
 
     def read_into(self, view: memoryview) -> int:
         """Reads what is there, at most one piece, into ``view``; 0 if nothing is.
@@ -60,14 +75,13 @@ class Connection:
         if self.ended:
             raise EndOfStreamError((Reason.DONE, ""))
         try:
-            if self._tls is not None:
-                count = int(self._tls.read(len(view), view))
-            else:
-                count = self.sock.recv_into(view)
+            count = self._read(view)
         except _WOULD_BLOCK:
             return 0
         except OSError:
             raise EndOfStreamError(None) from None
+        except BrokenSealError as error:
+            raise EndOfStreamError((Reason.LOST, str(error))) from None
         if count == 0:
             raise EndOfStreamError(None)
         return count
@@ -82,30 +96,25 @@ class Connection:
         Raises:
             EndOfStreamError: the peer is gone.
         """
-        piece = view[: self.piece]
+        piece = view if len(view) <= self._piece else view[: self._piece]
         try:
-            count = self._tls.write(piece) if self._tls is not None else self.sock.send(piece)
+            count = self._write(piece)
         except _WOULD_BLOCK:
-            self._blocked = piece
-            return 0
+            count = 0
         except OSError:
             raise EndOfStreamError(self.read_ahead()) from None
-        self._blocked = None
-        return int(count)
+        self._blocked = None if count else piece
+        return count
 
     def read_ahead(self) -> tuple[Reason, str] | None:
         """Reads all that is left after the peer has hung up, keeps it, and returns its goodbye."""
-        piece = bytearray(65536)
-        view = memoryview(piece)
-        room = len(self._ahead) + (64 << 20)
-        try:
-            while len(self._ahead) < room:
-                count = self._tls.read(65536, piece) if self._tls is not None else self.sock.recv_into(piece)
+        view = memoryview(bytearray(RECORD_BYTES))
+        with contextlib.suppress(OSError, BrokenSealError):
+            while len(self._ahead) < _MOST_AHEAD:
+                count = self._read(view)
                 if not count:
                     break
-                self._ahead += view[: int(count)]
-        except OSError:
-            pass
+                self._ahead += view[:count]
         farewell = read_goodbye(bytes(self._ahead[-GOODBYE_BYTES:]))
         if farewell is not None:
             del self._ahead[-GOODBYE_BYTES:]
@@ -135,3 +144,7 @@ class Connection:
                     return
         except (EndOfStreamError, ValueError):
             return
+
+
+def _tls_read(sock: ssl.SSLSocket, view: memoryview) -> int:
+    return cast("int", sock.read(len(view), view))

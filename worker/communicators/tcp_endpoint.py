@@ -247,6 +247,9 @@ class Endpoint:
             else:
                 _LOG.warning("A connection was refused: %s", error)
             self._drop(task)
+        except Exception as error:
+            _LOG.exception("A handshake failed in a way that was not foreseen.")
+            self._failed(task, error)
         else:
             if want is Want.LOBBY and before is not Want.LOBBY:
                 task.expires = time.monotonic() + self._parked_timeout_s

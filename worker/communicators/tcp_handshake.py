@@ -3,7 +3,8 @@
 Dialer and acceptor are generators that yield what they wait for and return the connection. After TLS
 the dialer says hello (generation, ranks, group, nonce); each side then proves by an HMAC that it knows
 the generation's unique ids. The HMAC covers both nonces and the TLS session, so it is worth nothing on
-another connection, in another generation, or for another rank.
+another connection, in another generation, or for another rank. The last two messages carry a secret of
+each side, from which the keys of the data are made.
 """
 
 from __future__ import annotations
@@ -19,8 +20,20 @@ from dataclasses import dataclass
 
 from worker.communicators.base import Membership, Peer
 from worker.communicators.tcp_connection import Connection
-from worker.communicators.tcp_wire import HELLO, NONCE_BYTES, PROOF_BYTES, REPLY, Hello, proof
+from worker.communicators.tcp_seal import Sealer, direction_secret
+from worker.communicators.tcp_wire import (
+    HELLO,
+    NONCE_BYTES,
+    PROOF,
+    REPLY,
+    Hello,
+    handshake_context,
+    membership_key,
+    proof,
+)
 from worker.errors import CommunicatorError, SecurityError
+
+SECRET_BYTES = 32
 
 SOCKET_BUFFER_BYTES = 0
 """Asked of the kernel for each direction; 0 leaves the kernel's own tuning on."""
@@ -44,11 +57,14 @@ class TlsPolicy:
         client: context of dialed connections.
         refusal: given the connection after its handshake, the job, and the node id that the peer must
             have: None, or the sentence why it may not take part.
+        seal: whether data goes in sealed records (:mod:`worker.communicators.tcp_seal`) with keys
+            exchanged inside TLS; False leaves it to TLS itself, which is slower for large arrays.
     """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
     refusal: Callable[[ssl.SSLSocket, str, str], str | None]
+    seal: bool = True
 
 
 class Lobby:
@@ -163,15 +179,18 @@ def _dial(
             ) from None
         _check_identity(sock, tls, membership.job_id, peer)
     hello = Hello(membership.generation, membership.rank, rank, lobby.label, os.urandom(NONCE_BYTES))
-    binding = _binding(sock)
     yield from _write(sock, hello.encode())
-    nonce, answer = REPLY.unpack((yield from _read(sock, REPLY.size)))
-    if not hmac.compare_digest(answer, proof(membership, "acceptor", binding, hello, nonce)):
+    nonce, answer, theirs = REPLY.unpack((yield from _read(sock, REPLY.size)))
+    context = handshake_context(membership, _binding(sock), hello, nonce)
+    if not hmac.compare_digest(answer, proof(membership, "acceptor", context)):
         raise SecurityError(
             f"{peer_name(peer)} does not know the unique id of generation {membership.generation}."
         )
-    yield from _write(sock, proof(membership, "dialer", binding, hello, nonce))
-    return lobby, Connection(sock, rank)
+    ours = os.urandom(SECRET_BYTES)
+    yield from _write(sock, PROOF.pack(proof(membership, "dialer", context), ours))
+    context += ours + theirs
+    held[0], connection = _connection(sock, rank, tls, membership, context, ("dialer", "acceptor"))
+    return lobby, connection
 
 
 def accept(
@@ -211,15 +230,39 @@ def _accept(
     peer = membership.peers[hello.from_rank]
     if tls is not None:
         _check_identity(sock, tls, membership.job_id, peer)
-    binding, nonce = _binding(sock), os.urandom(NONCE_BYTES)
-    yield from _write(sock, REPLY.pack(nonce, proof(membership, "acceptor", binding, hello, nonce)))
-    answer = yield from _read(sock, PROOF_BYTES)
-    if not hmac.compare_digest(answer, proof(membership, "dialer", binding, hello, nonce)):
+    nonce = os.urandom(NONCE_BYTES)
+    context = handshake_context(membership, _binding(sock), hello, nonce)
+    ours = os.urandom(SECRET_BYTES)
+    yield from _write(sock, REPLY.pack(nonce, proof(membership, "acceptor", context), ours))
+    answer, theirs = PROOF.unpack((yield from _read(sock, PROOF.size)))
+    if not hmac.compare_digest(answer, proof(membership, "dialer", context)):
         raise SecurityError(
             f"{source} claims to be {peer_name(peer)} but does not know the unique id"
             f" of generation {membership.generation}."
         )
-    return lobby, Connection(sock, hello.from_rank)
+    rank, sides = hello.from_rank, ("acceptor", "dialer")
+    held[0], connection = _connection(sock, rank, tls, membership, context + theirs + ours, sides)
+    return lobby, connection
+
+
+def _connection(
+    sock: socket.socket,
+    rank: int,
+    tls: TlsPolicy | None,
+    membership: Membership,
+    context: bytes,
+    sides: tuple[str, str],
+) -> tuple[socket.socket, Connection]:
+    """The connection after its handshake; sealed unless it is plaintext or TLS is to carry all."""
+    if tls is None or not tls.seal or not isinstance(sock, ssl.SSLSocket):
+        return sock, Connection(sock, rank)
+    if sock.pending():
+        raise CommunicatorError("The peer sent data before the handshake was over.")
+    # OpenSSL reads no further than the record it is in, so all that follows is still in the kernel.
+    bare = socket.socket(fileno=sock.detach())
+    key = membership_key(membership)
+    mine, theirs = (direction_secret(key, side, context) for side in sides)
+    return bare, Connection(bare, rank, Sealer(bare, mine, theirs))
 
 
 def _tune(sock: socket.socket) -> None:

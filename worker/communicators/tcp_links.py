@@ -111,13 +111,11 @@ class Links:
             target = self.get((rank + distance) % size, deadline, check)
             source = self.get((rank - distance) % size, deadline, check)
             incoming = FrameIn(source)
-            target.in_payload = True
             try:
                 self.mover.run([Outgoing(target, [data])], [incoming], deadline)
             except DeadlinePassedError as late:
                 unknown = {(rank - distance - i) % size for i in range(min(distance, size - distance))}
                 raise DeadlinePassedError(tuple(sorted(unknown & {*unknown, *late.ranks}))) from None
-            target.in_payload = False
             self.expect_calls(incoming, call, count)
             known += incoming.blocks
             distance *= 2
@@ -167,8 +165,8 @@ class Links:
         if reason is Reason.TIMEOUT:
             return CollectiveTimeoutError(f"{where} failed at rank {error.rank}: {text}")
         name = peer_name(self.membership.peers[error.rank])
-        if error.farewell is None:
-            how = "broke: the process ended or the network failed"
+        if reason is Reason.LOST:
+            how = f"broke: {text or 'the process ended or the network failed'}"
         elif reason is Reason.DONE:
             how = "was closed by it in good order, while this rank still needed it"
         else:

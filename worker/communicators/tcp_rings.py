@@ -35,11 +35,7 @@ class Ring:
     def run(self, outgoing: Outgoing | None, incoming: Incoming | None) -> None:
         """Runs one plan; while it runs, payloads are on the wire."""
         streams: list[Outgoing] = [] if outgoing is None else [outgoing]
-        for stream in streams:
-            stream.connection.in_payload = True
         self.mover.run(streams, [] if incoming is None else [incoming], self.deadline)
-        for stream in streams:
-            stream.connection.in_payload = False
 
 
 class Segments:

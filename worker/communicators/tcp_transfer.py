@@ -13,7 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from worker.communicators.tcp_connection import Connection, EndOfStreamError
-from worker.communicators.tcp_wire import FRAME, FrameKind, Reason, read_blocks, read_frame, read_goodbye
+from worker.communicators.tcp_wire import (
+    FRAME,
+    GOODBYE_BYTES,
+    FrameKind,
+    Reason,
+    read_blocks,
+    read_frame,
+    read_goodbye,
+)
 
 _BURST = 4
 """Pieces moved in one direction before the other has its turn."""
@@ -50,10 +58,16 @@ class Outgoing:
 
     def __init__(self, connection: Connection, views: Sequence[memoryview], ready: int | None = None) -> None:
         self.connection = connection
-        self.views = views
-        self.ready = len(views) if ready is None else ready
+        self.views = list(views)
+        self.ready = len(self.views) if ready is None else ready
         self._index = 0
         self._offset = 0
+        self._began = False
+
+    def precede(self, data: bytes) -> None:
+        """Puts bytes in front of all the views."""
+        self.views.insert(0, memoryview(data))
+        self.ready += 1
 
     @property
     def finished(self) -> bool:
@@ -74,13 +88,15 @@ class Outgoing:
             if self.held:
                 break
             view = self.views[self._index]
-            count = self.connection.write(view[self._offset :])
+            count = self.connection.write(view[self._offset :] if self._offset else view)
             if not count:
                 break
-            moved = True
+            moved = self._began = True
             self._offset += count
             if self._offset == len(view):
                 self._index, self._offset = self._index + 1, 0
+        if self._began:
+            self.connection.in_payload = not self.finished
         return moved
 
 
@@ -122,6 +138,12 @@ class Incoming:
                 self._skip()
         return moved
 
+    def farewell(self) -> tuple[Reason, str] | None:
+        """The goodbye that came instead of data, if one did."""
+        if self.finished or self._offset < GOODBYE_BYTES:
+            return None
+        return read_goodbye(bytes(self.views[self._index][self._offset - GOODBYE_BYTES : self._offset]))
+
     def _done(self) -> None:
         index = self._index
         self._index, self._offset = index + 1, 0
@@ -150,6 +172,10 @@ class FrameIn(Incoming):
     def finished(self) -> bool:
         """Whether the whole frame is there."""
         return self._finished
+
+    def farewell(self) -> tuple[Reason, str] | None:
+        """None: a goodbye is a frame, and raises when it is read."""
+        return None
 
     def move(self) -> bool:
         """Receives what is there; tells whether anything was.
@@ -252,7 +278,10 @@ class Mover:
                 try:
                     moved = stream.move() or moved
                 except EndOfStreamError as end:
-                    raise PeerEndedError(stream.connection.peer, end.farewell) from None
+                    farewell = end.farewell
+                    if farewell is None and isinstance(stream, Incoming):
+                        farewell = stream.farewell()
+                    raise PeerEndedError(stream.connection.peer, farewell) from None
                 if not stream.finished:
                     waiting.append(stream)
             if not waiting or (until is not None and until.finished):

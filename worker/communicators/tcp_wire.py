@@ -29,8 +29,12 @@ BLOCK = struct.Struct("!Q24s")
 """Length of a block's payload, and the call (:data:`CALL`)."""
 
 HELLO = struct.Struct("!4sQII32s32s")
-REPLY = struct.Struct("!32s32s")
-PROOF_BYTES = 32
+REPLY = struct.Struct("!32s32s32s")
+"""Acceptor's nonce, its proof, its secret."""
+
+PROOF = struct.Struct("!32s32s")
+"""Dialer's proof and its secret."""
+
 NONCE_BYTES = 32
 GOODBYE_BYTES = 512
 
@@ -230,20 +234,32 @@ def group_label(membership: Membership, path: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def proof(membership: Membership, side: str, binding: bytes, hello: Hello, acceptor_nonce: bytes) -> bytes:
-    """Proves knowledge of the generation's unique ids on this one connection, without showing them.
+def membership_key(membership: Membership) -> bytes:
+    """What only the members of a generation know: a digest of its unique ids."""
+    return hashlib.sha256(b"".join(membership.unique_ids)).digest()
+
+
+def handshake_context(membership: Membership, binding: bytes, hello: Hello, acceptor_nonce: bytes) -> bytes:
+    """All that makes one handshake differ from every other.
 
     Args:
-        membership: of the side that computes the proof; its ids are the key.
-        side: "dialer" or "acceptor", so that no proof can be sent back to its maker.
-        binding: what ties the proof to the TLS connection (empty without TLS).
+        membership: the group.
+        binding: what ties the handshake to the TLS session (empty without TLS).
         hello: what the dialer said.
         acceptor_nonce: the acceptor's random bytes.
     """
     peers = membership.peers
     incarnations = struct.pack("!QQ", peers[hello.from_rank].incarnation, peers[hello.to_rank].incarnation)
-    context = (
-        b"muster-tcp-1 " + side.encode() + b"\0" + incarnations + acceptor_nonce + hello.encode() + binding
-    )
-    key = hashlib.sha256(b"".join(membership.unique_ids)).digest()
-    return hmac.new(key, context, hashlib.sha256).digest()
+    return incarnations + acceptor_nonce + hello.encode() + binding
+
+
+def proof(membership: Membership, side: str, context: bytes) -> bytes:
+    """Proves knowledge of the generation's unique ids in one handshake, without showing them.
+
+    Args:
+        membership: of the side that computes the proof; its ids are the key.
+        side: "dialer" or "acceptor", so that no proof can be sent back to its maker.
+        context: :func:`handshake_context`.
+    """
+    text = b"muster-tcp-1 proof " + side.encode() + b"\0" + context
+    return hmac.new(membership_key(membership), text, hashlib.sha256).digest()
