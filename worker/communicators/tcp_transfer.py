@@ -6,9 +6,9 @@ until they are ready, and ``Incoming`` views call back when full: so rings pipel
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -224,6 +224,7 @@ class Mover:
     def __init__(self) -> None:
         self.watched: dict[int, Connection] = {}
         self._by_fd: dict[int, Connection] = {}
+        self._fd_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._check: Callable[[], None] | None = None
         self._poll = select.poll()
@@ -237,14 +238,16 @@ class Mover:
 
     def stop(self) -> None:
         """Makes the transfer under way, and every later one, raise :class:`StoppedError`. From any thread."""
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
+        with self._fd_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Frees what the mover holds; not the connections."""
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+        with self._fd_lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def check_while_waiting(self, check: Callable[[], None] | None) -> None:
         """Calls ``check``, which may raise, every 50 ms while waiting."""

@@ -1,0 +1,1 @@
+"""One suite for every communicator: real processes, every collective, against NumPy."""

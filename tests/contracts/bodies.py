@@ -1,0 +1,270 @@
+"""What runs on every rank: each function calls collectives and judges the result by NumPy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.contracts.agents import Place
+from tests.contracts.kits import NumpyArray, reference, values
+from worker.communicators.base import ReduceOp
+from worker.errors import ArrayError, CommunicatorError, MembershipChanged
+
+SIZES = (0, 1, 7, 5000, 120_001)
+"""Empty, tiny, uneven, small enough to go at once, and large enough for rings (in most dtypes)."""
+
+
+def equal(place: Place, array: Any, wanted: NumpyArray) -> None:
+    """Judges a result, bit by bit."""
+    found = place.kit.numpy(array)
+    assert found.dtype == wanted.dtype
+    assert np.array_equal(found.reshape(-1), wanted.reshape(-1)), (place.comm.rank, found[:5], wanted[:5])
+
+
+def all_parts(place: Place, size: int, dtype: str) -> list[NumpyArray]:
+    return [values(rank, size, dtype) for rank in range(place.comm.world_size)]
+
+
+def all_reduce(place: Place, dtype: str, op: ReduceOp, sizes: tuple[int, ...] = SIZES) -> list[bytes]:
+    """Out of place and in place; returns the bytes of the results, to be compared across ranks."""
+    shown = []
+    for size in sizes:
+        parts = all_parts(place, size, dtype)
+        wanted = reference(op, parts)
+        send = place.kit.array(parts[place.comm.rank])
+        recv = place.kit.array(np.zeros_like(wanted))
+        place.comm.all_reduce(send, recv, op).wait()
+        equal(place, recv, wanted)
+        equal(place, send, parts[place.comm.rank])
+        place.comm.all_reduce(send, send, op).wait()
+        equal(place, send, wanted)
+        shown.append(place.kit.numpy(send).tobytes())
+    return shown
+
+
+def same_bits(place: Place, size: int) -> bytes:
+    """A sum whose rounding depends on the order: all ranks must round alike."""
+    generator = np.random.default_rng(place.comm.rank)
+    send = place.kit.array((generator.standard_normal(size) * 1e6).astype("f4"))
+    place.comm.all_reduce(send, send, ReduceOp.SUM).wait()
+    return place.kit.numpy(send).tobytes()
+
+
+def rooted(place: Place, dtype: str) -> None:
+    """Reduce, broadcast, gather and scatter with every root."""
+    comm, array = place.comm, place.kit.array
+    for size in SIZES:
+        parts = all_parts(place, size, dtype)
+        for root in range(comm.world_size):
+            at_root = comm.rank == root
+            recv = array(np.zeros(size, dtype)) if at_root else None
+            comm.reduce(array(parts[comm.rank]), recv, ReduceOp.SUM, root).wait()
+            if at_root:
+                equal(place, recv, reference(ReduceOp.SUM, parts))
+            buffer = array(parts[comm.rank])
+            comm.broadcast(buffer, root).wait()
+            equal(place, buffer, parts[root])
+            gathered = array(np.zeros(size * comm.world_size, dtype)) if at_root else None
+            comm.gather(array(parts[comm.rank]), gathered, root).wait()
+            if at_root:
+                equal(place, gathered, np.concatenate(parts))
+            whole = array(np.concatenate(parts)) if at_root else None
+            part = array(np.zeros(size, dtype))
+            comm.scatter(whole, part, root).wait()
+            equal(place, part, parts[comm.rank])
+
+
+def shuffles(place: Place, dtype: str) -> None:
+    """All-gather, reduce-scatter and all-to-all."""
+    comm, array = place.comm, place.kit.array
+    n = comm.world_size
+    for size in SIZES:
+        parts = all_parts(place, size, dtype)
+        recv = array(np.zeros(size * n, dtype))
+        comm.all_gather(array(parts[comm.rank]), recv).wait()
+        equal(place, recv, np.concatenate(parts))
+        wide = all_parts(place, size * n, dtype)
+        mine = slice(comm.rank * size, (comm.rank + 1) * size)
+        part = array(np.zeros(size, dtype))
+        comm.reduce_scatter(array(wide[comm.rank]), part, ReduceOp.SUM).wait()
+        equal(place, part, reference(ReduceOp.SUM, wide)[mine])
+        turned = array(np.zeros(size * n, dtype))
+        comm.all_to_all(array(wide[comm.rank]), turned).wait()
+        equal(place, turned, np.concatenate([w[mine] for w in wide]))
+
+
+def in_place_shuffles(place: Place, size: int) -> None:
+    """The natural in-place forms: a rank's own part stands where it belongs already."""
+    comm, array = place.comm, place.kit.array
+    n = comm.world_size
+    parts = all_parts(place, size, "f4")
+    whole = np.zeros(size * n, "f4")
+    whole[comm.rank * size : (comm.rank + 1) * size] = parts[comm.rank]
+    recv = array(whole)
+    comm.all_gather(recv[comm.rank * size : (comm.rank + 1) * size], recv).wait()
+    equal(place, recv, np.concatenate(parts))
+    wide = all_parts(place, size * n, "f4")
+    send = array(wide[comm.rank])
+    part = send[comm.rank * size : (comm.rank + 1) * size]
+    comm.reduce_scatter(send, part, ReduceOp.SUM).wait()
+    equal(place, part, reference(ReduceOp.SUM, wide)[comm.rank * size : (comm.rank + 1) * size])
+
+
+def points(place: Place) -> None:
+    """Every pair sends and receives, small and large."""
+    comm = place.comm
+    for size in SIZES:
+        for sender in range(comm.world_size):
+            for receiver in range(comm.world_size):
+                if sender == receiver:
+                    continue
+                if comm.rank == sender:
+                    comm.send(place.kit.array(values(sender, size, "f4", receiver)), receiver).wait()
+                if comm.rank == receiver:
+                    buffer = place.kit.array(np.zeros(size, "f4"))
+                    comm.recv(buffer, sender).wait()
+                    equal(place, buffer, values(sender, size, "f4", receiver))
+
+
+def asynchronous(place: Place, count: int) -> None:
+    """Many in flight, mixed with synchronous calls: all in order, all right."""
+    comm = place.comm
+    sends = [place.kit.array(np.full(3000 * (i % 7) + 1, i + comm.rank, "f4")) for i in range(count)]
+    works = []
+    for index, send in enumerate(sends):
+        works.append(comm.all_reduce(send, send, ReduceOp.SUM, async_op=index % 3 != 0))
+    for work in reversed(works):
+        work.wait()
+        assert work.done()
+    total = sum(range(comm.world_size))
+    for index, send in enumerate(sends):
+        wanted = np.full(3000 * (index % 7) + 1, index * comm.world_size + total, "f4")
+        equal(place, send, wanted)
+
+
+def barriers(place: Place) -> list[float]:
+    """Times around a barrier: nobody leaves before the last has come."""
+    time.sleep(0.05 * place.comm.rank)
+    came = time.monotonic()
+    place.comm.barrier()
+    return [came, time.monotonic()]
+
+
+def refusals(place: Place) -> list[str]:
+    """Wrong arrays are refused before anything is sent; the communicator stays usable."""
+    comm, array = place.comm, place.kit.array
+    good = array(np.ones(6, "f4"))
+    bad = [
+        lambda: comm.all_reduce(good, array(np.ones(5, "f4")), ReduceOp.SUM),
+        lambda: comm.all_reduce(good, array(np.ones(6, "f8")), ReduceOp.SUM),
+        lambda: comm.all_reduce(array(np.ones(12, "f4"))[::2], good, ReduceOp.SUM),
+        lambda: comm.all_reduce(array(np.ones(6, "i4")), array(np.ones(6, "i4")), ReduceOp.MEAN),
+        lambda: comm.broadcast(good, comm.world_size),
+        lambda: comm.broadcast(good, -1),
+        lambda: comm.all_gather(good, array(np.ones(6 * comm.world_size + 1, "f4"))),
+        lambda: comm.send(good, comm.rank),
+        lambda: comm.all_reduce([1.0, 2.0], good, ReduceOp.SUM),
+    ]
+    shown = []
+    for call in bad:
+        try:
+            call()
+        except ArrayError as error:
+            shown.append(str(error))
+        else:
+            raise AssertionError(f"call {len(shown)} was taken")
+    comm.all_reduce(good, good, ReduceOp.SUM).wait()
+    equal(place, good, np.full(6, comm.world_size, "f4"))
+    return shown
+
+
+def caught(place: Place, call: str) -> tuple[str, str]:
+    """Makes one call and returns the error's kind and words."""
+    array = place.kit.array
+    ten, eleven = array(np.ones(10, "f4")), array(np.ones(11, "f4"))
+    big = array(np.ones(100_000, "f4"))
+    comm = place.comm
+    calls = {
+        "sum10": lambda: comm.all_reduce(ten, ten, ReduceOp.SUM),
+        "sum11": lambda: comm.all_reduce(eleven, eleven, ReduceOp.SUM),
+        "big": lambda: comm.all_reduce(big, big, ReduceOp.SUM),
+        "max10": lambda: comm.all_reduce(ten, ten, ReduceOp.MAX),
+        "double": lambda: comm.all_reduce(array(np.ones(10)), array(np.ones(10)), ReduceOp.SUM),
+        "broadcast0": lambda: comm.broadcast(ten, 0),
+        "broadcast1": lambda: comm.broadcast(ten, 1),
+        "barrier": lambda: comm.barrier(),
+        "recv0": lambda: comm.recv(ten, 0),
+        "send0": lambda: comm.send(ten, 0),
+        "send1": lambda: comm.send(ten, 1),
+        "nothing": lambda: None,
+    }
+    try:
+        work = calls[call]()
+        if work is not None:
+            work.wait()
+    except CommunicatorError as error:
+        try:
+            comm.barrier()
+        except CommunicatorError as again:
+            assert type(again) is type(error)
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def aborted_while_waiting(place: Place, size: int) -> tuple[str, str, str]:
+    """Rank 0 hangs in a collective that nobody joins, and another thread aborts it."""
+    comm = place.comm
+    if comm.rank != 0:
+        threading.Event().wait(0.3)  # stays, but does not join in
+        return "", "", ""
+    change = MembershipChanged("node-1 left", generation=place.membership.generation)
+    thread = threading.Timer(0.05, lambda: comm.abort(change))
+    thread.start()
+    send = place.kit.array(np.ones(size, "f4"))
+    shown = []
+    for _ in range(2):
+        try:
+            comm.all_reduce(send, send, ReduceOp.SUM).wait()
+        except MembershipChanged as error:
+            shown.append(str(error))
+    thread.join()
+    comm.abort(change)
+    return type(change).__name__, shown[0], shown[1]
+
+
+def use_after_close(place: Place) -> str:
+    """A closed communicator says so."""
+    place.comm.close()
+    place.comm.close()
+    try:
+        place.comm.barrier()
+    except CommunicatorError as error:
+        return type(error).__name__
+    return ""
+
+
+def splits(place: Place) -> list[Any]:
+    """Sub-groups in another order of ranks, at the same time as their parent, and nested."""
+    comm = place.comm
+    n = comm.world_size
+    backwards = comm.split("backwards", list(reversed(range(n))))
+    assert backwards is not None
+    assert backwards.rank == n - 1 - comm.rank
+    assert backwards.membership.peers[backwards.rank].node_id == comm.membership.peers[comm.rank].node_id
+    odd, even = comm.split("odd", list(range(1, n, 2)) or [0]), comm.split("even", list(range(0, n, 2)))
+    part = odd if comm.rank % 2 or n == 1 else even
+    assert part is not None
+    assert (odd is None) == (comm.rank % 2 == 0 and n > 1)
+    assert (even is None) == (comm.rank % 2 == 1)
+    found = []
+    for group in (backwards, part, comm):
+        buffer = place.kit.array(np.full(40_000, comm.rank + 1, "f4"))
+        group.all_reduce(buffer, buffer, ReduceOp.SUM).wait()
+        found.append(float(place.kit.numpy(buffer)[-1]))
+    for group in {id(g): g for g in (backwards, odd, even) if g is not None}.values():
+        group.close()
+    comm.barrier()
+    return found

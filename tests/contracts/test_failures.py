@@ -1,0 +1,82 @@
+"""What happens when ranks disagree, hang, die, abort or close: never a hang, always words."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.contracts import bodies
+from tests.contracts.agents import Agents, Failure
+from tests.contracts.kits import Kit
+
+
+@pytest.fixture
+def strict(backend: Kit) -> Kit:
+    """Backends that detect calls that disagree."""
+    if not backend.tells_mismatch:
+        pytest.skip(f"{backend.name} cannot tell")
+    return backend
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("usual", "odd", "words"),
+    [
+        ("sum10", "sum11", "11 elements"),
+        ("sum10", "big", "100000 elements"),
+        ("big", "sum10", "10 elements"),
+        ("sum10", "max10", "all_reduce(max"),
+        ("sum10", "double", "float64"),
+        ("broadcast0", "broadcast1", "root 1"),
+        ("sum10", "barrier", "barrier()"),
+        ("sum10", "recv0", "recv("),
+        ("big", "send0", "send("),
+    ],
+)
+def test_calls_that_disagree_fail_on_every_rank(
+    agents: Agents, strict: Kit, world: int, usual: str, odd: str, words: str
+) -> None:
+    plan = [(usual,)] * (world - 1) + [(odd,)]
+    shown = agents.fresh(strict.name, world, bodies.caught, per_rank=plan, may_fail=True)
+    for result in shown:
+        # A rank may be told while it still waits for the last round of the connection itself.
+        kind, text = (result.kind, result.text) if isinstance(result, Failure) else result
+        assert kind == "CollectiveMismatchError", text
+        assert words in text
+        assert f"rank {world - 1} (node node-{world - 1}" in text
+
+
+def test_two_ranks_that_both_send_are_told(agents: Agents, strict: Kit) -> None:
+    shown = agents.fresh(strict.name, 2, bodies.caught, per_rank=[("send1",), ("send0",)])
+    assert [kind for kind, _ in shown] == ["CollectiveMismatchError"] * 2
+
+
+@pytest.mark.parametrize("call", ["sum10", "big"])
+def test_a_deadline_names_the_rank_waited_for(agents: Agents, strict: Kit, call: str) -> None:
+    plan = [(call,), (call,), ("hang",)]
+    shown = agents.fresh(strict.name, 3, hang_or_call, per_rank=plan, timeout_s=0.3)
+    for kind, text in shown[:2]:
+        assert kind == "CollectiveTimeoutError", text
+        assert "rank 2 (node node-2" in text
+
+
+def hang_or_call(place: bodies.Place, call: str) -> tuple[str, str]:
+    if call != "hang":
+        return bodies.caught(place, call)
+    threading.Event().wait(0.8)  # the others' deadline is 0.3 s
+    return "", ""
+
+
+@pytest.mark.parametrize("elements", [10, 1_000_000])
+def test_abort_ends_a_collective_that_hangs(agents: Agents, backend: Kit, elements: int) -> None:
+    for world in (2, 3):
+        results = agents.fresh(backend.name, world, bodies.aborted_while_waiting, elements, may_fail=True)
+        first = results[0]
+        assert not isinstance(first, Failure), first.trace
+        assert "node-1 left" in first[1]
+        assert "node-1 left" in first[2]
+
+
+def test_a_closed_communicator_says_so(agents: Agents, backend: Kit) -> None:
+    assert agents.fresh(backend.name, 2, bodies.use_after_close) == ["CommunicatorAbortedError"] * 2
