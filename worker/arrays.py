@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from worker.communicators.base import Array, Communicator
 from worker.errors import ArrayError
+
+if TYPE_CHECKING:
+    from worker.session import Session
 
 
 def array_module(arrays: Mapping[str, Array]) -> Any:
@@ -24,6 +28,25 @@ def array_module(arrays: Mapping[str, Array]) -> Any:
             remedy="For torch modules use worker.DataParallel.",
         )
     return sys.modules[kinds.pop()]
+
+
+def module_for(session: Session) -> Any:
+    """CuPy where the session's collectives take arrays on a GPU (it becomes the current one), else NumPy.
+
+    Raises:
+        ArrayError: CuPy is not installed.
+    """
+    if session.backend.name != "nccl":
+        return importlib.import_module("numpy")
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        raise ArrayError(
+            "Arrays on a GPU need CuPy, which is not installed.",
+            remedy="pip install 'muster[cuda12]' or 'muster[cuda13]', or train on CPUs with MS_BACKEND=tcp.",
+        ) from error
+    cupy.cuda.Device(session.device_ordinal).use()
+    return cupy
 
 
 def broadcast_arrays(communicator: Communicator, arrays: Mapping[str, Array], source: int) -> None:

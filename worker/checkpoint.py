@@ -156,6 +156,47 @@ def load_latest(
     return None
 
 
+class Folder:
+    """Where one run keeps its checkpoints.
+
+    Args:
+        directory: "" keeps none.
+        state: what is saved and resumed.
+    """
+
+    def __init__(self, directory: str, state: TrainingState) -> None:
+        self._directory = directory
+        self._state = state
+
+    def save(self) -> None:
+        """See :func:`save`."""
+        if self._directory:
+            save(self._directory, self._state)
+
+    def resume(self, source: str, *, say: Callable[[str], None]) -> None:
+        """Does what ``--resume`` asks for, and says what it read.
+
+        Args:
+            source: a file, or "latest" for the last sound one of the folder; "": nothing is read.
+            say: gets the sentences.
+
+        Raises:
+            CheckpointError: see :func:`load` and :func:`load_latest`.
+            StateMismatchError: the checkpoint is of another model or optimizer.
+        """
+        if not source:
+            return
+        path: Path | None = Path(source)
+        if source == "latest":
+            path = load_latest(self._directory, self._state, say=say)
+        else:
+            load(source, self._state)
+        if path is None:
+            say(f"no checkpoint in {self._directory!r}: starting anew")
+        else:
+            say(f"resumed after step {self._state.step} from {path}")
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step_*{_SUFFIX}"))
 

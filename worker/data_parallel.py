@@ -103,9 +103,13 @@ class GradientReducer:
         broadcast_arrays(communicator, self._parameters, source)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, ``ready`` adds gradients up without communication; those given after it go with them."""
-        self._accumulating, before = True, self._accumulating
+    def no_sync(self, more: bool = True) -> Iterator[None]:
+        """Within it, ``ready`` adds gradients up without communication; those given after it go with them.
+
+        Args:
+            more: False makes it do nothing: for the last of several pieces of a batch.
+        """
+        self._accumulating, before = more or self._accumulating, self._accumulating
         try:
             yield
         finally:

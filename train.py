@@ -1,0 +1,150 @@
+"""The main job: a small network, trained data-parallel by as many workers as the scheduler gathers.
+
+    MS_ROLE=MS_WORKER MS_WORKER_NUM=2 MS_SCHED_HOST=10.0.0.1 MS_SCHED_PORT=6667 python train.py
+
+Forward and backward pass are written out, for NumPy and CuPy. Members may come, leave or die meanwhile:
+``ElasticLoop`` redoes the broken step, and nothing else.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+import worker
+from worker import checkpoint, datasets
+from worker.arrays import module_for
+from worker.data_parallel import GradientReducer
+from worker.progress import Progress
+from worker.sharding import ShardedSampler
+from worker.state import TrainingState
+from worker.training import ElasticLoop
+
+MODELS = {"linear": 0, "mlp": 1, "deep": 2}  # number of hidden layers
+# A step's batch is that of all workers together; lines are printed every so many steps, 0: once an epoch.
+OPTIONS = {"epochs": int, "batch_size": int, "width": int, "lr": float, "momentum": float, "print_every": int}
+RECIPES = {
+    "digits": (20, 64, 64, 0.1, 0.9, 0),
+    "quickstart": (5, 16, 16, 0.2, 0.1, 1),
+    "cifar10": (10, 128, 256, 0.02, 0.9, 50),
+}
+
+
+def settings() -> argparse.Namespace:
+    """Command line, completed by the data set's recipe and the defaults."""
+    option = (parser := argparse.ArgumentParser(description="Train data-parallel.")).add_argument
+    option("--data", choices=RECIPES, default="cifar10" if os.environ.get("DATA_PATH") else "digits")
+    option("--model", choices=MODELS, default="mlp", help="hidden layers: none, one, two")
+    for name, kind in OPTIONS.items():
+        option(f"--{name.replace('_', '-')}", type=kind, help="default: as fits the data")
+    option("--accumulate", type=int, default=1, help="pieces that a worker computes its batch in")
+    option("--seed", type=int, default=0)
+    option("--dtype", choices=["float32", "float64"], default="float32")
+    option("--checkpoint-dir", default="checkpoints", help="'' writes none")
+    option("--resume", nargs="?", const="latest", default="", help="a file, or the last in --checkpoint-dir")
+    args = parser.parse_args()
+    recipe = dict(zip(OPTIONS, RECIPES[args.data], strict=True))
+    vars(args).update({name: recipe[name] for name in recipe if vars(args)[name] is None})
+    if min(args.epochs, args.batch_size, args.width, args.accumulate) < 1:
+        parser.error("--epochs, --batch-size, --width and --accumulate must be >= 1")
+    return args
+
+
+class Network:
+    """Fully connected layers with ReLU between them; biases only for classification."""
+
+    def __init__(self, xp: Any, data: datasets.Dataset, args: argparse.Namespace) -> None:
+        sizes = [data.inputs, *[args.width] * MODELS[args.model], data.outputs]
+        self.xp, self.classify, self.layers = xp, data.classes > 0, len(sizes) - 1
+        self.parameters, random = dict[str, Any](), np.random.default_rng(args.seed)
+        for i, shape in enumerate(itertools.pairwise(sizes)):
+            spread = np.sqrt(2 / shape[0]) if self.classify else 0.01
+            self.parameters[f"w{i}"] = xp.asarray(random.normal(0, spread, shape).astype(args.dtype))
+            if self.classify:
+                self.parameters[f"b{i}"] = xp.zeros(shape[1], args.dtype)
+
+    def forward(self, x: Any) -> list[Any]:
+        """Activations of all layers, from the input to the output."""
+        activations = [x]
+        for i in range(self.layers):
+            x = activations[-1] @ self.parameters[f"w{i}"] + self.parameters.get(f"b{i}", 0)
+            activations.append(self.xp.maximum(x, 0) if i < self.layers - 1 else x)
+        return activations
+
+    def loss(self, output: Any, target: Any, count: int) -> tuple[Any, Any]:
+        """These samples' part of the mean loss over ``count`` samples, and its gradient."""
+        if not self.classify:  # mean squared error
+            error, values = output - target.astype(output.dtype), count * output.shape[1]
+            return (error * error).sum() / values, 2 * error / values
+        shifted = output - output.max(axis=1, keepdims=True)  # softmax cross-entropy
+        log_p = shifted - self.xp.log(self.xp.exp(shifted).sum(axis=1, keepdims=True))
+        hot = target[:, None] == self.xp.arange(output.shape[1])
+        return -(log_p * hot).sum() / count, (self.xp.exp(log_p) - hot) / count
+
+    def backward(self, activations: list[Any], gradient: Any, ready: Any) -> None:
+        """Calls ``ready(name, gradient)`` as soon as a gradient is known, last layer first."""
+        for i in reversed(range(self.layers)):
+            if self.classify:
+                ready(f"b{i}", gradient.sum(axis=0))
+            ready(f"w{i}", activations[i].T @ gradient)
+            if i:
+                gradient = (gradient @ self.parameters[f"w{i}"].T) * (activations[i] > 0)
+
+
+def train(args: argparse.Namespace, data: datasets.Dataset, session: worker.Session, out: Progress) -> None:
+    """Trains to the end, or until this worker is asked to leave."""
+    xp = module_for(session)
+    net = Network(xp, data, args)
+    momentum = {name: xp.zeros_like(array) for name, array in net.parameters.items()}
+    sampler = ShardedSampler(len(data.train_x), args.batch_size, seed=args.seed, shuffle=data.classes > 0)
+    state = TrainingState(net.parameters | {f"momentum.{n}": a for n, a in momentum.items()}, sampler)
+    checkpoints = checkpoint.Folder(args.checkpoint_dir, state)
+    checkpoints.resume(args.resume, say=out.line)
+    reduced = net.parameters | {"loss": xp.zeros(1, args.dtype)}  # the loss travels with the gradients
+    reducer = GradientReducer(session, reduced, gradients_mean=False)
+    loop = ElasticLoop(session, state, epochs=args.epochs, save=checkpoints.save)
+    for step in loop:
+        with step:
+            for piece, rows in enumerate(step.batch.split(args.accumulate), 1):
+                with reducer.no_sync(piece < args.accumulate):
+                    activations = net.forward(xp.asarray(data.scaled(data.train_x[rows], args.dtype)))
+                    targets = xp.asarray(data.train_y[rows])
+                    loss, gradient = net.loss(activations[-1], targets, step.batch.global_size)
+                    reducer.ready("loss", loss.reshape(1))
+                    net.backward(activations, gradient, reducer.ready)
+            gradients = reducer.finish()
+            for name, parameter in net.parameters.items():
+                momentum[name][...] = args.momentum * momentum[name] + gradients[name]
+                parameter -= args.lr * momentum[name]
+        if step.done:
+            text = f"epoch: {step.epoch} step: {step.number}, loss is {float(gradients['loss'][0])}"
+            out.show(state.step, args.epochs * sampler.steps_per_epoch, text)
+            if step.number % args.print_every == 0 if args.print_every else step.batch.last:
+                out.line(text)
+            if step.batch.last and session.rank == 0:
+                checkpoints.save()
+    if loop.left:
+        session.release(finished=False, reason="left as asked")
+    elif data.classes:
+        output = net.forward(xp.asarray(data.scaled(data.test_x, args.dtype)))[-1]
+        out.line(f"test accuracy: {float((output.argmax(axis=1) == xp.asarray(data.test_y)).mean()):.4f}")
+
+
+def main() -> int:
+    """Returns the exit code: 0 when the job ended well, 2 for wrong settings, 1 for anything else."""
+    args = settings()
+    try:
+        data = datasets.load(args.data, os.environ.get("DATA_PATH", ""))
+        with worker.init() as session, Progress() as out:  # released at the end of the block
+            train(args, data, session, out)
+    except worker.WorkerError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
