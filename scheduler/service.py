@@ -155,10 +155,10 @@ class Service:
             raise
         try:
             await self._serve(session, context)
+            if session.closed is not None:  # waits for a peer that does not read: it counts until it is gone
+                await context.abort(*status_of(session.closed))
         finally:
             self._release(session)
-        if session.closed is not None:
-            await context.abort(*status_of(session.closed))
 
     def _admit(self, caller: Caller) -> Session:
         host = caller.address.rsplit(":", 1)[0]

@@ -1,0 +1,206 @@
+"""The servicer between a real gRPC channel and a scripted machine: limits, slow peers, lost streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from rendezvous.v1 import rendezvous_pb2 as pb
+from scheduler.access import Access
+from scheduler.config import load_settings
+from scheduler.core import values as v
+from scheduler.jobs import Jobs
+from scheduler.logs import Recorder
+from scheduler.service import Limits, Service
+from tests.scheduler.fakes import FakeJob
+from tests.scheduler.processes import join
+
+SESSION = "/rendezvous.v1.Rendezvous/Session"
+
+
+class Rig:
+    """A service in this process with one scripted job, and channels to it."""
+
+    def __init__(self, job: FakeJob, service: Service, jobs: Jobs, target: str, recorder: Recorder) -> None:
+        self.job = job
+        self.service = service
+        self.jobs = jobs
+        self.target = target
+        self.recorder = recorder
+
+    def call(self, channel: grpc.aio.Channel) -> Any:
+        return channel.stream_stream(
+            SESSION,
+            request_serializer=pb.WorkerMessage.SerializeToString,
+            response_deserializer=pb.SchedulerMessage.FromString,
+        )()
+
+
+@asynccontextmanager
+async def served(
+    script: Callable[[v.Event], v.Decision], limits: Limits | None = None
+) -> AsyncIterator[tuple[Rig, grpc.aio.Channel]]:
+    job, recorder = FakeJob(script), Recorder()
+    jobs = Jobs(
+        load_settings({"MS_WORKER_NUM": "2"}),
+        asyncio.get_running_loop(),
+        recorder.note,
+        new_machine=lambda job_id, settings: job,
+        recover_machine=lambda job_id, settings, records, now: job,
+    )
+    await jobs.open()
+    service = Service(jobs, Access(tls=False), recorder, "default", limits or Limits())
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((service.handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Rig(job, service, jobs, f"127.0.0.1:{port}", recorder), channel
+    finally:
+        await jobs.close()
+        await server.stop(0)
+
+
+def go(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def welcome(event: v.Event) -> v.Decision:
+    if isinstance(event, v.Joined):
+        return v.Decision(messages=((event.session, v.Welcome(1, 5, 60)),))
+    return v.Decision()
+
+
+def test_too_many_streams_from_one_host() -> None:
+    async def test() -> None:
+        async with served(welcome, Limits(sessions_per_host=1)) as (rig, channel):
+            first = rig.call(channel)
+            await first.write(join("node-0"))
+            assert (await first.read()).WhichOneof("body") == "welcome"
+            second = rig.call(channel)
+            assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "127.0.0.1 already holds 1 streams" in await second.details()
+            first.cancel()
+            await rig.service.idle.wait()
+            third = rig.call(channel)
+            await third.write(join("node-0"))
+            assert (await third.read()).WhichOneof("body") == "welcome"
+            third.cancel()
+            assert rig.recorder.refusals["limit"] == 1
+
+    go(test())
+
+
+def test_too_many_streams_in_all() -> None:
+    async def test() -> None:
+        async with served(welcome, Limits(sessions=0)) as (rig, channel):
+            assert await rig.call(channel).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    go(test())
+
+
+def test_a_stream_without_join_is_ended() -> None:
+    async def test() -> None:
+        async with served(welcome, Limits(join_timeout_s=0.05)) as (rig, channel):
+            call = rig.call(channel)
+            await call.wait_for_connection()
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "sent no Join" in await call.details()
+            await rig.service.idle.wait()
+            assert rig.job.events() == []
+
+    go(test())
+
+
+def test_a_worker_that_does_not_read_is_dropped_and_reported_lost() -> None:
+    async def test() -> None:
+        def script(event: v.Event) -> v.Decision:
+            if isinstance(event, v.Heard):
+                return v.Decision(messages=((1, v.Waiting(1, 2, "x" * 500_000)),))
+            return welcome(event)
+
+        async with served(script) as (rig, channel):
+            call = rig.call(channel)
+            await call.write(join("node-0"))
+            await call.read()
+            session = rig.service.sessions[1]
+            for _ in range(60):  # far more than flow control and the session's queue hold
+                await call.write(pb.WorkerMessage(heartbeat=pb.Heartbeat()))
+            await session.dropped.wait()
+            while session.driver is not None:  # until the stream's task has reported it
+                await asyncio.sleep(0)
+            await rig.jobs.get("default").submit(v.Tick())
+            lost = next(e for e in rig.job.events() if isinstance(e, v.SessionLost))
+            assert "does not read" in lost.detail
+            call.cancel()
+            await rig.service.idle.wait()
+
+    go(test())
+
+
+@pytest.mark.parametrize("how", ["cancel", "half-close", "malformed"])
+def test_every_end_without_goodbye_is_reported_once(how: str) -> None:
+    async def test() -> None:
+        async with served(welcome) as (rig, channel):
+            call = rig.call(channel)
+            await call.write(join("node-0"))
+            await call.read()
+            if how == "cancel":
+                call.cancel()
+            elif how == "half-close":
+                await call.done_writing()
+            else:
+                await call.write(pb.WorkerMessage())
+            await rig.service.idle.wait()
+            driver = rig.jobs.get("default")
+            await driver.submit(v.Tick())
+            assert [type(e) for e in rig.job.events()] == [v.Joined, v.SessionLost, v.Tick]
+            assert driver.sessions == {}
+
+    go(test())
+
+
+def test_a_goodbye_is_no_loss() -> None:
+    async def test() -> None:
+        def script(event: v.Event) -> v.Decision:
+            if isinstance(event, v.LeftCleanly):
+                return v.Decision(messages=((event.session, v.Ended(True, "Goodbye.")),))
+            return welcome(event)
+
+        async with served(script) as (rig, channel):
+            call = rig.call(channel)
+            await call.write(join("node-0"))
+            await call.write(pb.WorkerMessage(leave=pb.Leave(generation=1, finished=True)))
+            assert [(await call.read()).WhichOneof("body") for _ in range(2)] == ["welcome", "ended"]
+            assert await call.code() is grpc.StatusCode.OK
+            await rig.service.idle.wait()
+            await rig.jobs.get("default").submit(v.Tick())
+            assert [type(e) for e in rig.job.events()] == [v.Joined, v.LeftCleanly, v.Tick]
+
+    go(test())
+
+
+def test_a_fault_in_the_machine_tells_callers_nothing_but_that() -> None:
+    async def test() -> None:
+        def script(event: v.Event) -> v.Decision:
+            raise RuntimeError("the secret inside")
+
+        async with served(script) as (rig, channel):
+            call = rig.call(channel)
+            await call.write(join("node-0"))
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert "secret" not in await call.details()
+            with pytest.raises(Exception, match="fault in the scheduler"):
+                await rig.jobs.own_job_over
+            late = rig.call(channel)
+            await late.write(join("node-1"))
+            assert await late.code() is grpc.StatusCode.UNAVAILABLE
+
+    go(test())
