@@ -121,7 +121,11 @@ def test_a_stream_without_join_is_ended() -> None:
 
 def test_a_worker_that_does_not_read_is_dropped_and_reported_lost() -> None:
     async def test() -> None:
+        lost: asyncio.Future[v.SessionLost] = asyncio.get_running_loop().create_future()
+
         def script(event: v.Event) -> v.Decision:
+            if isinstance(event, v.SessionLost):
+                lost.set_result(event)
             if isinstance(event, v.Heard):
                 return v.Decision(messages=((1, v.Waiting(1, 2, "x" * 500_000)),))
             return welcome(event)
@@ -134,11 +138,7 @@ def test_a_worker_that_does_not_read_is_dropped_and_reported_lost() -> None:
             for _ in range(60):  # far more than flow control and the session's queue hold
                 await call.write(pb.WorkerMessage(heartbeat=pb.Heartbeat()))
             await session.dropped.wait()
-            while session.driver is not None:  # until the stream's task has reported it
-                await asyncio.sleep(0)
-            await rig.jobs.get("default").submit(v.Tick())
-            lost = next(e for e in rig.job.events() if isinstance(e, v.SessionLost))
-            assert "does not read" in lost.detail
+            assert "does not read" in (await lost).detail
             call.cancel()
             await rig.service.idle.wait()
 
