@@ -7,8 +7,6 @@ Forward and backward pass are written out, for NumPy and CuPy. Members may come,
 """
 
 import argparse
-import itertools
-import os
 import sys
 from typing import Any
 
@@ -24,7 +22,7 @@ from worker.state import TrainingState
 from worker.training import ElasticLoop
 
 MODELS = {"linear": 0, "mlp": 1, "deep": 2}  # number of hidden layers
-# A step's batch is that of all workers together; lines are printed every so many steps, 0: once an epoch.
+# A batch is one step of all workers; a line has the mean loss since the last one, 0: one line an epoch.
 OPTIONS = {"epochs": int, "batch_size": int, "width": int, "lr": float, "momentum": float, "print_every": int}
 RECIPES = {
     "digits": (20, 64, 64, 0.1, 0.9, 0),
@@ -35,19 +33,19 @@ RECIPES = {
 
 def settings() -> argparse.Namespace:
     """Command line, completed by the data set's recipe and the defaults."""
-    option = (parser := argparse.ArgumentParser(description="Train data-parallel.")).add_argument
-    option("--data", choices=RECIPES, default="cifar10" if os.environ.get("DATA_PATH") else "digits")
+    option = (parser := argparse.ArgumentParser(description=__doc__)).add_argument
+    option("--data", choices=RECIPES, default="cifar10" if datasets.path_given() else "digits")
     option("--model", choices=MODELS, default="mlp", help="hidden layers: none, one, two")
     for name, kind in OPTIONS.items():
-        option(f"--{name.replace('_', '-')}", type=kind, help="default: as fits the data")
-    option("--accumulate", type=int, default=1, help="pieces that a worker computes its batch in")
+        option(f"--{name.replace('_', '-')}", type=kind, help="default: by --data")
+    option("--accumulate", type=int, default=1, help="pieces that a worker computes its part of a batch in")
     option("--seed", type=int, default=0)
     option("--dtype", choices=["float32", "float64"], default="float32")
     option("--checkpoint-dir", default="checkpoints", help="'' writes none")
     option("--resume", nargs="?", const="latest", default="", help="a file, or the last in --checkpoint-dir")
     args = parser.parse_args()
-    recipe = dict(zip(OPTIONS, RECIPES[args.data], strict=True))
-    vars(args).update({name: recipe[name] for name in recipe if vars(args)[name] is None})
+    for name, value in zip(OPTIONS, RECIPES[args.data], strict=True):
+        vars(args)[name] = value if vars(args)[name] is None else vars(args)[name]
     if min(args.epochs, args.batch_size, args.width, args.accumulate) < 1:
         parser.error("--epochs, --batch-size, --width and --accumulate must be >= 1")
     return args
@@ -60,11 +58,11 @@ class Network:
         sizes = [data.inputs, *[args.width] * MODELS[args.model], data.outputs]
         self.xp, self.classify, self.layers = xp, data.classes > 0, len(sizes) - 1
         self.parameters, random = dict[str, Any](), np.random.default_rng(args.seed)
-        for i, shape in enumerate(itertools.pairwise(sizes)):
-            spread = np.sqrt(2 / shape[0]) if self.classify else 0.01
-            self.parameters[f"w{i}"] = xp.asarray(random.normal(0, spread, shape).astype(args.dtype))
+        for i in range(self.layers):
+            weights = random.normal(0, np.sqrt(2 / sizes[i]) if self.classify else 0.01, sizes[i : i + 2])
+            self.parameters[f"w{i}"] = xp.asarray(weights.astype(args.dtype))
             if self.classify:
-                self.parameters[f"b{i}"] = xp.zeros(shape[1], args.dtype)
+                self.parameters[f"b{i}"] = xp.zeros(sizes[i + 1], args.dtype)
 
     def forward(self, x: Any) -> list[Any]:
         """Activations of all layers, from the input to the output."""
@@ -103,27 +101,29 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: worker.Sess
     state = TrainingState(net.parameters | {f"momentum.{n}": a for n, a in momentum.items()}, sampler)
     checkpoints = checkpoint.Folder(args.checkpoint_dir, state)
     checkpoints.resume(args.resume, say=out.line)
-    reduced = net.parameters | {"loss": xp.zeros(1, args.dtype)}  # the loss travels with the gradients
-    reducer = GradientReducer(session, reduced, gradients_mean=False)
+    loss = xp.zeros(1, args.dtype)  # travels with the gradients
+    reducer = GradientReducer(session, net.parameters | {"loss": loss}, gradients_mean=False)
     loop = ElasticLoop(session, state, epochs=args.epochs, save=checkpoints.save)
     for step in loop:
         with step:
             for piece, rows in enumerate(step.batch.split(args.accumulate), 1):
                 with reducer.no_sync(piece < args.accumulate):
-                    activations = net.forward(xp.asarray(data.scaled(data.train_x[rows], args.dtype)))
-                    targets = xp.asarray(data.train_y[rows])
-                    loss, gradient = net.loss(activations[-1], targets, step.batch.global_size)
+                    layers = net.forward(xp.asarray(data.scaled(data.train_x[rows], args.dtype)))
+                    loss, slope = net.loss(layers[-1], xp.asarray(data.train_y[rows]), step.batch.global_size)
                     reducer.ready("loss", loss.reshape(1))
-                    net.backward(activations, gradient, reducer.ready)
+                    net.backward(layers, slope, reducer.ready)
             gradients = reducer.finish()
             for name, parameter in net.parameters.items():
                 momentum[name][...] = args.momentum * momentum[name] + gradients[name]
                 parameter -= args.lr * momentum[name]
         if step.done:
-            text = f"epoch: {step.epoch} step: {step.number}, loss is {float(gradients['loss'][0])}"
+            losses = state.extra.setdefault("losses", [])  # since the last line; kept and shared as state
+            losses.append(float(gradients["loss"][0]))
+            text = f"epoch: {step.epoch} step: {step.number}, loss is {sum(losses) / len(losses)}"
             out.show(state.step, args.epochs * sampler.steps_per_epoch, text)
             if step.number % args.print_every == 0 if args.print_every else step.batch.last:
                 out.line(text)
+                losses.clear()
             if step.batch.last and session.rank == 0:
                 checkpoints.save()
     if loop.left:
@@ -137,7 +137,7 @@ def main() -> int:
     """Returns the exit code: 0 when the job ended well, 2 for wrong settings, 1 for anything else."""
     args = settings()
     try:
-        data = datasets.load(args.data, os.environ.get("DATA_PATH", ""))
+        data = datasets.load(args.data)
         with worker.init() as session, Progress() as out:  # released at the end of the block
             train(args, data, session, out)
     except worker.WorkerError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,12 +131,21 @@ def load_cifar10(path: str | Path) -> Dataset:
     )
 
 
-def load(name: str, path: str = "") -> Dataset:
-    """Loads a data set by its name on the command line: "digits", "quickstart" or "cifar10"."""
+def path_given() -> str:
+    """DATA_PATH: where CIFAR-10's files are; empty when it is not set."""
+    return os.environ.get("DATA_PATH", "")
+
+
+def load(name: str) -> Dataset:
+    """Loads a data set by its name on the command line: "digits", "quickstart" or "cifar10".
+
+    Raises:
+        DatasetError: it is not there, or damaged.
+    """
     if name == "cifar10":
-        if not path:
+        if not path_given():
             raise DatasetError("CIFAR-10 needs the folder of its files.", remedy="Set DATA_PATH to it.")
-        return load_cifar10(path)
+        return load_cifar10(path_given())
     return load_quickstart() if name == "quickstart" else load_digits()
 
 

@@ -72,9 +72,12 @@ def test_quickstart_repeats_one_random_batch() -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "cifar-10-batches-bin"])
-def test_cifar10_files_are_read_record_by_record(tmp_path: Path, inside: str) -> None:
+def test_cifar10_files_are_read_record_by_record(
+    tmp_path: Path, inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_cifar10(tmp_path / inside)
-    data = datasets.load("cifar10", str(tmp_path))
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    data = datasets.load("cifar10")
     assert (data.train_x.shape, data.test_x.shape, data.outputs) == ((20, 3072), (4, 3072), 10)
     assert data.train_y.tolist() == [0, 1, 2, 3] * 5
     assert data.train_x[:, 0].tolist() == [n for n in range(5) for _ in range(4)]
@@ -86,7 +89,8 @@ def test_cifar10_files_are_read_record_by_record(tmp_path: Path, inside: str) ->
     )
 
 
-def test_cifar10_without_a_path_names_the_variable() -> None:
+def test_cifar10_without_a_path_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATA_PATH", raising=False)
     with pytest.raises(DatasetError, match="Set DATA_PATH"):
         datasets.load("cifar10")
 
