@@ -6,6 +6,7 @@ does besides (security, death, replacement) is absent.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -115,8 +116,9 @@ class Fleet:
     ) -> None:
         """Closes the communicators, or kills everything after an error."""
         if kind is None:
-            for pipe in self._pipes:
-                pipe.send(("close", None, {}))
+            with contextlib.suppress(OSError):  # killed already
+                for pipe in self._pipes:
+                    pipe.send(("close", None, {}))
             for process in self.processes:
                 process.join(30)
         self.kill()

@@ -115,7 +115,10 @@ class FlatBuffers:
         tensors = [owner._buffers[name] for owner, name in owners]
         self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         self._entries = []
-        for (owner, name), view in zip(owners, views_of(self.flat, tensors), strict=True):
+        for (owner, name), part in zip(owners, views_of(self.flat, tensors), strict=True):
+            # Autograd counts changes per base tensor: real views would all look changed by each one's update.
+            view = torch.empty(0, dtype=part.dtype, device=part.device)
+            view.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
             view.copy_(owner._buffers[name])
             owner._buffers[name] = view
             self._entries.append((owner, name, view))

@@ -360,6 +360,7 @@ def check_abort_with_graph(comm: Any) -> float:
     with pytest.raises(MembershipChanged):
         comm.all_reduce(images, images, ReduceOp.SUM)
     torch.cuda.synchronize()
+    assert comm.await_ended(20)
     return taken[0]
 
 

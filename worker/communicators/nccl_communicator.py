@@ -51,6 +51,7 @@ class NcclCommunicator(Communicator):
         self._error: Exception | None = None
         self._closed = False
         self._inside = False
+        self._endings: list[threading.Thread] = []
         self._grouped = False
         self._ending = threading.Lock()
         self._readers: dict[type, tuple[Callable[[Any], Facts], Callable[[], int], Issued]] = {}
@@ -263,7 +264,10 @@ class NcclCommunicator(Communicator):
             )
 
     def abort(self, error: Exception) -> None:
-        """Makes blocked and later calls raise ``error``, and running kernels end. From any thread."""
+        """Makes blocked and later calls raise ``error``, and running kernels end. From any thread.
+
+        NCCL frees what it holds in the background (half a second); another communicator may be built meanwhile.
+        """
         with self._ending:
             if self._error is None:
                 self._error = error
@@ -272,11 +276,11 @@ class NcclCommunicator(Communicator):
             self._closed = True
         for child in self._children:
             child.abort(error)
-        self._release()
         self._await_outside()
-        handles.abort(self._nccl, self._comm)
-        if self._root is not None:
-            handles.abort(self._nccl, self._root)
+        # At the same time: NCCL's abort waits for graphs that hold its kernels, and giving up a graph
+        # waits for its kernels, which only the abort ends.
+        self._endings = handles.abort_in_background(self._nccl, [self._comm, self._root])
+        self._release()
 
     def close(self) -> None:
         """Releases everything after outstanding work is done; idempotent."""
@@ -293,9 +297,16 @@ class NcclCommunicator(Communicator):
         self._release()
         for number in self._factors.values():
             self._nccl.red_op_destroy(number, self._comm)
-        self._nccl.comm_destroy(self._comm)
-        if self._root is not None:
-            self._nccl.comm_destroy(self._root)
+        for comm in filter(None, (self._comm, self._root)):
+            with contextlib.suppress(self._nccl.NCCLError):
+                self._nccl.comm_destroy(comm)
+
+    def await_ended(self, timeout_s: float) -> bool:
+        """After :meth:`abort`: waits until NCCL has freed everything; False where the deadline came first."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._endings:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._endings)
 
     # ------------------------------------------------------------ inside
 

@@ -8,8 +8,9 @@ nonblocking *root* that only ever creates, and blocking children split off it, o
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from worker.communicators.base import Membership, Peer
@@ -142,3 +143,18 @@ def abort(nccl: Any, comm: Any) -> None:
         nccl.comm_abort(comm)
     except nccl.NCCLError:
         return
+
+
+def abort_in_background(nccl: Any, comms: Iterable[Any]) -> list[threading.Thread]:
+    """Aborts communicators (None: none) at the same time, each in a thread of its own.
+
+    Kernels are told at once; most of an abort is waiting for NCCL's own threads.
+    """
+    threads = [
+        threading.Thread(target=abort, args=(nccl, comm), name="muster-nccl-abort", daemon=True)
+        for comm in comms
+        if comm is not None
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
