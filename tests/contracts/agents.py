@@ -182,7 +182,7 @@ class Agents:
     def _all(self, size: int, method: str, calls: list[tuple[Any, ...]]) -> list[Any]:
         for pipe, args in zip(self._pipes[:size], calls, strict=True):
             pipe.send((method, args))
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:size])}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes[:size])}
         results: list[Any] = [None] * size
         while waiting:
             ready = wait(list(waiting), HANG_S)
@@ -191,10 +191,9 @@ class Agents:
                 self._kill()
                 raise AssertionError(f"{method} hangs on ranks {ranks}")
             for pipe in ready:
-                assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    results[rank] = pipe.recv()
+                    results[rank] = self._pipes[rank].recv()
                 except EOFError:
                     results[rank] = Failure("Died", f"the process of rank {rank} ended", "")
         return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ def refusals(place: Place) -> list[str]:
     """Wrong arrays are refused before anything is sent; the communicator stays usable."""
     comm, array = place.comm, place.kit.array
     good = array(np.ones(6, "f4"))
-    bad = [
+    bad: list[Callable[[], Any]] = [
         lambda: comm.all_reduce(good, array(np.ones(5, "f4")), ReduceOp.SUM),
         lambda: comm.all_reduce(good, array(np.ones(6, "f8")), ReduceOp.SUM),
         lambda: comm.all_reduce(array(np.ones(12, "f4"))[::2], good, ReduceOp.SUM),
@@ -187,7 +188,7 @@ def caught(place: Place, call: str) -> tuple[str, str]:
     ten, eleven = array(np.ones(10, "f4")), array(np.ones(11, "f4"))
     big = array(np.ones(100_000, "f4"))
     comm = place.comm
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "sum10": lambda: comm.all_reduce(ten, ten, ReduceOp.SUM),
         "sum11": lambda: comm.all_reduce(eleven, eleven, ReduceOp.SUM),
         "big": lambda: comm.all_reduce(big, big, ReduceOp.SUM),

@@ -21,6 +21,8 @@ JOB = "contract"
 PASSWORD = b"contract suite"
 ALL_DTYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 
+GLOO_DTYPES = ("f2", "f4", "f8", "i1", "i4", "i8", "u1")
+
 NumpyArray = npt.NDArray[Any]
 
 
@@ -72,7 +74,7 @@ def kit(name: str) -> Kit:
     if name == "tcp-plain":
         return Kit("tcp-plain", "tcp")
     if name == "gloo":
-        return Kit("gloo", "gloo", tells_mismatch=False)
+        return Kit("gloo", "gloo", GLOO_DTYPES, tells_mismatch=False)
     from tests.gpu.contract_kit import NcclKit  # type: ignore[import-not-found,unused-ignore]
 
     return cast("Kit", NcclKit())

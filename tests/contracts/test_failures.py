@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.contracts import bodies
-from tests.contracts.agents import Agents, Failure
+from tests.contracts.agents import Agents, Failure, Place
 from tests.contracts.kits import Kit
 
 
@@ -61,7 +61,7 @@ def test_a_deadline_names_the_rank_waited_for(agents: Agents, strict: Kit, call:
         assert "rank 2 (node node-2" in text
 
 
-def hang_or_call(place: bodies.Place, call: str) -> tuple[str, str]:
+def hang_or_call(place: Place, call: str) -> tuple[str, str]:
     if call != "hang":
         return bodies.caught(place, call)
     threading.Event().wait(0.8)  # the others' deadline is 0.3 s

@@ -42,9 +42,10 @@ def create_backend(
             from worker.communicators.gloo import GlooBackend
 
             return GlooBackend(allow_insecure=allow_insecure)
-        from worker.communicators.nccl import NcclBackend
+        from worker.communicators import nccl
 
-        return NcclBackend()
+        backend: Backend = nccl.NcclBackend()
+        return backend
     except ImportError as error:
         extra = "torch" if name == "gloo" else "cuda12 (or cuda13)"
         raise SettingsError(
