@@ -10,10 +10,10 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from certs.errors import (
-    CertificateError,
     ExpiredError,
     FileError,
     NotYetValidError,
@@ -26,6 +26,18 @@ MIN_RSA_BITS = 2048
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 WEAK_HASHES = ("md5", "sha1")
 MAX_CHAIN = 8
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    UnsupportedAlgorithm,
+    InvalidSignature,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+    CryptographyDeprecationWarning,  # where warnings are errors; otherwise check_readable finds the same
+)
+"""What the library raises for certificates and lists that are malformed, in parsing or later in reading."""
 
 
 def utc_now() -> datetime.datetime:
@@ -44,13 +56,29 @@ def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
         FileError: none there, or one cannot be read.
     """
     try:
-        return x509.load_pem_x509_certificates(pem)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        certificates = x509.load_pem_x509_certificates(pem)
+        for certificate in certificates:
+            check_readable(certificate)
+    except UNREADABLE as error:
         hint = "" if b"-----BEGIN CERTIFICATE" in pem else " It holds no PEM certificate."
         raise FileError(
             f"{source} cannot be read as a certificate.{hint}",
             remedy="" if hint == "" else "PEM text begins with -----BEGIN CERTIFICATE-----.",
         ) from error
+    return certificates
+
+
+def check_readable(certificate: x509.Certificate) -> None:
+    """Reads the fields that the library reads late, so that a malformed one shows here.
+
+    Raises:
+        Exception: one of :data:`UNREADABLE`.
+    """
+    for name in (certificate.subject, certificate.issuer):
+        name.rfc4514_string()
+        name.public_bytes()
+    if certificate.not_valid_before_utc > certificate.not_valid_after_utc or certificate.serial_number <= 0:
+        raise ValueError("its dates or serial number make no sense")
 
 
 def to_pem(certificates: Iterable[x509.Certificate]) -> bytes:
@@ -114,7 +142,7 @@ def check_strength(certificate: x509.Certificate, what: str) -> None:
     try:
         key = certificate.public_key()
         digest = certificate.signature_hash_algorithm
-    except (ValueError, UnsupportedAlgorithm) as error:
+    except UNREADABLE as error:
         raise WeakCertificateError(
             f"{what} has a key or signature of an unknown kind.", remedy=least
         ) from error
@@ -142,7 +170,7 @@ def is_authority(certificate: x509.Certificate) -> bool:
         return certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
     except x509.ExtensionNotFound as missing:
         return missing.oid == x509.KeyUsage.oid
-    except (ValueError, x509.DuplicateExtension):
+    except UNREADABLE:
         return False
 
 
@@ -163,7 +191,7 @@ def check_purpose(certificate: x509.Certificate, purpose: str, what: str) -> Non
         usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
         return
-    except (ValueError, x509.DuplicateExtension) as error:
+    except UNREADABLE as error:
         raise UsageError(f"{what} has malformed extensions.") from error
     if needed not in usage and oids.ANY_EXTENDED_KEY_USAGE not in usage:
         raise UsageError(
@@ -178,7 +206,7 @@ def issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
         return False
     try:
         certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+    except UNREADABLE:
         return False
     return True
 
@@ -245,14 +273,9 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
     """
     roots = parse_certificates(pem, source)
     for root in roots:
-        try:
-            if not is_authority(root):
-                raise UsageError(
-                    f"{source} holds {name_of(root)}, which is not an authority's certificate.",
-                    remedy="ca_cert_path names what issued the others (CA:TRUE, keyCertSign).",
-                )
-        except CertificateError:
-            raise
-        except ValueError as error:
-            raise FileError(f"{source} holds a malformed certificate.") from error
+        if not is_authority(root):
+            raise UsageError(
+                f"{source} holds {name_of(root)}, which is not an authority's certificate.",
+                remedy="ca_cert_path names what issued the others (CA:TRUE, keyCertSign).",
+            )
     return roots

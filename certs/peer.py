@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from cryptography import x509
 
 from certs.certificates import (
+    UNREADABLE,
     check_period,
     check_strength,
     fingerprint,
@@ -107,7 +108,7 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
     try:
         alternatives, constraints = _alternatives(leaf), _is_ca(leaf)
         common_names = [str(a.value) for a in leaf.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
-    except (ValueError, x509.DuplicateExtension) as error:
+    except UNREADABLE as error:
         raise IdentityError("The peer's certificate has malformed extensions or names.") from error
     if constraints:
         raise IdentityError(f"The certificate {name_of(leaf)} is an authority's: it names nobody.")
@@ -135,7 +136,7 @@ def link_of(certificate: x509.Certificate) -> Link:
         key_id = certificate.extensions.get_extension_for_class(
             x509.AuthorityKeyIdentifier
         ).value.key_identifier
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+    except (x509.ExtensionNotFound, *UNREADABLE):
         key_id = None
     return Link(
         name=name_of(certificate),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from certs.certificates import fingerprint, is_authority, parse_certificates, to_pem
+from certs.certificates import UNREADABLE, fingerprint, is_authority, parse_certificates, to_pem
 from certs.errors import ConfigError, FileError
 from certs.files import read_file
 from certs.identity import identity_of_pem
@@ -25,7 +25,7 @@ def read_lists(path: Path) -> list[x509.CertificateRevocationList]:
     parts = read_file(path, "The revocation list").split(end)[:-1]
     try:
         return [x509.load_pem_x509_crl(part[part.index(b"-----BEGIN") :] + end + b"\n") for part in parts]
-    except ValueError:
+    except UNREADABLE:
         raise FileError(f"{str(path)!r} is damaged: not a revocation list.") from None
 
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from certs.certificates import MAX_CHAIN, WEAK_HASHES, printable, utc_now
+from certs.certificates import MAX_CHAIN, UNREADABLE, WEAK_HASHES, printable, utc_now
 from certs.errors import RevocationListError, RevokedError
 from certs.peer import Link, link_of
 
@@ -127,7 +126,7 @@ def _read_list(pem: bytes, authorities: Sequence[x509.Certificate], what: str) -
             crl.next_update_utc,
         )
         serials = frozenset(entry.serial_number for entry in crl)
-    except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
+    except UNREADABLE as error:
         raise RevocationListError(f"{what} cannot be read.", remedy=_REMEDY) from error
     if critical:
         # Delta and indirect lists and limited scopes are marked so: half understood is not understood.
@@ -157,7 +156,7 @@ def _signer(
 def _key_id(authority: x509.Certificate) -> bytes:
     try:
         return authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+    except (x509.ExtensionNotFound, *UNREADABLE):
         return b""
 
 

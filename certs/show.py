@@ -10,6 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from certs.certificates import (
+    UNREADABLE,
     check_dates,
     check_strength,
     fingerprint,
@@ -110,7 +111,7 @@ def _time(moment: datetime.datetime) -> str:
 def _key(certificate: x509.Certificate) -> str:
     try:
         key = certificate.public_key()
-    except ValueError:
+    except UNREADABLE:
         return "unknown"
     if isinstance(key, ec.EllipticCurvePublicKey):
         return f"EC {key.curve.name}"

@@ -20,9 +20,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from certs.certificates import (
+    UNREADABLE,
     build_chain,
     check_chain,
     check_purpose,
+    check_readable,
     fingerprint,
     is_authority,
     load_authorities,
@@ -235,6 +237,8 @@ def read_p12(
                 remedy="Check MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD, or the _FILE that holds it.",
             ) from None
         raise FileError(f"{shown} is damaged, or not PKCS#12.", remedy=_REMAKE) from None
+    except UNREADABLE as error:
+        raise FileError(f"{shown} holds a malformed certificate.", remedy=_REMAKE) from error
     if key is not None and leaf is None and extra:
         raise KeyMismatchError(
             f"{shown}: the private key belongs to none of the certificates.", remedy=_REMAKE
@@ -242,7 +246,12 @@ def read_p12(
     if key is None or leaf is None:
         missing = "private key" if key is None else "certificate"
         raise MissingKeyError(f"{shown} holds no {missing}.", remedy=_REMAKE)
-    public = leaf.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    try:
+        for each in (leaf, *extra):
+            check_readable(each)
+        public = leaf.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    except UNREADABLE as error:
+        raise FileError(f"{shown} holds a malformed certificate.", remedy=_REMAKE) from error
     if key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) != public:
         raise KeyMismatchError(
             f"{shown}: the private key does not belong to the certificate.", remedy=_REMAKE

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import base64
 import contextlib
+import ipaddress
 
 import pytest
 from cryptography import x509
-from hypothesis import given
+from cryptography.hazmat.primitives.serialization import Encoding
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from certs.certificates import check_purpose, issued_by, load_authorities, parse_certificates
 from certs.errors import CertificateError, FileError, IdentityError
 from certs.identity import LEGACY, ROLES, Identity, identity_of_pem, parse_uri
-from tests.certs.making import Pki, certificate, pem
+from certs.peer import peer_of_pem
+from certs.show import describe
+from tests.certs.making import NOW, Pki, certificate, pem
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,7 @@ def test_other_spellings_are_refused(uri: str) -> None:
 names = st.text(min_size=1, max_size=128)
 
 
+@settings(deadline=None)
 @given(job=names, role=st.sampled_from(ROLES), node=st.none() | names)
 def test_every_legal_identity_survives_its_uri(job: str, role: str, node: str | None) -> None:
     try:
@@ -74,6 +81,7 @@ def test_every_legal_identity_survives_its_uri(job: str, role: str, node: str | 
     assert parse_uri(uri) == identity
 
 
+@settings(deadline=None)
 @given(st.text(max_size=300))
 def test_any_text_is_an_identity_or_a_typed_error(text: str) -> None:
     for uri in (text, "muster://" + text):
@@ -150,6 +158,7 @@ def test_legacy_certificates_only_where_allowed(pki: Pki) -> None:
         identity_of_pem(pem(certificate(pki.authority, uris=("muster://job/boss",))), require_identity=False)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_certificate_or_a_typed_error(data: bytes) -> None:
     for text in (data, b"-----BEGIN CERTIFICATE-----\n" + data + b"\n-----END CERTIFICATE-----\n"):
@@ -160,3 +169,24 @@ def test_any_bytes_are_a_certificate_or_a_typed_error(data: bytes) -> None:
 def test_not_a_certificate_is_a_file_error() -> None:
     with pytest.raises(FileError, match="no PEM certificate"):
         identity_of_pem(b"hello")
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@given(place=st.integers(0, 10_000), change=st.integers(1, 255))
+def test_any_damage_to_a_certificate_is_survived(pki: Pki, place: int, change: int) -> None:
+    hosts = (x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
+    usage = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
+    basic = x509.BasicConstraints(ca=False, path_length=None)
+    whole = certificate(pki.authority, hosts=hosts, extensions=(usage, basic))
+    der = bytearray(whole.public_bytes(Encoding.DER))
+    der[place % len(der)] ^= change
+    text = b"-----BEGIN CERTIFICATE-----\n" + base64.encodebytes(bytes(der)) + b"-----END CERTIFICATE-----\n"
+    with contextlib.suppress(CertificateError):
+        assert peer_of_pem(text, require_identity=False).describe().isprintable()
+    with contextlib.suppress(CertificateError):
+        [parsed] = parse_certificates(text, "it")
+        if issued_by(parsed, pki.authority.certificate):  # the damage is outside of what is signed
+            assert parsed.tbs_certificate_bytes == whole.tbs_certificate_bytes
+        describe(parsed, NOW)
+        check_purpose(parsed, "client", "it")
+        load_authorities(text, "it")

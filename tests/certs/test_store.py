@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import datetime
 import subprocess
 from pathlib import Path
 
@@ -321,7 +320,7 @@ def test_a_peer_is_judged_by_dates_and_identity(pki: Pki, server: Credentials) -
         server.peer(pem(certificate(pki.authority, key=rsa.generate_private_key(65537, 1024))))
 
 
-@settings(max_examples=150, deadline=datetime.timedelta(seconds=2), suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_damage_to_a_p12_is_a_typed_error(pki: Pki, tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(pki.path("client.p12").read_bytes())

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from certs.__main__ import main
+from certs.config import load_config
+from certs.errors import RevokedError
+from certs.store import load_configured, load_credentials
+from tests.certs.making import PASSWORD
+
+VARIABLES = ("MS_CERTS_PASSWORD", "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD")
+
+
+@pytest.fixture(autouse=True)
+def _no_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv(f"{variable}_FILE", raising=False)
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """What init makes."""
+    monkeypatch.setenv("MS_CERTS_PASSWORD", PASSWORD.decode())
+    assert (
+        main(
+            ["init", "--dir", str(tmp_path / "certs"), "--job", "resnet", "--hosts", "sched.example,10.0.0.1"]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    return tmp_path / "certs"
+
+
+def test_a_fresh_machine_has_what_it_needs_after_init(tmp_path: Path) -> None:
+    """As a user runs it, and what it prints can be run as it stands."""
+    command = [
+        sys.executable,
+        "-m",
+        "certs",
+        "init",
+        "--dir",
+        "c",
+        "--job",
+        "resnet",
+        "--password-file",
+        "secret",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "MS_CONFIG_FILE=c/config.json MS_SERVER_PASSWORD_FILE=secret python -m scheduler" in ended.stdout
+    password = (tmp_path / "secret").read_text().strip()
+    assert len(password) == 32 and password not in ended.stdout
+    modes = {
+        each.name: stat.S_IMODE(each.stat().st_mode)
+        for each in [*(tmp_path / "c").iterdir(), tmp_path / "secret"]
+    }
+    for secret in ("secret", "ca.key", "server.p12", "client.p12", "operator.p12"):
+        assert modes[secret] == 0o600
+    config = load_config(tmp_path / "c" / "config.json")
+    found = {"MS_SERVER_PASSWORD_FILE": str(tmp_path / "secret"), "MS_CLIENT_PASSWORD": password}
+    assert load_configured(config, "scheduler", found).identity.uri() == "muster://resnet/scheduler"
+    assert load_configured(config, "worker", found).identity.uri() == "muster://resnet/worker"
+    operator = load_credentials(tmp_path / "c" / "operator.p12", password.encode(), config.ca_cert_path)
+    assert operator.identity.uri() == "muster://*/operator"
+
+
+def test_init_names_all_hosts(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--json", str(directory / "server.p12")]) == 0
+    hosts = json.loads(capsys.readouterr().out)["hosts"]
+    assert {"localhost", "127.0.0.1", "::1", "sched.example", "10.0.0.1"} <= set(hosts)
+
+
+def test_init_twice_changes_nothing(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {each: each.read_bytes() for each in directory.glob("*.*")}
+    assert main(["init", "--dir", str(directory)]) == 1
+    assert "holds an authority already" in capsys.readouterr().err
+    assert before == {each: each.read_bytes() for each in directory.glob("*.*")}
+    assert main(["init", "--dir", str(directory), "--force"]) == 0
+
+
+def test_each_side_may_have_its_own_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, password in zip(VARIABLES, ("ca", "server", "client"), strict=True):
+        monkeypatch.setenv(variable, password)
+    assert main(["init", "--dir", str(tmp_path)]) == 0
+    for name, password in (("server", "server"), ("client", "client"), ("operator", "client")):
+        assert load_credentials(tmp_path / f"{name}.p12", password.encode(), tmp_path / "ca.crt")
+    assert main(["renew", "--dir", str(tmp_path), str(tmp_path / "server.p12")]) == 0
+    assert load_credentials(tmp_path / "server.p12", b"server", tmp_path / "ca.crt")
+
+
+def test_issue_binds_to_job_and_node(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["issue", "--dir", str(directory), "--job", "resnet", "--node", "rack1/node7", "--days", "3"])
+        == 0
+    )
+    file = directory / "worker-rack1_node7.p12"
+    assert f"{file}: muster://resnet/worker/rack1%2Fnode7, good until" in capsys.readouterr().out
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert load_credentials(file, PASSWORD, directory / "ca.crt").identity.node == "rack1/node7"
+    assert main(["issue", "--dir", str(directory), "--node", "rack1/node7"]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert main(["issue", "--dir", str(directory), "--node", "x", "--out", str(file), "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["issue", "--hosts", "a b"], "neither a host name nor an address"),
+        (["issue", "--days", "0"], "--days is 0; legal are 1 to 36500"),
+        (["revoke", "--serial", "xyz"], "--serial is 'xyz'"),
+        (["revoke", "--node", "nobody"], "no certificate bound to the node 'nobody'"),
+        (["revoke", "--fingerprint", "AB"], "16 hexadecimal digits"),
+        (["renew"], "Nothing to renew"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_one_sentence(
+    directory: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    before = (directory / "crl.pem").read_bytes()
+    assert main([*arguments, "--dir", str(directory)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith(f"certs {arguments[0]}: ") and error.count("\n") == 1
+    assert (directory / "crl.pem").read_bytes() == before
+
+
+def test_an_unknown_role_or_command_is_a_usage_error() -> None:
+    for arguments in (["issue", "--role", "boss"], ["destroy"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def test_without_a_password_nothing_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--dir", str(tmp_path / "c")]) == 2
+    assert "MS_CERTS_PASSWORD is not set" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_wrong_password_is_a_plain_error(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MS_CERTS_PASSWORD", "wrong-secret")
+    for arguments in (["issue", "--dir", str(directory)], ["show", str(directory / "client.p12")]):
+        assert main(arguments) == 1
+        error = capsys.readouterr().err
+        assert "does not open with this password" in error and "wrong-secret" not in error
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for word in (
+        "muster://<job>/<role>[/<node>]",
+        "python -m certs init",
+        "revoke",
+        "renew",
+        "MS_CERTS_PASSWORD",
+    ):
+        assert word in text
+
+
+def test_show_prints_identity_validity_and_fingerprint(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(directory / name) for name in ("client.p12", "ca.crt", "crl.pem")]
+    assert main(["show", *files]) == 0
+    text = capsys.readouterr().out
+    credentials = load_credentials(directory / "client.p12", PASSWORD, directory / "ca.crt")
+    for word in (
+        "muster://resnet/worker",
+        credentials.fingerprint,
+        f"{credentials.not_after:%Y-%m-%dT%H:%M:%SZ}",
+        "EC secp256r1",
+        "authority",
+        "revocation list of",
+        "days left",
+    ):
+        assert word in text
+    assert "problems" not in text and "PRIVATE" not in text
+
+
+def test_show_names_what_would_be_refused(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:1024", "-nodes", "-keyout", "k", "-out", "bad.pem"]
+    config = tmp_path / "o.cnf"
+    config.write_text("[req]\ndistinguished_name=d\nprompt=no\n[d]\nCN=weak\n")
+    subprocess.run(
+        [*command, "-config", str(config)], cwd=tmp_path, check=True, capture_output=True, timeout=60
+    )
+    assert main(["show", "--json", str(tmp_path / "bad.pem")]) == 0
+    problems = " ".join(json.loads(capsys.readouterr().out)["problems"])
+    assert "1024 bits" in problems and "names no job and role" in problems
+    assert main(["show", str(tmp_path / "o.cnf")]) == 1
+
+
+def test_revoke_by_file_node_serial_and_fingerprint(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--dir", str(directory)]
+    for node in ("n1", "n2", "n3"):
+        assert main(["issue", *base, "--node", node]) == 0
+    loaded = [
+        load_credentials(directory / f"worker-n{i}.p12", PASSWORD, directory / "ca.crt") for i in (1, 2, 3)
+    ]
+    capsys.readouterr()
+    assert main(["revoke", *base, str(directory / "worker-n1.p12"), "--node", "n2"]) == 0
+    assert "2 revoked" in capsys.readouterr().out
+    assert main(["revoke", *base, "--fingerprint", loaded[2].fingerprint]) == 0
+    assert "3 revoked" in capsys.readouterr().out
+    assert main(["revoke", *base, "--serial", "AB:CD"]) == 0
+    assert (
+        main(["revoke", *base, str(directory / "ca.crt"), "--days", "9"]) == 0
+    )  # the root: harmless, but legal
+    for i in (1, 2, 3):
+        with pytest.raises(RevokedError):
+            load_credentials(
+                directory / f"worker-n{i}.p12", PASSWORD, directory / "ca.crt", crl_path=directory / "crl.pem"
+            )
+    assert load_configured(load_config(directory / "config.json"), "worker", {}, password=PASSWORD)
+    capsys.readouterr()
+    assert main(["show", "--json", str(directory / "crl.pem")]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["revoked_count"] == 5 and "abcd" in shown["revoked"] and shown["days_left"] in (8, 9)
+
+
+def test_revoke_without_a_certificate_renews_the_list(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (directory / "crl.pem").read_bytes()
+    assert main(["revoke", "--dir", str(directory), "--days", "30"]) == 0
+    assert "0 revoked, good for 30 days" in capsys.readouterr().out
+    assert (directory / "crl.pem").read_bytes() != before
+
+
+def test_others_certificates_are_neither_revoked_nor_renewed(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--dir", str(tmp_path / "other")]) == 0
+    for command in ("revoke", "renew"):
+        assert main([command, "--dir", str(directory), str(tmp_path / "other" / "client.p12")]) == 1
+        assert "was not issued by the authority" in capsys.readouterr().err
+
+
+def test_renew_keeps_identity_and_hosts_and_changes_the_key(directory: Path) -> None:
+    config = load_config(directory / "config.json")
+    before = load_configured(config, "scheduler", {}, password=PASSWORD)
+    assert (
+        main(["renew", "--dir", str(directory), "--ca", "--days", "40", str(directory / "server.p12")]) == 0
+    )
+    after = load_configured(config, "scheduler", {}, password=PASSWORD)
+    assert after.identity == before.identity
+    assert after.peer(after.leaf_pem).hosts == before.peer(before.leaf_pem).hosts
+    assert after.peer(after.leaf_pem).addresses == before.peer(before.leaf_pem).addresses
+    assert after.key_pem != before.key_pem and after.fingerprint != before.fingerprint
+    assert after.ca_pem != before.ca_pem
+    assert after.not_after < before.not_after
+
+
+def test_an_intermediate_authority_by_the_command_line(directory: Path, tmp_path: Path) -> None:
+    below = tmp_path / "below"
+    assert main(["init", "--dir", str(below), "--parent", str(directory), "--job", "resnet"]) == 0
+    config = load_config(below / "config.json")
+    credentials = load_configured(config, "worker", {}, password=PASSWORD)
+    assert credentials.ca_pem == (directory / "ca.crt").read_bytes()
+    # The parent revokes the whole branch.
+    assert main(["revoke", "--dir", str(directory), str(below / "chain.crt")]) == 0
+    (below / "crl.pem").write_bytes((below / "crl.pem").read_bytes() + (directory / "crl.pem").read_bytes())
+    with pytest.raises(RevokedError):
+        load_configured(config, "worker", {}, password=PASSWORD)
