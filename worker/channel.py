@@ -77,6 +77,10 @@ class GrpcConnector:
 
     def open(self, outbox: SimpleQueue[bytes | None]) -> Stream:
         """See :class:`Connector`."""
+        # Loaded before the scheduler is looked for: while it starts there is time, afterwards there is none.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say, our own errors say
+        import certs.grpc_credentials  # noqa: F401
+
         if self._credentials is None:
             self._probe_plaintext()
             channel = self._channel(None, None)
@@ -105,8 +109,6 @@ class GrpcConnector:
         return self._channel(channel_credentials(credentials, found.server_leaf_pem), found.name_override)
 
     def _channel(self, credentials: Any, name: str | None) -> Any:
-        # What the library has to say at this point is said by our own errors.
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         import grpc
 
         from certs.grpc_credentials import CLIENT_OPTIONS

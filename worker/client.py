@@ -33,6 +33,7 @@ from worker.wire import WireError, decode, encode
 
 log = logging.getLogger("muster.worker")
 
+CLOSE_TIMEOUT_S = 2.0
 _QUIET = (e.StepGranted, e.StepHeld)
 
 
@@ -66,6 +67,7 @@ class Client:
         self._timer = threading.Condition(self._lock)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._streams: dict[int, Stream] = {}
+        self._threads: list[threading.Thread] = []
         self._deadline: float | None = None
         self._closed = False
         self._news = 0
@@ -87,7 +89,9 @@ class Client:
 
     def start(self) -> None:
         """Begins to look for the scheduler."""
-        threading.Thread(target=self._run_timer, name="muster-timer", daemon=True).start()
+        timer = threading.Thread(target=self._run_timer, name="muster-timer", daemon=True)
+        self._threads.append(timer)
+        timer.start()
         self.post(e.Started())
 
     def renew(self, incarnation: int, data_address: str) -> None:
@@ -105,14 +109,21 @@ class Client:
         return self._left
 
     def close(self) -> None:
-        """Ends everything at once; idempotent."""
+        """Ends everything at once; idempotent. No thread of ours is in gRPC afterwards.
+
+        The interpreter may hang if it ends while a daemon thread holds one of gRPC's locks.
+        """
         with self._lock:
             self._closed = True
             self._timer.notify_all()
             self._changed.notify_all()
             streams, self._streams = list(self._streams.values()), {}
+            threads, self._threads = self._threads, []
         for stream in streams:
             stream.close()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_TIMEOUT_S)
 
     # ------------------------------------------------------------ the monitor
 
@@ -160,7 +171,8 @@ class Client:
             thread = threading.Thread(
                 target=self._run_stream, args=(notice.stream, outbox), name="muster-stream", daemon=True
             )
-            later.append(thread.start)
+            self._threads = [each for each in self._threads if each.is_alive()]
+            later.append(lambda: self._start(thread))
         elif isinstance(notice, e.Disconnect):
             stream = self._streams.pop(notice.stream, None)
             if stream is not None:
@@ -199,6 +211,12 @@ class Client:
             self._abort(self.failure, later)
 
     # ------------------------------------------------------------ threads
+
+    def _start(self, thread: threading.Thread) -> None:
+        with self._lock:
+            if not self._closed:
+                thread.start()
+                self._threads.append(thread)
 
     def _run_stream(self, number: int, outbox: SimpleQueue[bytes | None]) -> None:
         try:

@@ -215,6 +215,8 @@ class Membership(Lifecycle):
             self._fail(e.FailureKind.FORMATION_TIMEOUT, message.sentence, message.code)
         elif message.code is m.RefusalCode.JOB_ENDED and self._seen:
             self._fail(e.FailureKind.JOB_ENDED, message.sentence, message.code)
+        elif message.code is m.RefusalCode.NOT_PERMITTED:  # by what the certificate says
+            self._fail(e.FailureKind.SECURITY, message.sentence, message.code)
         else:
             self._fail(e.FailureKind.REFUSED, message.sentence, message.code)
 

@@ -88,6 +88,7 @@ class TestEndings:
             (m.RefusalCode.NODE_ID_TAKEN, e.FailureKind.REFUSED),
             (m.RefusalCode.JOB_ENDED, e.FailureKind.REFUSED),
             (m.RefusalCode.UNSPECIFIED, e.FailureKind.REFUSED),
+            (m.RefusalCode.NOT_PERMITTED, e.FailureKind.SECURITY),
             (m.RefusalCode.TOPO_TIMEOUT, e.FailureKind.FORMATION_TIMEOUT),
         ],
     )
