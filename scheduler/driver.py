@@ -173,7 +173,8 @@ class JobDriver:
             session = self.sessions.get(session_id)
             if session is not None:
                 self._deliver(session, message)
-        if decision.reason and decision.reason != self._reason:
+        # A report that is due (who is missing) is repeated; what peers bring about is said when it changes.
+        if decision.reason and (decision.reason != self._reason or isinstance(event, v.Tick)):
             self.note(Note("decided", self.job_id, decision.reason))
         self._reason = decision.reason or self._reason
         if self.ended is not None:

@@ -186,7 +186,7 @@ class Service:
         writer = asyncio.ensure_future(self._write(session, context))
         dropped = asyncio.ensure_future(session.dropped.wait())
         tasks = {reader, writer, dropped}
-        detail = "its stream ended without a goodbye"
+        detail = "no goodbye was said"
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if reader.done() and not session.over:

@@ -190,8 +190,19 @@ def test_a_reason_is_logged_when_it_changes_only() -> None:
         words = iter(["a", "a", "", "a", "b"])
         rig = Rig(lambda event: v.Decision(reason=next(words)))
         for _ in range(5):
-            await rig.driver.submit(v.Tick())
+            await rig.driver.submit(v.PeerSuspected(1, 1, 0, ""))
         assert [n.text for n in rig.notes if n.kind == "decided"] == ["a", "b"]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_report_that_is_due_is_repeated() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision(reason="1 of 2 workers is in"))
+        for _ in range(3):
+            await rig.driver.submit(v.Tick())
+        assert len(rig.notes) == 3
         await rig.close()
 
     go(test())
