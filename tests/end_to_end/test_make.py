@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +45,7 @@ def make(checkout: Path, *arguments: str) -> tuple[int, str]:
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MS_", "MFLAGS"))
     }
-    run = subprocess.run(
+    process = subprocess.Popen(
         ["make", *arguments],
         cwd=checkout,
         env=env,
@@ -51,9 +53,15 @@ def make(checkout: Path, *arguments: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
+        start_new_session=True,
     )
-    return run.returncode, run.stdout
+    try:
+        printed, _ = process.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, printed
 
 
 def stand_in(checkout: Path, *, version: str = "3.12.1", too_old: int = 0, venv_works: int = 1) -> str:
