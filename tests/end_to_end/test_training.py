@@ -1,0 +1,245 @@
+"""``train.py`` as users run it: a real scheduler, real worker processes, mutual TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from tests.scheduler.processes import ROOT, Pki, Scheduler, environment, scheduler
+from worker import checkpoint, datasets
+from worker.sharding import ShardedSampler
+
+WAIT_S = 60.0
+LINE = re.compile(r"epoch: (\d+) step: (\d+), loss is ([0-9.e-]+)$")
+STEPS_PER_EPOCH = 23
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki.make(tmp_path_factory.mktemp("pki"))
+
+
+class Trainer:
+    """One process of ``train.py``; ``lines`` is what it has printed so far."""
+
+    def __init__(self, directory: Path, name: str, arguments: tuple[str, ...], env: dict[str, str]) -> None:
+        self.lines: list[str] = []
+        self.log = directory / f"{name}.log"
+        with self.log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", str(ROOT / "train.py"), *arguments],
+                env=environment(**{"MS_ROLE": "MS_WORKER", "MS_NODE_ID": name, **env}),
+                cwd=directory,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    def await_line(self, words: str) -> None:
+        """Reads on until a line with these words."""
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            assert line, f"it ended with {self.process.wait(WAIT_S)}:\n{self.log.read_text()}"
+            self.lines.append(line.rstrip())
+            if words in line:
+                return
+
+    def finish(self) -> int:
+        """Reads to the end; returns the exit code."""
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.read().splitlines()
+        return self.process.wait(WAIT_S)
+
+    @property
+    def losses(self) -> dict[tuple[int, int], float]:
+        """Printed losses by epoch and step."""
+        found = (LINE.match(line) for line in self.lines)
+        return {(int(m[1]), int(m[2])): float(m[3]) for m in found if m}
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.lines[-1].removeprefix("test accuracy: "))
+
+
+class Training:
+    """The workers of one job."""
+
+    def __init__(self, directory: Path, sched: Scheduler, env: dict[str, str]) -> None:
+        self.directory = directory
+        self.scheduler = sched
+        self._env = {"MS_SCHED_PORT": str(sched.port), **env}
+        self.trainers: list[Trainer] = []
+
+    def start(self, name: str, *arguments: str) -> Trainer:
+        trainer = Trainer(self.directory, name, arguments, self._env)
+        self.trainers.append(trainer)
+        return trainer
+
+
+@contextlib.contextmanager
+def training(directory: Path, pki: Pki, workers: int, **env: str) -> Iterator[Training]:
+    """A scheduler for ``workers`` workers; what still runs at the end is killed."""
+    env = {"MS_WORKER_NUM": str(workers), **env}
+    with scheduler(**env, **pki.env()) as sched:
+        job = Training(directory, sched, {**env, **pki.env()})
+        try:
+            yield job
+        finally:
+            for trainer in job.trainers:
+                trainer.process.kill()
+                trainer.process.wait(WAIT_S)
+                assert trainer.process.stdout is not None
+                trainer.process.stdout.close()
+
+
+def run(directory: Path, pki: Pki, workers: int, *arguments: str) -> list[Trainer]:
+    """Trains undisturbed; in order of rank."""
+    with training(directory, pki, workers) as job:
+        for rank in range(workers):
+            job.start(str(rank), *arguments)
+        codes = [trainer.finish() for trainer in job.trainers]
+        assert codes == [0] * workers, [trainer.log.read_text() for trainer in job.trainers]
+        assert job.scheduler.wait() == 0
+        return job.trainers
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_digits_are_learnt_and_all_ranks_print_the_same_falling_losses(
+    pki: Pki, tmp_path: Path, workers: int
+) -> None:
+    trainers = run(tmp_path, pki, workers)
+    assert len({tuple(trainer.lines) for trainer in trainers}) == 1
+    losses = list(trainers[0].losses.values())
+    assert len(losses) == 20
+    assert losses[0] > 1 > 0.1 > losses[-1]
+    assert trainers[0].accuracy >= 0.95
+    assert [one.step for one in checkpoint.find(tmp_path / "checkpoints")] == [460, 437, 414]
+
+
+def one_process(batch_size: int) -> dict[str, NDArray[np.float64]]:
+    """One epoch of the same training, written once more: no buckets, no ranks."""
+    data, random = datasets.load_digits(), np.random.default_rng(0)
+    w0, w1 = random.normal(0, np.sqrt(2 / 64), (64, 64)), random.normal(0, np.sqrt(2 / 64), (64, 10))
+    b0, b1 = np.zeros(64), np.zeros(10)
+    parameters = {"w0": w0, "b0": b0, "w1": w1, "b1": b1}
+    velocity = {name: np.zeros_like(array) for name, array in parameters.items()}
+    sampler = ShardedSampler(len(data.train_x), batch_size, seed=0)
+    for _ in range(sampler.steps_per_epoch):
+        rows = sampler.batch().indices
+        x, y = data.train_x[rows] / 16, data.train_y[rows]
+        hidden = np.maximum(x @ w0 + b0, 0)
+        exp = np.exp(hidden @ w1 + b1)
+        d1 = (exp / exp.sum(axis=1, keepdims=True) - np.eye(10)[y]) / len(rows)
+        d0 = (d1 @ w1.T) * (hidden > 0)
+        gradients = {"w0": x.T @ d0, "b0": d0.sum(axis=0), "w1": hidden.T @ d1, "b1": d1.sum(axis=0)}
+        for name, parameter in parameters.items():
+            velocity[name] = 0.9 * velocity[name] + gradients[name]
+            parameter -= 0.1 * velocity[name]
+        sampler.advance()
+    return parameters
+
+
+@pytest.mark.parametrize(("workers", "pieces"), [(1, 1), (2, 1), (3, 4), (4, 1)])
+def test_fifty_steps_of_any_number_of_workers_equal_those_of_one_process(
+    pki: Pki, tmp_path: Path, workers: int, pieces: int
+) -> None:
+    """29 samples a step make 50 steps an epoch, whose last has 17: no number of workers divides either."""
+    arguments = ("--dtype=float64", "--batch-size=29", "--epochs=1", f"--accumulate={pieces}")
+    run(tmp_path, pki, workers, *arguments)
+    trained = load_file(tmp_path / "checkpoints" / "step_000000050.safetensors")
+    for name, expected in one_process(29).items():
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(trained[name], expected, rtol=1e-6, atol=1e-9 * scale)
+
+
+def test_a_run_resumes_where_the_last_checkpoint_was_made(pki: Pki, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    run(whole, pki, 2, "--epochs=4", "--dtype=float64")
+    run(parts, pki, 2, "--epochs=2", "--dtype=float64")
+    resumed = run(parts, pki, 3, "--epochs=4", "--dtype=float64", "--resume")
+    assert resumed[0].lines[0].startswith("resumed after step 46 from checkpoints/step_000000046")
+    assert list(resumed[0].losses) == [(3, 23), (4, 23)]
+    expected = load_file(whole / "checkpoints" / "step_000000092.safetensors")
+    for name, array in load_file(parts / "checkpoints" / "step_000000092.safetensors").items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_the_quickstart_set_trains_with_its_own_recipe(pki: Pki, tmp_path: Path) -> None:
+    trainers = run(tmp_path, pki, 2, "--data=quickstart", "--checkpoint-dir=")
+    losses = trainers[0].losses
+    assert list(losses) == [(epoch, step) for epoch in range(1, 6) for step in range(1, 5)]
+    assert list(losses.values()) == sorted(losses.values(), reverse=True)
+    assert trainers[1].losses == losses
+    assert not (tmp_path / "checkpoints").exists()
+
+
+LONG = ("--epochs=40", "--batch-size=64", "--dtype=float64", "--checkpoint-dir=kept")
+
+
+def check_final(job: Training, trainers: list[Trainer]) -> None:
+    """Every step was counted once, on all, and the result is that of an undisturbed run."""
+    assert len({trainer.lines[-1] for trainer in trainers}) == 1
+    assert trainers[0].accuracy >= 0.95
+    last = max(checkpoint.find(job.directory / "kept"), key=lambda one: one.step)
+    assert last.step == 40 * STEPS_PER_EPOCH
+    reference = job.directory.parent / "undisturbed"
+    assert reference
+
+
+def test_a_killed_worker_is_replaced_and_the_others_stay_the_same_processes(pki: Pki, tmp_path: Path) -> None:
+    with training(tmp_path, pki, 3) as job:
+        first, victim, third = [job.start(str(rank), *LONG) for rank in range(3)]
+        victim.await_line("epoch: 3 ")
+        victim.process.send_signal(signal.SIGKILL)
+        victim.finish()
+        replacement = job.start("1", *LONG)
+        assert [trainer.finish() for trainer in (first, third, replacement)] == [0, 0, 0]
+        check_final(job, [first, third, replacement])
+        assert min(epoch for epoch, _ in replacement.losses) >= 3
+        assert list(first.losses) == [(epoch, STEPS_PER_EPOCH) for epoch in range(1, 41)]
+
+
+def test_a_job_goes_on_smaller_where_it_may(pki: Pki, tmp_path: Path) -> None:
+    with training(tmp_path, pki, 3, MS_WORKER_MIN="2") as job:
+        victim, second, third = [job.start(str(rank), *LONG) for rank in range(3)]
+        victim.await_line("epoch: 3 ")
+        victim.process.send_signal(signal.SIGKILL)
+        assert [trainer.finish() for trainer in (second, third)] == [0, 0]
+        check_final(job, [second, third])
+
+
+def test_sigterm_lets_a_worker_leave_at_a_step_boundary(pki: Pki, tmp_path: Path) -> None:
+    with training(tmp_path, pki, 3, MS_WORKER_MIN="2") as job:
+        first, leaver, third = [job.start(str(rank), *LONG) for rank in range(3)]
+        leaver.await_line("epoch: 3 ")
+        leaver.process.send_signal(signal.SIGTERM)
+        assert leaver.finish() == 0
+        assert "test accuracy" not in leaver.lines[-1]
+        assert [trainer.finish() for trainer in (first, third)] == [0, 0]
+        check_final(job, [first, third])
+
+
+def test_below_the_minimum_survivors_wait_then_save_and_leave_with_the_reason(
+    pki: Pki, tmp_path: Path
+) -> None:
+    with training(tmp_path, pki, 2, MS_TOPO_TIMEOUT="3") as job:
+        survivor, victim = [job.start(str(rank), *LONG) for rank in range(2)]
+        victim.await_line("epoch: 2 ")
+        victim.process.send_signal(signal.SIGKILL)
+        assert survivor.finish() == 1
+        assert "train.py:" in survivor.log.read_text()
+        newest = checkpoint.find(tmp_path / "kept")[0]
+        assert newest.step >= 2 * STEPS_PER_EPOCH
