@@ -17,7 +17,12 @@ BACKENDS = ("tcp", "gloo", "nccl")
 
 
 def create_backend(
-    name: str, *, tls: Credentials | None, job_id: str = "default", allow_insecure: bool = False
+    name: str,
+    *,
+    tls: Credentials | None,
+    job_id: str = "default",
+    allow_insecure: bool = False,
+    seal: bool = True,
 ) -> Backend:
     """Makes the backend of that name; what it needs is imported now, and nothing else.
 
@@ -26,6 +31,7 @@ def create_backend(
         tls: this worker's credentials; None where TLS is off.
         job_id: the job, which the peers' certificates must be for.
         allow_insecure: lets sockets that are not authenticated leave loopback (MS_ALLOW_INSECURE).
+        seal: whether tcp's data goes in sealed records keyed inside TLS, or in TLS's own records.
 
     Raises:
         SettingsError: no such backend, or its library is not installed; says which extra to install.
@@ -33,7 +39,7 @@ def create_backend(
     if name == "tcp":
         from worker.communicators.tcp import TcpBackend
 
-        policy = None if tls is None else _tls_policy(tls)
+        policy = None if tls is None else _tls_policy(tls, seal)
         return TcpBackend(tls=policy, allow_insecure=allow_insecure)
     if name not in BACKENDS:
         raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
@@ -54,7 +60,7 @@ def create_backend(
         ) from None
 
 
-def _tls_policy(credentials: Credentials) -> TlsPolicy:
+def _tls_policy(credentials: Credentials, seal: bool) -> TlsPolicy:
     from certs.errors import CertificateError
     from certs.tls import client_ssl_context, peer_pem, server_ssl_context
     from worker.communicators.tcp_handshake import TlsPolicy
@@ -66,4 +72,4 @@ def _tls_policy(credentials: Credentials) -> TlsPolicy:
             return str(error)
         return identity.may(role="worker", job=job_id, node=node_id)
 
-    return TlsPolicy(server_ssl_context(credentials), client_ssl_context(credentials), refusal)
+    return TlsPolicy(server_ssl_context(credentials), client_ssl_context(credentials), refusal, seal)

@@ -1,0 +1,86 @@
+"""``python -m bench NAME``: runs one benchmark, ``bench/NAME.py``, which is imported when named."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import describe_machine, write
+
+COMMANDS = {
+    "allreduce": "AllReduce on the CPU: time and bandwidth of the tcp and gloo backends, and of torch's gloo",
+    "nccl-allreduce": "AllReduce on GPUs",
+    "formation": "start of the command to all workers through one AllReduce and exit",
+    "train": "training steps per second",
+    "start": "start of a worker to its first AllReduce",
+    "recovery": "loss of a worker to the next good step",
+    "scale": "many workers at one scheduler",
+}
+
+
+def module_name(command: str) -> str:
+    """The module of a benchmark."""
+    return f"bench.{command.replace('-', '_')}"
+
+
+def available() -> dict[str, str]:
+    """The benchmarks that are there, with a line of help each."""
+    return {
+        name: text
+        for name, text in COMMANDS.items()
+        if importlib.util.find_spec(module_name(name)) is not None
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark named first; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = available()
+    if not arguments or arguments[0] not in commands:
+        return _help(commands, arguments)
+    name, rest = arguments[0], arguments[1:]
+    module = importlib.import_module(module_name(name))
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    with contextlib.suppress(argparse.ArgumentError):
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    options = parser.parse_args(rest)
+    try:
+        result = module.run(options)
+    except KeyboardInterrupt:
+        print("bench: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    if not isinstance(result, dict):
+        return int(result or 0)
+    if hasattr(module, "report"):
+        module.report(result)
+    if options.json is not None:
+        write(options.json, name, {"machine": describe_machine(), **result})
+    return 0
+
+
+def _help(commands: dict[str, str], arguments: Sequence[str]) -> int:
+    wanted = not arguments or arguments[0] in ("-h", "--help")
+    stream = sys.stdout if wanted else sys.stderr
+    if not wanted:
+        print(f"bench: there is no benchmark {arguments[0]!r}", file=stream)
+    print("usage: python -m bench NAME [options]\n\nEach has its own --help.\n", file=stream)
+    for name, text in commands.items():
+        print(f"  {name:16} {text}", file=stream)
+    return 0 if wanted else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
