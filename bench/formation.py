@@ -43,9 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has mpi4py and NumPy"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measures and returns the results.
 
     Raises:
@@ -177,22 +178,14 @@ def report(results: dict[str, Any], show: Callable[[str], None] = print) -> None
         show(f"muster takes {results['ratio']:.2f} times as long as openmpi")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark alone: ``python -m bench.formation``."""
-    parser = argparse.ArgumentParser(prog="python -m bench formation", description=HELP)
-    add_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    options = parser.parse_args(argv)
+def run(options: argparse.Namespace) -> int:
+    """Runs the benchmark and prints what it measured."""
     try:
-        results = run(options)
+        results = measure(options)
     except RuntimeError as error:
-        print(f"bench: {error}", file=sys.stderr)
+        print(f"bench formation: {error}", file=sys.stderr)
         return 1
     report(results)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
