@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
     pkcs12,
 )
-from cryptography.x509.oid import NameOID
 
 from certs.certificates import (
     check_dates,
@@ -41,6 +39,7 @@ from certs.fields import (
     CLOCK_SKEW,
     authority_draft,
     authority_key_id,
+    authority_name,
     blank_certificate,
     check_days,
     host_names,
@@ -214,17 +213,18 @@ def create_authority(
         FileError: there is one already, or the directory cannot be written.
     """
     now = now or utc_now()
+    subject = authority_name(name)
+    end = now + check_days(days)
     _make_directory(directory)
     if (directory / "ca.key").exists() and not force:
         raise FileError(
             f"{str(directory)!r} holds an authority already.",
             remedy="Choose another directory, or pass --force.",
         )
+    for left_over in ("chain.crt", "crl.pem"):  # of the authority that is overwritten
+        (directory / left_over).unlink(missing_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name(
-        [x509.NameAttribute(NameOID.COMMON_NAME, name or f"Muster CA {secrets.token_hex(4)}")]
-    )
-    issuer, end = (subject, now + check_days(days))
+    issuer = subject
     if parent is not None:
         issuer, end = parent.certificate.subject, min(end, parent.certificate.not_valid_after_utc)
     draft = authority_draft(subject, issuer, key.public_key(), now, end)

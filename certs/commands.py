@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPri
 
 from certs.authority import Issued, create_authority, open_authority, renew_authority
 from certs.certificates import issued_by, name_of, parse_certificates, to_pem, utc_now
-from certs.errors import ConfigError, FileError, PasswordError, UntrustedError
-from certs.fields import host_names
+from certs.errors import ConfigError, FileError, IdentityError, PasswordError, UntrustedError
+from certs.fields import check_days, host_names
 from certs.files import read_file, write_file
 from certs.identity import ANY_JOB, Identity
 from certs.passwords import password_for, password_from, prompt_on_terminal, read_password
@@ -40,17 +40,18 @@ def init(options: argparse.Namespace, env: Environment) -> None:
     hosts = [*_own_hosts(), *_hosts(options)]
     directory: Path = options.dir
     identities = {
-        "server.p12": Identity(options.job, "scheduler"),
-        "client.p12": Identity(options.job, "worker"),
-        "operator.p12": Identity(ANY_JOB, "operator"),
+        "server.p12": _identity(options.job, "scheduler"),
+        "client.p12": _identity(options.job, "worker"),
+        "operator.p12": _identity(ANY_JOB, "operator"),
     }
+    secrets_by_role = {each.role: _role_password(each.role, env, password) for each in identities.values()}
+    host_names(hosts), check_days(options.days)  # whatever is wrong shows before anything is written
     authority = create_authority(
         directory, password, name=options.name, days=options.ca_days, parent=parent, force=options.force
     )
     for name, identity in identities.items():
         issued = authority.issue(identity, hosts if identity.role == "scheduler" else (), days=options.days)
-        secret = _role_password(identity.role, env, password)
-        _write_p12(directory / name, issued, secret, replace=True)
+        _write_p12(directory / name, issued, secrets_by_role[identity.role], replace=True)
     config = {
         "server_cert_path": "server.p12",
         "client_cert_path": "client.p12",
@@ -64,7 +65,7 @@ def init(options: argparse.Namespace, env: Environment) -> None:
 
 def issue(options: argparse.Namespace, env: Environment) -> None:
     """Makes one certificate."""
-    identity = Identity(options.job, options.role, options.node)
+    identity = _identity(options.job, options.role, options.node)
     name = options.role if options.node is None else f"{options.role}-{_file_name(options.node)}"
     target: Path = options.out or options.dir / f"{name}.p12"
     if target.exists() and not options.force:
@@ -155,7 +156,10 @@ def _open_p12(
             return (*read_p12(path, password), password)
         except PasswordError as error:
             failure = error
-    raise failure or PasswordError(f"{str(path)!r}: no password given.")
+    said = failure.message if failure else f"The PKCS#12 file {str(path)!r} needs a password."
+    raise PasswordError(
+        said, remedy="Name the file that holds it: --password-file, or MS_CERTS_PASSWORD_FILE."
+    )
 
 
 def _passwords(options: argparse.Namespace, env: Environment, known: bytes | None = None) -> Iterator[bytes]:
@@ -172,6 +176,13 @@ def _passwords(options: argparse.Namespace, env: Environment, known: bytes | Non
     answer = prompt_on_terminal("Password of the PKCS#12 file: ")
     if answer is not None:
         yield answer.encode()
+
+
+def _identity(job: str, role: str, node: str | None = None) -> Identity:
+    try:
+        return Identity(job, role, node)
+    except IdentityError as error:
+        raise ConfigError(error.message, remedy=error.remedy) from None
 
 
 def _write_p12(path: Path, issued: Issued, password: bytes, *, replace: bool) -> None:

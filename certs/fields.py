@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 
 from cryptography import x509
@@ -76,6 +77,18 @@ def blank_certificate(
         .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
     )
+
+
+def authority_name(name: str) -> x509.Name:
+    """An authority's name; by default one that tells it from others.
+
+    Raises:
+        ConfigError: too long or not printable.
+    """
+    name = name or f"Muster CA {secrets.token_hex(4)}"
+    if len(name) > 64 or not name.isprintable() or name != name.strip():
+        raise ConfigError(f"The name {name[:100]!r} is not usable; legal are 1 to 64 printable characters.")
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def authority_draft(

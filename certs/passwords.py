@@ -25,7 +25,10 @@ def prompt_on_terminal(question: str) -> str | None:
         return None
     import getpass
 
-    return getpass.getpass(question)
+    try:
+        return getpass.getpass(question)
+    except EOFError:
+        return None
 
 
 def password_for(

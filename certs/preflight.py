@@ -12,20 +12,10 @@ import ssl
 import time
 from dataclasses import dataclass
 
-from certs.errors import (
-    CertificateError,
-    ExpiredError,
-    HandshakeError,
-    IdentityError,
-    NameMismatchError,
-    NotYetValidError,
-    PlaintextError,
-    RefusedByPeerError,
-    UntrustedError,
-    UsageError,
-    WeakCertificateError,
-)
+from certs.certificates import fingerprint, name_of, parse_certificates, printable
+from certs.errors import CertificateError, IdentityError, NameMismatchError, RefusedByPeerError
 from certs.peer import Peer
+from certs.reasons import handshake_error, own_certificate, verification_error
 from certs.store import Credentials
 from certs.tls import client_ssl_context, peer_pem
 
@@ -72,26 +62,63 @@ def preflight(
         OSError: nobody listens there, or the connection broke or timed out. Trying again may help.
     """
     deadline = time.monotonic() + timeout_s
+    try:
+        return _attempt(host, port, credentials, expect_role, job, deadline)
+    except RefusedByPeerError:
+        # A scheduler that is just being stopped looks the same. If it is gone, this raises OSError.
+        return _attempt(host, port, credentials, expect_role, job, deadline)
+
+
+def _attempt(
+    host: str, port: int, credentials: Credentials, role: str, job: str | None, deadline: float
+) -> Preflight:
     where = f"{host}:{port}"
     context = client_ssl_context(credentials)
     context.set_alpn_protocols(["h2"])
-    with socket.create_connection((host, port), timeout=timeout_s) as plain:
+    name = None if _address(host) else host
+    with socket.create_connection((host, port), timeout=_left(deadline)) as plain:
         try:
-            plain.settimeout(max(0.001, deadline - time.monotonic()))
-            with context.wrap_socket(plain, server_hostname=None if _address(host) else host) as connection:
-                pem = peer_pem(connection)
-                peer = _check(pem, credentials, where, expect_role, job)
+            plain.settimeout(_left(deadline))
+            with context.wrap_socket(plain, server_hostname=name) as connection:
+                peer = _check(peer_pem(connection), credentials, where, role, job)
                 override = _name_override(peer, host, where)
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                connection.settimeout(_left(deadline))
                 _await_acceptance(connection, credentials, where)
                 leaf = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
                 return Preflight(leaf, connection.getsockname()[0], override, peer)
         except ssl.SSLCertVerificationError as error:
-            raise _verification_error(error, where) from None
+            raise verification_error(error, where, _shown_certificate(host, port, deadline)) from None
         except ssl.SSLEOFError:
             raise ConnectionResetError(f"{where} closed the connection during the TLS handshake.") from None
         except ssl.SSLError as error:
-            raise _handshake_error(error, credentials, where) from None
+            raise handshake_error(error, credentials, where) from None
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _shown_certificate(host: str, port: int, deadline: float) -> str:
+    """Which certificate a server shows that was refused: OpenSSL keeps it to itself, so it is asked again.
+
+    Nothing of ours is sent, and nothing but the certificate's text is used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((host, port), timeout=_left(deadline)) as plain,
+            context.wrap_socket(plain) as connection,
+        ):
+            [leaf] = parse_certificates(peer_pem(connection), "It")[:1]
+    except (OSError, CertificateError):
+        return ""
+    return (
+        f"It shows {name_of(leaf)}, issued by {printable(leaf.issuer.rfc4514_string())}, valid from "
+        f"{leaf.not_valid_before_utc:%Y-%m-%d} to {leaf.not_valid_after_utc:%Y-%m-%d}, "
+        f"SHA-256 {fingerprint(leaf)}."
+    )
 
 
 def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str | None) -> Peer:
@@ -118,87 +145,9 @@ def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where
         first = b""
     if not first:
         raise RefusedByPeerError(
-            f"{where} closed the connection after it saw our certificate {_own(credentials)}.",
+            f"{where} closed the connection after it saw our certificate {own_certificate(credentials)}.",
             remedy="Most likely it does not trust it: compare ca_cert_path, clock and CRL there.",
         )
-
-
-def _own(credentials: Credentials) -> str:
-    return (
-        f"{credentials.identity} (SHA-256 {credentials.fingerprint[:23]}..., valid until "
-        f"{credentials.not_after:%Y-%m-%d})"
-    )
-
-
-_UNTRUSTED = (2, 18, 19, 20, 21, 27)
-_WEAK = (66, 67, 68)
-
-
-def _verification_error(error: ssl.SSLCertVerificationError, where: str) -> CertificateError:
-    """Puts OpenSSL's verdict on the server's certificate (X509_V_ERR_...) in words."""
-    code, words = error.verify_code, error.verify_message
-    if code == 10:
-        return ExpiredError(
-            f"The certificate of the server at {where}, or its authority's, has expired.",
-            remedy="Renew it (`python -m certs renew`), or check this host's clock.",
-        )
-    if code == 9:
-        return NotYetValidError(
-            f"The certificate of the server at {where}, or its authority's, is not valid yet.",
-            remedy="Check the clocks of both hosts.",
-        )
-    if code in _UNTRUSTED:
-        return UntrustedError(
-            f"The certificate of the server at {where} is of an authority not trusted here ({words}).",
-            remedy="Both sides need certificates of one authority in ca_cert_path.",
-        )
-    if code == 26:
-        return UsageError(f"The certificate of the server at {where} was not issued for use as a server.")
-    if code in _WEAK:
-        return WeakCertificateError(
-            f"The certificate of the server at {where} is too weak ({words}).",
-            remedy="Use EC P-256 or RSA of 2048 bits or more, signed with SHA-256.",
-        )
-    return UntrustedError(f"The certificate of the server at {where} is refused: {words}.")
-
-
-_PLAINTEXT = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
-_ALERTS = {
-    "UNKNOWN_CA": "it does not trust the authority of our certificate",
-    "CERTIFICATE_EXPIRED": "our certificate has expired there",
-    "CERTIFICATE_REVOKED": "our certificate is revoked",
-    "BAD_CERTIFICATE": "it calls our certificate bad",
-    "UNSUPPORTED_CERTIFICATE": "our certificate was not issued for this use",
-    "CERTIFICATE_UNKNOWN": "it does not accept our certificate",
-    "CERTIFICATE_REQUIRED": "it got no certificate from us",
-    "DECRYPT_ERROR": "our signature does not fit our certificate",
-    "ACCESS_DENIED": "it denies us access",
-}
-_SETTINGS = {
-    "HANDSHAKE_FAILURE": "no cipher suite in common; compare cipher_list on both sides",
-    "PROTOCOL_VERSION": "no TLS version in common; 1.2 and 1.3 are spoken here",
-    "UNSUPPORTED_PROTOCOL": "it speaks only TLS versions older than 1.2",
-    "NO_SHARED_CIPHER": "no cipher suite in common; compare cipher_list on both sides",
-}
-
-
-def _handshake_error(error: ssl.SSLError, credentials: Credentials, where: str) -> CertificateError:
-    reason = error.reason or str(error)
-    if reason in _PLAINTEXT:
-        return PlaintextError(
-            f"{where} does not speak TLS.",
-            remedy="Start the scheduler with the same config.json, and check host and port.",
-        )
-    for word, meaning in _ALERTS.items():
-        if "ALERT" in reason and word in reason:
-            return RefusedByPeerError(
-                f"{where} refused our certificate {_own(credentials)}: {meaning}.",
-                remedy="Compare ca_cert_path, clock and revocation lists on both sides.",
-            )
-    for word, meaning in _SETTINGS.items():
-        if word in reason:
-            return HandshakeError(f"The TLS handshake with {where} failed: {meaning}.")
-    return HandshakeError(f"The TLS handshake with {where} failed: {reason.lower().replace('_', ' ')}.")
 
 
 def _name_override(peer: Peer, host: str, where: str) -> str | None:

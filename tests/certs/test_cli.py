@@ -88,6 +88,8 @@ def test_init_twice_changes_nothing(directory: Path, capsys: pytest.CaptureFixtu
     assert "holds an authority already" in capsys.readouterr().err
     assert before == {each: each.read_bytes() for each in directory.glob("*.*")}
     assert main(["init", "--dir", str(directory), "--force"]) == 0
+    # Nothing of the old authority is in the way of the new one.
+    assert load_configured(load_config(directory / "config.json"), "worker", {}, password=PASSWORD)
 
 
 def test_each_side_may_have_its_own_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +121,9 @@ def test_issue_binds_to_job_and_node(directory: Path, capsys: pytest.CaptureFixt
     [
         (["issue", "--hosts", "a b"], "neither a host name nor an address"),
         (["issue", "--days", "0"], "--days is 0; legal are 1 to 36500"),
+        (["issue", "--job", "a\nb"], "The job name"),
+        (["issue", "--node", ".."], "The node name"),
+        (["issue", "--node", ""], "1 to 128 characters"),
         (["revoke", "--serial", "xyz"], "--serial is 'xyz'"),
         (["revoke", "--node", "nobody"], "no certificate bound to the node 'nobody'"),
         (["revoke", "--fingerprint", "AB"], "16 hexadecimal digits"),
@@ -146,6 +151,36 @@ def test_without_a_password_nothing_is_made(tmp_path: Path, capsys: pytest.Captu
     assert main(["init", "--dir", str(tmp_path / "c")]) == 2
     assert "MS_CERTS_PASSWORD is not set" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--hosts", "a b"],
+        ["--days", "0"],
+        ["--ca-days", "99999"],
+        ["--name", "x" * 65],
+        ["--job", ""],
+        ["--parent", "/nowhere"],
+    ],
+)
+def test_a_refused_init_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]
+) -> None:
+    monkeypatch.setenv("MS_CERTS_PASSWORD", "x")
+    assert main(["init", "--dir", str(tmp_path / "c"), *wrong]) in (1, 2)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_new_password_is_asked_for_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["one", "two", "same", "same"]
+    monkeypatch.setattr("certs.commands.prompt_on_terminal", lambda question: answers.pop(0))
+    assert main(["init", "--dir", str(tmp_path / "c")]) == 2
+    assert "The two passwords differ" in capsys.readouterr().err
+    assert main(["init", "--dir", str(tmp_path / "c")]) == 0
+    assert load_credentials(tmp_path / "c" / "client.p12", b"same", tmp_path / "c" / "ca.crt")
 
 
 def test_a_wrong_password_is_a_plain_error(

@@ -171,6 +171,7 @@ def test_not_a_certificate_is_a_file_error() -> None:
         identity_of_pem(b"hello")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what the library has to say about odd names
 @settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 @given(place=st.integers(0, 10_000), change=st.integers(1, 255))
 def test_any_damage_to_a_certificate_is_survived(pki: Pki, place: int, change: int) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import ipaddress
 import socket
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,14 @@ def test_what_is_wrong_with_the_server_is_said_in_words(
 
 def test_a_server_of_a_foreign_authority(foreign: Pki, worker: Credentials) -> None:
     stranger = load_credentials(foreign.path("server.p12"), PASSWORD, foreign.ca)
-    with grpc_server(stranger) as port, pytest.raises(errors.UntrustedError, match="not trusted here"):
+    with (
+        grpc_server(stranger) as port,
+        pytest.raises(errors.UntrustedError, match="not trusted here") as caught,
+    ):
         check(port, worker)
+    # The words say which certificate it was, though OpenSSL keeps it to itself.
+    assert stranger.fingerprint in str(caught.value)
+    assert foreign.authority.certificate.subject.rfc4514_string() in str(caught.value)
 
 
 def test_a_revoked_server(own_pki: Pki) -> None:
@@ -190,6 +197,25 @@ def test_no_cipher_in_common(server: Credentials, worker: Credentials) -> None:
     narrow = dataclasses.replace(worker, cipher_list=("ECDHE-ECDSA-AES128-GCM-SHA256",))
     with tls_server(context) as port, pytest.raises(errors.HandshakeError, match="no cipher suite in common"):
         check(port, narrow)
+
+
+def test_a_server_that_stops_in_between_is_no_refusal(server: Credentials, worker: Credentials) -> None:
+    """It ends after the handshake, as one that refuses us does, but then it is gone."""
+    context = server_ssl_context(server)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            listener.close()
+            with connection, context.wrap_socket(connection, server_side=True):
+                pass
+
+        thread = threading.Thread(target=serve)
+        port = listener.getsockname()[1]
+        thread.start()
+        with pytest.raises(ConnectionRefusedError):
+            check(port, worker)
+        thread.join(10)
 
 
 def test_what_may_pass_is_an_os_error(worker: Credentials, server: Credentials) -> None:
