@@ -21,7 +21,7 @@ from typing import Any
 from bench.gpu_fleet import Fleet
 from bench.gpu_machine import describe_machine
 
-VARIANTS = ("muster", "muster-uncompiled", "muster-eager", "ddp", "ddp-compiled")
+VARIANTS = ("muster", "muster-bf16-gradients", "muster-uncompiled", "muster-eager", "ddp", "ddp-compiled")
 _ROUNDS = 3
 
 
@@ -45,7 +45,7 @@ def speed(
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     begin = time.perf_counter()
-    step, losses = _make_step(communicator, variant, batch, init_file)
+    step, losses = _make_step(communicator, variant, batch, bucket_mib, init_file)
     for _ in range(12):
         losses.append(step())
     torch.cuda.synchronize()
@@ -72,7 +72,9 @@ def speed(
     return result
 
 
-def _make_step(communicator: Any, variant: str, batch: int, init_file: str) -> tuple[Any, list[Any]]:
+def _make_step(
+    communicator: Any, variant: str, batch: int, bucket_mib: float, init_file: str
+) -> tuple[Any, list[Any]]:
     import torch
 
     from examples.resnet import resnet50
@@ -87,9 +89,14 @@ def _make_step(communicator: Any, variant: str, batch: int, init_file: str) -> t
     images = images.to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, 10, (batch,), device=device, generator=generator)
     if variant.startswith("muster"):
-        if variant == "muster":
+        if variant in ("muster", "muster-bf16-gradients"):
             module.compile_stages()
-        model: Any = DataParallel(module, communicator=communicator)
+        model: Any = DataParallel(
+            module,
+            communicator=communicator,
+            compression="bf16" if variant == "muster-bf16-gradients" else None,
+            bucket_bytes=int(bucket_mib * 2**20),
+        )
     else:
         model = _ddp(communicator, module, init_file, compiled=variant == "ddp-compiled")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
@@ -97,7 +104,7 @@ def _make_step(communicator: Any, variant: str, batch: int, init_file: str) -> t
     def loss_of(images: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(model(images).float(), labels)
 
-    if variant in ("muster", "muster-uncompiled"):
+    if variant.startswith("muster") and variant != "muster-eager":
         captured = capture_step(loss_of, model, optimizer, autocast=torch.bfloat16)
         return _Bound(captured, images, labels), []
 
@@ -212,22 +219,31 @@ def run(arguments: argparse.Namespace) -> int:
                 for variant in arguments.variants:
                     if variant.startswith("ddp") and gpus != peers_gpus:
                         continue
-                    row = _measure(fleet, variant, batch, directory, arguments.profile)
+                    row = _measure(fleet, variant, batch, directory, arguments)
                     results.append(row)
                     _show(row)
                     _write(arguments.json, machine, results)
     return 0
 
 
-def _measure(fleet: Fleet, variant: str, batch: int, directory: str, profile: str) -> dict[str, Any]:
-    name = f"{profile}-{variant}-{batch}" if profile else ""
-    ranks = fleet.run(speed, variant=variant, batch=batch, init_file=f"{directory}/meet", profile=name)
+def _measure(
+    fleet: Fleet, variant: str, batch: int, directory: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    ranks = fleet.run(
+        speed,
+        variant=variant,
+        batch=batch,
+        bucket_mib=arguments.bucket_mib,
+        init_file=f"{directory}/meet",
+        profile=f"{arguments.profile}-{variant}-{batch}" if arguments.profile else "",
+    )
     rounds = [max(times) for times in zip(*(rank["rounds_s"] for rank in ranks), strict=True)]
     step_s = statistics.median(rounds)
     return {
         "variant": variant,
         "gpus": fleet.size,
         "batch_per_gpu": batch,
+        "bucket_mib": arguments.bucket_mib,
         "images_per_s": fleet.size * batch / step_s,
         "step_ms": step_s * 1e3,
         "rounds_ms": [seconds * 1e3 for seconds in rounds],

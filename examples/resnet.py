@@ -36,6 +36,48 @@ class Bottleneck(nn.Module):  # type: ignore[misc]
         return self.relu(self.bn3(self.conv3(y)) + self.shortcut(x))
 
 
+class Stem(nn.Module):  # type: ignore[misc]
+    """The first convolution and pooling: (N, 3, H, W) -> (N, width, H / 4, W / 4)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        """First features of the images."""
+        return self.pool(self.relu(self.bn(self.conv(x))))
+
+
+class Stage(nn.Module):  # type: ignore[misc]
+    """Bottlenecks of one width. (A class of its own: torch.compile passes over nn.Sequential's code.)"""
+
+    def __init__(self, blocks: list[Bottleneck]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Any) -> Any:
+        """One block after the other."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Head(nn.Module):  # type: ignore[misc]
+    """Pooling over the image and the classifier: (N, channels, H, W) -> (N, classes)."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classify = nn.Linear(channels, classes)
+
+    def forward(self, x: Any) -> Any:
+        """Logits."""
+        return self.classify(self.pool(x).flatten(1))
+
+
 class ResNet(nn.Module):  # type: ignore[misc]
     """Bottleneck ResNet for (N, 3, H, W) images; gives (N, classes) logits.
 
@@ -47,12 +89,7 @@ class ResNet(nn.Module):  # type: ignore[misc]
 
     def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 10, width: int = 64) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        )
+        self.stem = Stem(width)
         stages, channels = [], width
         for number, count in enumerate(blocks):
             inner = width * 2**number
@@ -60,9 +97,9 @@ class ResNet(nn.Module):  # type: ignore[misc]
             for position in range(count):
                 layers.append(Bottleneck(channels, inner, 2 if number and not position else 1))
                 channels = inner * EXPANSION
-            stages.append(nn.Sequential(*layers))
+            stages.append(Stage(layers))
         self.stages = nn.ModuleList(stages)
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+        self.head = Head(channels, classes)
         self._initialise()
 
     def forward(self, x: Any) -> Any:
