@@ -72,10 +72,10 @@ $(VENV)/bin/python:
 
 $(TRAIN_READY): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what training needs (once; a minute or two)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[train$(GPU_EXTRA)]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[train$(GPU_EXTRA)]'
 	@touch $@
 
 $(DEV_READY): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what the tests need (once; a minute or two)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(GPU_EXTRA)]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev$(GPU_EXTRA)]'
 	@touch $@ $(TRAIN_READY)

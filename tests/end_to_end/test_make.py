@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from worker.launch_devices import free_port
+
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("Makefile", "pyproject.toml", "train.py", "certs", "rendezvous", "scheduler", "worker")
 
@@ -89,7 +91,7 @@ def test_train_sets_itself_up_once(checkout: Path) -> None:
         "Making certificates for this machine in .muster/",
     ]
     first = asked(checkout)
-    assert "-m pip install -q --disable-pip-version-check -e .[train]" in first
+    assert "-m pip install -qq --disable-pip-version-check -e .[train]" in first
     launch = (
         "-m worker -n 3 --scheduler --tail all --config .muster/config.json --password-file .muster/password"
         " -- .venv/bin/python train.py --model net --epochs 2"
@@ -189,3 +191,28 @@ def test_train_trains(checkout: Path, workers: int) -> None:
     assert float(accuracy[1]) >= 0.95
     assert (checkout / ".muster" / "ca.key").stat().st_mode & 0o077 == 0
     assert "TLS" in printed
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="runs outside a virtual environment")
+def test_the_readme_s_lines_for_terminals_work(checkout: Path) -> None:
+    equip(checkout)
+    section = (ROOT / "README.md").read_text().partition("## In terminals of your own")[2]
+    lines = section.partition("```sh\n")[2].partition("```")[0].replace("6667", free_port("127.0.0.1"))
+    first, apart = [], []
+    for line in lines.splitlines():
+        (apart if line.startswith("MS_ROLE=") else first).append(line)
+    assert [line.split()[0] for line in apart] == [
+        "MS_ROLE=MS_SCHED",
+        "MS_ROLE=MS_WORKER",
+        "MS_ROLE=MS_WORKER",
+    ]
+    (checkout / "Makefile").write_text("lines:\n\t@bash lines.sh\n")
+    script = ["set -e", "export PATH=$PWD/.venv/bin:$PATH", *first]
+    for index, line in enumerate(apart):
+        script += [f"{line} > out.{index} 2>&1 &", f"pid{index}=$!"]
+    script += [f"wait $pid{index} || {{ cat out.*; exit 1; }}" for index in range(len(apart))]
+    (checkout / "lines.sh").write_text("\n".join(script))
+    code, printed = make(checkout, "lines")
+    assert code == 0, printed
+    outputs = [(checkout / f"out.{index}").read_text() for index in (1, 2)]
+    assert all("test accuracy: 0.9" in output for output in outputs), outputs
