@@ -172,7 +172,7 @@ class JobDriver:
         for session_id, message in decision.messages:
             session = self.sessions.get(session_id)
             if session is not None:
-                self._deliver(session, message)
+                self._deliver(session, message, event)
         # A report that is due (who is missing) is repeated; what peers bring about is said when it changes.
         if decision.reason and (decision.reason != self._reason or isinstance(event, v.Tick)):
             self.note(Note("decided", self.job_id, decision.reason))
@@ -180,7 +180,7 @@ class JobDriver:
         if self.ended is not None:
             self.on_ended(self)
 
-    def _deliver(self, session: Session, message: v.Message) -> None:
+    def _deliver(self, session: Session, message: v.Message, cause: v.Event) -> None:
         if isinstance(message, v.Welcome):
             self.note(Note("joined", self.job_id, "as a spare" if message.spare else "", session))
         elif isinstance(message, v.Assignment):
@@ -191,7 +191,10 @@ class JobDriver:
             self.note(Note(kind, self.job_id, message.sentence, session, message.code.name.lower()))
             self._close(session, RefusedByRulesError(message.sentence))
         elif isinstance(message, v.Ended):
-            self.note(Note("left", self.job_id, message.reason, session))
+            text = message.reason
+            if isinstance(cause, v.LeftCleanly) and cause.session == session.id:
+                text = "finished" if cause.finished else cause.reason
+            self.note(Note("left", self.job_id, text, session))
             self._close(session, None)
 
     def _close(self, session: Session, error: SchedulerError | None) -> None:

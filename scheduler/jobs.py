@@ -231,9 +231,11 @@ class Jobs:
         text = str(error) if isinstance(error, SchedulerError) else f"fault in the scheduler: {error!r}"
         LOG.error("job %s stopped: %s", driver.job_id, text, exc_info=error)
         if driver.job_id == self._settings.job_id and not self.own_job_over.done():
-            self.own_job_over.set_exception(
+            told = (
                 error if isinstance(error, SchedulerError) else SchedulerError(f"Job {driver.job_id}: {text}")
             )
+            self.own_job_over.set_exception(told)
+            self.own_job_over.exception()  # serving several jobs, nobody else looks at it
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         call = functools.partial(function, *args, **kwargs)

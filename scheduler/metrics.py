@@ -6,8 +6,8 @@ import asyncio
 import datetime as dt
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -121,8 +121,8 @@ def _worker_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
 
 def start_metrics(
     settings: SchedulerSettings, jobs: Jobs, service: Service, recorder: Recorder, security: Security | None
-) -> Any:
-    """Serves ``/metrics``; returns the HTTP server, which has ``shutdown()``.
+) -> Callable[[], None]:
+    """Serves ``/metrics``; returns what stops it.
 
     Raises:
         BindError: MS_METRICS_PORT cannot be bound.
@@ -138,4 +138,9 @@ def start_metrics(
             remedy="Choose another MS_METRICS_PORT.",
         ) from error
     registry.register(collector)
-    return server
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return stop

@@ -9,20 +9,21 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from certs.grpc_credentials import SERVER_OPTIONS, RotatingServerCredentials
 from scheduler import listen, systemd
-from scheduler.access import Access, address_of
+from scheduler.access import Access
 from scheduler.config import SchedulerSettings
 from scheduler.core import values as v
 from scheduler.core.job import Job
-from scheduler.errors import BindError, JobFailedError, UnauthenticatedError, status_of
+from scheduler.errors import BindError, JobFailedError
+from scheduler.health import GuardedHealth
 from scheduler.jobs import Jobs, Storage
 from scheduler.logs import LOG, AuditLog, Recorder
 from scheduler.security import Security, check_may_listen
@@ -40,33 +41,6 @@ OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_metadata_size", 16 * 1024),
 )
-
-
-class GuardedHealth(health.aio.HealthServicer):
-    """The standard health service, for callers whose certificate is in force."""
-
-    def __init__(self, access: Access, recorder: Recorder) -> None:
-        super().__init__()
-        self._access = access
-        self._recorder = recorder
-
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Answers whether a service is up."""
-        await self._guard("Check", context)
-        return await super().Check(request, context)
-
-    async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Streams whether a service is up."""
-        await self._guard("Watch", context)
-        return await super().Watch(request, context)
-
-    async def _guard(self, call: str, context: Any) -> None:
-        try:
-            self._access.authenticate(context)
-        except UnauthenticatedError as error:
-            code, text = status_of(error)
-            self._recorder.denied(call, None, address_of(context.peer()), error.refusal, text)
-            await context.abort(code, text)
 
 
 async def run(settings: SchedulerSettings, security: Security | None) -> int:
@@ -132,32 +106,33 @@ async def _serve(
         revocations=security.revocations if security is not None else lambda: None,
     )
     service = Service(jobs, access, recorder, settings.job_id, Limits())
-    server = grpc.aio.server(options=list(OPTIONS))
-    server.add_generic_rpc_handlers((service.handler(),))
-    health_servicer = GuardedHealth(access, recorder)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     tls = RotatingServerCredentials(security.credentials) if security is not None else None
-    port = _bind(server, addresses, settings.port, tls)
-    await server.start()
-    await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    helpers = [asyncio.ensure_future(_keep_systemd_informed())]
-    if security is not None and tls is not None:
-        helpers.append(asyncio.ensure_future(_follow_files(security, tls, service)))
-    metrics = _start_metrics(settings, jobs, service, recorder, security)
-    _say_ready(settings, security, port)
-    try:
+    async with contextlib.AsyncExitStack() as at_end:
+        server = grpc.aio.server(options=list(OPTIONS))
+        at_end.push_async_callback(server.stop, 0.1)
+        server.add_generic_rpc_handlers((service.handler(),))
+        health_servicer = GuardedHealth(access, recorder)
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        port = _bind(server, addresses, settings.port, tls)
+        if settings.metrics_port is not None:
+            at_end.callback(_start_metrics(settings, jobs, service, recorder, security))
+        await server.start()
+        await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        at_end.push_async_callback(_say_goodbye, health_servicer, jobs, service)
+        at_end.callback(asyncio.ensure_future(_keep_systemd_informed()).cancel)
+        if security is not None and tls is not None:
+            at_end.callback(asyncio.ensure_future(_follow_files(security, tls, service)).cancel)
+        _say_ready(settings, security, port)
         return await _until_over(settings, jobs, service, stop)
-    finally:
-        systemd.notify(systemd.STOPPING, os.environ)
-        for helper in helpers:
-            helper.cancel()
-        await health_servicer.enter_graceful_shutdown()
-        await jobs.close()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(service.idle.wait(), FAREWELL_S)
-        await server.stop(0.1)
-        if metrics is not None:
-            metrics.shutdown()
+
+
+async def _say_goodbye(health_servicer: GuardedHealth, jobs: Jobs, service: Service) -> None:
+    """Tells systemd, health checkers and workers that the scheduler is stopping."""
+    systemd.notify(systemd.STOPPING, os.environ)
+    await health_servicer.enter_graceful_shutdown()
+    await jobs.close()
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(service.idle.wait(), FAREWELL_S)
 
 
 async def _until_over(
@@ -245,9 +220,7 @@ async def _follow_files(security: Security, tls: RotatingServerCredentials, serv
 
 def _start_metrics(
     settings: SchedulerSettings, jobs: Jobs, service: Service, recorder: Recorder, security: Security | None
-) -> Any:
-    if settings.metrics_port is None:
-        return None
+) -> Callable[[], None]:
     from scheduler.metrics import start_metrics
 
     return start_metrics(settings, jobs, service, recorder, security)

@@ -13,7 +13,7 @@ from scheduler.access import Caller
 from scheduler.core import values as v
 from scheduler.driver import JobDriver, Note
 from scheduler.errors import SchedulerError, StoppingError, TooSlowError
-from scheduler.sessions import MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, Session
+from scheduler.sessions import MAX_WAITING_MESSAGES, Session
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, member
 
 
@@ -145,17 +145,6 @@ def test_a_peer_that_does_not_read_is_dropped_and_nobody_else_notices() -> None:
     go(test())
 
 
-def test_the_bytes_that_wait_are_bounded_too() -> None:
-    async def test() -> None:
-        session = Session(1, Caller("x"))
-        session.send(b"x" * MAX_WAITING_BYTES)
-        assert not session.over
-        session.send(b"x")
-        assert isinstance(session.closed, TooSlowError)
-
-    go(test())
-
-
 def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> None:
     async def test() -> None:
         rig = Rig(reply(v.Refused(v.RefusalCode.JOB_FULL, "4 of 4 workers are in")))
@@ -179,7 +168,7 @@ def test_a_goodbye_closes_the_stream_well() -> None:
         assert kind(await session.next()) == "ended"
         assert await session.next() is None
         assert session.closed is None
-        assert [n.kind for n in rig.notes] == ["left"]
+        assert [(n.kind, n.text) for n in rig.notes] == [("left", "finished")]
         await rig.close()
 
     go(test())

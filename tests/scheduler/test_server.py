@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -312,24 +311,3 @@ def test_ipv6() -> None:
         stream.next("welcome")
         assert "peer=[::1]:" in running.await_log("joined job_id=default")
         stream.call.cancel()
-
-
-def test_metrics(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with scheduler(MS_METRICS_PORT=str(port)) as running, channel(running.target) as over:
-        stream = Stream(over)
-        stream.put(join(worker_num=5))
-        stream.next("refused")
-        stream.end()
-        streams = form(over)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            lines = set(answer.read().decode().splitlines())
-        for stream in streams:
-            stream.call.cancel()
-    assert 'muster_workers{job="default",state="member"} 2.0' in lines
-    assert 'muster_generation{job="default"} 1.0' in lines
-    assert 'muster_job_state{job="default",state="running"} 1.0' in lines
-    assert 'muster_refusals_total{code="settings_differ"} 1.0' in lines
-    assert any(line.startswith('muster_formation_seconds{job="default"} ') for line in lines)

@@ -1,0 +1,74 @@
+"""The operator's client: what goes wrong is said in words."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from certs.errors import CertificateError, NameMismatchError
+from certs.identity import Identity
+from scheduler.client import Client, RefusedByScheduler, UnreachableError
+from scheduler.config import Address
+from tests.scheduler.processes import Pki, Scheduler, scheduler
+
+
+@pytest.fixture(scope="module")
+def running(pki: Pki) -> Iterator[Scheduler]:
+    with scheduler(**pki.env()) as process:
+        yield process
+
+
+def address(pki: Pki | None, port: int, *, host: str = "127.0.0.1", job: str = "default") -> Address:
+    return Address(host, port, job, pki.config if pki is not None else None)
+
+
+def test_status(running: Scheduler, pki: Pki) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        with Client(address(pki, running.port, host=host), pki.env()) as client:
+            reply = client.status()
+        assert (reply.job_id, reply.state, reply.worker_num) == ("default", "forming", 2)
+
+
+def test_a_refusal_has_its_code(running: Scheduler, pki: Pki) -> None:
+    with Client(address(pki, running.port), pki.env()) as client:
+        with pytest.raises(RefusedByScheduler, match="needs operator") as caught:
+            client.drain("node-0", "")
+        assert caught.value.code == "PERMISSION_DENIED"
+    operator = Client(address(pki, running.port), pki.env(), certificate=pki.directory / "operator.p12")
+    with operator, pytest.raises(RefusedByScheduler, match="no node 'node-0'") as caught:
+        operator.drain("node-0", "")
+    assert caught.value.code == "NOT_FOUND"
+
+
+def test_nobody_there(pki: Pki) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(UnreachableError, match=f"127.0.0.1:{port}: Connection refused"):
+            Client(address(pki, port), pki.env())
+        with (
+            Client(address(None, port), {}) as client,
+            pytest.raises(UnreachableError, match="MS_SCHED_PORT"),
+        ):
+            client.status()
+
+
+def test_a_scheduler_for_another_job_is_not_believed(running: Scheduler, pki: Pki) -> None:
+    with pytest.raises(CertificateError, match="'default', not 'other'"):
+        Client(address(pki, running.port, job="other"), pki.env())
+
+
+def test_a_certificate_for_another_host_is_not_believed(own_pki: Pki) -> None:
+    own_pki.issue("server", Identity("default", "scheduler"), ("sched.example.org",))
+    with (
+        scheduler(**own_pki.env()) as running,
+        pytest.raises(NameMismatchError, match=r"sched\.example\.org"),
+    ):
+        Client(address(own_pki, running.port), own_pki.env())
+
+
+def test_a_scheduler_of_another_authority_is_not_believed(running: Scheduler, own_pki: Pki) -> None:
+    with pytest.raises(CertificateError, match="not trusted here"):
+        Client(address(own_pki, running.port), own_pki.env())
