@@ -115,7 +115,8 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
     hosts = alternatives.get_values_for_type(x509.DNSName)
     _refuse_control_characters(leaf, [*common_names, *hosts])
     identity = _identity(leaf, alternatives, common_names, require_identity)
-    check_strength(leaf, f"The certificate {name_of(leaf)}")
+    for each in chain:
+        check_strength(each, f"The certificate {name_of(each)}")
     return Peer(
         identity=identity,
         name=name_of(leaf),

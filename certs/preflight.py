@@ -88,7 +88,7 @@ def _attempt(
                 return Preflight(leaf, connection.getsockname()[0], override, peer)
         except ssl.SSLCertVerificationError as error:
             raise verification_error(error, where, _shown_certificate(host, port, deadline)) from None
-        except ssl.SSLEOFError:
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise ConnectionResetError(f"{where} closed the connection during the TLS handshake.") from None
         except ssl.SSLError as error:
             raise handshake_error(error, credentials, where) from None

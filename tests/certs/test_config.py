@@ -152,7 +152,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), json_values))
 def test_any_json_is_a_configuration_or_a_typed_error(tmp_path: Path, changes: dict[str, Any]) -> None:
     try:

@@ -5,6 +5,7 @@ import os
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,16 @@ def test_the_key_reaches_the_context_without_a_file(
     assert client_ssl_context(worker)
     assert {each.name for each in Path("/proc/self/fd").iterdir()} == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_many_handshakes_at_once_share_a_context(worker: Credentials) -> None:
+    client, server = client_ssl_context(worker), server_ssl_context(worker)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: handshake(client, server), range(16)))
+    for near, far, failure in results:
+        with near, far:
+            assert failure is None
+            assert worker.peer(peer_pem(near)).identity == worker.identity
 
 
 def test_a_key_that_does_not_fit_is_a_typed_error(worker: Credentials) -> None:
