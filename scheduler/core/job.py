@@ -101,7 +101,7 @@ class Job(Reception):
         phase = self.phase
         if phase is Phase.ENDED:
             return None
-        times = [self._silence_due, self._suspicion.due if self._suspicion else None]
+        times = [self._silence_due, self._suspicion.due if self._suspicion else None, self._switch_due()]
         if phase in (Phase.FORMING, Phase.BUILDING, Phase.SUSPENDED):
             times += [self._phase_since + self.settings.topo_timeout_s, self._report_due]
         if phase is Phase.FORMING and self._spares_fill_in > self._now:
@@ -180,19 +180,25 @@ class Job(Reception):
         node_id = self._member_behind(event.session, event.generation, now)
         if node_id is None:
             return
-        self._contacts.by_node[node_id].quiesced = event.last_started_step
+        self._contacts.by_node[node_id].quiesce(event.last_started_step)
         if self.phase is Phase.RUNNING and planning.wanted_change(self._ledger, self.settings) is None:
             self._quiesce("a change was under way before the scheduler restarted")
 
     def _peer_suspected(self, event: v.PeerSuspected, now: float) -> None:
-        node_id = self._member_behind(event.session, event.generation, now)
-        if node_id is None or self.phase is Phase.SUSPENDED:
+        claim = self._claim_behind(event.session, now)
+        formed, phase = self._ledger.formed, self.phase
+        if claim is None or formed is None or phase in (Phase.SUSPENDED, Phase.ENDED):
             return
-        own = who(self._ledger.claims[node_id].candidate, self._ledger.rank_of(node_id))
-        members = self._ledger.formed.members if self._ledger.formed else ()
-        peer = who(members[event.rank].candidate, event.rank) if 0 <= event.rank < len(members) else "a peer"
-        sentence = f"{own} could not go on with {peer}: {event.detail}"
-        self._say(upper_first(sentence))
+        own = who(claim.candidate, self._ledger.rank_of(claim.candidate.node_id))
+        if event.generation == formed.generation and 0 <= event.rank < len(formed.members):
+            own += f" could not go on with {who(formed.members[event.rank].candidate, event.rank)}"
+        sentence = f"{own} failed in a collective: {event.detail}"
+        planned = phase is Phase.BUILDING and formed.switch_after_step >= 0
+        if event.generation == formed.generation - 1 and planned:
+            self._broken = sentence  # the others may hang in the last step before the planned switch
+        elif event.generation != formed.generation or self._ledger.rank_of(claim.candidate.node_id) < 0:
+            return
+        self._say(f"{upper_first(sentence)}.")
         if self._suspicion is None:
             self._suspicion = Suspicion(now + self.settings.node_timeout_s, sentence)
 

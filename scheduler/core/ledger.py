@@ -52,6 +52,7 @@ class Ledger:
         completed: worker processes that completed the training.
         lost: members of the current generation that are gone without having finished, with the reason.
         finished: node ids of the current generation that completed the training.
+        ever_established: some generation stood, so that there may be state worth handing on.
         finishing: some member of the job completed the training: nobody new is placed any more.
     """
 
@@ -66,6 +67,7 @@ class Ledger:
     finished: set[str] = field(default_factory=set)
     finishing: bool = False
     established: bool = False
+    ever_established: bool = False
     suspended: str | None = None
     outcome: v.JobEnded | None = None
 
@@ -120,7 +122,7 @@ class Ledger:
         elif isinstance(record, v.GenerationFormed):
             self._form(record)
         elif isinstance(record, v.GroupEstablished):
-            self.established = True
+            self.established = self.ever_established = True
         elif isinstance(record, v.GenerationEnded):
             self.suspended = record.reason
             self.established = False

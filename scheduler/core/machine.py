@@ -7,6 +7,7 @@ matter in which order the facts came in.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from scheduler.core import planning
@@ -148,14 +149,18 @@ class Machine:
         return len(planning.choose(self._ledger, self.settings)) >= worker_num
 
     def _advance_building(self, now: float) -> bool:
-        if self._departed() or self._broken:
+        ledger = self._ledger
+        if ledger.lost or self._broken:
             return self._regroup(now, self._departure())
+        if ledger.finished and ledger.formed is not None:
+            # Who finished has done the last step before a planned switch; the others are still to do it.
+            return self._regroup(now, self._departure(), ledger.formed.switch_after_step)
         if len(self._built) == len(self._ledger.ranks):
             self._commit(v.GroupEstablished(self._ledger.generation))
             self._tell_members(v.GroupBuilt(self._ledger.generation))
             self._say(f"Generation {self._ledger.generation} stands with {self._size()}.")
             return True
-        if self._suspicion_due(now):
+        if self._suspicion_due(now) or self._switch_overdue(now):
             return True
         if self._timed_out(now):
             return self._end(False, f"The group was not built in time: {self._building_sentence()}.")
@@ -174,23 +179,24 @@ class Machine:
         ledger = self._ledger
         if ledger.lost or len(ledger.finished) == len(ledger.ranks):
             return self._regroup(now, self._departure())
-        if self._suspicion_due(now):
+        if self._suspicion_due(now) or self._switch_overdue(now):
             return True
         if not self._contacts.all_quiesced(ledger):
             return False
+        if self._suspicion is not None:  # whose collective failed cannot finish the step with the others
+            return self._regroup(now, self._plan or "")
         return self._regroup(now, self._plan or "", self._contacts.last_started_step())
 
     def _advance_suspended(self, now: float) -> bool:
         present = planning.choose(self._ledger, self.settings)
         opened = self._ledger.opened
+        if self._ledger.finishing:
+            return self._regroup(now, self._departure())
         if opened is not None and len(present) >= opened.worker_min:
             return self._regroup(now, f"{count(len(present), 'worker')} are in again")
         if self._timed_out(now):
             return self._end(False, f"No group could be formed again in time: {self._waiting_sentence()}.")
         return False
-
-    def _departed(self) -> bool:
-        return bool(self._ledger.lost or self._ledger.finished)
 
     def _departure(self) -> str:
         """Why members are gone, in words."""
@@ -206,6 +212,23 @@ class Machine:
             return False
         return self._regroup(now, self._suspicion.sentence)
 
+    def _switch_due(self) -> float | None:
+        """Until when a planned change must have been carried out; None: there is none."""
+        formed = self._ledger.formed
+        phase = self.phase
+        planned = phase is Phase.BUILDING and formed is not None and formed.switch_after_step >= 0
+        if planned or phase is Phase.QUIESCING:
+            return self._phase_since + self.settings.stall_timeout_s
+        return None
+
+    def _switch_overdue(self, now: float) -> bool:
+        """Some member cannot come to the step at which to switch: the change is made at once instead."""
+        due = self._switch_due()
+        if due is None or now < due:
+            return False
+        self._phase_since = now
+        return self._regroup(now, f"the planned change took over {self.settings.stall_timeout_s:g} s")
+
     # ------------------------------------------------------------ transitions
 
     def _quiesce(self, reason: str) -> bool:
@@ -218,20 +241,17 @@ class Machine:
         """Forms the next generation from whoever is there, suspends the job, or ends it."""
         ledger = self._ledger
         assert ledger.opened is not None
-        chosen = planning.choose(ledger, self.settings)
+        stateless = frozenset(self._contacts.stateless(ledger))
+        chosen = planning.choose(ledger, self.settings, stateless)
         if ledger.finishing and not chosen:
             if not ledger.lost:
                 return self._end(True, "All members have completed the training.")
             return self._end(False, f"Workers were lost while the others finished: {reason}.")
         if len(chosen) < (1 if ledger.finishing else ledger.opened.worker_min):
             return self._suspend(reason)
-        self._form(chosen, reason, switch_after_step)
-        return True
-
-    def _form(self, chosen: list[v.Candidate], reason: str, switch_after_step: int) -> None:
-        ledger = self._ledger
         lost = (*ledger.lost.values(), *([self._broken] if self._broken else []))
-        stateless = frozenset(self._contacts.stateless(ledger))
+        if ledger.finishing:
+            self._release_idle({candidate.node_id for candidate in chosen})
         record = planning.next_generation(
             ledger, chosen, stateless=stateless, reason=reason, switch_after_step=switch_after_step
         )
@@ -241,6 +261,14 @@ class Machine:
         for claim in self._departing():
             self._tell(claim.candidate.node_id, self._assignment(-1, lost))
         self._say(f"Generation {record.generation} is formed with {self._size()}: {reason}.")
+        return True
+
+    def _release_idle(self, chosen: Collection[str]) -> None:
+        """Some have finished: whoever holds neither a place nor the state is not needed any more."""
+        for node_id, claim in list(self._ledger.claims.items()):
+            if node_id not in chosen and claim.leaving is None:
+                sentence = "The job is finishing and needs no more workers."
+                self._dismiss(claim, v.Ended(True, sentence), "is not needed any more")
 
     def _departing(self) -> list[Claim]:
         """Former members that are on their way out as planned."""

@@ -10,11 +10,14 @@ from scheduler.core.admission import is_spare, staying
 from scheduler.core.ledger import Claim, Ledger
 
 
-def choose(ledger: Ledger, settings: v.Settings) -> list[v.Candidate]:
+def choose(
+    ledger: Ledger, settings: v.Settings, stateless: Collection[str] = frozenset()
+) -> list[v.Candidate]:
     """Members of the next generation in order of rank, at most ``worker_num``.
 
     Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
-    decides, never the order of arrival. Once the job is finishing, only survivors go on.
+    decides, never the order of arrival. Once the job is finishing, only survivors that hold the state go
+    on: a newcomer without it would begin the training anew.
     """
     assert ledger.opened is not None
     worker_num = ledger.opened.worker_num
@@ -24,7 +27,10 @@ def choose(ledger: Ledger, settings: v.Settings) -> list[v.Candidate]:
     def ordered(claims: Iterable[Claim]) -> list[v.Candidate]:
         return ranks.in_order((claim.candidate for claim in claims), limit=limit, table=table)
 
-    chosen = ordered(claim for claim in ledger.living_members() if claim.leaving is None)
+    survivors = [claim for claim in ledger.living_members() if claim.leaving is None]
+    if ledger.finishing:
+        survivors = [claim for claim in survivors if claim.candidate.node_id not in stateless]
+    chosen = ordered(survivors)
     if not ledger.finishing:
         others = [claim for claim in staying(ledger) if ledger.rank_of(claim.candidate.node_id) < 0]
         spares = [claim for claim in others if is_spare(ledger, claim)]
@@ -54,7 +60,9 @@ def next_generation(
     keepers = [
         (ledger.claims[member.candidate.node_id].since, member.rank)
         for member in members
-        if ledger.claims[member.candidate.node_id].since and member.candidate.node_id not in stateless
+        if ledger.ever_established
+        and ledger.claims[member.candidate.node_id].since
+        and member.candidate.node_id not in stateless
     ]
     source = min(keepers)[1] if keepers else -1
     has_state = {rank for _, rank in keepers}
