@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from certs.authority import create_authority
 from certs.identity import Identity
-from tests.end_to_end.workers import company
+from tests.end_to_end.workers import Company, company
 from tests.scheduler.processes import PASSWORD, Pki, scheduler
 
 
@@ -79,7 +80,7 @@ def test_workers_wait_for_a_scheduler_that_starts_later(pki: Pki, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def running(pki: Pki, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def running(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
     """A job of two that stays while others are refused."""
     directory = tmp_path_factory.mktemp("running")
     with scheduler(**pki.env()) as sched, company(directory, sched, pki) as hired:
@@ -87,7 +88,7 @@ def running(pki: Pki, tmp_path_factory: pytest.TempPathFactory):  # type: ignore
         yield hired
 
 
-def expect_refusal(running, words: list[str], **env: str) -> None:  # type: ignore[no-untyped-def]
+def expect_refusal(running: Company, words: list[str], **env: str) -> None:
     """Starts one more worker; it must end with these words, and the job must not notice."""
     late = running.start(**env)
     sentence = late.answer()
@@ -100,51 +101,43 @@ def expect_refusal(running, words: list[str], **env: str) -> None:  # type: igno
     assert [member.answer() for member in members] == ["ok 2.0", "ok 2.0"]
 
 
-def test_an_extra_worker_is_refused(running) -> None:  # type: ignore[no-untyped-def]
+def test_an_extra_worker_is_refused(running: Company) -> None:
     expect_refusal(running, ["error RefusedError", "2"], MS_NODE_ID="7")
 
 
-def test_a_node_id_that_is_taken_is_refused(running) -> None:  # type: ignore[no-untyped-def]
+def test_a_node_id_that_is_taken_is_refused(running: Company) -> None:
     expect_refusal(running, ["error RefusedError", "1"], MS_NODE_ID="1")
 
 
-def test_another_worker_number_is_refused_naming_both(running) -> None:  # type: ignore[no-untyped-def]
+def test_another_worker_number_is_refused_naming_both(running: Company) -> None:
     expect_refusal(running, ["error RefusedError", "2", "5"], MS_NODE_ID="8", MS_WORKER_NUM="5")
 
 
-def test_a_certificate_of_another_authority_is_refused(  # type: ignore[no-untyped-def]
-    running, pki: Pki, tmp_path: Path
-) -> None:
+def test_a_certificate_of_another_authority_is_refused(running: Company, pki: Pki, tmp_path: Path) -> None:
     config = foreign_config(pki, tmp_path, Identity("default", "worker"), foreign_ca=True)
     expect_refusal(running, ["error SecurityError", "certificate"], MS_CONFIG_FILE=config)
 
 
-def test_a_certificate_for_another_role_is_refused(  # type: ignore[no-untyped-def]
-    running, pki: Pki, tmp_path: Path
-) -> None:
+def test_a_certificate_for_another_role_is_refused(running: Company, pki: Pki, tmp_path: Path) -> None:
     config = foreign_config(pki, tmp_path, Identity("default", "operator"))
     expect_refusal(running, ["error SecurityError", "operator"], MS_CONFIG_FILE=config)
 
 
-def test_a_certificate_for_another_job_is_refused(  # type: ignore[no-untyped-def]
-    running, pki: Pki, tmp_path: Path
-) -> None:
+def test_a_certificate_for_another_job_is_refused(running: Company, pki: Pki, tmp_path: Path) -> None:
     config = foreign_config(pki, tmp_path, Identity("elsewhere", "worker"))
     expect_refusal(running, ["error SecurityError", "elsewhere"], MS_CONFIG_FILE=config)
 
 
-def test_a_certificate_for_another_node_is_refused(  # type: ignore[no-untyped-def]
-    running, pki: Pki, tmp_path: Path
-) -> None:
+def test_a_certificate_for_another_node_is_refused(running: Company, pki: Pki, tmp_path: Path) -> None:
     config = foreign_config(pki, tmp_path, Identity("default", "worker", "node-a"))
     expect_refusal(running, ["error SecurityError", "node-a"], MS_CONFIG_FILE=config, MS_NODE_ID="node-b")
 
 
-def test_a_worker_without_tls_is_told_what_it_lacks(running) -> None:  # type: ignore[no-untyped-def]
+def test_a_worker_without_tls_is_told_what_it_lacks(running: Company) -> None:
     expect_refusal(running, ["error SecurityError", "TLS", "MS_CONFIG_FILE"], MS_CONFIG_FILE="")
 
 
-def test_a_wrong_password_is_told(running) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_password_is_told(running: Company) -> None:
     expect_refusal(running, ["error SecurityError", "password"], MS_CLIENT_PASSWORD="wrong")
 
 

@@ -25,10 +25,10 @@ class Lifecycle:
         self._step = 0
         self._started = 0
         self._samples_per_s = 0.0
+        self._now = 0.0
         self._reset()
 
     def _reset(self) -> None:
-        self._now = 0.0
         self._messages: list[m.Outgoing] = []
         self._notices: list[e.Notice] = []
         self._reason = ""

@@ -338,6 +338,8 @@ class TestUnplannedChange:
         w.feed(e.StreamOpened(w.stream))
         join = w.message(m.Join)
         assert (join.profile.incarnation, join.held_generation, join.held_rank) == (77, 0, -1)
+        deadline = w.core.deadline()
+        assert deadline is not None and deadline > w.now  # old times are forgotten
 
 
 class TestPlannedChange:

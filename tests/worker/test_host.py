@@ -1,0 +1,109 @@
+"""What a worker finds out about its machine."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from worker.config import Settings
+from worker.core.messages import Device, Host
+from worker.errors import SettingsError
+from worker.host import DeviceChoice, choose_device, describe_host, host_identity, node_identity
+
+HOST = Host("id-1", "alpha", "10.0.0.1")
+
+
+def settings(**changes: object) -> Settings:
+    return Settings(worker_num=2, worker_min=2, **changes)  # type: ignore[arg-type]
+
+
+def machine(root: Path, count: int) -> Path:
+    """A file tree as of a machine with GPUs; minors in the reverse order of the buses."""
+    (root / "dev").mkdir()
+    (root / "dev" / "nvidiactl").touch()
+    for minor in range(count):
+        (root / "dev" / f"nvidia{minor}").touch()
+        directory = root / "proc/driver/nvidia/gpus" / f"0000:{9 - minor}0:00.0"
+        directory.mkdir(parents=True)
+        facts = (
+            f"Model: \t\t NVIDIA H200\nBus Location: \t 0000:{9 - minor}0:00.0\nDevice Minor: \t {minor}\n"
+        )
+        (directory / "information").write_text(facts)
+    return root
+
+
+def test_without_gpus_the_device_is_the_cpu(tmp_path: Path) -> None:
+    assert choose_device(settings(), tmp_path) == DeviceChoice(Device("cpu", -1))
+    assert choose_device(settings(local_index=3), tmp_path).device == Device("cpu", 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ordinal", "index"),
+    [
+        ({"device_id": 2}, 2, 2),
+        ({"local_index": 1}, 1, 1),
+        ({"device_id": 3, "local_index": 1}, 3, 3),
+        ({"visible_devices": ("2", "3"), "local_index": 1}, 1, 3),
+        ({"visible_devices": ("3",)}, 0, 3),
+        ({"visible_devices": ("3",), "local_index": 2}, 0, 3),
+        ({}, -1, -1),
+    ],
+)
+def test_devices_are_told_by_their_index_on_the_host(
+    tmp_path: Path, changes: dict[str, object], ordinal: int, index: int
+) -> None:
+    choice = choose_device(settings(**changes), machine(tmp_path, 4))
+    assert (choice.ordinal, choice.device.index, choice.device.kind) == (ordinal, index, "cuda")
+    if index >= 0:
+        assert choice.device.pci_bus_id == f"0000:{9 - index}0:00.0"
+        assert choice.device.model == "NVIDIA H200"
+
+
+def test_hidden_gpus_are_not_used(tmp_path: Path) -> None:
+    choice = choose_device(settings(visible_devices=()), machine(tmp_path, 2))
+    assert (choice.device.kind, choice.visible_count) == ("cpu", 0)
+
+
+@pytest.mark.parametrize("variable", ["device_id", "local_index"])
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, variable: str) -> None:
+    with pytest.raises(SettingsError, match="from 0 to 1, because 2 GPUs are visible; it is 2"):
+        choose_device(settings(**{variable: 2}), machine(tmp_path, 2))
+
+
+def test_the_hosts_identity_is_stable_and_says_nothing() -> None:
+    assert host_identity() == host_identity()
+    assert len(host_identity()) == 16
+    assert socket.gethostname() not in host_identity()
+
+
+def test_node_ids() -> None:
+    assert node_identity(settings(node_id="7"), HOST, "ab12") == "7"
+    by_index = node_identity(settings(local_index=3), HOST, "ab12")
+    assert by_index.startswith("alpha-") and by_index.endswith("-3")
+    assert node_identity(settings(), HOST, "ab12").endswith("-ab12")
+
+
+def test_two_machines_with_one_name_have_different_node_ids() -> None:
+    twin = Host("id-2", "alpha", "10.0.0.2")
+    assert node_identity(settings(local_index=0), HOST, "") != node_identity(
+        settings(local_index=0), twin, ""
+    )
+
+
+def test_the_address_is_the_one_on_the_way_to_the_scheduler() -> None:
+    assert describe_host(settings(scheduler_host="127.0.0.1")).address == "127.0.0.1"
+    assert describe_host(settings(worker_address="10.1.2.3")).address == "10.1.2.3"
+    assert describe_host(settings(interface="lo")).address == "127.0.0.1"
+    assert describe_host(settings(host_id="mine", topology="rack 4")).id == "mine"
+
+
+def test_an_unknown_interface_is_refused_naming_those_there_are() -> None:
+    with pytest.raises(SettingsError, match=r"MS_INTERFACE .*\blo\b.*'nosuch0'"):
+        describe_host(settings(interface="nosuch0"))
+
+
+def test_an_unknown_scheduler_is_refused_naming_it() -> None:
+    with pytest.raises(SettingsError, match=r"MS_SCHED_HOST is 'no\.such\.host\.invalid'"):
+        describe_host(settings(scheduler_host="no.such.host.invalid"))

@@ -1,0 +1,382 @@
+"""Sessions against a scripted scheduler and a stub data plane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rendezvous.v1 import rendezvous_pb2 as pb
+from tests.worker.scripted import (
+    Line,
+    ScriptedConnector,
+    StubBackend,
+    StubCommunicator,
+    Thread,
+    scripted_session,
+)
+from worker.channel import DeniedError, MalformedError
+from worker.communicators.base import Membership, ReduceOp
+from worker.errors import (
+    FormationTimeoutError,
+    GroupError,
+    JobEndedError,
+    LeaveGranted,
+    MembershipChanged,
+    NotInitializedError,
+    PeerLostError,
+    RefusedError,
+    SchedulerUnreachableError,
+    SecurityError,
+    WorkerError,
+)
+from worker.session import Session
+
+X = np.zeros(4)
+
+
+@dataclass
+class Stage:
+    """A session that runs as rank 1 of 2 in generation 1, and both its other sides."""
+
+    session: Session
+    backend: StubBackend
+    connector: ScriptedConnector
+    line: Line
+    join: Any
+
+    @property
+    def communicator(self) -> StubCommunicator:
+        return self.backend.made[-1]
+
+    def all_reduce(self) -> Thread:
+        return Thread(lambda: self.session.communicator.all_reduce(X, X, ReduceOp.SUM))
+
+    def rejoined(self, generation: int, **changes: object) -> None:
+        """Lets the session enter a generation."""
+        rejoining = Thread(self.session.rejoin)
+        self.line.form(self.join, generation, **changes)  # type: ignore[arg-type]
+        rejoining.result()
+
+
+def end(session: Session, line: Line) -> None:
+    releasing = Thread(session.release)
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    releasing.result()
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    backend, connector = StubBackend(), ScriptedConnector()
+    session = scripted_session(connector, backend)
+    opening = Thread(session.open)
+    line = connector.next_line()
+    join = line.hear("join")
+    line.welcome()
+    line.form(join)
+    opening.result()
+    yield Stage(session, backend, connector, line, join)
+    end(session, line)
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_the_session_tells_its_place(stage: Stage) -> None:
+    session = stage.session
+    assert (session.rank, session.world_size, session.local_rank, session.local_world_size) == (1, 2, 1, 2)
+    assert (session.generation, session.node_id, session.job_id) == (1, "n0", "job")
+    assert [member.node_id for member in session.members] == ["n1", "n0"]
+    assert (session.state_source_rank, session.newcomer_ranks, session.device_ordinal) == (-1, (), -1)
+    assert session.change_reason == "because 1"
+
+
+def test_the_communicator_gets_members_ids_and_deadline(stage: Stage) -> None:
+    membership = stage.communicator.membership
+    assert (membership.rank, membership.generation, membership.unique_ids) == (1, 1, (b"secret",))
+    assert [peer.node_id for peer in membership.peers] == ["n1", "n0"]
+    assert stage.communicator.timeout_s == 600.0
+
+
+def test_rank_0_mints_and_publishes() -> None:
+    connector = ScriptedConnector()
+    session = scripted_session(connector)
+    opening = Thread(session.open)
+    line = connector.next_line()
+    join = line.hear("join")
+    line.welcome()
+    line.assign(join, 1, 0)
+    assert list(line.hear("publish_unique_ids").unique_ids) == [b"minted"]
+    line.say(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b"minted"]))
+    line.hear("built")
+    line.say(group_built=pb.GroupBuilt(generation=1))
+    opening.result()
+    end(session, line)
+
+
+def refuse(code: str) -> Callable[[Line], None]:
+    return lambda line: line.say(refused=pb.Refused(code=f"REFUSAL_CODE_{code}", sentence="the sentence"))
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (refuse("JOB_FULL"), RefusedError),
+        (refuse("SETTINGS_DIFFER"), RefusedError),
+        (refuse("TOPO_TIMEOUT"), FormationTimeoutError),
+        (refuse("NOT_PERMITTED"), SecurityError),
+        (lambda line: line.say(ended=pb.Ended(ok=False, reason="the sentence")), FormationTimeoutError),
+        (lambda line: line.say(ended=pb.Ended(ok=True, reason="the sentence")), JobEndedError),
+        (lambda line: line.fail(DeniedError("the sentence", by_scheduler=True)), SecurityError),
+        (lambda line: line.fail(MalformedError("the sentence")), RefusedError),
+    ],
+)
+def test_endings_while_joining(act: Callable[[Line], None], error: type[WorkerError]) -> None:
+    connector, backend = ScriptedConnector(), StubBackend()
+    session = scripted_session(connector, backend)
+    opening = Thread(session.open)
+    line = connector.next_line()
+    line.hear("join")
+    act(line)
+    with pytest.raises(error, match="the sentence"):
+        opening.result()
+    assert backend.closed
+    with pytest.raises(NotInitializedError):
+        session.rank  # noqa: B018
+
+
+def test_a_spare_that_was_not_needed_exits_well() -> None:
+    connector = ScriptedConnector()
+    opening = Thread(scripted_session(connector).open)
+    line = connector.next_line()
+    line.say(ended=pb.Ended(ok=True, reason="all finished"))
+    with pytest.raises(JobEndedError) as caught:
+        opening.result()
+    assert caught.value.exit_code == 0
+
+
+def test_tls_trouble_ends_at_once_and_a_closed_port_is_tried_again() -> None:
+    connector = ScriptedConnector(
+        OSError("refused"), OSError("refused"), DeniedError("wrong CA", by_scheduler=False)
+    )
+    with pytest.raises(SecurityError, match="wrong CA"):
+        Thread(scripted_session(connector).open).result()
+    assert connector.attempts == 3
+
+
+def test_a_scheduler_that_never_answers() -> None:
+    connector = ScriptedConnector(*(ConnectionRefusedError(111, "Connection refused") for _ in range(999)))
+    with pytest.raises(SchedulerUnreachableError, match=r"within 1 s: Connection refused\. .*MS_SCHED_HOST"):
+        Thread(scripted_session(connector, topo_timeout_s=1.0).open).result()
+
+
+def test_a_generation_that_ends_while_it_is_built_is_replaced_silently() -> None:
+    connector, backend = ScriptedConnector(), StubBackend()
+    session = scripted_session(connector, backend)
+    opening = Thread(session.open)
+    line = connector.next_line()
+    join = line.hear("join")
+    line.welcome()
+
+    def connecting(membership: Membership, cancelled: Callable[[], Exception | None]) -> None:
+        if membership.generation == 1:
+            line.assign(join, 2)
+            while (error := cancelled()) is None:
+                pass
+            raise error
+
+    backend.connecting = connecting
+    line.assign(join, 1)
+    line.say(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b"secret"]))
+    line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
+    # The ids of generation 2 may come before its assignment: the scheduler sends them again on reconnect.
+    line.fail(OSError("cut"))
+    line = connector.next_line()
+    line.hear("join")
+    line.welcome()
+    line.form(join, 2)
+    opening.result()
+    assert session.generation == 2
+    assert len(backend.made) == 1
+    end(session, line)
+
+
+# ---------------------------------------------------------------- change
+
+
+def test_a_hanging_collective_is_cut_off_when_a_member_is_lost(stage: Stage) -> None:
+    stage.communicator.behave = StubCommunicator.hang
+    hanging = stage.all_reduce()
+    assert stage.communicator.entered.wait(20)
+    stage.line.assign(stage.join, 2, lost=("Rank 0 was killed.",))
+    with pytest.raises(MembershipChanged) as caught:
+        hanging.result()
+    assert (caught.value.generation, caught.value.lost) == (1, ("Rank 0 was killed.",))
+    with pytest.raises(MembershipChanged):
+        stage.session.communicator  # noqa: B018
+    old = stage.communicator
+    rejoining = Thread(stage.session.rejoin)
+    stage.line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
+    assert stage.line.hear("built").generation == 2
+    stage.line.say(group_built=pb.GroupBuilt(generation=2))
+    rejoining.result()
+    assert old.closed
+    assert stage.session.generation == 2
+    stage.all_reduce().result()
+
+
+def test_a_lost_peer_is_reported_and_becomes_a_change_of_members(stage: Stage) -> None:
+    stage.communicator.error = PeerLostError("reset", rank=0)
+    failing = stage.all_reduce()
+    suspect = stage.line.hear("suspect_peer")
+    assert (suspect.generation, suspect.rank, suspect.detail) == (1, 0, "reset")
+    stage.line.assign(stage.join, 2)
+    with pytest.raises(MembershipChanged) as caught:
+        failing.result()
+    assert isinstance(caught.value.__cause__, PeerLostError)
+
+
+def test_a_lost_peer_that_the_scheduler_still_sees_stays_an_error_of_its_own(stage: Stage) -> None:
+    stage.line.welcome(node_timeout_s=0.01)
+    stage.session._client._core._timing = stage.session._client._core._timing.replaced(verdict_margin_s=0.01)
+    stage.communicator.error = PeerLostError("reset", rank=0)
+    failing = stage.all_reduce()
+    stage.line.hear("suspect_peer")
+    with pytest.raises(PeerLostError, match="reset"):
+        failing.result()
+
+
+def test_rejoin_in_a_generation_that_stands_does_nothing(stage: Stage) -> None:
+    stage.session.rejoin()
+    assert stage.session.generation == 1
+
+
+def test_a_planned_change_happens_at_the_step_boundary(stage: Stage) -> None:
+    session, line = stage.session, stage.line
+    session.step_boundary(4)
+    line.say(quiesce=pb.Quiesce(generation=1, reason="a worker joins"))
+    assert line.hear("quiesced").last_started_step == 5
+    event = session.membership_event
+    assert event is not None and event.reason == "a worker joins"
+    held = Thread(lambda: session.step_boundary(5))
+    line.assign(stage.join, 2, switch_after_step=6, newcomer_ranks=(0,), state_source_rank=1)
+    held.result()
+    with pytest.raises(MembershipChanged, match="because 2"):
+        session.step_boundary(6)
+    assert not stage.communicator.aborted.is_set()
+    rejoining = Thread(session.rejoin)
+    line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
+    line.hear("built")
+    line.say(group_built=pb.GroupBuilt(generation=2))
+    rejoining.result()
+    assert (session.newcomer_ranks, session.state_source_rank) == ((0,), 1)
+    assert session.membership_event is None
+    session.step_boundary(6)
+
+
+def test_leaving_as_asked(stage: Stage) -> None:
+    stage.session.step_boundary(0)
+    stage.session.request_leave("SIGTERM")
+    assert stage.line.hear("request_leave").reason == "SIGTERM"
+    stage.line.assign(stage.join, 2, -1, switch_after_step=1)
+    stage.session.step_boundary(0)
+    with pytest.raises(LeaveGranted) as caught:
+        while True:
+            stage.session.step_boundary(1)
+    assert caught.value.exit_code == 0
+
+
+def test_who_was_declared_dead_may_come_back_as_a_newcomer(stage: Stage) -> None:
+    stage.line.say(refused=pb.Refused(code="REFUSAL_CODE_SUPERSEDED", sentence="declared dead"))
+    assert stage.communicator.aborted.wait(20)
+    with pytest.raises(RefusedError, match="declared dead"):
+        stage.session.step_boundary(1)
+    rejoining = Thread(stage.session.rejoin)
+    stage.line = stage.connector.next_line()
+    join = stage.line.hear("join")
+    assert join.incarnation != stage.join.incarnation
+    assert join.held_generation == 0
+    stage.line.welcome()
+    stage.line.form(join, 3)
+    rejoining.result()
+    assert stage.session.generation == 3
+
+
+def test_a_reconnect_does_not_disturb_the_training(stage: Stage) -> None:
+    stage.line.fail(OSError("cut"))
+    stage.line = stage.connector.next_line()
+    join = stage.line.hear("join")
+    assert (join.held_generation, join.held_rank, join.built) == (1, 1, True)
+    stage.all_reduce().result()
+
+
+def test_malformed_messages_cost_the_stream_not_the_membership(stage: Stage) -> None:
+    stage.line.say()
+    stage.line = stage.connector.next_line()
+    assert stage.line.hear("join").held_generation == 1
+
+
+# ---------------------------------------------------------------- groups
+
+
+def test_groups_are_made_anew_in_the_next_generation(stage: Stage) -> None:
+    stage.session.groups.create("pair", [1, 0])
+    stage.session.groups.create("first", [0])
+    assert stage.session.group("pair").rank == 0
+    with pytest.raises(GroupError, match="Rank 1 is not in the group 'first'"):
+        stage.session.group("first")
+    stage.line.assign(stage.join, 2)
+    assert stage.communicator.aborted.wait(20)
+    assert stage.backend.made[0].parts[0].aborted.wait(20)
+    rejoining = Thread(stage.session.rejoin)
+    stage.line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
+    stage.line.hear("built")
+    stage.line.say(group_built=pb.GroupBuilt(generation=2))
+    rejoining.result()
+    assert stage.communicator.calls == ["split pair", "split first"]
+    assert stage.session.group("pair").membership.generation == 2
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_release_says_finished_and_is_idempotent(stage: Stage) -> None:
+    releasing = Thread(stage.session.release)
+    leave = stage.line.hear("leave")
+    assert leave.finished and leave.generation == 1
+    stage.line.say(ended=pb.Ended(ok=True, reason="bye"))
+    releasing.result()
+    assert stage.communicator.closed and stage.backend.closed and stage.line.closed
+    stage.session.release()
+    with pytest.raises(NotInitializedError):
+        stage.session.communicator  # noqa: B018
+    with pytest.raises(NotInitializedError):
+        stage.session.step_boundary(1)
+
+
+def test_a_block_that_fails_says_why(stage: Stage) -> None:
+    def body() -> None:
+        with stage.session:
+            raise ValueError("out\nof luck")
+
+    failing = Thread(body)
+    leave = stage.line.hear("leave")
+    assert (leave.finished, leave.reason) == (False, "ValueError: out of luck")
+    stage.line.say(ended=pb.Ended(ok=False, reason="bye"))
+    with pytest.raises(ValueError, match="out"):
+        failing.result()
+
+
+def test_progress_and_collectives_reach_the_scheduler(stage: Stage) -> None:
+    stage.all_reduce().result()
+    stage.session.report(7, 250.0)
+    stage.line.welcome(heartbeat_interval_s=0.001)
+    beat = stage.line.hear("heartbeat")
+    assert (beat.step, beat.samples_per_s, beat.generation) == (7, 250.0, 1)
+    (collective,) = beat.recent
+    assert (collective.name, collective.group, collective.dtype) == ("all_reduce", "world", "float64")
+    assert (collective.size_bytes, collective.done) == (32, True)
+    stage.line.welcome()
