@@ -87,8 +87,18 @@ class Fleet:
         return self._collect(chosen, self.timeout_s if timeout_s is None else timeout_s)
 
     def _collect(self, ranks: Any, timeout_s: float) -> list[Any]:
+        """Every rank's answer; the first error is raised when all have answered."""
         deadline = time.monotonic() + timeout_s
-        return [self._receive(rank, deadline) for rank in ranks]
+        answers: list[Any] = []
+        errors: list[FleetError] = []
+        for rank in ranks:
+            try:
+                answers.append(self._receive(rank, deadline))
+            except FleetError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
 
     def _receive(self, rank: int, deadline: float) -> Any:
         if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):

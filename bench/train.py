@@ -30,6 +30,7 @@ def speed(
     *,
     variant: str,
     batch: int,
+    bucket_mib: float = 25,
     init_file: str = "",
     profile: str = "",
     seconds: float = 1.5,
@@ -200,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (default 1 2 4)")
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="images per GPU")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--bucket-mib", type=float, default=25, help="our gradient buckets, in MiB")
     parser.add_argument(
         "--peers-gpus", type=int, default=0, help="world size at which DDP runs (0: the largest)"
     )
