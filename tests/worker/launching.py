@@ -35,7 +35,9 @@ class Place:
         return name
 
     def start(self, *options: str, command: tuple[str, ...], **variables: str) -> subprocess.Popen[bytes]:
-        """Starts a launch and returns its process."""
+        """Starts a launch and returns its process. A scheduler of its own takes any free port."""
+        if "--scheduler" in options:
+            variables.setdefault("MS_SCHED_PORT", "")
         launch = subprocess.Popen(
             [sys.executable, "-m", "worker", *options, "--", *command],
             cwd=self.directory,

@@ -1,0 +1,125 @@
+"""The launcher with real schedulers and workers: whole small jobs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.worker.launching import Place, place
+from worker.launch_devices import free_port
+
+PYTHON = sys.executable
+SUM = """
+import numpy as np
+import worker
+with worker.init() as session:
+    print(session.rank, session.world_size, worker.all_reduce(np.array([2.0 ** session.rank]))[0])
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Place]:
+    with place(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_a_job_with_its_own_scheduler(here: Place, start: str) -> None:
+    script = here.script(SUM)
+    code, out, err = here.run("-n", "3", "--scheduler", "--start", start, command=(PYTHON, script))
+    assert code == 0, err
+    assert "[scheduler] scheduler ready on 127.0.0.1:" in out
+    assert [here.log(label).splitlines()[-1] for label in "012"] == [f"{rank} 3 7.0" for rank in range(3)]
+
+
+def test_mutual_tls_with_the_options_alone(here: Place) -> None:
+    from certs.__main__ import main as certs
+
+    keys = here.directory / "keys"
+    assert certs(["init", "--dir", str(keys), "--password-file", str(keys / "password")]) == 0
+    options = ("--config", "keys/config.json", "--password-file", "keys/password")
+    script = here.script(SUM)
+    code, out, err = here.run("-n", "2", "--scheduler", *options, command=(PYTHON, script))
+    assert code == 0, err
+    assert "mutual TLS" in out
+
+
+def test_the_shares_of_two_hosts_make_one_job(here: Place) -> None:
+    script = here.script(SUM)
+    port = free_port("127.0.0.1")
+    common = ("--nnodes", "2", "--nproc-per-node", "2", "--join", f"127.0.0.1:{port}")
+    second = here.start(*common, "--node-rank", "1", "--scheduler", command=(PYTHON, script))
+    code, _, err = here.run(*common, "--node-rank", "0", "--scheduler", command=(PYTHON, script))
+    assert code == 0, err
+    assert second.wait(timeout=60) == 0
+    assert [here.log(label).splitlines()[-1] for label in "0123"] == [f"{rank} 4 15.0" for rank in range(4)]
+
+
+def test_a_host_list_starts_the_share_of_this_host(here: Place) -> None:
+    script = here.script(SUM)
+    options = ("-H", "127.0.0.1:2,192.0.2.1:6", "-n", "2", "--scheduler")
+    code, _, err = here.run(*options, command=(PYTHON, script), MS_SCHED_PORT=free_port("127.0.0.1"))
+    assert code == 0, err
+    assert here.log("1").splitlines()[-1] == "1 2 3.0"
+
+
+def test_a_scheduler_that_cannot_start_ends_the_launch_with_its_sentence(here: Place) -> None:
+    script = here.script("import time\nwhile True:\n    time.sleep(1)")
+    code, _, err = here.run("-n", "2", "--scheduler", command=(PYTHON, script), MS_NODE_TIMEOUT="soon")
+    assert code == 2
+    assert "the scheduler (pid " in err
+    assert "MS_NODE_TIMEOUT" in err
+
+
+def test_the_scheduler_ends_when_workers_end_without_joining(here: Place) -> None:
+    code, out, _ = here.run("-n", "2", "--scheduler", command=("true",))
+    assert code == 0
+    assert "ready on" in out
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_a_worker_that_dies_is_replaced_and_the_job_ends_well(here: Place, start: str) -> None:
+    script = here.script(
+        """
+import os, signal
+import numpy as np
+import worker
+if os.environ["MS_NODE_ID"] == "1" and not os.path.exists("died"):
+    session = worker.init()
+    open("died", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+session = worker.init()
+while True:
+    try:
+        total = worker.all_reduce(np.ones(1))[0]
+        if os.path.exists("died") and session.generation > 1:
+            break
+    except worker.MembershipChanged:
+        session.rejoin()
+print("total", total)
+worker.release()
+"""
+    )
+    code, _, err = here.run(
+        *("-n", "2", "--scheduler", "--start", start, "--max-restarts", "1"), command=(PYTHON, script)
+    )
+    assert code == 0, err
+    assert "worker 1 was ended by SIGKILL; starting it again (1 of 1)" in err
+    assert here.log("0").splitlines()[-1] == "total 2.0"
+
+
+def test_an_interrupt_ends_workers_and_scheduler(here: Place) -> None:
+    script = here.script(
+        "import os, time\nimport worker\nsession = worker.init()\n"
+        "open('ready' + str(session.rank), 'w').close()\nwhile True:\n    time.sleep(1)"
+    )
+    launch = here.start("-n", "2", "--scheduler", command=(PYTHON, script))
+    for name in ("ready0", "ready1"):
+        here.until(name)
+    launch.send_signal(signal.SIGINT)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 128 + signal.SIGINT
