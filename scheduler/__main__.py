@@ -60,7 +60,8 @@ def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
 
     logs.set_up(settings.log_level)
     security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # At INFO gRPC tells of each handshake that fails; it cannot say whose.
+    os.environ.setdefault("GRPC_VERBOSITY", "INFO" if settings.log_level == "DEBUG" else "ERROR")
     from scheduler.server import main as serve
 
     return serve(settings, security)
