@@ -59,8 +59,8 @@ $(KEYS)/config.json: | $(TRAIN_READY)
 	@$(BIN)/python -m certs init --dir $(KEYS) --password-file $(KEYS)/password >/dev/null
 
 $(VENV)/bin/python:
-	@command -v $(PYTHON) >/dev/null || \
-		{ echo "$(PYTHON) is not found: install Python 3.10 or later, or name one, as in make PYTHON=python3.12."; exit 1; }
+	@$(PYTHON) -c '' >/dev/null 2>&1 || \
+		{ echo "$(PYTHON) is not found or does not run: install Python 3.10 or later, or name one, as in make PYTHON=python3.12."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), but Muster needs Python 3.10 or later: make PYTHON=python3.12."; exit 1; }
 	@echo "Making a virtual environment in $(VENV)/ with $$($(PYTHON) -V)"

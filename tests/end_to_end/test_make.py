@@ -22,6 +22,7 @@ STAND_IN = """#!/bin/sh
 # Does what make asks of Python, and writes down what it was.
 echo "$@" >> "{record}"
 case "$1 $2" in
+    "-c ") ;;
     "-c import"*) exit {too_old} ;;
     "-V "*) echo "Python {version}" ;;
     "-m venv") [ {venv_works} = 1 ] || {{ echo "No module named ensurepip"; exit 1; }}
@@ -140,7 +141,7 @@ def test_an_old_python_is_refused_in_one_sentence(checkout: Path) -> None:
 def test_a_missing_python_is_named(checkout: Path) -> None:
     code, printed = make(checkout, "-s", "test", "PYTHON=no-such-python")
     assert code == 2
-    assert printed.startswith("no-such-python is not found: install Python 3.10 or later")
+    assert printed.startswith("no-such-python is not found or does not run: install Python 3.10 or later")
 
 
 def test_a_python_without_venv_is_explained_and_leaves_nothing(checkout: Path) -> None:
