@@ -17,7 +17,7 @@ from worker.communicators.tcp_arrays import NumpyArray, as_bytes
 from worker.communicators.tcp_connection import Connection
 from worker.communicators.tcp_transfer import Incoming, Mover, Outgoing
 
-CHUNK_BYTES = 65536
+CHUNK_BYTES = 131072
 """Bytes that are received before they are combined or passed on."""
 
 

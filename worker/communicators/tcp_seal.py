@@ -1,7 +1,7 @@
 """Sealed records: what bulk data travels in once TLS has authenticated the two ends.
 
 Python's TLS moves 16 KiB at a time, which costs more than the encryption. So each side draws a secret,
-sends it inside the TLS session, and both switch the connection to records of up to 64 KiB under
+sends it inside the TLS session, and both switch the connection to records of up to 128 KiB under
 AES-256-GCM of the ``cryptography`` package. A direction's key comes from both secrets, the TLS session
 and the generation's unique ids; the nonce is the record's number, so that a record repeated, left out,
 reordered or changed does not open. Keys are replaced long before GCM's limits.
@@ -19,10 +19,10 @@ from typing import Any
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-RECORD_BYTES = 65536
+RECORD_BYTES = 131072
 """Most bytes of plaintext in one record."""
 
-RECORDS_PER_KEY = 1 << 20
+RECORDS_PER_KEY = 1 << 19
 """Records (64 GiB at most) after which a direction's key is replaced by one derived from it."""
 
 _HEAD = struct.Struct("!I")
