@@ -29,6 +29,7 @@ MAX_CHAIN = 8
 UNREADABLE = (
     ValueError,
     TypeError,
+    KeyError,  # older releases, for unknown kinds of strings
     OverflowError,
     UnsupportedAlgorithm,
     InvalidSignature,

@@ -151,10 +151,10 @@ def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where
 
 
 def _name_override(peer: Peer, host: str, where: str) -> str | None:
-    """None if the certificate fits the name; its own name if it has no host names to compare with.
+    """None if the certificate fits the name; its common name if it is a legacy one without host names.
 
     Raises:
-        NameMismatchError: it names other hosts.
+        NameMismatchError: it names other hosts, or none.
     """
     known = [*peer.hosts, *peer.addresses]
     if known:
@@ -164,10 +164,12 @@ def _name_override(peer: Peer, host: str, where: str) -> str | None:
             f"The server at {where} has a certificate for {', '.join(known[:8])}, not for {host!r}.",
             remedy=f"Issue it with `--hosts {host}`, or set MS_SCHED_HOST to one of those names.",
         )
-    # Role and job are proven and the certificate is pinned: gRPC's own name check may compare it with itself.
-    if not peer.common_name:
+    # A legacy certificate is pinned, so gRPC's own name check may compare it with itself. It looks for a
+    # common name only where there are no alternative names at all, and an identity is one.
+    if not peer.identity.legacy or not peer.common_name:
         raise NameMismatchError(
-            f"The certificate of the server at {where} has neither host names nor a common name."
+            f"The certificate of the server at {where} ({peer.name}) names no host.",
+            remedy=f"Issue it with `--hosts {host}`.",
         )
     return None if peer.common_name.lower() == host.lower() else peer.common_name
 

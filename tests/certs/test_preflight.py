@@ -100,9 +100,9 @@ def test_a_pinned_channel_accepts_no_other_server_of_the_same_authority(
             "for 127.0.0.1, not for '127.0.0.1'",
         ),
         (
-            {"hosts": (), "common_names": ()},
+            {"hosts": ()},
             errors.NameMismatchError,
-            "neither host names nor a common name",
+            r"names no host\. Issue it with",
         ),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
@@ -260,16 +260,6 @@ def test_names_are_compared_as_tls_does(pki: Pki, name: str, host: str, fits: bo
     [entry] = host_names([name]) if name != "*" else [x509.DNSName("*")]
     peer = peer_of_pem(pem(certificate(pki.authority, hosts=(entry,))))
     assert _fits(host, peer) is fits
-
-
-def test_certificates_without_host_names_are_dialled_by_their_common_name(
-    pki: Pki, server: Credentials, worker: Credentials
-) -> None:
-    nameless = certificate(pki.authority, uris=SCHEDULER, common_names=("job.scheduler",))
-    with grpc_server(with_leaf(server, nameless)) as port:
-        found = check(port, worker)
-        assert found.name_override == "job.scheduler"
-        assert call(port, worker, found) == grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_legacy_servers_only_where_allowed(pki: Pki, server: Credentials, worker: Credentials) -> None:
