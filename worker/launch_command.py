@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
     launcher = Launcher(launch.scheduler_recipe(), launch.policy())
     try:
-        return launcher.run(launch.worker_recipes())
+        code = launcher.run(launch.worker_recipes())
+        return launch_fork.leave(code) if launch.warm else code
     except Forked as fork:
         recipe = fork.recipe
     except BaseException:
@@ -56,6 +57,7 @@ class Launch:
         self._options = options
         self._env = env
         self._asked = ""
+        self.warm = False
         request = launch_options.request(options)
         self._devices = launch_devices.offered_devices(env, options.devices, launch_devices.count_gpus())
         here = launch_devices.local_names(host.name for host in request.hosts)
@@ -137,6 +139,7 @@ class Launch:
             return False
         reason = launch_fork.refusal(self.command, self._env)
         if not reason:
+            self.warm = True
             os.environ.update(self._common_to_all())  # some libraries read theirs when they are loaded
             launch_fork.warm_up(self._config_path)
             if launch_fork.threads() > 1:
