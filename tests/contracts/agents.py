@@ -190,8 +190,8 @@ class Agents:
                 ranks = sorted(waiting.values())
                 self._kill()
                 raise AssertionError(f"{method} hangs on ranks {ranks}")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
+            for answered in ready:
+                rank = waiting.pop(answered)
                 try:
                     results[rank] = self._pipes[rank].recv()
                 except EOFError:

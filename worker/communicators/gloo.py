@@ -1,9 +1,7 @@
-"""Gloo through torch, on NumPy arrays. Its sockets are neither authenticated nor encrypted.
+"""Gloo through torch. Its sockets are neither authenticated nor encrypted.
 
 The process groups are made by hand, without torch's global default group, so that generations can come
-and go. Each process keeps a store; that of rank 0 is the meeting point of a generation. All work runs in
-a thread of the communicator, so that an abort sets the caller free at once; Gloo's own call ends when its
-deadline passes or a peer hangs up.
+and go. Each process keeps a store; that of rank 0 is the meeting point of a generation.
 """
 
 from __future__ import annotations
@@ -14,30 +12,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from worker.communicators import tcp_arrays as arrays
-from worker.communicators.base import Array, Backend, Communicator, Membership, ReduceOp, Work
+from worker.communicators.base import Backend, Membership
+from worker.communicators.gloo_communicator import GlooCommunicator
 from worker.communicators.tcp import UNIQUE_ID_BYTES, is_loopback
-from worker.communicators.tcp_arrays import NumpyArray, checked, dtype_code
 from worker.communicators.tcp_handshake import host_and_port, peer_name
-from worker.communicators.tcp_work import FINISHED, WorkQueue
-from worker.errors import (
-    ArrayError,
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
-    CommunicatorError,
-    FormationTimeoutError,
-    SecurityError,
-)
+from worker.errors import FormationTimeoutError, SecurityError
 
-_REDUCIBLE = frozenset(("f2", "f4", "f8", "i1", "i4", "i8", "u1"))
 _POLL_S = 0.05
 
 
@@ -101,7 +86,7 @@ class GlooBackend(Backend):
             raise FormationTimeoutError(
                 f"Gloo did not connect in {timeout_s:g} s with all of {peers}: {made.error or 'no answer'}"
             )
-        return GlooCommunicator(self, membership, made.result, path=path, timeout_s=timeout_s)
+        return GlooCommunicator(self.make_group, membership, made.result, path=path, timeout_s=timeout_s)
 
     def make_group(self, membership: Membership, path: str, timeout_s: float) -> Any:
         """Makes torch's process group; blocks until all ranks have come."""
@@ -144,312 +129,3 @@ def _in_thread(make: Callable[[], Any]) -> _Made:
 
     threading.Thread(target=run, name="muster-gloo-connect", daemon=True).start()
     return made
-
-
-class _AbortableWork:
-    """Work in the queue that an abort of its communicator ends for the caller."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.error: Exception | None = None
-
-    def done(self) -> bool:
-        """Whether it has completed, well or not."""
-        return self.event.is_set()
-
-    def wait(self) -> None:
-        """Waits for it, and raises what it failed with."""
-        self.event.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class GlooCommunicator(Communicator):
-    """Collectives by Gloo. Calls that disagree among ranks are not detected: they time out or fail.
-
-    Reductions take float16/32/64, int8/32/64 and uint8; other collectives take every dtype.
-    """
-
-    name = "gloo"
-
-    def __init__(
-        self, backend: GlooBackend, membership: Membership, group: Any, *, path: str, timeout_s: float
-    ) -> None:
-        self.membership = membership
-        self.timeout_s = timeout_s
-        self._backend = backend
-        self._group = group
-        self._path = path
-        self._splits = 0
-        self._queue = WorkQueue(f"muster-gloo-{membership.group}")
-        self._lock = threading.Lock()
-        self._pending: set[_AbortableWork] = set()
-        self._error: Exception | None = None
-
-    def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.all_reduce`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target)
-        arrays.check_overlap(source, target)
-        return self._issue("all_reduce", lambda: self._reduce_into(source, target, op), async_op, source, op)
-
-    def reduce(
-        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
-    ) -> Work:
-        """See :meth:`Communicator.reduce`."""
-        source, target = checked(send, "send"), self._at_root(recv, "recv", root)
-        if target is not None:
-            arrays.check_pair(source, target)
-
-        def run() -> None:
-            result = source.copy()
-            options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank = _op(op), root
-            self._wait(self._group.reduce([torch.from_numpy(result)], options))
-            if target is not None:
-                target[...] = result
-                arrays.finish(op, target, self.world_size)
-
-        return self._issue("reduce", run, async_op, source, op)
-
-    def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.broadcast`."""
-        self._check_rank(root, "root")
-        target = checked(buffer, "buffer", writable=self.rank != root)
-
-        def run() -> None:
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            self._wait(self._group.broadcast([_tensor(target)], options))
-
-        return self._issue("broadcast", run, async_op, target)
-
-    def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.all_gather`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target, recv_parts=self.world_size)
-        arrays.check_overlap(target, source, self.rank * source.size)
-
-        def run() -> None:
-            parts = [_tensor(part) for part in self._parts(target)]
-            self._wait(self._group.allgather([parts], [_tensor(source.copy())]))
-
-        return self._issue("all_gather", run, async_op, source)
-
-    def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.reduce_scatter`; reduces all and keeps a part."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target, send_parts=self.world_size)
-        arrays.check_overlap(source, target, self.rank * target.size)
-
-        def run() -> None:
-            whole = np.empty_like(source)
-            self._reduce_into(source, whole, op)
-            target[...] = self._parts(whole)[self.rank]
-
-        return self._issue("reduce_scatter", run, async_op, source, op)
-
-    def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.gather`."""
-        source, target = checked(send, "send"), self._at_root(recv, "recv", root)
-        if target is not None:
-            arrays.check_pair(source, target, recv_parts=self.world_size)
-
-        def run() -> None:
-            options = dist.GatherOptions()
-            options.rootRank = root
-            parts = [] if target is None else [[_tensor(part) for part in self._parts(target)]]
-            self._wait(self._group.gather(parts, [_tensor(source.copy())], options))
-
-        return self._issue("gather", run, async_op, source)
-
-    def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.scatter`."""
-        target = checked(recv, "recv", writable=True)
-        source = self._at_root(send, "send", root, writable=False)
-        if source is not None:
-            arrays.check_pair(source, target, send_parts=self.world_size)
-
-        def run() -> None:
-            options = dist.ScatterOptions()
-            options.rootRank = root
-            parts = [] if source is None else [[_tensor(part) for part in self._parts(source.copy())]]
-            self._wait(self._group.scatter([_tensor(target)], parts, options))
-
-        return self._issue("scatter", run, async_op, target)
-
-    def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.all_to_all`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target)
-        if source.size % self.world_size:
-            raise ArrayError(f"send has {source.size} elements, which {self.world_size} ranks cannot share.")
-
-        def run() -> None:
-            options = dist.AllToAllOptions()
-            self._wait(self._group.alltoall_base(_tensor(target), _tensor(source.copy()), [], [], options))
-
-        return self._issue("all_to_all", run, async_op, source)
-
-    def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.send`."""
-        source = checked(buffer, "buffer")
-        self._check_peer(peer)
-        return self._issue(
-            "send", lambda: self._wait(self._group.send([_tensor(source)], peer, 0)), async_op, source
-        )
-
-    def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
-        """See :meth:`Communicator.recv`."""
-        target = checked(buffer, "buffer", writable=True)
-        self._check_peer(peer)
-        return self._issue(
-            "recv", lambda: self._wait(self._group.recv([_tensor(target)], peer, 0)), async_op, target
-        )
-
-    def barrier(self) -> None:
-        """See :meth:`Communicator.barrier`."""
-        self._issue("barrier", lambda: self._wait(self._group.barrier()), False)
-
-    def split(self, group: str, ranks: Sequence[int]) -> GlooCommunicator | None:
-        """See :meth:`Communicator.split`."""
-        for rank in ranks:
-            self._check_rank(rank, "a rank of the group")
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ArrayError(f"The group {group!r} needs each of its ranks once, and one at least.")
-        number = self._splits
-        self._splits += 1
-        self.barrier()
-        if self.rank not in ranks:
-            return None
-        peers = tuple(replace(self.membership.peers[r], rank=i) for i, r in enumerate(ranks))
-        membership = replace(self.membership, group=group, rank=list(ranks).index(self.rank), peers=peers)
-        path = f"{self._path}/{number}:{group}"
-        made = self._backend.make_group(membership, path, self.timeout_s)
-        return GlooCommunicator(self._backend, membership, made, path=path, timeout_s=self.timeout_s)
-
-    def abort(self, error: Exception) -> None:
-        """See :meth:`Communicator.abort`."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-            pending, self._pending = self._pending, set()
-        for work in pending:
-            work.error = self._error
-            work.event.set()
-        self._group = None
-
-    def close(self) -> None:
-        """See :meth:`Communicator.close`."""
-        if self._error is None:
-            self._queue.close()
-            self._error = CommunicatorAbortedError("The communicator was closed.")
-            self._group = None
-
-    # ------------------------------------------------------------ running
-
-    def _issue(
-        self,
-        kind: str,
-        action: Callable[[], None],
-        async_op: bool,
-        array: NumpyArray | None = None,
-        op: ReduceOp | None = None,
-    ) -> Work:
-        if array is not None and op is not None:
-            self._check_op(array, ReduceOp(op))
-        if self._error is not None:
-            raise self._error
-        if array is not None and array.size == 0:
-            return FINISHED
-        work = _AbortableWork()
-        with self._lock:
-            self._pending.add(work)
-        self._queue.put(lambda: self._run(kind, action, work))
-        if not async_op:
-            work.wait()
-        return work
-
-    def _run(self, kind: str, action: Callable[[], None], work: _AbortableWork) -> None:
-        error = self._error
-        if error is None:
-            try:
-                action()
-            except Exception as failure:
-                error = self._explain(kind, failure)
-        with self._lock:
-            if work not in self._pending:
-                return
-            self._pending.discard(work)
-            if error is not None:
-                self._error = error = self._error or error
-        work.error = error
-        work.event.set()
-
-    def _wait(self, work: Any) -> None:
-        work.wait(datetime.timedelta(seconds=self.timeout_s))
-
-    def _explain(self, kind: str, failure: Exception) -> Exception:
-        text = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-        where = f"{kind} in group {self.membership.group!r} of generation {self.membership.generation}"
-        if "imed out" in text or "imeout" in text:
-            others = [peer_name(p) for p in self.membership.peers if p.rank != self.rank]
-            return CollectiveTimeoutError(
-                f"{where} was not done in {self.timeout_s:g} s: Gloo waited for one of {', '.join(others)}.",
-                remedy="See those workers' logs, or raise the deadline (MS_COLLECTIVE_TIMEOUT).",
-            )
-        return CommunicatorError(f"{where} failed in Gloo: {text}", remedy="See the other workers' logs.")
-
-    def _reduce_into(self, source: NumpyArray, target: NumpyArray, op: ReduceOp) -> None:
-        if source.ctypes.data != target.ctypes.data:
-            target[...] = source
-        options = dist.AllreduceOptions()
-        options.reduceOp = _op(op)
-        self._wait(self._group.allreduce([torch.from_numpy(target)], options))
-        arrays.finish(ReduceOp(op), target, self.world_size)
-
-    # ------------------------------------------------------------ arguments
-
-    def _check_op(self, array: NumpyArray, op: ReduceOp) -> None:
-        arrays.check_op(array, op)
-        if dtype_code(array) not in _REDUCIBLE:
-            raise ArrayError(f"Gloo cannot reduce {array.dtype}.", remedy="Use the backend 'tcp'.")
-
-    def _parts(self, array: NumpyArray) -> list[NumpyArray]:
-        return list(array.reshape(self.world_size, -1))
-
-    def _at_root(
-        self, array: Array | None, name: str, root: int, *, writable: bool = True
-    ) -> NumpyArray | None:
-        self._check_rank(root, "root")
-        if self.rank != root:
-            return None
-        if array is None:
-            raise ArrayError(f"{name} is None at the root, rank {root}.")
-        return checked(array, name, writable=writable)
-
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not 0 <= rank < self.world_size:
-            group = self.membership.group
-            raise ArrayError(f"{name} is {rank}; the group {group!r} has ranks 0 to {self.world_size - 1}.")
-
-    def _check_peer(self, peer: int) -> None:
-        self._check_rank(peer, "peer")
-        if peer == self.rank:
-            raise ArrayError(f"Rank {peer} cannot send to or receive from itself.")
-
-
-def _op(op: ReduceOp) -> Any:
-    return {
-        ReduceOp.SUM: dist.ReduceOp.SUM,
-        ReduceOp.MEAN: dist.ReduceOp.SUM,
-        ReduceOp.MIN: dist.ReduceOp.MIN,
-        ReduceOp.MAX: dist.ReduceOp.MAX,
-        ReduceOp.PROD: dist.ReduceOp.PRODUCT,
-    }[ReduceOp(op)]
-
-
-def _tensor(array: NumpyArray) -> Any:
-    """The array's bytes as a tensor over the same memory."""
-    data = array.view(np.uint8)
-    return torch.from_numpy(data if data.flags.writeable else data.copy())

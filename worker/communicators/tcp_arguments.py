@@ -1,0 +1,35 @@
+"""Checks of ranks, roots and peers that the CPU communicators share."""
+
+from __future__ import annotations
+
+from worker.communicators.base import Array, Communicator
+from worker.communicators.tcp_arrays import NumpyArray, checked
+from worker.errors import ArrayError
+
+
+class CheckedCommunicator(Communicator):
+    """A communicator on NumPy arrays, with the checks that all of them make before anything is sent."""
+
+    def _parts(self, array: NumpyArray) -> list[NumpyArray]:
+        return list(array.reshape(self.world_size, -1)) if array.size else [array] * self.world_size
+
+    def _at_root(
+        self, array: Array | None, name: str, root: int, *, writable: bool = True
+    ) -> NumpyArray | None:
+        self._check_rank(root, "root")
+        if self.rank != root:
+            return None
+        if array is None:
+            raise ArrayError(f"{name} is None at the root, rank {root}.")
+        return checked(array, name, writable=writable)
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ArrayError(
+                f"{name} is {rank}; the group {self.membership.group!r} has ranks 0 to {self.world_size - 1}."
+            )
+
+    def _check_peer(self, peer: int) -> None:
+        self._check_rank(peer, "peer")
+        if peer == self.rank:
+            raise ArrayError(f"Rank {peer} cannot send to or receive from itself.")
