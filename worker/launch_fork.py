@@ -96,7 +96,7 @@ def threads() -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the launcher. Nothing of its own is left to clean up, and what it imported need not be torn down."""
+    """Ends a launcher that has cleaned up, without tearing down the modules it imported for others."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
