@@ -150,6 +150,25 @@ def test_resumption_prints_the_lines_that_were_left(
     assert resumed == [f"resumed after step 46 from {tmp_path}/step_000000046.safetensors", *whole[4:]]
 
 
+def test_cifar10_trains_when_data_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Random pixels in the files' own format: what is learnt is how bright a class is."""
+    random = np.random.default_rng(0)
+    for name in [*datasets.CIFAR10_TRAIN_FILES, datasets.CIFAR10_TEST_FILE]:
+        labels = random.integers(0, 10, 60)
+        pixels = np.clip(random.normal(25 * labels[:, None], 5, (60, 3072)), 0, 255)
+        np.column_stack([labels, pixels]).astype(np.uint8).tofile(tmp_path / name)
+    monkeypatch.setattr(datasets, "path_given", lambda: str(tmp_path))
+    lines = trained(
+        monkeypatch, capsys, "--data=cifar10", "--checkpoint-dir=", "--lr=0.002", "--print-every=0"
+    )
+    losses = [float(line.rpartition(" ")[2]) for line in lines[:-1]]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert float(lines[-1].removeprefix("test accuracy: ")) > 0.2
+
+
 def test_errors_are_told_in_one_sentence_with_their_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,7 +125,7 @@ class ElasticLoop:
 
     Attributes:
         left: the loop ended because this worker was asked to leave, before the run's end.
-        samples_per_s: rate of the last step, over all ranks.
+        samples_per_s: this worker's rate in the last step.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ElasticLoop:
         self.state.step += 1
         step.done = True
         now = self._clock()
-        self.samples_per_s = step.batch.global_size / max(now - self._last_finish, 1e-9)
+        self.samples_per_s = len(step.batch.indices) / max(now - self._last_finish, 1e-9)
         self._last_finish = now
         self.session.report(self.state.step, self.samples_per_s)
 

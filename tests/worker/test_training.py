@@ -338,6 +338,23 @@ def test_sigterm_while_waiting_for_members_ends_at_once_with_a_checkpoint() -> N
     assert leaver.saves == [3]
 
 
+def test_the_rate_is_this_workers_own() -> None:
+    world = ElasticWorld(2)
+    ticks = [iter(range(0, 1000, 2)) for _ in range(2)]
+
+    def body(rank: int) -> float:
+        loop = ElasticLoop(world.members[rank], make_state(), epochs=1, clock=lambda: next(ticks[rank]))
+        for step in loop:
+            with step:
+                world.members[rank].communicator.barrier()
+            if step.number == 1:
+                return loop.samples_per_s
+        raise AssertionError("no step")
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(body, range(2))) == [2.0, 2.0]  # 4 of 8 samples in 2 s
+
+
 def test_other_errors_pass_through() -> None:
     (session,) = ElasticWorld(1).members
     loop = ElasticLoop(session, make_state(), epochs=EPOCHS)
