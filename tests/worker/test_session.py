@@ -78,8 +78,9 @@ def stage() -> Iterator[Stage]:
     line.welcome()
     line.form(join)
     opening.result()
-    yield Stage(session, backend, connector, line, join)
-    end(session, line)
+    stage = Stage(session, backend, connector, line, join)
+    yield stage
+    end(session, stage.line)
 
 
 # ---------------------------------------------------------------- joining

@@ -1,0 +1,131 @@
+"""The public functions on arrays: shapes, dtypes, outputs. The data plane itself is tested elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import worker
+from tests.worker.scripted import StubCommunicator, stub_communicator
+from worker import process
+from worker.errors import ArrayError, GroupError, NotInitializedError
+from worker.groups import Groups
+
+
+class StubSession:
+    """As much of a session as the functions need: rank 1 of 2."""
+
+    local_rank = 1
+    local_world_size = 2
+
+    def __init__(self) -> None:
+        self.communicator: StubCommunicator = stub_communicator(1, 2)
+        self.groups = Groups()
+        self.groups.enter(self.communicator)
+
+    def group(self, name: str | None) -> Any:
+        return self.groups.communicator(name)
+
+
+@pytest.fixture
+def session() -> Iterator[StubSession]:
+    made: Any = StubSession()
+    process._process.session = made
+    yield made
+    process._process.session = None
+
+
+def test_without_a_session_everything_says_so() -> None:
+    for call in (worker.get_rank, worker.barrier, worker.get_local_rank):
+        with pytest.raises(NotInitializedError, match=r"worker\.init\(\)"):
+            call()
+
+
+X = np.zeros((4, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "shape"),
+    [
+        (lambda: worker.all_reduce(X), (4, 3)),
+        (lambda: worker.reduce(X, root=1), (4, 3)),
+        (lambda: worker.broadcast(X), (4, 3)),
+        (lambda: worker.all_gather(X), (8, 3)),
+        (lambda: worker.all_gather(np.float32(1)), (2,)),
+        (lambda: worker.reduce_scatter(X), (2, 3)),
+        (lambda: worker.gather(X, root=1), (8, 3)),
+        (lambda: worker.scatter(X), (2, 3)),
+        (lambda: worker.all_to_all(X), (4, 3)),
+        (lambda: worker.recv(X, 0), (4, 3)),
+    ],
+)
+def test_results_have_the_right_shape_and_dtype(
+    session: StubSession, call: Any, shape: tuple[int, ...]
+) -> None:
+    result = call()
+    assert (result.shape, result.dtype) == (shape, np.float32)
+
+
+def test_only_the_root_gets_a_result(session: StubSession) -> None:
+    assert worker.reduce(X, root=0) is None
+    assert worker.gather(X, root=0) is None
+
+
+def test_out_is_filled_and_returned(session: StubSession) -> None:
+    out = np.empty_like(X)
+    assert worker.all_reduce(X, out=out) is out
+    assert worker.scatter(None, root=0, out=out) is out
+
+
+def test_numbers_become_arrays(session: StubSession) -> None:
+    assert worker.all_reduce(1.5).dtype == np.float64
+
+
+def test_async_gives_the_result_at_wait(session: StubSession) -> None:
+    pending = worker.all_gather(X, async_op=True)
+    assert pending.done()
+    assert pending.wait().shape == (8, 3)
+    assert worker.send(X, 0, async_op=True).wait() is None
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: worker.all_reduce(X, op="avg"), "sum, mean, min, max, prod; it is 'avg'"),
+        (lambda: worker.all_reduce(X, out=np.zeros(4, np.float32)), r"must have the shape \(4, 3\)"),
+        (lambda: worker.all_reduce(X, out=np.zeros((4, 3))), "float32; it has .* float64"),
+        (lambda: worker.reduce_scatter(np.zeros(5)), "divisible by the 2 ranks"),
+        (lambda: worker.all_to_all(np.zeros(())), "divisible by the 2 ranks"),
+        (lambda: worker.scatter(None), "needs x on its root"),
+        (lambda: worker.scatter(None, root=1, out=X), "needs x on its root"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(
+    session: StubSession, call: Any, words: str
+) -> None:
+    with pytest.raises(ArrayError, match=words):
+        call()
+    assert session.communicator.calls == []
+
+
+def test_ranks_and_groups(session: StubSession) -> None:
+    assert (worker.get_rank(), worker.get_group_size()) == (1, 2)
+    assert (worker.get_local_rank(), worker.get_local_rank_size()) == (1, 2)
+    worker.create_group("swapped", [1, 0])
+    assert worker.get_rank("swapped") == 0
+    assert worker.get_world_rank_from_group_rank("swapped", 0) == 1
+    assert worker.get_group_rank_from_world_rank(0, "swapped") == 1
+    worker.barrier("swapped")
+    assert session.communicator.parts[0].calls == ["barrier"]
+    worker.create_group("first", [0])
+    assert worker.get_group_size("first") == 1
+    with pytest.raises(GroupError, match="World rank 1 is not in the group 'first'"):
+        worker.get_group_rank_from_world_rank(1, "first")
+    with pytest.raises(GroupError, match="ranks 0 to 0, not 1"):
+        worker.get_world_rank_from_group_rank("first", 1)
+    worker.destroy_group("first")
+    with pytest.raises(GroupError):
+        worker.get_group_size("first")

@@ -1,0 +1,150 @@
+"""What stands between the training loop and a backend's communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.worker.scripted import DoneWork, StubCommunicator, stub_communicator
+from worker.communicators.base import Communicator, ReduceOp
+from worker.errors import (
+    ArrayError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorError,
+    MembershipChanged,
+    PeerLostError,
+)
+from worker.guard import KEPT_COLLECTIVES, GuardedCommunicator, Recorder
+
+X = np.zeros(3, np.float32)
+CHANGED = MembershipChanged("over", generation=1)
+
+
+class Asked:
+    """A verdict that remembers what it was asked."""
+
+    def __init__(self, answer: Exception | None = None) -> None:
+        self.answer = answer
+        self.questions: list[tuple[int, Exception]] = []
+
+    def __call__(self, rank: int, error: Exception) -> Exception:
+        self.questions.append((rank, error))
+        return self.answer or error
+
+
+def guard(
+    inner: StubCommunicator, verdict: Asked, adopted: Callable[[Communicator], None] = lambda _: None
+) -> GuardedCommunicator:
+    ranks = range(len(inner.membership.peers))
+    return GuardedCommunicator(
+        inner, world_ranks=ranks, verdict=verdict, recorder=Recorder(), adopted=adopted
+    )
+
+
+CALLS: list[tuple[str, Callable[[Communicator], object]]] = [
+    ("all_reduce", lambda c: c.all_reduce(X, X, ReduceOp.SUM)),
+    ("reduce", lambda c: c.reduce(X, X, ReduceOp.SUM, 0)),
+    ("broadcast", lambda c: c.broadcast(X, 0)),
+    ("all_gather", lambda c: c.all_gather(X, X)),
+    ("reduce_scatter", lambda c: c.reduce_scatter(X, X, ReduceOp.SUM)),
+    ("gather", lambda c: c.gather(X, X, 0)),
+    ("scatter", lambda c: c.scatter(X, X, 0)),
+    ("all_to_all", lambda c: c.all_to_all(X, X)),
+    ("send", lambda c: c.send(X, 1)),
+    ("recv", lambda c: c.recv(X, 1)),
+    ("barrier", lambda c: c.barrier()),
+    ("split pair", lambda c: c.split("pair", [0, 1])),
+]
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS)
+def test_every_call_goes_through_and_is_explained(name: str, call: Callable[[Communicator], object]) -> None:
+    inner, verdict = stub_communicator(), Asked(CHANGED)
+    guarded = guard(inner, verdict)
+    call(guarded)
+    assert inner.calls == [name]
+    inner.error = PeerLostError("reset", rank=1)
+    with pytest.raises(MembershipChanged) as caught:
+        call(guarded)
+    assert verdict.questions == [(1, inner.error)]
+    assert caught.value.__cause__ is inner.error
+
+
+def test_an_error_without_a_change_of_members_stays_as_it_is() -> None:
+    inner, verdict = stub_communicator(), Asked()
+    inner.error = CollectiveTimeoutError("rank 1 did not come")
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        guard(inner, verdict).barrier()
+    assert caught.value is inner.error
+    assert verdict.questions == [(-1, inner.error)]
+
+
+@pytest.mark.parametrize("error", [ArrayError("dtype"), CollectiveMismatchError("rank 1 calls another")])
+def test_mistakes_of_the_script_need_no_verdict(error: CommunicatorError) -> None:
+    inner, verdict = stub_communicator(), Asked(CHANGED)
+    inner.error = error
+    with pytest.raises(type(error)):
+        guard(inner, verdict).barrier()
+    assert verdict.questions == []
+
+
+def test_what_fails_later_is_explained_at_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(DoneWork):
+        def wait(self) -> None:
+            raise PeerLostError("reset", rank=0)
+
+    inner, verdict = stub_communicator(), Asked(CHANGED)
+    monkeypatch.setattr(inner, "_do", lambda name: Failing())
+    work = guard(inner, verdict).all_reduce(X, X, ReduceOp.SUM, async_op=True)
+    assert work.done()
+    with pytest.raises(MembershipChanged):
+        work.wait()
+
+
+def test_a_subgroups_failure_blames_the_world_rank() -> None:
+    inner, verdict, adopted = stub_communicator(2, 3), Asked(), list[Communicator]()
+    part = guard(inner, verdict, adopted.append).split("ends", [2, 0])
+    assert part is not None and adopted == inner.parts
+    inner.parts[0].error = PeerLostError("reset", rank=1)
+    with pytest.raises(PeerLostError):
+        part.barrier()
+    assert verdict.questions == [(0, inner.parts[0].error)]
+
+
+def test_a_rank_outside_a_group_gets_nothing() -> None:
+    assert guard(stub_communicator(0, 3), Asked()).split("others", [1, 2]) is None
+
+
+def test_the_deadline_and_the_rest_are_the_backends() -> None:
+    inner = stub_communicator()
+    guarded = guard(inner, Asked())
+    guarded.timeout_s = 5.0
+    assert inner.timeout_s == guarded.timeout_s == 5.0
+    assert guarded.calls == []
+    error = MembershipChanged("over", generation=1)
+    guarded.abort(error)
+    assert inner.error is error
+    guarded.close()
+    assert inner.closed
+
+
+def test_the_ring_keeps_the_newest_and_shows_what_hangs() -> None:
+    recorder = Recorder()
+    for _ in range(KEPT_COLLECTIVES + 3):
+        recorder.begin("all_reduce", "world", X).work = DoneWork()
+    recorder.begin("broadcast", "tp0", X)
+    recent = recorder.recent()
+    assert len(recent) == KEPT_COLLECTIVES
+    assert recent[-1].sequence == KEPT_COLLECTIVES + 4
+    last = recent[-1]
+    assert (last.name, last.group, last.dtype, last.size_bytes, last.done) == (
+        "broadcast",
+        "tp0",
+        "float32",
+        12,
+        False,
+    )
+    assert recent[-2].done

@@ -1,0 +1,94 @@
+"""The default session of a process, and what importing the package costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import worker
+from tests.scheduler.processes import environment
+from worker import process
+from worker.config import SecurityContext, Settings
+from worker.errors import SecurityError, SettingsError
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    process._process.context = SecurityContext()
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    heavy = "{'grpc', 'numpy', 'cryptography', 'google.protobuf', 'asyncio', 'ssl'}"
+    done = run(f"import sys, worker; worker.WorkerError; print({heavy} & set(sys.modules))")
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    missing = [name for name in worker.__all__ if name != "DataParallel" and not hasattr(worker, name)]
+    assert missing == []
+    assert set(worker.__all__) <= set(dir(worker))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        worker.nonsense  # noqa: B018
+
+
+def test_what_set_ps_context_gives_adds_up() -> None:
+    worker.set_ps_context(config_file_path="/etc/a.json", enable_ssl=True)
+    worker.set_ps_context(client_password="geheim", server_password="x")
+    assert process._process.context == SecurityContext("/etc/a.json", True, "geheim", "x")
+
+
+def test_set_ps_context_checks_its_arguments() -> None:
+    with pytest.raises(SettingsError, match="enable_ssl must be a bool; it is a str"):
+        worker.set_ps_context(enable_ssl="yes")  # type: ignore[arg-type]
+
+
+def test_a_wrong_setting_ends_the_script_with_one_sentence() -> None:
+    code = (
+        "import sys, worker\n"
+        "try: worker.init()\n"
+        "except worker.WorkerError as error: print(error); sys.exit(error.exit_code)"
+    )
+    done = run(code, MS_ROLE="MS_WORKER", MS_WORKER_NUM="none")
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout == "MS_WORKER_NUM must be a whole number from 1 to 65536; it is 'none'.\n"
+
+
+def test_release_without_a_session_does_nothing() -> None:
+    worker.release()
+
+
+def test_a_broken_configuration_names_the_file(tmp_path: Path) -> None:
+    settings = Settings(worker_num=1, worker_min=1, config_path=tmp_path / "config.json")
+    with pytest.raises(SettingsError, match=r"config\.json"):
+        process.load_credentials(settings, {})
+
+
+def test_without_a_configuration_there_are_no_credentials() -> None:
+    assert process.load_credentials(Settings(worker_num=1, worker_min=1), {}) is None
+
+
+def test_a_certificate_that_is_none_is_a_matter_of_security(tmp_path: Path) -> None:
+    for name in ("server.p12", "client.p12", "ca.crt"):
+        (tmp_path / name).write_text("nonsense")
+    (tmp_path / "config.json").write_text(
+        '{"server_cert_path": "server.p12", "client_cert_path": "client.p12", "ca_cert_path": "ca.crt"}'
+    )
+    settings = Settings(worker_num=1, worker_min=1, config_path=tmp_path / "config.json")
+    with pytest.raises(SecurityError, match=r"client\.p12|ca\.crt"):
+        process.load_credentials(settings, {"MS_CLIENT_PASSWORD": "x"})
