@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from worker.core.launch_report import describe_exit, exit_status
 from worker.launch_guardian import Guardian
 from worker.launch_process import Child, Recipe, spawn, timestamp
+from worker.launch_terminal import say, write
 
 SCHEDULER_LINGER_S = 2.0
 """How long the scheduler may take to end after its workers, or workers after it failed."""
@@ -262,19 +263,6 @@ class Launcher:
         if self._policy.timestamps:
             head = timestamp() + b" " + head
         write(sys.stdout.fileno(), b"".join(head + line + b"\n" for line in lines))
-
-
-def say(sentence: str) -> None:
-    """Tells the user what the launcher does, on standard error."""
-    with contextlib.suppress(OSError):
-        print(f"muster: {sentence}", file=sys.stderr, flush=True)
-
-
-def write(descriptor: int, data: bytes) -> None:
-    """Writes it all; a terminal that has gone away is no reason to end training."""
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(descriptor, data) :]
 
 
 def _how(code: int) -> str:

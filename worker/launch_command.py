@@ -15,8 +15,9 @@ from worker.core.launch_plan import WorkerPlan, plan_layout, plan_workers
 from worker.core.launch_report import parse_tail
 from worker.core.launch_words import DEFAULT_PORT, parse_address
 from worker.errors import SettingsError
-from worker.launch import Launcher, Policy, say
+from worker.launch import Launcher, Policy
 from worker.launch_process import Forked, Recipe
+from worker.launch_terminal import say
 
 _SERVER_PASSWORD, _CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 
@@ -74,7 +75,7 @@ class Launch:
         )
         labels = [worker.label for worker in self.workers]
         self._shown = parse_tail(options.tail, [*labels, "scheduler"])
-        options.log_dir.mkdir(parents=True, exist_ok=True)
+        _prepare(options.log_dir)
 
     def policy(self) -> Policy:
         """How the launcher is to act when processes end."""
@@ -215,6 +216,15 @@ class Launch:
         raise SettingsError(
             "No scheduler is known: start one here with --scheduler, or say where it runs: --join HOST:PORT."
         )
+
+
+def _prepare(log_dir: Path) -> None:
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(log_dir, os.W_OK | os.X_OK):
+            raise PermissionError(None, "permission denied")
+    except OSError as error:
+        raise SettingsError(f"--log-dir {log_dir} cannot be written: {error.strerror}.") from error
 
 
 def _with_file(variable: str) -> frozenset[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from worker.core.launch_report import environment_dump
 from worker.launch_guardian import Guardian
+from worker.launch_terminal import say
 
 LAST_LINES = 20
 _CHUNK = 1 << 16
@@ -67,6 +68,7 @@ class Child:
     open: bool = True
     _rest: bytes = b""
     _log: int = -1
+    _log_failed: bool = False
 
     @property
     def label(self) -> str:
@@ -101,8 +103,13 @@ class Child:
         if stamp:
             head = timestamp()
             chunk = b"".join(b"%s %s\n" % (head, line) for line in lines)
-        while chunk:
-            chunk = chunk[os.write(self._log, chunk) :]
+        try:
+            while chunk:
+                chunk = chunk[os.write(self._log, chunk) :]
+        except OSError as error:  # a full disk must not end the training
+            if not self._log_failed:
+                say(f"{self.recipe.log_path} cannot be written ({error.strerror}); its output is lost")
+            self._log_failed = True
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and everything that it started in its group."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from worker.core.rank_table_file import Table, make_table, merge_tables, parse_interval
 from worker.errors import SettingsError
-from worker.launch import say
 from worker.launch_devices import count_gpus
+from worker.launch_terminal import say
 
 EXAMPLES = """\
 examples:

@@ -195,6 +195,18 @@ def test_much_output_arrives_whole_and_in_order(here: Place, start: str) -> None
     assert out == "".join(f"[0] {line}\n" for line in expected.splitlines())
 
 
+def test_a_full_disk_costs_the_log_and_not_the_training(here: Place) -> None:
+    script = here.script(
+        HELPERS + "import resource\nlog = 'device/worker_0.log'\n"
+        "resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (os.path.getsize(log) + 10,) * 2)\n"
+        "for i in range(20):\n    print('line', i)"
+    )
+    code, out, err = here.run("-n", "1", command=(PYTHON, script))
+    assert code == 0
+    assert out.endswith("[0] line 19\n")
+    assert err.count("device/worker_0.log cannot be written") == 1
+
+
 @both_starts
 def test_passwords_reach_only_the_role_they_are_for(here: Place, start: str) -> None:
     script = here.script(HELPERS + "print(sorted(name for name in os.environ if 'PASSWORD' in name))")
@@ -228,6 +240,7 @@ def test_a_bare_script_is_run_by_this_python(here: Place) -> None:
         (("-n", "1", "--config", "none.json"), ("true",), "--config names none.json"),
         (("-n", "1", "--password-file", "none"), ("true",), "--password-file names none"),
         (("-n", "1", "--hostfile", "none"), ("true",), "--hostfile none cannot be read"),
+        (("-n", "1", "--log-dir", "/dev/null/logs"), ("true",), "--log-dir /dev/null/logs cannot be written"),
         (("-n", "1", "--grace", "-1"), ("true",), "--grace is -1"),
         (("-n", "1", "--devices", "900"), ("true",), "--devices asks for 900"),
         (("-n", "2", "--min-workers", "3"), ("true",), "--min-workers is 3"),
