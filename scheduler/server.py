@@ -211,7 +211,7 @@ async def _follow_files(security: Security, tls: RotatingServerCredentials, serv
         if change is not None and change.new_revocations:
             if not problems:
                 LOG.info("new revocation lists are in force")
-            service.expel_revoked()
+            await service.expel_revoked()
         for sentence in security.expiry_warnings():
             LOG.warning("%s", sentence)
         service.report_expired()

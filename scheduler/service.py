@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import Counter
@@ -74,15 +75,16 @@ class Service:
             },
         )
 
-    def expel_revoked(self) -> None:
+    async def expel_revoked(self) -> None:
         """Ends every stream whose certificate is revoked by now; its node loses its place."""
         for session in list(self.sessions.values()):
             reason = self._access.revoked(session.caller)
             if reason is None or session.over:
                 continue
             if session.driver is not None and session.candidate is not None:
-                session.driver.post(v.Expel(session.candidate.node_id, reason))
-            else:
+                with contextlib.suppress(StoppingError):
+                    await session.driver.submit(v.Expel(session.candidate.node_id, reason))
+            if not session.over:  # it had no place to lose yet
                 session.drop(UnauthenticatedError(reason))
 
     def report_expired(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler.__main__ import main
 from scheduler.config import load_address, load_settings
@@ -15,18 +18,18 @@ GOOD = {"MS_WORKER_NUM": "4"}
 
 
 def test_defaults() -> None:
-    settings = load_settings(GOOD)
-    assert (settings.job_id, settings.host, settings.bind_host, settings.port) == (
+    loaded = load_settings(GOOD)
+    assert (loaded.job_id, loaded.host, loaded.bind_host, loaded.port) == (
         "default",
         "127.0.0.1",
         "127.0.0.1",
         6667,
     )
-    assert (settings.worker_num, settings.worker_min, settings.spares) == (4, 4, 0)
-    assert (settings.topo_timeout_s, settings.node_timeout_s) == (1800.0, 5.0)
-    assert settings.metrics_port is None
-    assert settings.recovery_path is None
-    core = settings.core()
+    assert (loaded.worker_num, loaded.worker_min, loaded.spares) == (4, 4, 0)
+    assert (loaded.topo_timeout_s, loaded.node_timeout_s) == (1800.0, 5.0)
+    assert loaded.metrics_port is None
+    assert loaded.recovery_path is None
+    core = loaded.core()
     assert (core.worker_num, core.heartbeat_interval_s) == (4, 1.0)
 
 
@@ -96,8 +99,8 @@ def test_the_number_of_workers_may_be_left_out_only_when_serving_several_jobs() 
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    settings = load_settings(GOOD | {"MS_SCHED_PORT": "", "MS_NODE_TIMEOUT": " ", "MS_SERVER_NUM": ""})
-    assert (settings.port, settings.node_timeout_s) == (6667, 5.0)
+    loaded = load_settings(GOOD | {"MS_SCHED_PORT": "", "MS_NODE_TIMEOUT": " ", "MS_SERVER_NUM": ""})
+    assert (loaded.port, loaded.node_timeout_s) == (6667, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +121,14 @@ def test_recovery_needs_a_directory(tmp_path: Path) -> None:
 
 
 def test_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
-    settings = load_settings(
+    loaded = load_settings(
         GOOD | {"MS_CONFIG_FILE": "/a/config.json", "MS_SCHED_PORT": "7000"},
         config_path=tmp_path,
         port=0,
         bind_host="0.0.0.0",
     )
-    assert (settings.config_path, settings.port, settings.bind_host) == (tmp_path, 0, "0.0.0.0")
-    assert settings.host == "127.0.0.1"
+    assert (loaded.config_path, loaded.port, loaded.bind_host) == (tmp_path, 0, "0.0.0.0")
+    assert loaded.host == "127.0.0.1"
 
 
 def test_operators_address() -> None:
@@ -164,3 +167,73 @@ def test_a_bad_rank_table_is_refused(tmp_path: Path, text: str | bytes, words: s
     with pytest.raises(SettingsError, match=words) as caught:
         load_settings(GOOD | {"RANK_TABLE_FILE": str(path)})
     assert str(path) in str(caught.value)
+
+
+VARIABLES = (
+    "MS_ROLE",
+    "MS_SERVER_NUM",
+    "MS_WORKER_NUM",
+    "MS_WORKER_MIN",
+    "MS_SPARES",
+    "MS_SCHED_HOST",
+    "MS_SCHED_PORT",
+    "MS_JOB_ID",
+    "MS_TOPO_TIMEOUT",
+    "MS_NODE_TIMEOUT",
+    "MS_ENABLE_RECOVERY",
+    "MS_ALLOW_INSECURE",
+    "MS_METRICS_PORT",
+    "MS_METRICS_HOST",
+    "MS_LOG_LEVEL",
+)
+
+
+@given(st.dictionaries(st.sampled_from(VARIABLES), st.text(max_size=30)))
+@settings(max_examples=400, deadline=None)
+def test_whatever_stands_in_a_variable_the_error_is_one_line(env: dict[str, str]) -> None:
+    try:
+        loaded = load_settings(GOOD | env)
+    except SettingsError as error:
+        assert str(error).isprintable()
+        assert "MS_" in str(error)
+    else:
+        assert 1 <= loaded.worker_min <= loaded.worker_num
+        assert 1 <= loaded.port <= 65_535
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                (
+                    "server_list",
+                    "group_list",
+                    "device",
+                    "server_id",
+                    "device_id",
+                    "rank_id",
+                    "instance_list",
+                    "x",
+                )
+            ),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(document=JSON)
+@settings(max_examples=200, deadline=None)
+def test_whatever_stands_in_a_rank_table_the_error_is_typed(
+    tmp_path_factory: pytest.TempPathFactory, document: object
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed-table.json"
+    path.write_text(json.dumps(document))
+    with contextlib.suppress(SettingsError):
+        table = load_settings(GOOD | {"RANK_TABLE_FILE": str(path)}).rank_table
+        assert table is not None
+        assert [entry.rank for entry in table.entries] == [0, 1, 2, 3]

@@ -175,6 +175,17 @@ def test_a_wrong_password_is_one_sentence_and_not_shown(own_pki: Pki) -> None:
     assert "WRONG-ONE" not in done.stderr
 
 
+def test_a_failed_handshake_is_told_when_debugging(pki: Pki, foreign: Pki) -> None:
+    own = foreign.credentials("client")
+    trusting = (pki.directory / "ca.crt").read_bytes()
+    tls = grpc.ssl_channel_credentials(trusting, own.key_pem, own.cert_chain_pem)
+    with scheduler(**pki.env(), MS_LOG_LEVEL="DEBUG") as running:
+        with grpc.secure_channel(running.target, tls) as over:
+            status = pb_grpc.RendezvousStub(over).Status
+            assert error_of(lambda: status(pb.StatusRequest()))[0] == "UNAVAILABLE"
+        assert "CERTIFICATE_VERIFY_FAILED" in running.await_log("Handshake failed")
+
+
 # ---------------------------------------------------------------- revocation and rotation
 
 
@@ -211,7 +222,8 @@ def test_a_revoked_worker_is_expelled_and_stays_out(own_pki: Pki, tmp_path: Path
         code, words = error_of(lambda: again.next("welcome"))
         assert (code, "was revoked" in words) == ("UNAUTHENTICATED", True)
         health: Any = health_pb2_grpc.HealthStub(bad_over)
-        assert error_of(lambda: health.Check(health_pb2.HealthCheckRequest()))[0] == "UNAUTHENTICATED"
+        for call in (health.Check, lambda request: next(health.Watch(request))):
+            assert error_of(lambda call=call: call(health_pb2.HealthCheckRequest()))[0] == "UNAUTHENTICATED"  # type: ignore[misc]
         assert "node-1" in str(stays.next("suspended"))
         assert running.process.poll() is None
         for stream in (stays, goes):

@@ -15,6 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from scheduler import listen
+from scheduler.server import OPTIONS
 from tests.scheduler.processes import (
     Pki,
     Scheduler,
@@ -297,10 +299,15 @@ def test_plaintext_beyond_loopback_is_refused(host: str) -> None:
     assert f"listens on loopback only; MS_SCHED_HOST is '{host}'" in done.stderr
 
 
-def test_plaintext_beyond_loopback_with_consent_warns() -> None:
-    # 127.0.0.1 keeps the test off the network; the warning itself is tried in test_security.
-    with scheduler(MS_SCHED_HOST="localhost", MS_ALLOW_INSECURE="1") as running:
+def test_a_host_name_listens_on_all_its_addresses() -> None:
+    with scheduler(MS_SCHED_HOST="localhost") as running:
+        assert running.ready_line.startswith(f"scheduler ready on localhost:{running.port} ")
         assert "NO TLS" in running.ready_line
+        for address in listen.usable(listen.resolve("localhost"), 0):
+            with channel(listen.show(address, running.port)) as over:
+                stub: Any = health_pb2_grpc.HealthStub(over)
+                reply = stub.Check(health_pb2.HealthCheckRequest())
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_ipv6() -> None:
@@ -311,3 +318,15 @@ def test_ipv6() -> None:
         stream.next("welcome")
         assert "peer=[::1]:" in running.await_log("joined job_id=default")
         stream.call.cancel()
+
+
+def test_the_options_that_liveness_and_limits_rest_on() -> None:
+    options = dict(OPTIONS)
+    assert options["grpc.so_reuseport"] == 0
+    assert options["grpc.keepalive_time_ms"] == 5000
+    assert options["grpc.http2.ping_timeout_ms"] == 2000
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] < 5000
+    assert options["grpc.server_handshake_timeout_ms"] <= 10_000
+    assert options["grpc.max_connection_idle_ms"] <= 60_000
+    assert options["grpc.max_receive_message_length"] == 1024 * 1024
+    assert "grpc.max_connection_age_ms" not in options  # it would end living streams

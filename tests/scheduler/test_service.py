@@ -27,11 +27,13 @@ SESSION = "/rendezvous.v1.Rendezvous/Session"
 class Rig:
     """A service in this process with one scripted job, and channels to it."""
 
-    def __init__(self, job: FakeJob, service: Service, jobs: Jobs, target: str, recorder: Recorder) -> None:
+    def __init__(
+        self, job: FakeJob, service: Service, jobs: Jobs, access: Access, recorder: Recorder
+    ) -> None:
         self.job = job
         self.service = service
         self.jobs = jobs
-        self.target = target
+        self.access = access
         self.recorder = recorder
 
     def call(self, channel: grpc.aio.Channel) -> Any:
@@ -55,14 +57,15 @@ async def served(
         recover_machine=lambda job_id, settings, records, now: job,
     )
     await jobs.open()
-    service = Service(jobs, Access(tls=False), recorder, "default", limits or Limits())
+    access = Access(tls=False)
+    service = Service(jobs, access, recorder, "default", limits or Limits())
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((service.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Rig(job, service, jobs, f"127.0.0.1:{port}", recorder), channel
+            yield Rig(job, service, jobs, access, recorder), channel
     finally:
         await jobs.close()
         await server.stop(0)
@@ -163,6 +166,21 @@ def test_every_end_without_goodbye_is_reported_once(how: str) -> None:
             await driver.submit(v.Tick())
             assert [type(e) for e in rig.job.events()] == [v.Joined, v.SessionLost, v.Tick]
             assert driver.sessions == {}
+
+    go(test())
+
+
+def test_a_revoked_stream_without_a_place_is_dropped_too() -> None:
+    async def test() -> None:
+        async with served(welcome) as (rig, channel):
+            call = rig.call(channel)
+            await call.write(join("node-0"))
+            await call.read()
+            rig.access.revoked = lambda caller: "it was revoked"  # type: ignore[method-assign]
+            await rig.service.expel_revoked()
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert await call.details() == "it was revoked"
+            assert v.Expel("node-0", "it was revoked") in rig.job.events()
 
     go(test())
 
