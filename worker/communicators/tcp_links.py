@@ -113,9 +113,9 @@ class Links:
             incoming = FrameIn(source)
             try:
                 self.mover.run([Outgoing(target, [data])], [incoming], deadline)
-            except DeadlinePassedError as late:
-                unknown = {(rank - distance - i) % size for i in range(min(distance, size - distance))}
-                raise DeadlinePassedError(tuple(sorted(unknown & {*unknown, *late.ranks}))) from None
+            except DeadlinePassedError:
+                unheard = {(rank - distance - i) % size for i in range(count)}
+                raise DeadlinePassedError(tuple(sorted(unheard))) from None
             self.expect_calls(incoming, call, count)
             known += incoming.blocks
             distance *= 2

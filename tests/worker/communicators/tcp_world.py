@@ -65,9 +65,9 @@ class World:
             backend.close()
 
 
-def make_world(credentials: Sequence[Credentials | None]) -> World:
+def make_world(credentials: Sequence[Credentials | None], *, seal: bool = True) -> World:
     """Opens a backend for each rank."""
-    backends = [create_backend("tcp", tls=each, job_id=JOB) for each in credentials]
+    backends = [create_backend("tcp", tls=each, job_id=JOB, seal=seal) for each in credentials]
     assert all(isinstance(backend, TcpBackend) for backend in backends)
     addresses = [backend.open_endpoint("127.0.0.1") for backend in backends]
     ids = backends[0].mint_unique_ids(1)

@@ -17,7 +17,7 @@ from worker.communicators import create_backend
 from worker.communicators.base import ReduceOp
 from worker.communicators.tcp import TcpBackend, TcpCommunicator, is_loopback
 from worker.communicators.tcp_wire import HELLO, REPLY, Hello, group_label
-from worker.errors import FormationTimeoutError, SecurityError, SettingsError
+from worker.errors import FormationTimeoutError, SecurityError, SettingsError, WorkerError
 
 SHORT_S = 0.7
 
@@ -54,6 +54,29 @@ def test_generations_follow_one_another_on_one_endpoint(world: World) -> None:
     for _ in range(3):
         check_works(world.connect())
         world.next()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_data_may_go_in_tls_records_or_in_plaintext(office: Office, size: int) -> None:
+    for credentials, seal in ((office.credentials(), False), (None, True)):
+        made = make_world([credentials] * size, seal=seal)
+        check_works(made.connect())
+        made.close()
+
+
+def test_ends_that_disagree_about_sealing_do_not_connect(office: Office) -> None:
+    made = make_world([office.credentials(), office.credentials()])
+    other = create_backend("tcp", tls=office.credentials(), job_id=JOB, seal=False)
+    assert isinstance(other, TcpBackend)
+    made.backends[1].close()
+    made.backends[1] = other
+    address = other.open_endpoint("127.0.0.1")
+    for rank, membership in enumerate(made.memberships):
+        peers = (membership.peers[0], replace(membership.peers[1], data_address=address))
+        made.memberships[rank] = replace(membership, peers=peers)
+    errors = made.connect(timeout_s=SHORT_S)
+    made.close()
+    assert all(isinstance(error, WorkerError) for error in errors)
 
 
 def test_garbage_silence_and_half_handshakes_disturb_nobody(world: World) -> None:
