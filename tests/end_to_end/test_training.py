@@ -19,9 +19,13 @@ from tests.scheduler.processes import ROOT, Pki, Scheduler, environment, schedul
 from worker import checkpoint, datasets
 from worker.sharding import ShardedSampler
 
-WAIT_S = 60.0
+WAIT_S = 30.0
+HANG_S = 60  # of one test; a hung one then shows where it hangs
 LINE = re.compile(r"epoch: (\d+) step: (\d+), loss is ([0-9.e-]+)$")
 STEPS_PER_EPOCH = 23
+
+
+pytestmark = pytest.mark.timeout(HANG_S, method="signal")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ class Trainer:
         self.log = directory / f"{name}.log"
         with self.log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "error", str(ROOT / "train.py"), *arguments],
+                [sys.executable, "-W", "error", "-X", "faulthandler", str(ROOT / "train.py"), *arguments],
                 env=environment(**{"MS_ROLE": "MS_WORKER", "MS_NODE_ID": name, **env}),
                 cwd=directory,
                 stdout=subprocess.PIPE,
@@ -96,15 +100,17 @@ class Training:
 @contextlib.contextmanager
 def training(directory: Path, pki: Pki, workers: int, **env: str) -> Iterator[Training]:
     """A scheduler for ``workers`` workers; what still runs at the end is killed."""
-    env = {"MS_WORKER_NUM": str(workers), "MS_TOPO_TIMEOUT": "30", **env}
+    env = {"MS_WORKER_NUM": str(workers), "MS_TOPO_TIMEOUT": "20", **env}
     with scheduler(**env, **pki.env()) as sched:
         job = Training(directory, sched, {**env, **pki.env()})
         try:
             yield job
         finally:
             for trainer in job.trainers:
-                trainer.process.kill()
-                trainer.process.wait(WAIT_S)
+                if trainer.process.poll() is None:  # it hangs: where, stands in its log
+                    trainer.process.send_signal(signal.SIGABRT)
+                    trainer.process.wait(WAIT_S)
+                    print(trainer.log.read_text())
                 assert trainer.process.stdout is not None
                 trainer.process.stdout.close()
 
@@ -243,7 +249,7 @@ def test_sigterm_lets_a_worker_leave_at_a_step_boundary(pki: Pki, tmp_path: Path
 def test_below_the_minimum_survivors_wait_then_save_and_leave_with_the_reason(
     pki: Pki, tmp_path: Path
 ) -> None:
-    with training(tmp_path, pki, 2, MS_TOPO_TIMEOUT="3") as job:
+    with training(tmp_path, pki, 2, MS_TOPO_TIMEOUT="8") as job:
         survivor, victim = [job.start(str(rank), *LONG) for rank in range(2)]
         victim.await_line("epoch: 2 ")
         victim.process.send_signal(signal.SIGKILL)
