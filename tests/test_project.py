@@ -100,7 +100,7 @@ def test_the_options_of_documented_launches_exist(
             Path(following).parent.mkdir(parents=True, exist_ok=True)
             Path(following).write_text("node1 slots=1\n")
     options = launch_options.parse(arguments)
-    launch_options.request(options)
+    launch_options.request(options, {})
     assert options.command[0] in ("python", "train.py")
 
 

@@ -59,7 +59,7 @@ class Launch:
         self._env = env
         self._asked = ""
         self.warm = False
-        request = launch_options.request(options)
+        request = launch_options.request(options, env)
         self._devices = launch_devices.offered_devices(env, options.devices, launch_devices.count_gpus())
         here = launch_devices.local_names(host.name for host in request.hosts)
         self.layout = plan_layout(request, here=here, devices=len(self._devices))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from worker.core.foreign_launchers import node_rank
 from worker.core.launch_plan import Request
 from worker.core.launch_words import HostShare, parse_hostfile, parse_hosts
 from worker.errors import SettingsError
@@ -62,7 +63,12 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--nproc-per-node", type=_count, default=0, metavar="N", help="workers of each host")
     group.add_argument("--nnodes", type=_count, default=0, metavar="N", help="hosts of the job")
-    group.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
+    group.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="I",
+        help="number of this host, from 0 (srun and indexed jobs tell it)",
+    )
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument(
         "-H", "--hosts", metavar="HOST:N,...", help="the hosts and how many workers each takes"
@@ -166,13 +172,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def request(options: argparse.Namespace) -> Request:
-    """What the options say about who starts where."""
+def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
+    """What the options, and srun's or Kubernetes' number of this host, say about who starts where."""
+    rank = options.node_rank
+    if rank is None and options.nnodes > 1:
+        rank = node_rank(env)
     return Request(
         workers=options.workers,
         per_node=options.nproc_per_node,
         nodes=options.nnodes,
-        node_rank=options.node_rank,
+        node_rank=rank,
         hosts=_hosts(options),
     )
 

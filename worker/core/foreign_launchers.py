@@ -67,3 +67,15 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
     if env.get("RANK_TABLE_FILE"):
         del found["MS_NODE_ID"]  # the table gives the ranks, by host and device
     return {name: value for name, value in found.items() if not env.get(name)}
+
+
+def node_rank(env: Mapping[str, str]) -> int | None:
+    """The number of this host, where one launcher process per host was started by srun or an indexed job."""
+    for variable, marker in (
+        ("SLURM_NODEID", "SLURM_STEP_ID"),
+        ("JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"),
+    ):
+        value = env.get(variable, "")
+        if env.get(marker) and value.isascii() and value.isdigit():
+            return int(value)
+    return None

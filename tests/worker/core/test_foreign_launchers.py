@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.core.foreign_launchers import detect, translate
+from worker.core.foreign_launchers import detect, node_rank, translate
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
@@ -60,3 +60,17 @@ def test_a_batch_script_outside_a_step_is_no_worker() -> None:
 
 def test_nothing_known_gives_nothing() -> None:
     assert translate({"RANK": "1", "WORLD_SIZE": "2"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}, 3),
+        ({"JOB_COMPLETION_INDEX": "2"}, 2),
+        ({"SLURM_NODEID": "3"}, None),
+        ({"SLURM_STEP_ID": "0", "SLURM_NODEID": "x"}, None),
+        ({}, None),
+    ],
+)
+def test_the_number_of_the_host(env: dict[str, str], expected: int | None) -> None:
+    assert node_rank(env) == expected
