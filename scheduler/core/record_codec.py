@@ -41,7 +41,7 @@ def decode_record(value: object) -> v.Record:
 def _encode(value: object) -> object:
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: _encode(getattr(value, name)) for name in _hints(type(value))}
     return value
 

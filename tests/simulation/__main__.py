@@ -1,0 +1,63 @@
+"""``python -m tests.simulation --seeds 20000 [--from 0] | --replay SEED | --mutants``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.simulation.mutants import MUTANTS, hunt
+from tests.simulation.world import play
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many seeds to play")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and print what happens")
+    parser.add_argument("--mutants", action="store_true", help="prove that each planted bug is caught")
+    parser.add_argument("--only", help="with --mutants or --replay: this mutant alone")
+    options = parser.parse_args()
+    if options.mutants:
+        return _mutants(options.seeds, options.only)
+    if options.replay is not None:
+        return _replay(options.replay, options.only)
+    return _play_all(options.first, options.seeds)
+
+
+def _play_all(first: int, count: int) -> int:
+    began = time.perf_counter()
+    broken = 0
+    for seed in range(first, first + count):
+        told = play(seed)
+        if told:
+            broken += 1
+            print(f"seed {seed}: {told}", flush=True)
+    took = time.perf_counter() - began
+    print(f"{count} seeds, {broken} broken, {took:.1f} s, {count / took:.0f} seeds/s")
+    return 1 if broken else 0
+
+
+def _replay(seed: int, mutant: str | None) -> int:
+    trace: list[str] = []
+    if mutant:
+        with MUTANTS[mutant].planted():
+            told = play(seed, trace)
+    else:
+        told = play(seed, trace)
+    print("\n".join(trace))
+    return 1 if told else 0
+
+
+def _mutants(limit: int, only: str | None) -> int:
+    missed = 0
+    for name in [only] if only else MUTANTS:
+        seed, told = hunt(name, limit)
+        missed += seed < 0
+        print(f"{name:40} " + (f"seed {seed}: {told}" if seed >= 0 else "NOT CAUGHT"), flush=True)
+    print(f"{len(MUTANTS) if not only else 1} mutants, {missed} not caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

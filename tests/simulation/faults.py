@@ -1,0 +1,118 @@
+"""What goes wrong, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from scheduler.core import values as v
+from worker.core import events as e
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+    from tests.simulation.world import World
+
+Fault = Callable[["World", "Worker"], None]
+
+
+def kill(world: World, worker: Worker) -> None:
+    worker.kill()
+
+
+def stop(world: World, worker: Worker) -> None:
+    """SIGSTOP, and SIGCONT after a while."""
+    worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 9.0))
+
+
+def cut(world: World, worker: Worker) -> None:
+    """The network to the scheduler is cut for a while; keepalive may notice before it is back."""
+    pause = world.rng.choice((0.5, 3.0, 10.0))
+    worker.cut_until = world.loop.now + pause
+    if worker.stream is not None and pause > 2.0 and world.rng.random() < 0.7:
+        world.loop.after(world.rng.uniform(1.0, pause), world.network.break_up, worker.stream, "keepalive")
+
+
+def blip(world: World, worker: Worker) -> None:
+    """The stream breaks; both live."""
+    if worker.stream is not None:
+        world.network.break_up(worker.stream, "broken pipe")
+
+
+def crash(world: World, worker: Worker) -> None:
+    if world.scheduler.crashes_left > 0:
+        world.scheduler.crash("just so")
+
+
+def drain(world: World, worker: Worker) -> None:
+    world.leavers.add(worker.node_id)
+    if world.scheduler.up:
+        world.scheduler.feed(v.DrainRequested(worker.node_id, "maintenance"))
+
+
+def request_leave(world: World, worker: Worker) -> None:
+    """SIGTERM."""
+    world.leavers.add(worker.node_id)
+    worker.post(e.LeaveRequested("SIGTERM"))
+
+
+def expel(world: World, worker: Worker) -> None:
+    if world.scheduler.up:
+        world.scheduler.feed(v.Expel(worker.node_id, "revoked"))
+
+
+def extra(world: World, worker: Worker) -> None:
+    """A worker too many, or of an unknown name; nothing may come of it but a place that is free."""
+    node_id = world.node(world.rng.randint(0, world.scenario.worker_num + 2))
+    current = world.newest.get(node_id)
+    if current is None or not current.alive:
+        world.start(node_id, spare=world.rng.random() < 0.5)
+
+
+def twin(world: World, worker: Worker) -> None:
+    """A second process with the node id of a living one."""
+    newest = world.newest[worker.node_id]
+    world.start(worker.node_id)
+    world.newest[worker.node_id] = newest
+
+
+def peer_trouble(world: World, worker: Worker) -> None:
+    """A collective fails though all live."""
+    if worker.waiting_for is not None and worker.place is not None and len(worker.place.members) > 1:
+        rank = (worker.place.rank + 1) % len(worker.place.members)
+        worker.collective_fails(worker.waiting_for, rank)
+
+
+EVERYTHING: tuple[Fault, ...] = (
+    kill, kill, kill, kill, stop, cut, blip, crash, drain, request_leave, expel, extra, twin, peer_trouble,
+)  # fmt: skip
+BY_KIND: dict[str, tuple[Fault, ...]] = {
+    "calm": (),
+    "crashes": (crash,),
+    "elastic": (drain, request_leave, drain, request_leave, extra),
+    "trouble": (peer_trouble,),
+    "supervised": EVERYTHING,
+    "wild": EVERYTHING,
+}
+
+
+def plan_faults(world: World) -> None:
+    """Puts the seed's faults on the queue."""
+    kinds = BY_KIND[world.scenario.kind]
+    for _ in range(world.scenario.faults if kinds else 0):
+        fault = world.rng.choice(kinds)
+        world.loop.at(world.rng.uniform(0.0, world.scenario.fault_end), _happen, world, fault)
+    world.loop.at(world.scenario.fault_end, _calm_down, world)
+
+
+def _happen(world: World, fault: Fault) -> None:
+    living = world.living()
+    if not living or world.judge.outcome is not None:
+        return
+    worker = world.rng.choice(living)
+    world.note(f"!! {fault.__name__} {worker}")
+    world.judge.disturbed()
+    fault(world, worker)
+
+
+def _calm_down(world: World) -> None:
+    world.scheduler.quiet = True

@@ -1,0 +1,293 @@
+"""The checkers. They see what is committed, sent and done, and know nothing of the machine's inside."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from scheduler.core import values as v
+from scheduler.core.job import Job
+from tests.simulation.scenario import NODE_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+    from tests.simulation.world import World
+    from worker.core import messages as m
+
+Process = tuple[str, int]
+
+
+class Violation(AssertionError):  # noqa: N818 - what the simulator looks for
+    """A promise was broken."""
+
+
+class Judge:
+    """Follows one world and raises :class:`Violation` as soon as a promise is broken."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.claims: dict[str, int] = {}
+        self.admitted: dict[str, set[int]] = {}
+        self.retired: set[Process] = set()
+        self.since: dict[Process, int] = {}
+        self.newcomers: set[Process] = set()
+        self.formed: v.GenerationFormed | None = None
+        self.established = False
+        self.ever_established = False
+        self.suspended = False
+        self.finished: set[str] = set()
+        self.completed: set[Process] = set()
+        self.finishing = False
+        self.outcome: v.JobEnded | None = None
+        self.identity: dict[int, Process] = {}
+        self.newest_stream: dict[Process, int] = {}
+        self.closed: set[int] = set()
+        self.unique_ids: dict[int, tuple[bytes, ...]] = {}
+        self.steps_done = 0
+        self.step_seen: set[tuple[int, int]] = set()
+        self.redone = 0
+        self.anew = False
+        self.disturbed_at = 0.0
+
+    def fault(self, what: str) -> None:
+        raise Violation(f"at {self.world.loop.now:.3f} s: {what}")
+
+    def expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.fault(what)
+
+    def disturbed(self) -> None:
+        """Something happened that may change the group."""
+        self.disturbed_at = self.world.loop.now
+
+    # ------------------------------------------------------------ records
+
+    def committed(self, records: tuple[v.Record, ...]) -> None:
+        for record in records:
+            self.expect(self.outcome is None, "a record follows the end of the job")
+            if isinstance(record, v.Admitted):
+                self._admitted(record.candidate)
+            elif isinstance(record, v.Removed):
+                self._removed(record)
+            elif isinstance(record, v.GenerationFormed):
+                self._settled("a new generation was formed")
+                self._formed(record)
+            elif isinstance(record, v.GenerationEnded):
+                self.anew = self.suspended = True  # the step under way is given up
+                self._settled("the generation was ended")
+                self.established = False
+            elif isinstance(record, v.GroupEstablished):
+                self.established = self.ever_established = True
+            elif isinstance(record, v.JobEnded):
+                self.outcome = record
+                self._ended(record)
+
+    def _admitted(self, candidate: v.Candidate) -> None:
+        node_id, incarnation = candidate.node_id, candidate.incarnation
+        self.expect(node_id not in self.claims, f"node {node_id} was admitted beside a living holder")
+        self.expect((node_id, incarnation) not in self.retired, f"{node_id} came back after it was replaced")
+        earlier = self.admitted.setdefault(node_id, set())
+        self.retired |= {(node_id, other) for other in earlier if other != incarnation}
+        earlier.add(incarnation)
+        self.claims[node_id] = incarnation
+
+    def _removed(self, record: v.Removed) -> None:
+        process = (record.node_id, record.incarnation)
+        self.expect(self.claims.pop(record.node_id, None) == record.incarnation, "a stranger was removed")
+        if process in self.since:
+            self.retired.add(process)
+        if record.finished:
+            self.finished.add(record.node_id)
+            self.completed.add(process)
+            self.finishing = True
+
+    def _settled(self, what: str) -> None:
+        calm_for = self.world.loop.now - max(self.disturbed_at, self.world.scheduler.up_since)
+        if self.established:
+            self.expect(
+                calm_for < NODE_TIMEOUT_S + 5.0, f"{what} though nothing happened for {calm_for:.1f} s"
+            )
+
+    def _formed(self, record: v.GenerationFormed) -> None:
+        before = self.formed.generation if self.formed else 0
+        self.expect(record.generation == before + 1, f"generation {record.generation} follows {before}")
+        members = record.members
+        self.expect([x.rank for x in members] == list(range(len(members))), "ranks are not dense")
+        nodes = [x.candidate.node_id for x in members]
+        self.expect(len(set(nodes)) == len(nodes), "a node has two ranks")
+        self.expect(nodes == self.world.in_rank_order(nodes), f"ranks break the rule: {nodes}")
+        scenario = self.world.scenario
+        least = 1 if self.finishing else scenario.worker_min
+        self.expect(least <= len(members) <= scenario.worker_num, f"a group of {len(members)}")
+        self._check_local_ranks(members)
+        for member in members:
+            self._check_member((member.candidate.node_id, member.candidate.incarnation))
+        self._check_source(record)
+        if self.formed is not None and scenario.kind == "elastic" and not self.suspended:
+            in_step = self.established or self.formed.switch_after_step >= 0
+            abrupt = in_step and record.switch_after_step < 0
+            self.expect(not abrupt, f"a step is broken without need: {record.reason}")
+        self.anew = self.anew or (record.state_source_rank < 0 and self.formed is not None)
+        self.formed, self.finished = record, set()
+        self.established = self.suspended = False
+        now = {(x.candidate.node_id, x.candidate.incarnation): x.rank for x in members}
+        self.since = {p: self.since.get(p, record.generation) for p in (*self.since, *now)}
+        self.newcomers = {process for process, rank in now.items() if rank in record.newcomer_ranks}
+
+    def _check_local_ranks(self, members: tuple[v.Member, ...]) -> None:
+        hosts: dict[str, list[v.Member]] = {}
+        for member in members:
+            hosts.setdefault(member.candidate.host.id, []).append(member)
+        for here in hosts.values():
+            wanted = [(number, len(here)) for number in range(len(here))]
+            self.expect([(x.local_rank, x.local_world_size) for x in here] == wanted, "local ranks are wrong")
+
+    def _check_member(self, process: Process) -> None:
+        self.expect(process not in self.retired, f"{process} was superseded, and is ranked")
+        self.expect(self.claims.get(process[0]) == process[1], f"{process} is ranked without a claim")
+        dead_for = self.world.dead_for(process)
+        self.expect(dead_for < NODE_TIMEOUT_S + 3.0, f"{process} is ranked, dead for {dead_for:.1f} s")
+
+    def _check_source(self, record: v.GenerationFormed) -> None:
+        source = record.state_source_rank
+        if source < 0:
+            anew = self.finishing and self.formed is not None
+            self.expect(not anew, "some have completed the training, and others begin anew")
+        if source < 0 or self.formed is None:
+            self.expect(
+                source < 0 and not record.newcomer_ranks, "the first generation has no state to hand on"
+            )
+            self.expect(
+                not self._survivors(record) or not self._state_known(record), "the state is forgotten"
+            )
+            return
+        candidate = record.members[source].candidate
+        process = (candidate.node_id, candidate.incarnation)
+        self.expect(source not in record.newcomer_ranks, "a newcomer is to hand on the state")
+        self.expect(process in self.since, f"{process} is to hand on the state and is new")
+        old = [p for p in self._survivors(record) if p not in self.newcomers]
+        eldest = min((self.since[p] for p in old), default=self.since.get(process, 0))
+        self.expect(self.since.get(process, 0) <= eldest, f"{process} is not the longest-lived")
+        if process in self.newcomers:
+            self.expect(self.world.has_state(process), f"{process} is to hand on a state that it never got")
+        for rank, member in enumerate(record.members):
+            other = (member.candidate.node_id, member.candidate.incarnation)
+            self.expect(other in self.since or rank in record.newcomer_ranks, f"{other} is not seen as new")
+
+    def _survivors(self, record: v.GenerationFormed) -> list[Process]:
+        processes = [(x.candidate.node_id, x.candidate.incarnation) for x in record.members]
+        return [process for process in processes if process in self.since]
+
+    def _state_known(self, record: v.GenerationFormed) -> bool:
+        return self.ever_established and any(p not in self.newcomers for p in self._survivors(record))
+
+    def _ended(self, record: v.JobEnded) -> None:
+        if record.ok:
+            members = {x.candidate.node_id for x in self.formed.members} if self.formed else set()
+            left = members - self.finished
+            self.expect(self.finishing, "the job ended well and nobody finished")
+            left -= self.world.leavers | {node for node, _ in self.newcomers}
+            self.expect(not left, f"the job ended well without {left}")
+        self.expect(bool(record.reason), "the job ended without a reason")
+
+    # ------------------------------------------------------------ messages
+
+    def identify(self, session: int, candidate: v.Candidate) -> None:
+        process = (candidate.node_id, candidate.incarnation)
+        self.identity[session] = process
+        self.newest_stream[process] = session
+
+    def sending(self, session: int, message: v.Message) -> None:
+        self.expect(session not in self.closed, f"a message follows the last one on session {session}")
+        if isinstance(message, v.Refused | v.Ended):
+            self.closed.add(session)
+            self.expect(
+                bool(message.sentence if isinstance(message, v.Refused) else message.reason), "no reason"
+            )
+        elif isinstance(message, v.UniqueIds):
+            self.expect(self.formed is not None and message.generation == self.formed.generation, "stale ids")
+            self.expect(self.identity[session] in self._members(), "an id goes to a worker that is no member")
+        elif isinstance(message, v.Assignment):
+            self._assigned(self.identity[session], message)
+
+    def _members(self) -> list[Process]:
+        members = self.formed.members if self.formed else ()
+        return [(x.candidate.node_id, x.candidate.incarnation) for x in members]
+
+    def _assigned(self, process: Process, message: v.Assignment) -> None:
+        assert self.formed is not None
+        self.expect(message.generation == self.formed.generation, "an assignment of a stale generation")
+        members = self._members()
+        if message.rank < 0:
+            self.expect(process not in members, f"{process} is a member and told to leave")
+        else:
+            self.expect(members[message.rank] == process, f"{process} is told another's rank {message.rank}")
+        self.expect(message.members == self.formed.members, "an assignment differs from the record")
+
+    def stepped(self, event: v.Event, decision: v.Decision, job: Job) -> None:
+        """After each step of the scheduler."""
+        if isinstance(event, v.PeerSuspected):
+            self.disturbed()
+        if isinstance(event, v.SessionLost | v.LeftCleanly) and self.outcome is None:
+            process = self.identity.get(event.session)
+            if process is not None and self.newest_stream.get(process) == event.session:
+                gone = self.claims.get(process[0]) != process[1]
+                self.expect(gone, f"{process} is gone, and keeps its claim")
+            self.disturbed()
+
+    def check_recovery(self, job: Job, records: list[v.Record]) -> None:
+        """What the disk says is what the machine knew."""
+        again = Job.recover("job", self.world.scenario.settings, records, self.world.loop.now)
+        self.expect(again._ledger == job._ledger, "what was recovered is not what was")
+
+    def check_secrecy(self, lines: list[str]) -> None:
+        """No unique id is on the disk."""
+        self.expect(not any("ID-" in line for line in lines), "an id is in the journal")
+
+    # ------------------------------------------------------------ workers
+
+    def building(self, worker: Worker, place: m.Assignment, unique_ids: tuple[bytes, ...]) -> None:
+        known = self.unique_ids.setdefault(place.generation, unique_ids)
+        self.expect(known == unique_ids, f"{worker} has other unique ids for generation {place.generation}")
+        root = place.members[0]
+        minted = re.match(rb"ID-(\d+)-(\d+)-", unique_ids[0])
+        wanted = (place.generation, root.incarnation)
+        self.expect(
+            minted is not None and (int(minted[1]), int(minted[2])) == wanted,
+            f"the ids of generation {place.generation} are not those of its rank 0",
+        )
+        me = place.members[place.rank]
+        self.expect((me.node_id, me.incarnation) == (worker.node_id, worker.incarnation), "a wrong rank")
+
+    def step_met(self, worker: Worker, generation: int, step: int) -> None:
+        """A worker has finished a step's collective."""
+        if (generation, step) in self.step_seen:
+            return
+        self.step_seen.add((generation, step))
+        self.expect(step <= self.steps_done, f"step {step} was done, {self.steps_done} is next")
+        self.redone += step < self.steps_done and not self.anew
+        self.steps_done = max(self.steps_done, step + 1)
+
+    # ------------------------------------------------------------ the end
+
+    def final(self) -> None:
+        """When all is over."""
+        world, scenario = self.world, self.world.scenario
+        self.expect(
+            self.outcome is not None, f"the job has not ended; it is {world.scheduler.job.phase.value}"
+        )
+        assert self.outcome is not None
+        alive = [str(worker) for worker in world.processes if worker.alive]
+        self.expect(not alive, f"the job has ended, and {', '.join(alive)} do not know it")
+        if scenario.supervised and not self.outcome.ok:
+            self.expect("while the others finished" in self.outcome.reason, f"ended: {self.outcome.reason}")
+        if scenario.kind in ("calm", "crashes", "elastic"):
+            self.expect(self.outcome.ok, f"ended without need: {self.outcome.reason}")
+            self.expect(self.redone == 0, f"{self.redone} steps were redone without need")
+        if scenario.kind == "trouble":
+            reasons = {worker.ended_by for worker in world.processes}
+            self.expect(reasons == {"left"}, f"workers ended without need: {reasons}")
+            self.expect(all(worker.finished for worker in world.processes), "a worker gave up")
+        if scenario.kind in ("calm", "crashes"):
+            assert self.formed is not None
+            self.expect(self.formed.generation == 1, f"{self.formed.generation} generations without need")

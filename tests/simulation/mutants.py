@@ -1,0 +1,316 @@
+"""Planted bugs, to prove that the checkers bite: green seeds alone prove little.
+
+Each swaps one function for a wrong one while a seed is played. ``python -m tests.simulation --mutants``
+says with which seed each was caught, and by which promise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scheduler.core import admission, contacts, job, ledger, machine, planning, ranks, reception
+from scheduler.core import values as v
+from scheduler.wire import decode as scheduler_decode
+from scheduler.wire import encode as scheduler_encode
+from tests.simulation import scheduler as simulated
+from tests.simulation.world import play
+from worker.core import membership
+from worker.core import messages as m
+
+Make = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug: in ``owner``, ``name`` is replaced by what ``make`` makes of the right one."""
+
+    owner: Any
+    name: str
+    make: Make
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """The bug is there as long as the block runs."""
+        right = vars(self.owner)[self.name]
+        setattr(self.owner, self.name, self.make(right))
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, right)
+
+
+def instead(wrong: Any) -> Make:
+    """Something else altogether."""
+    return lambda right: wrong
+
+
+def nothing(*arguments: Any, **options: Any) -> None:
+    """Does nothing."""
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def by_arrival(candidates: Any, **options: Any) -> list[v.Candidate]:
+    return list(candidates)
+
+
+def two_with_rank_0(right: Any) -> Any:
+    return lambda ordered: tuple(replace(m, rank=max(0, m.rank - 1)) for m in right(ordered))
+
+
+def local_ranks_by_host_name(right: Any) -> Any:
+    def assign(ordered: Any) -> Any:
+        twins = [replace(c, host=replace(c.host, id=c.host.name)) for c in ordered]
+        return tuple(replace(member, candidate=c) for member, c in zip(right(twins), ordered, strict=True))
+
+    return assign
+
+
+# ---------------------------------------------------------------- records and recovery
+
+
+def unrecorded(kind: type) -> Make:
+    def make(right: Any) -> Any:
+        def commit(self: machine.Machine, record: v.Record) -> None:
+            if isinstance(record, kind):
+                self.apply(record)
+            else:
+                right(self, record)
+
+        return commit
+
+    return make
+
+
+def unapplied_unless_running(right: Any) -> Any:
+    """State that is written beside apply(): recovery does not see it."""
+
+    def plan_leave(self: job.Job, claim: ledger.Claim, reason: str, farewell: Any) -> None:
+        claim.leaving = reason
+
+    return plan_leave
+
+
+def no_grace(right: Any) -> Any:
+    def recover(cls: type[job.Job], job_id: str, settings: Any, records: Any, now: float) -> Any:
+        recovered = right.__func__(cls, job_id, settings, records, now)
+        for contact in recovered._contacts.by_node.values():
+            contact.last_heard = now - settings.node_timeout_s
+        recovered._silence_due = now
+        return recovered
+
+    return classmethod(recover)
+
+
+def greets_with_welcome_alone(right: Any) -> Any:
+    def greet(self: reception.Reception, node_id: str, now: float) -> None:
+        self._tell(node_id, v.Welcome(2.0, 6.0, 30.0))
+
+    return greet
+
+
+# ---------------------------------------------------------------- generations
+
+
+def of_any_generation(right: Any) -> Any:
+    def member_behind(self: job.Job, session: int, generation: int, now: float) -> Any:
+        return right(self, session, self._ledger.generation, now)
+
+    return member_behind
+
+
+def keeps_ids_and_built(right: Any) -> Any:
+    def apply(self: machine.Machine, record: v.Record) -> None:
+        ids, built = self._unique_ids, set(self._built)
+        right(self, record)
+        if isinstance(record, v.GenerationFormed):
+            self._unique_ids, self._built = ids, built
+
+    return apply
+
+
+def ids_to_everybody(right: Any) -> Any:
+    def tell_members(self: machine.Machine, message: v.Message) -> None:
+        for node_id in self._ledger.claims:
+            self._tell(node_id, message)
+
+    return tell_members
+
+
+def same_number_again(right: Any) -> Any:
+    def next_generation(*arguments: Any, **options: Any) -> Any:
+        record = right(*arguments, **options)
+        return replace(record, generation=max(1, record.generation - 1))
+
+    return next_generation
+
+
+def state_from(choice: Any) -> Make:
+    def make(right: Any) -> Any:
+        def next_generation(*arguments: Any, **options: Any) -> Any:
+            record = right(*arguments, **options)
+            return replace(record, state_source_rank=choice(record)) if len(record.members) > 1 else record
+
+        return next_generation
+
+    return make
+
+
+def ignores_worker_min(right: Any) -> Any:
+    def regroup(self: machine.Machine, now: float, reason: str, switch_after_step: int = -1) -> bool:
+        opened = self._ledger.opened
+        assert opened is not None
+        self._ledger.opened = replace(opened, worker_min=1)
+        try:
+            return bool(right(self, now, reason, switch_after_step))
+        finally:
+            self._ledger.opened = opened
+
+    return regroup
+
+
+def always_well(right: Any) -> Any:
+    return lambda self, ok, reason: right(self, self._ledger.formed is not None, reason)
+
+
+def no_switch_overdue(right: Any) -> Any:
+    return lambda self: None
+
+
+def quiesced_when_one_has(right: Any) -> Any:
+    def all_quiesced(self: contacts.Contacts, known: ledger.Ledger) -> bool:
+        living = [claim.candidate.node_id for claim in known.living_members()]
+        return any(self.by_node[node_id].quiesced is not None for node_id in living)
+
+    return all_quiesced
+
+
+def earliest_step(right: Any) -> Any:
+    def last_started_step(self: contacts.Contacts) -> int:
+        steps = [c.quiesced for c in self.by_node.values() if c.quiesced is not None]
+        return max(0, min(steps, default=0) - 1)
+
+    return last_started_step
+
+
+def newcomers_may_begin_anew(right: Any) -> Any:
+    return lambda known, settings, stateless=frozenset(): right(known, settings)
+
+
+def regroups_at_ticks(right: Any) -> Any:
+    def tick(self: job.Job, event: v.Tick, now: float) -> None:
+        right(self, event, now)
+        if self.phase is ledger.Phase.RUNNING and not self._ledger.finishing and now > 9.0:
+            self._regroup(now, "for no reason")
+
+    return tick
+
+
+def speaks_after_the_end(right: Any) -> Any:
+    def left(self: job.Job, event: v.LeftCleanly, now: float) -> None:
+        right(self, event, now)
+        self._messages.append((event.session, v.GroupBuilt(1)))
+
+    return left
+
+
+# ---------------------------------------------------------------- codecs and workers
+
+
+def rank_off_by_one(right: Any) -> Any:
+    def encode(self: Any, message: v.Message) -> bytes:
+        if isinstance(message, v.Assignment) and message.rank > 0:
+            message = replace(message, rank=message.rank - 1)
+        return bytes(right(self, message))
+
+    return encode
+
+
+def loses_held_generation(right: Any) -> Any:
+    def join(body: Any, session: int) -> Any:
+        request = right(body, session)
+        return replace(request, event=replace(request.event, candidate=replace(
+            request.event.candidate, incarnation=request.event.candidate.incarnation & 0xFF
+        )))  # fmt: skip
+
+    return join
+
+
+def worker_publishes_once(right: Any) -> Any:
+    def mint_or_publish(self: membership.Membership, assignment: m.Assignment) -> None:
+        if self._minted is None:
+            right(self, assignment)
+
+    return mint_or_publish
+
+
+def worker_joins_as_new(right: Any) -> Any:
+    def on_stream_opened(self: membership.Membership, event: Any) -> None:
+        self.profile = self.profile.replaced(incarnation=self.profile.incarnation + 1)
+        right(self, event)
+
+    return on_stream_opened
+
+
+MUTANTS: dict[str, Mutant] = {
+    "ranks by arrival": Mutant(ranks, "in_order", instead(by_arrival)),
+    "two members with rank 0": Mutant(ranks, "assign", two_with_rank_0),
+    "local ranks by host name": Mutant(ranks, "assign", local_ranks_by_host_name),
+    "retired incarnations forgotten": Mutant(ledger.Ledger, "retirement", instead(lambda *a: None)),
+    "replaced incarnations not retired": Mutant(ledger.Ledger, "_retire", instead(nothing)),
+    "node id taken while the holder lives": Mutant(admission, "_check_node", instead(nothing)),
+    "removals not recorded": Mutant(machine.Machine, "_commit", unrecorded(v.Removed)),
+    "group established not recorded": Mutant(machine.Machine, "_commit", unrecorded(v.GroupEstablished)),
+    "generations not recorded": Mutant(machine.Machine, "_commit", unrecorded(v.GenerationFormed)),
+    "leave planned beside the records": Mutant(job.Job, "_plan_leave", unapplied_unless_running),
+    "messages before records": Mutant(simulated, "SEND_FIRST", instead(True)),
+    "no grace after a restart": Mutant(job.Job, "recover", no_grace),
+    "assignment not told again": Mutant(reception.Reception, "_greet", greets_with_welcome_alone),
+    "stale generations count": Mutant(job.Job, "_member_behind", of_any_generation),
+    "ids and built outlive the generation": Mutant(machine.Machine, "apply", keeps_ids_and_built),
+    "ids go to everybody": Mutant(machine.Machine, "_tell_members", ids_to_everybody),
+    "generation number reused": Mutant(planning, "next_generation", same_number_again),
+    "state from the youngest": Mutant(
+        planning, "next_generation", state_from(lambda r: max(r.newcomer_ranks, default=r.state_source_rank))
+    ),
+    "state never handed on": Mutant(planning, "next_generation", state_from(lambda r: -1)),
+    "newcomers trusted at once": Mutant(contacts.Contacts, "stateless", instead(lambda *a: iter(()))),
+    "a newcomer begins anew at the end": Mutant(planning, "choose", newcomers_may_begin_anew),
+    "worker_min ignored": Mutant(machine.Machine, "_regroup", ignores_worker_min),
+    "job always ends well": Mutant(machine.Machine, "_end", always_well),
+    "lost streams ignored": Mutant(job.Job, "_session_lost", instead(nothing)),
+    "silence ignored": Mutant(contacts.Contacts, "silent", instead(lambda *a: [])),
+    "switch at the earliest step": Mutant(contacts.Contacts, "last_started_step", earliest_step),
+    "quiesced when one has": Mutant(contacts.Contacts, "all_quiesced", quiesced_when_one_has),
+    "planned change never overdue": Mutant(machine.Machine, "_switch_due", no_switch_overdue),
+    "suspicions ignored": Mutant(job.Job, "_peer_suspected", instead(nothing)),
+    "regroups for no reason": Mutant(job.Job, "_tick", regroups_at_ticks),
+    "time-outs ignored": Mutant(machine.Machine, "_timed_out", instead(lambda *a: False)),
+    "a message after the last one": Mutant(job.Job, "_left", speaks_after_the_end),
+    "held-back joins forgotten": Mutant(reception.Reception, "_retry_held_back", instead(nothing)),
+    "rank off by one on the wire": Mutant(
+        scheduler_encode.AssignmentEncoder, "encode", rank_off_by_one
+    ),
+    "incarnation cut on the wire": Mutant(scheduler_decode, "_join", loses_held_generation),
+    "worker publishes the ids only once": Mutant(
+        membership.Membership, "_mint_or_publish", worker_publishes_once
+    ),
+    "worker comes back as another": Mutant(membership.Membership, "_on_stream_opened", worker_joins_as_new),
+}  # fmt: skip
+
+
+def hunt(name: str, limit: int) -> tuple[int, str]:
+    """The first seed that catches the mutant, and what it broke; -1 if none below ``limit`` does."""
+    with MUTANTS[name].planted():
+        for seed in range(limit):
+            try:
+                told = play(seed)
+            except Exception as error:  # a machine that breaks down is caught as well
+                told = f"{type(error).__name__}: {error}"
+            if told:
+                return seed, told
+    return -1, ""

@@ -1,0 +1,153 @@
+"""The scheduler of the simulation: the real job, a disk, and crashes at every commit."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from scheduler.core import values as v
+from scheduler.core.job import Job
+from scheduler.core.record_codec import decode_record, encode_record
+from tests.scheduler.core.transcript import show_record
+from tests.simulation.network import Stream
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+SEND_FIRST = False
+"""A mutant sets this: messages leave before the records are on disk."""
+
+
+class Scheduler:
+    """Carries out what the job decides, as the driver does: records first, then messages, in order."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.job = Job("job", world.scenario.settings)
+        self.disk: list[v.Record] = []
+        self.streams: dict[int, Stream] = {}
+        self.up = True
+        self.up_since = 0.0
+        self.crashes_left = 3
+        self.quiet = False
+        self._epoch = 0
+        self._ticks = 0
+        self._armed: float | None = None
+
+    # ------------------------------------------------------------ events
+
+    def feed(self, event: v.Event) -> None:
+        """One event, all the way."""
+        world = self.world
+        decision = self.job.step(event, world.loop.now)
+        if world.trace is not None and (type(event) is not v.Heard or decision.reason):
+            world.note(f"scheduler <- {_show_event(event)}")
+            for record in decision.records:
+                world.note(f"           * {show_record(record)}")
+            if decision.reason:
+                world.note(f"           = {decision.reason}")
+        crash = self._crash_point(decision)
+        if SEND_FIRST:
+            self._send(decision.messages)
+        if crash == "before the commit":
+            self.crash(crash)
+            return
+        if decision.records:
+            self.disk += decision.records
+            world.judge.committed(decision.records)
+        if crash != "after the commit" and not SEND_FIRST:
+            self._send(decision.messages if not crash else decision.messages[: len(decision.messages) // 2])
+        world.judge.stepped(event, decision, self.job)
+        if crash:
+            self.crash(crash)
+        else:
+            self.arm()
+
+    def _crash_point(self, decision: v.Decision) -> str:
+        rng = self.world.rng
+        if not decision.records or self.crashes_left <= 0 or self.quiet:
+            return ""
+        if rng.random() >= self.world.scenario.commit_crash:
+            return ""
+        return rng.choice(("before the commit", "after the commit", "between two messages"))
+
+    def _send(self, messages: tuple[tuple[int, v.Message], ...]) -> None:
+        for session, message in messages:
+            self.world.judge.sending(session, message)
+            stream = self.streams.get(session)
+            if stream is not None and stream.server_open:
+                self.world.network.send_down(stream, message)
+
+    def lost(self, stream: Stream, detail: str) -> None:
+        """The end of a stream has come through."""
+        if self.up and self.streams.pop(stream.session, None) is not None:
+            self.feed(v.SessionLost(stream.session, detail))
+
+    # ------------------------------------------------------------ time
+
+    def arm(self) -> None:
+        """Plans the next Tick, if the deadline is not covered by one that is planned."""
+        due = self.job.deadline()
+        if due is not None and (self._armed is None or due < self._armed):
+            self._armed = due
+            self.world.loop.at(due, self._tick, self._epoch, due)
+
+    def _tick(self, epoch: int, due: float) -> None:
+        if not self.up or epoch != self._epoch or self._armed != due:
+            return
+        self._armed = None
+        deadline = self.job.deadline()
+        now = self.world.loop.now
+        if deadline is None or deadline > now:
+            self.arm()
+            return
+        self.feed(v.Tick())
+        after = self.job.deadline() if self.up else None
+        self._ticks = self._ticks + 1 if after is not None and after <= now else 0
+        if self._ticks > 5:
+            self.world.judge.fault("the deadline stays in the past: the scheduler would spin")
+
+    # ------------------------------------------------------------ death
+
+    def crash(self, when: str) -> None:
+        """SIGKILL: memory and streams are gone, the disk stays."""
+        if not self.up:
+            return
+        world = self.world
+        self.crashes_left -= 1
+        world.note(f"!! scheduler dies {when}")
+        if when != "before the commit":
+            world.judge.check_recovery(self.job, self._records())
+        self.up = False
+        self._epoch += 1
+        self._armed = None
+        streams, self.streams = self.streams, {}
+        for stream in streams.values():
+            world.network.closed_by_scheduler(stream, "connection reset")
+        world.loop.after(world.rng.choice((0.05, 0.5, 2.0)), self.restart)
+
+    def restart(self) -> None:
+        """Comes up again on the same disk."""
+        world = self.world
+        world.note("!! scheduler starts again")
+        self.job = Job.recover("job", world.scenario.settings, self._records(), world.loop.now)
+        self.up = True
+        self.up_since = world.loop.now
+        self.arm()
+
+    def _records(self) -> list[v.Record]:
+        """What the disk holds, through the journal's codec."""
+        lines = [json.dumps(encode_record(record)) for record in self.disk]
+        self.world.judge.check_secrecy(lines)
+        return [decode_record(json.loads(line)) for line in lines]
+
+
+def _show_event(event: v.Event) -> str:
+    text = repr(event)
+    if isinstance(event, v.Joined):
+        candidate = event.candidate
+        return (
+            f"Joined({event.session}, {candidate.node_id}#{candidate.incarnation}, "
+            f"held {event.held_generation}/{event.held_rank}, built={event.built}, step={event.step})"
+        )
+    return text

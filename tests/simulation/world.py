@@ -1,0 +1,153 @@
+"""One simulated job: the real scheduler core, real worker cores and both real codecs on a seeded queue.
+
+Everything that happens comes from one seed. Checkers (:mod:`tests.simulation.judge`) look on from outside;
+planted bugs (:mod:`tests.simulation.mutants`) prove that they bite.
+"""
+
+from __future__ import annotations
+
+import random
+
+from tests.simulation.data_plane import DataPlane
+from tests.simulation.faults import plan_faults
+from tests.simulation.judge import Judge, Violation
+from tests.simulation.loop import Loop
+from tests.simulation.network import Network
+from tests.simulation.scenario import TOPO_TIMEOUT_S, make_scenario
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.worker import Worker
+from worker.core import messages as m
+
+
+class World:
+    """Everything there is in one run.
+
+    Args:
+        seed: decides all.
+        trace: gets a line for everything that happens.
+    """
+
+    def __init__(self, seed: int, trace: list[str] | None = None) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.trace = trace
+        self.scenario = make_scenario(self.rng)
+        self.loop = Loop()
+        self.judge = Judge(self)
+        self.network = Network(self)
+        self.data_plane = DataPlane(self)
+        self.scheduler = Scheduler(self)
+        self.processes: list[Worker] = []
+        self.newest: dict[str, Worker] = {}
+        self.died_at: dict[tuple[str, int], float] = {}
+        self.leavers: set[str] = set()
+        self.restarts = 0
+        self.note(f"seed {seed}: {self.scenario}")
+
+    def note(self, line: str) -> None:
+        """Writes a line of the transcript."""
+        if self.trace is not None:
+            self.trace.append(f"{self.loop.now:8.3f}  {line}")
+
+    # ------------------------------------------------------------ names and places
+
+    def profile(self, node_id: str, incarnation: int, *, spare: bool) -> m.Profile:
+        """Who a worker is; two hosts share one name, so only their ids tell them apart."""
+        number = int(node_id.lstrip("n"))
+        host_id = f"host-{number // 2}"
+        return m.Profile(
+            job_id="job",
+            node_id=node_id,
+            incarnation=incarnation,
+            worker_num=self.scenario.worker_num,
+            worker_min=self.scenario.worker_min,
+            host=m.Host(host_id, "gpu", "10.0.0.1", ""),
+            device=m.Device("cpu", number % 2),
+            backend="tcp",
+            local_index=number % 2,
+            spare=spare,
+        )
+
+    def node(self, number: int) -> str:
+        return str(number) if self.scenario.integers else f"n{number}"
+
+    def in_rank_order(self, nodes: list[str]) -> list[str]:
+        """The rule of ranks for this world's names: by number, which is also host and device."""
+        return sorted(nodes, key=lambda node: int(node.lstrip("n")))
+
+    def mint(self, generation: int, count: int, worker: Worker) -> tuple[bytes, ...]:
+        nonce = self.rng.getrandbits(32)
+        return tuple(b"ID-%d-%d-%d-%d" % (generation, worker.incarnation, nonce, n) for n in range(count))
+
+    def dead_for(self, process: tuple[str, int]) -> float:
+        """For how long the scheduler could have known that a process is dead."""
+        if process not in self.died_at:
+            return 0.0
+        return self.loop.now - max(self.died_at[process], self.scheduler.up_since)
+
+    def has_state(self, process: tuple[str, int]) -> bool:
+        return any((w.node_id, w.incarnation) == process and w.has_state for w in self.processes)
+
+    # ------------------------------------------------------------ processes
+
+    def start(self, node_id: str, *, spare: bool = False) -> Worker:
+        """Starts a worker process."""
+        worker = Worker(self, node_id, self.rng.getrandbits(63) | 1, spare=spare)
+        self.note(f"!! {worker} starts{' as a spare' if spare else ''}")
+        self.processes.append(worker)
+        self.newest[node_id] = worker
+        self.judge.disturbed()
+        worker.start()
+        return worker
+
+    def ended(self, worker: Worker) -> None:
+        """A process is gone; the supervisor starts it again while the job goes on."""
+        self.judge.disturbed()
+        self.died_at[(worker.node_id, worker.incarnation)] = self.loop.now
+        done = (worker.node_id, worker.incarnation) in self.judge.completed
+        if self.scenario.supervised and not done and self.newest.get(worker.node_id) is worker:
+            pause = self.rng.uniform(0.2, 3.0) + self.restarts * 0.2
+            self.loop.after(pause, self._restart, worker)
+
+    def _restart(self, worker: Worker) -> None:
+        if self.judge.outcome is None and not self.newest[worker.node_id].alive:
+            self.restarts += 1
+            self.start(worker.node_id, spare=worker.profile.spare)
+
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.processes if worker.alive]
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        """Plays the seed.
+
+        Raises:
+            Violation: a promise was broken.
+        """
+        scenario = self.scenario
+        self.scheduler.arm()
+        for number in range(scenario.worker_num):
+            self.loop.at(self.rng.uniform(0.0, 2.0), self.start, self.node(number))
+        for number in range(scenario.spares):
+            at = self.rng.uniform(0.0, 4.0)
+            self.loop.at(at, lambda n=number: self.start(self.node(scenario.worker_num + n), spare=True))
+        plan_faults(self)
+        limit = scenario.fault_end + 4 * TOPO_TIMEOUT_S
+        self.loop.run(limit, self._over)
+        self.note(f"ended: {self.judge.outcome}")
+        self.judge.final()
+
+    def _over(self) -> bool:
+        return self.judge.outcome is not None and not any(worker.alive for worker in self.processes)
+
+
+def play(seed: int, trace: list[str] | None = None) -> str:
+    """Plays one seed; returns what was broken, or "" if all was well."""
+    world = World(seed, trace)
+    try:
+        world.run()
+    except Violation as violation:
+        world.note(f"VIOLATION {violation}")
+        return str(violation)
+    return ""
