@@ -12,9 +12,9 @@ from scheduler.core import planning
 from scheduler.core import values as v
 from scheduler.core.contacts import Contact
 from scheduler.core.ledger import Claim, Phase
-from scheduler.core.machine import Suspicion
 from scheduler.core.ranks import natural_key
 from scheduler.core.reception import Reception
+from scheduler.core.state import Suspicion
 from scheduler.core.status import worker_view
 from scheduler.core.wording import count, upper_first, who
 

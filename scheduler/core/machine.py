@@ -8,97 +8,16 @@ matter in which order the facts came in.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from scheduler.core import planning
 from scheduler.core import values as v
-from scheduler.core.contacts import Contacts
-from scheduler.core.ledger import Claim, Ledger, Phase
-from scheduler.core.progress import Standing, stall_report
-from scheduler.core.wording import count, listing, missing, nodes, upper_first, waiting, who
+from scheduler.core.ledger import Claim, Phase
+from scheduler.core.state import JobState
+from scheduler.core.wording import count, listing, nodes, who
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """Collectives failed on a peer; unless it dies by then, the group is built anew with it."""
-
-    due: float
-    sentence: str
-
-
-class Machine:
-    """State of one job and its transitions; :class:`scheduler.core.job.Job` feeds it events."""
-
-    def __init__(self, job_id: str, settings: v.Settings) -> None:
-        table = settings.rank_table
-        if table is not None and settings.worker_num not in (0, len(table.entries)):
-            raise ValueError(
-                f"MS_WORKER_NUM is {settings.worker_num}, but the rank table has {len(table.entries)} entries"
-            )
-        self.job_id = job_id
-        self.settings = settings
-        self._ledger = Ledger()
-        self._contacts = Contacts()
-        self._unique_ids: tuple[bytes, ...] = ()
-        self._built: set[str] = set()
-        self._plan: str | None = None
-        self._suspicion: Suspicion | None = None
-        self._broken: str | None = None
-        self._started = False
-        self._phase_seen = Phase.FORMING
-        self._phase_since = 0.0
-        self._report_due = 0.0
-        self._spares_fill_in = 0.0
-        self._now = 0.0
-        self._progress_since = 0.0
-        self._stalled = False
-        self._reason = ""
-        self._records: list[v.Record] = []
-        self._messages: list[tuple[v.SessionId, v.Message]] = []
-        self._reasons: list[str] = []
-
-    @property
-    def phase(self) -> Phase:
-        """Where the job stands."""
-        durable = self._ledger.phase
-        return Phase.QUIESCING if durable is Phase.RUNNING and self._plan is not None else durable
-
-    def apply(self, record: v.Record) -> None:
-        """Takes a durable record in: the only way in which durable state changes, here and in recovery."""
-        self._ledger.apply(record)
-        if isinstance(record, v.Removed):
-            self._contacts.forget(record.node_id)
-            self._built.discard(record.node_id)
-        elif isinstance(record, v.GenerationFormed | v.GenerationEnded):
-            self._unique_ids, self._built, self._plan = (), set(), None
-            self._suspicion, self._broken, self._stalled = None, None, False
-            for contact in self._contacts.by_node.values():
-                contact.enter_generation()
-        elif isinstance(record, v.GroupEstablished):
-            self._unique_ids, self._suspicion = (), None
-
-    # ------------------------------------------------------------ output
-
-    def _commit(self, record: v.Record) -> None:
-        self.apply(record)
-        self._records.append(record)
-
-    def _tell(self, node_id: str, message: v.Message) -> None:
-        session = self._contacts.session_of(node_id)
-        if session is not None:
-            self._messages.append((session, message))
-
-    def _tell_members(self, message: v.Message) -> None:
-        for claim in self._ledger.living_members():
-            self._tell(claim.candidate.node_id, message)
-
-    def _say(self, sentence: str) -> None:
-        self._reasons.append(sentence)
-        self._reason = sentence
-
-    def _remove(self, node_id: str, reason: str, *, finished: bool = False) -> None:
-        claim = self._ledger.claims[node_id]
-        self._commit(v.Removed(node_id, claim.candidate.incarnation, reason, finished))
+class Machine(JobState):
+    """The conclusions and transitions of one job; :class:`scheduler.core.job.Job` feeds it events."""
 
     # ------------------------------------------------------------ conclusions
 
@@ -278,24 +197,6 @@ class Machine:
             if claim.leaving is not None and claim.since and self._ledger.rank_of(node_id) < 0
         ]
 
-    def _assignment(self, rank: int, lost: tuple[str, ...] = ()) -> v.Assignment:
-        formed = self._ledger.formed
-        assert formed is not None
-        return v.Assignment(
-            generation=formed.generation,
-            rank=rank,
-            members=formed.members,
-            state_source_rank=formed.state_source_rank,
-            newcomer_ranks=formed.newcomer_ranks,
-            unique_id_count=self._unique_id_count(),
-            reason=formed.reason,
-            switch_after_step=formed.switch_after_step,
-            lost=lost,
-        )
-
-    def _unique_id_count(self) -> int:
-        return -(-len(self._ledger.ranks) // self.settings.ranks_per_unique_id)
-
     def _suspend(self, reason: str) -> bool:
         """Too few members are left: the survivors keep their state and wait."""
         ledger = self._ledger
@@ -329,74 +230,3 @@ class Machine:
         self._contacts.nodes.clear()
         self._say(reason)
         return True
-
-    # ------------------------------------------------------------ words and reports
-
-    def _needed(self) -> int:
-        opened = self._ledger.opened
-        return opened.worker_num if opened is not None else self.settings.worker_num
-
-    def _present(self) -> list[v.Candidate]:
-        return planning.choose(self._ledger, self.settings) if self._ledger.opened is not None else []
-
-    def _waiting_sentence(self) -> str:
-        return waiting(self._present(), self._needed(), self.settings.rank_table)
-
-    def _missing(self) -> tuple[str, ...]:
-        if self.phase is Phase.ENDED:
-            return ()
-        return missing(self._present(), self._needed(), self.settings.rank_table)
-
-    def _size(self) -> str:
-        return count(len(self._ledger.ranks), "member")
-
-    def _building_sentence(self) -> str:
-        late = [
-            who(claim.candidate, self._ledger.rank_of(claim.candidate.node_id))
-            for claim in self._ledger.living_members()
-            if claim.candidate.node_id not in self._built
-        ]
-        ids = "" if self._unique_ids else "; rank 0 has not handed in the unique ids"
-        return (
-            f"{len(self._built)} of {count(len(self._ledger.ranks), 'member')} of generation "
-            f"{self._ledger.generation} built it, not yet: {listing(late)}{ids}"
-        )
-
-    def _report(self, now: float) -> None:
-        """The periodic word on who is in and who is missing."""
-        if self.phase not in (Phase.FORMING, Phase.SUSPENDED, Phase.BUILDING) or now < self._report_due:
-            return
-        self._report_due = now + self.settings.waiting_report_interval_s
-        if self.phase is Phase.BUILDING:
-            self._say(f"The group is being built: {self._building_sentence()}.")
-            return
-        self._broadcast_waiting()
-
-    def _broadcast_waiting(self) -> None:
-        message = self._waiting_message()
-        for node_id in self._ledger.claims:
-            self._tell(node_id, message)
-        self._say(message.sentence)
-
-    def _waiting_message(self) -> v.Waiting:
-        present = self._present()
-        sentence = upper_first(waiting(present, self._needed(), self.settings.rank_table)) + "."
-        return v.Waiting(len(present), self._needed(), sentence)
-
-    def _check_progress(self, now: float) -> None:
-        """Reports a stall once; the job goes on waiting."""
-        if self.phase not in (Phase.RUNNING, Phase.QUIESCING) or self._stalled:
-            return
-        if now < self._progress_since + self.settings.stall_timeout_s:
-            return
-        by_node = self._contacts.by_node
-        standings = [
-            Standing(self._ledger.rank_of(c.candidate.node_id), c.candidate, by_node[c.candidate.node_id])
-            for c in self._ledger.living_members()
-        ]
-        report = stall_report(standings, now - self._progress_since)
-        if report:
-            self._stalled = True
-            self._say(report)
-        else:
-            self._progress_since = now

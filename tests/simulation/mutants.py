@@ -34,12 +34,14 @@ class Mutant:
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
         """The bug is there as long as the block runs."""
-        right = vars(self.owner)[self.name]
-        setattr(self.owner, self.name, self.make(right))
+        bases = self.owner.__mro__ if isinstance(self.owner, type) else (self.owner,)
+        owner = next(base for base in bases if self.name in vars(base))
+        right = vars(owner)[self.name]
+        setattr(owner, self.name, self.make(right))
         try:
             yield
         finally:
-            setattr(self.owner, self.name, right)
+            setattr(owner, self.name, right)
 
 
 def instead(wrong: Any) -> Make:
