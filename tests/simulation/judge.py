@@ -224,16 +224,18 @@ class Judge:
             self.expect(members[message.rank] == process, f"{process} is told another's rank {message.rank}")
         self.expect(message.members == self.formed.members, "an assignment differs from the record")
 
+    def arriving(self, event: v.Event) -> None:
+        """Before each step of the scheduler."""
+        if isinstance(event, v.PeerSuspected | v.SessionLost | v.LeftCleanly | v.LeaveRequested):
+            self.disturbed()
+
     def stepped(self, event: v.Event, decision: v.Decision, job: Job) -> None:
         """After each step of the scheduler."""
-        if isinstance(event, v.PeerSuspected):
-            self.disturbed()
         if isinstance(event, v.SessionLost | v.LeftCleanly) and self.outcome is None:
             process = self.identity.get(event.session)
             if process is not None and self.newest_stream.get(process) == event.session:
                 gone = self.claims.get(process[0]) != process[1]
                 self.expect(gone, f"{process} is gone, and keeps its claim")
-            self.disturbed()
 
     def check_recovery(self, job: Job, records: list[v.Record]) -> None:
         """What the disk says is what the machine knew."""

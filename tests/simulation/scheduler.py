@@ -39,6 +39,7 @@ class Scheduler:
     def feed(self, event: v.Event) -> None:
         """One event, all the way."""
         world = self.world
+        world.judge.arriving(event)
         decision = self.job.step(event, world.loop.now)
         if world.trace is not None and (type(event) is not v.Heard or decision.reason):
             world.note(f"scheduler <- {_show_event(event)}")
