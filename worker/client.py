@@ -192,9 +192,9 @@ class Client:
         elif isinstance(notice, e.Left):
             self._left = True
         else:
-            self._end_generation(notice, later)
+            self._end_generation(notice)
 
-    def _end_generation(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
+    def _end_generation(self, notice: e.Notice) -> None:
         if isinstance(notice, e.Dismissed):
             self.dismissal = LeaveGranted(f"This worker leaves the job: {notice.reason}")
         elif isinstance(notice, e.Interrupt):
@@ -205,10 +205,10 @@ class Client:
                 lost=notice.lost,
             )
             if not notice.planned:
-                self._abort(self.dismissal or self._interruption, later)
+                self._abort(self.dismissal or self._interruption)
         elif isinstance(notice, e.Failed):
             self.failure = _failure(notice)
-            self._abort(self.failure, later)
+            self._abort(self.failure)
 
     # ------------------------------------------------------------ threads
 
@@ -250,7 +250,7 @@ class Client:
                 self.failure = error
                 self._changed.notify_all()
 
-    def _abort(self, error: Exception, later: list[Callable[[], None]]) -> None:
+    def _abort(self, error: Exception) -> None:
         communicators = list(self._communicators[1])
         if not communicators:
             return
@@ -260,8 +260,9 @@ class Client:
                 communicator.abort(error)
 
         # On a thread of its own: an abort may take a while, and the next generation's ids come meanwhile.
+        # It is started under the lock, so that whoever sees the change can wait for it.
         self._aborting = threading.Thread(target=run, name="muster-abort", daemon=True)
-        later.append(self._aborting.start)
+        self._aborting.start()
 
     # ------------------------------------------------------------ the training thread
 

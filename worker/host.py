@@ -19,6 +19,10 @@ from worker.errors import SettingsError
 _SIOCGIFADDR = 0x8915
 
 
+class UnresolvedHostError(SettingsError):
+    """MS_SCHED_HOST has no address yet: a mistake, or a name service that is behind."""
+
+
 class DeviceChoice(Value):
     """The device of this worker.
 
@@ -51,7 +55,8 @@ def describe_host(settings: Settings) -> Host:
     """This machine, as the scheduler and the peers are told.
 
     Raises:
-        SettingsError: MS_WORKER_ADDRESS or MS_INTERFACE has no address here.
+        SettingsError: MS_INTERFACE has no address here.
+        UnresolvedHostError: MS_SCHED_HOST cannot be resolved or routed to.
     """
     return Host(
         id=settings.host_id or host_identity(),
@@ -85,7 +90,7 @@ def _local_address(settings: Settings) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0]).partition("%")[0]
     except OSError as error:
-        raise SettingsError(
+        raise UnresolvedHostError(
             f"MS_SCHED_HOST is {settings.scheduler_host!r}, and there is no way to it: {error.strerror}.",
             remedy="Check the name and the network, or set MS_WORKER_ADDRESS to an address of this host.",
         ) from None

@@ -10,9 +10,10 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from worker.config import SecurityContext, Settings, load_settings
 from worker.errors import NotInitializedError, SecurityError, SettingsError, WorkerError
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from worker.session import Session
 
 log = logging.getLogger("muster.worker")
+
+T = TypeVar("T")
+NAME_SERVICE_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 
 class _Process:
@@ -88,12 +92,16 @@ def init(backend: str | None = None) -> Session:
         FormationTimeoutError: the group did not form within it; says who is missing.
         JobEndedError: the job was over before this worker, a spare, was needed.
     """
-    if _process.session is not None:
+    if _process.session is not None and not _process.session.released:
         return _process.session
     session = open_session(os.environ, _process.context, backend)
     _process.session = session
     _hook_exit()
-    session.open()
+    try:
+        session.open()
+    except BaseException:
+        _process.session = None
+        raise
     return session
 
 
@@ -110,7 +118,7 @@ def current() -> Session:
     Raises:
         NotInitializedError: there is none.
     """
-    if _process.session is None:
+    if _process.session is None or _process.session.released:
         raise NotInitializedError("There is no session.", remedy="Call worker.init() first.")
     return _process.session
 
@@ -128,10 +136,11 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
     from worker.channel import GrpcConnector
     from worker.communicators import create_backend
     from worker.core.messages import Profile
-    from worker.host import choose_device, describe_host, node_identity
+    from worker.host import UnresolvedHostError, choose_device, describe_host, node_identity
     from worker.session import Session, new_incarnation
 
-    host, device = describe_host(settings), choose_device(settings)
+    host = retried(lambda: describe_host(settings), UnresolvedHostError)
+    device = choose_device(settings)
     name = backend or settings.backend or _default_backend(device.visible_count)
     plane = create_backend(
         name, tls=credentials, job_id=settings.job_id, allow_insecure=settings.allow_insecure
@@ -152,6 +161,30 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
     )
     connector = GrpcConnector(settings, credentials)
     return Session(settings, profile=profile, device=device, backend=plane, connector=connector)
+
+
+def retried(
+    attempt: Callable[[], T],
+    passing: type[WorkerError],
+    *,
+    pauses_s: Sequence[float] = NAME_SERVICE_PAUSES_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Tries again while an error may pass by itself: a cluster's name service learns of new hosts late.
+
+    Args:
+        attempt: what to do.
+        passing: the error that may pass.
+        pauses_s: how long to wait after each failure, in seconds; after the last the error is raised.
+        sleep: waits.
+    """
+    for pause_s in pauses_s:
+        try:
+            return attempt()
+        except passing as error:
+            log.warning("%s Trying again in %g s.", error.message, pause_s)
+            sleep(pause_s)
+    return attempt()
 
 
 def load_credentials(settings: Settings, env: Mapping[str, str]) -> Credentials | None:

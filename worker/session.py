@@ -136,11 +136,13 @@ class Session:
     @property
     def device_ordinal(self) -> int:
         """Index of this worker's GPU as CUDA counts in this process; -1 on a CPU."""
-        if self.device.visible_count == 0:
+        return self._ordinal(self.local_rank)
+
+    def _ordinal(self, local_rank: int) -> int:
+        device = self.device
+        if device.visible_count == 0:
             return -1
-        return (
-            self.device.ordinal if self.device.ordinal >= 0 else self.local_rank % self.device.visible_count
-        )
+        return device.ordinal if device.ordinal >= 0 else local_rank % device.visible_count
 
     @property
     def state_source_rank(self) -> int:
@@ -288,7 +290,7 @@ class Session:
             generation=generation,
             group=WORLD,
             rank=place.rank,
-            peers=tuple(_peer(member) for member in place.members),
+            peers=tuple(self._peer(member, member.rank == place.rank) for member in place.members),
             unique_ids=build.unique_ids,
         )
         # A survivor may still be finishing its step while a newcomer waits for it here.
@@ -313,7 +315,24 @@ class Session:
             adopted=lambda each: self._client.adopt(generation, each),
         )
 
+    def _peer(self, member: m.Member, is_me: bool) -> Peer:
+        return Peer(
+            rank=member.rank,
+            node_id=member.node_id,
+            incarnation=member.incarnation,
+            host_id=member.host.id,
+            host_name=member.host.name,
+            data_address=member.data_address,
+            # Others are named by their place on their host; this process counts what it sees.
+            device_index=self._ordinal(member.local_rank) if is_me else member.device.index,
+        )
+
     # ------------------------------------------------------------ the end
+
+    @property
+    def released(self) -> bool:
+        """Whether :meth:`release` was called."""
+        return self._released
 
     def release(self, *, finished: bool = True, reason: str = "") -> None:
         """Says goodbye and frees everything; idempotent.
@@ -356,18 +375,6 @@ def new_incarnation() -> int:
 
 def _jitter() -> float:
     return int.from_bytes(os.urandom(4), "big") / 2**32
-
-
-def _peer(member: m.Member) -> Peer:
-    return Peer(
-        rank=member.rank,
-        node_id=member.node_id,
-        incarnation=member.incarnation,
-        host_id=member.host.id,
-        host_name=member.host.name,
-        data_address=member.data_address,
-        device_index=member.device.index,
-    )
 
 
 def _close(communicator: Communicator) -> None:

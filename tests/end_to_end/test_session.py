@@ -213,3 +213,75 @@ def test_a_worker_that_asks_to_leave_goes_at_a_step_boundary(pki: Pki, tmp_path:
         assert staying.ask("s.rejoin()") == "ok None"
         assert staying.ask("(s.world_size, worker.all_reduce(1.0).tolist())") == "ok (1, 1.0)"
         assert staying.finish() == 0
+
+
+STEPS = "next(n for n in range({first}, 10**9) if s.step_boundary(n) or worker.all_reduce(1.0) is None)"
+
+
+def test_a_replacement_takes_the_free_rank_at_a_step_boundary(pki: Pki, tmp_path: Path) -> None:
+    env = {"MS_WORKER_NUM": "3", "MS_WORKER_MIN": "2", **pki.env()}
+    with scheduler(**env) as sched, company(tmp_path, sched, pki) as hired:
+        first, second, third = hired.form(3, MS_WORKER_MIN="2")
+        second.kill()
+        for worker in (first, third):
+            assert worker.ask(STEPS.format(first=0)).startswith("error MembershipChanged")
+            worker.tell("s.rejoin()")
+        for rank, worker in enumerate((first, third)):
+            assert worker.answer() == "ok None"
+            assert worker.ask("(s.generation, s.rank, s.world_size)") == f"ok (2, {rank}, 2)"
+            worker.tell(STEPS.format(first=5))
+        newcomer = hired.start(MS_NODE_ID="1", MS_WORKER_NUM="3", MS_WORKER_MIN="2")
+        for worker in (first, third):
+            assert worker.answer().startswith("error MembershipChanged Generation 2 is over")
+            worker.tell("s.rejoin()")
+        assert newcomer.answer() == "ok 1"
+        everybody = (first, newcomer, third)
+        assert [worker.answer() for worker in (first, third)] == ["ok None"] * 2
+        for worker in everybody:
+            worker.tell(
+                "(s.rank, s.newcomer_ranks, s.state_source_rank != 1, worker.all_reduce(1.0).tolist())"
+            )
+        assert [worker.answer() for worker in everybody] == [f"ok ({r}, (1,), True, 3.0)" for r in range(3)]
+        assert [worker.finish() for worker in everybody] == [0, 0, 0]
+        assert sched.wait() == 0
+
+
+def test_too_few_survivors_wait_for_a_replacement(pki: Pki, tmp_path: Path) -> None:
+    with scheduler(**pki.env()) as sched, company(tmp_path, sched, pki) as hired:
+        first, second = hired.form(2)
+        first.tell("worker.all_reduce(1.0)")
+        second.kill()
+        assert first.answer().startswith("error MembershipChanged")
+        first.tell("s.rejoin()")
+        newcomer = hired.start(MS_NODE_ID="1")
+        assert (first.answer(), newcomer.answer()) == ("ok None", "ok 1")
+        for worker in (first, newcomer):
+            worker.tell("(s.generation, s.state_source_rank, worker.all_reduce(1.0).tolist())")
+        assert [worker.answer() for worker in (first, newcomer)] == ["ok (2, 0, 2.0)"] * 2
+
+
+def test_a_drained_worker_leaves_and_the_others_go_on(pki: Pki, tmp_path: Path) -> None:
+    env = {"MS_WORKER_MIN": "1", **pki.env()}
+    operator = {"MS_CLIENT_PASSWORD": PASSWORD.decode()}
+    config = foreign_config(pki, tmp_path, Identity("default", "operator"))
+    with scheduler(**env) as sched, company(tmp_path, sched, pki) as hired:
+        first, second = hired.form(2, MS_WORKER_MIN="1")
+        for worker in (first, second):
+            worker.tell(STEPS.format(first=0))
+        drained = sched.command("drain", "1", MS_CONFIG_FILE=config, **operator)
+        assert drained.returncode == 0, drained.stderr
+        assert second.answer().startswith("error LeaveGranted")
+        assert first.answer().startswith("error MembershipChanged")
+        assert second.ask("s.release(finished=False)") == "ok None"
+        assert first.ask("s.rejoin()") == "ok None"
+        assert first.ask("s.world_size") == "ok 1"
+        assert [worker.finish() for worker in (second, first)] == [0, 0]
+
+
+def test_ctrl_c_tells_the_others(pki: Pki, tmp_path: Path) -> None:
+    with scheduler(**pki.env()) as sched, company(tmp_path, sched, pki) as hired:
+        first, second = hired.form(2)
+        first.tell("worker.all_reduce(1.0)")
+        second.process.send_signal(2)
+        assert "interrupted from the keyboard" in first.answer()
+        assert second.process.wait(20) != 0

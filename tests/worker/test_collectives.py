@@ -20,6 +20,7 @@ class StubSession:
 
     local_rank = 1
     local_world_size = 2
+    released = False
 
     def __init__(self) -> None:
         self.communicator: StubCommunicator = stub_communicator(1, 2)

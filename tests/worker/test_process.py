@@ -92,3 +92,48 @@ def test_a_certificate_that_is_none_is_a_matter_of_security(tmp_path: Path) -> N
     settings = Settings(worker_num=1, worker_min=1, config_path=tmp_path / "config.json")
     with pytest.raises(SecurityError, match=r"client\.p12|ca\.crt"):
         process.load_credentials(settings, {"MS_CLIENT_PASSWORD": "x"})
+
+
+def test_what_may_pass_is_tried_again() -> None:
+    failures = [SettingsError("not yet"), SettingsError("not yet")]
+    slept: list[float] = []
+
+    def attempt() -> str:
+        if failures:
+            raise failures.pop()
+        return "there"
+
+    found = process.retried(attempt, SettingsError, pauses_s=(1.0, 2.0, 4.0), sleep=slept.append)
+    assert (found, slept) == ("there", [1.0, 2.0])
+
+
+def test_what_does_not_pass_is_raised_in_the_end() -> None:
+    def attempt() -> None:
+        raise SettingsError("never")
+
+    slept: list[float] = []
+    with pytest.raises(SettingsError, match="never"):
+        process.retried(attempt, SettingsError, pauses_s=(1.0, 2.0), sleep=slept.append)
+    assert slept == [1.0, 2.0]
+
+
+def test_what_cannot_pass_is_raised_at_once() -> None:
+    def attempt() -> None:
+        raise SecurityError("no")
+
+    with pytest.raises(SecurityError):
+        process.retried(attempt, SettingsError, sleep=lambda _: pytest.fail("it slept"))
+
+
+def test_a_failed_init_leaves_nothing_behind() -> None:
+    code = (
+        "import worker\n"
+        "for _ in range(2):\n"
+        "    try: worker.init()\n"
+        "    except worker.SchedulerUnreachableError: print('unreachable')\n"
+        "try: worker.get_rank()\n"
+        "except worker.NotInitializedError: print('none')\n"
+    )
+    env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_TOPO_TIMEOUT": "1", "MS_BACKEND": "tcp"}
+    done = run(code, MS_SCHED_PORT="1", **env)
+    assert done.stdout == "unreachable\nunreachable\nnone\n", done.stderr

@@ -20,6 +20,7 @@ from tests.worker.scripted import (
 )
 from worker.channel import DeniedError, MalformedError
 from worker.communicators.base import Membership, ReduceOp
+from worker.core.messages import Device
 from worker.errors import (
     FormationTimeoutError,
     GroupError,
@@ -33,6 +34,7 @@ from worker.errors import (
     SecurityError,
     WorkerError,
 )
+from worker.host import DeviceChoice
 from worker.session import Session
 
 X = np.zeros(4)
@@ -381,3 +383,19 @@ def test_progress_and_collectives_reach_the_scheduler(stage: Stage) -> None:
     assert (collective.name, collective.group, collective.dtype) == ("all_reduce", "world", "float64")
     assert (collective.size_bytes, collective.done) == (32, True)
     stage.line.welcome()
+
+
+@pytest.mark.parametrize(("ordinal", "expected"), [(3, 3), (-1, 1)])
+def test_a_gpu_is_the_one_chosen_or_that_of_the_local_rank(ordinal: int, expected: int) -> None:
+    connector, backend = ScriptedConnector(), StubBackend()
+    session = scripted_session(connector, backend)
+    session.device = DeviceChoice(Device("cuda", 7), ordinal, 4)
+    opening = Thread(session.open)
+    line = connector.next_line()
+    join = line.hear("join")
+    line.welcome()
+    line.form(join)
+    opening.result()
+    assert session.device_ordinal == expected
+    assert [peer.device_index for peer in backend.made[0].membership.peers] == [-1, expected]
+    end(session, line)
