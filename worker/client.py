@@ -329,14 +329,15 @@ class Client:
         """
         self.post(e.CommunicatorBuilt(generation))
         with self._lock:
-            while self._running < generation:
+            while True:
                 error = self.change_of(generation)
                 if isinstance(error, MembershipChanged):
                     return False
                 if error is not None:
                     raise error
+                if self._running >= generation:
+                    return True
                 self._changed.wait()
-            return True
 
     def verdict(self, generation: int, rank: int, error: Exception) -> Exception:
         """Waits to learn whether a failed collective means that the membership has changed.

@@ -1,0 +1,154 @@
+"""The client's own part: threads, time and waiting. What it decides is the machine's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rendezvous.v1 import rendezvous_pb2 as pb
+from tests.worker.core.machine import assignment, profile
+from tests.worker.scripted import ScriptedConnector, Thread, stub_communicator
+from worker.client import Client
+from worker.core import events as e
+from worker.core.membership import Membership
+from worker.core.messages import Assignment, Quiesce
+from worker.errors import MembershipChanged, NotInitializedError, WorkerError
+
+
+class Mint:
+    def __init__(self) -> None:
+        self.error: WorkerError | None = None
+        self.thread = ""
+
+    def __call__(self, count: int) -> tuple[bytes, ...]:
+        self.thread = threading.current_thread().name
+        if self.error is not None:
+            raise self.error
+        return tuple(b"minted" for _ in range(count))
+
+
+def client(connector: ScriptedConnector, mint: Mint | None = None, **timing: float) -> Client:
+    core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
+    return Client(core, connector, mint=mint or Mint())
+
+
+@pytest.fixture
+def connector() -> ScriptedConnector:
+    return ScriptedConnector()
+
+
+@pytest.fixture
+def running(connector: ScriptedConnector) -> Iterator[Client]:
+    """A client in generation 1, whose goodbye nobody answers."""
+    made = client(connector, leave_timeout_s=0.01)
+    made.start()
+    line = connector.next_line()
+    line.welcome()
+    building = Thread(made.next_build)
+    line.assign(line.hear("join"))
+    line.say(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b"secret"]))
+    assert building.result().unique_ids == (b"secret",)
+    building = Thread(lambda: made.built(1))
+    line.hear("built")
+    line.say(group_built=pb.GroupBuilt(generation=1))
+    assert building.result()
+    yield made
+    made.close()
+
+
+def muster_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("muster-")}
+
+
+def test_no_thread_is_left_after_close(connector: ScriptedConnector) -> None:
+    made = client(connector)
+    made.start()
+    line = connector.next_line()
+    line.hear("join")
+    assert muster_threads() == {"muster-timer", "muster-stream"}
+    made.close()
+    made.close()
+    assert muster_threads() == set()
+    assert line.closed
+    assert made.post(e.Tick()) == e.Decision()
+
+
+def test_an_unanswered_goodbye_ends_at_its_deadline(running: Client) -> None:
+    leaving = Thread(lambda: running.leave(finished=True, reason="done"))
+    assert leaving.result()
+
+
+def test_heartbeats_come_without_anybody_asking(connector: ScriptedConnector) -> None:
+    made = client(connector)
+    made.start()
+    line = connector.next_line()
+    line.hear("join")
+    line.welcome(heartbeat_interval_s=0.001)
+    for _ in range(3):
+        line.hear("heartbeat")
+    made.close()
+
+
+def test_ids_are_minted_off_the_training_thread(connector: ScriptedConnector) -> None:
+    mint = Mint()
+    made = client(connector, mint)
+    made.start()
+    line = connector.next_line()
+    line.welcome()
+    line.assign(line.hear("join"), 1, 0)
+    assert list(line.hear("publish_unique_ids").unique_ids) == [b"minted"]
+    assert mint.thread == "muster-stream"
+    made.close()
+
+
+def test_ids_that_cannot_be_minted_end_the_wait(connector: ScriptedConnector) -> None:
+    mint = Mint()
+    mint.error = WorkerError("no network interface for NCCL")
+    made = client(connector, mint)
+    made.start()
+    line = connector.next_line()
+    line.welcome()
+    building = Thread(made.next_build)
+    line.assign(line.hear("join"), 1, 0)
+    with pytest.raises(WorkerError, match="no network interface"):
+        building.result()
+    made.close()
+
+
+def test_a_communicator_of_a_generation_that_is_over_is_aborted_at_once(
+    running: Client, connector: ScriptedConnector
+) -> None:
+    running.post(e.Received(1, _next_assignment()))
+    late = stub_communicator()
+    running.adopt(1, late)
+    assert isinstance(late.error, MembershipChanged)
+    assert not running.built(1)
+
+
+def test_communicators_are_taken_youngest_first_and_after_their_abort(running: Client) -> None:
+    world, part = stub_communicator(), stub_communicator()
+    running.adopt(1, world)
+    running.adopt(1, part)
+    running.post(e.Received(1, _next_assignment()))
+    assert running.take_communicators() == [part, world]
+    assert isinstance(world.error, MembershipChanged) and isinstance(part.error, MembershipChanged)
+    assert running.take_communicators() == []
+
+
+def test_closing_frees_a_thread_that_waits_at_a_step_boundary(running: Client) -> None:
+    running.start_step(0, 1)
+    running.post(e.Received(1, _quiesce()))
+    held = Thread(lambda: running.start_step(1, 1))
+    running.close()
+    with pytest.raises(NotInitializedError):
+        held.result()
+
+
+def _next_assignment() -> Assignment:
+    return assignment(2, 1)
+
+
+def _quiesce() -> Quiesce:
+    return Quiesce(1, "grow")
