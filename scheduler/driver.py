@@ -185,7 +185,11 @@ class JobDriver:
             self.note(Note("joined", self.job_id, "as a spare" if message.spare else "", session))
         elif isinstance(message, v.Assignment):
             session.generation, session.rank = message.generation, message.rank
-        session.send(self._encoder.encode(message))
+        session.send(
+            *self._encoder.encode_parts(message),
+            of_generation=isinstance(message, v.Assignment | v.UniqueIds | v.GroupBuilt),
+            supersedes=isinstance(message, v.Assignment),
+        )
         if isinstance(message, v.Refused):
             kind = "expelled" if message.code is v.RefusalCode.EXPELLED else "refused"
             self.note(Note(kind, self.job_id, message.sentence, session, message.code.name.lower()))

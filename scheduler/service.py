@@ -34,6 +34,8 @@ from scheduler.logs import LOG, Recorder
 from scheduler.sessions import Session
 
 SERVICE = "rendezvous.v1.Rendezvous"
+LARGE_MESSAGE_BYTES = 16 * 1024
+LARGE_WRITES_AT_ONCE = 64  # bounds the memory in which gRPC copies a large world's assignments
 STATUS_ROLES = ("worker", "scheduler", "operator")
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -61,6 +63,7 @@ class Service:
         self._started = time.monotonic()
         self._per_host: Counter[str] = Counter()
         self.sessions: dict[v.SessionId, Session] = {}
+        self._large_writes = asyncio.Semaphore(LARGE_WRITES_AT_ONCE)
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -210,8 +213,13 @@ class Service:
             driver.post(v.SessionLost(session.id, detail))
 
     async def _write(self, session: Session, context: Context) -> None:
-        while (data := await session.next()) is not None:
-            await context.write(data)
+        while await session.has_next():
+            large = session.next_size() >= LARGE_MESSAGE_BYTES
+            # A newer generation may take the place of what waits for its turn here.
+            async with self._large_writes if large else contextlib.nullcontext():
+                data = await session.next()
+                if data is not None:
+                    await context.write(data)
 
     async def _read(self, session: Session, context: Context) -> None:
         try:

@@ -18,6 +18,13 @@ MAX_WAITING_MESSAGES = 256
 MAX_WAITING_BYTES = 16 * 1024 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    parts: tuple[bytes, ...]
+    size: int
+    of_generation: bool
+
+
 @dataclass
 class Session:
     """A stream with its bounded queue of outgoing messages.
@@ -47,20 +54,35 @@ class Session:
     expiry_reported: bool = False
     closed: SchedulerError | None = None
     dropped: asyncio.Event = field(default_factory=asyncio.Event)
-    _waiting: deque[bytes] = field(default_factory=deque, repr=False)
+    _waiting: deque[_Outgoing] = field(default_factory=deque, repr=False)
     _waiting_bytes: int = 0
     _wake: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
-    def send(self, data: bytes) -> None:
-        """Queues one serialized message; drops the session when it is too far behind."""
+    def send(self, *parts: bytes, of_generation: bool = False, supersedes: bool = False) -> None:
+        """Queues one serialized message; drops the session when it is too far behind.
+
+        Args:
+            parts: the message in pieces, joined only when it leaves: receivers of the same membership
+                share the piece that holds it, so that a thousand queues do not hold it a thousand times.
+            of_generation: the message is void once a newer generation exists.
+            supersedes: the message begins a newer generation: void ones that still wait are dropped.
+        """
         if self.over:
             return
-        if len(self._waiting) >= MAX_WAITING_MESSAGES or self._waiting_bytes + len(data) > MAX_WAITING_BYTES:
+        if supersedes:
+            self._forget_void()
+        size = sum(map(len, parts))
+        if len(self._waiting) >= MAX_WAITING_MESSAGES or self._waiting_bytes + size > MAX_WAITING_BYTES:
             self.drop(TooSlowError(f"The worker does not read: {len(self._waiting)} messages wait for it."))
             return
-        self._waiting.append(data)
-        self._waiting_bytes += len(data)
+        self._waiting.append(_Outgoing(parts, size, of_generation))
+        self._waiting_bytes += size
         self._wake.set()
+
+    def _forget_void(self) -> None:
+        kept = [each for each in self._waiting if not each.of_generation]
+        self._waiting = deque(kept)
+        self._waiting_bytes = sum(each.size for each in kept)
 
     def close(self, error: SchedulerError | None = None) -> None:
         """Ends the stream once everything queued is sent; ``error`` is the status that the peer gets."""
@@ -75,13 +97,23 @@ class Session:
         self.dropped.set()
         self._wake.set()
 
-    async def next(self) -> bytes | None:
-        """Waits for the next message to send; None after the last."""
+    async def has_next(self) -> bool:
+        """Waits for a message to send; False after the last."""
         while not self._waiting:
             if self.over:
-                return None
+                return False
             self._wake.clear()
             await self._wake.wait()
-        data = self._waiting.popleft()
-        self._waiting_bytes -= len(data)
-        return data
+        return True
+
+    def next_size(self) -> int:
+        """Bytes of the next message; 0 when none waits."""
+        return self._waiting[0].size if self._waiting else 0
+
+    async def next(self) -> bytes | None:
+        """Waits for the next message to send; None after the last."""
+        if not await self.has_next():
+            return None
+        outgoing = self._waiting.popleft()
+        self._waiting_bytes -= outgoing.size
+        return b"".join(outgoing.parts)

@@ -162,7 +162,8 @@ def _waiting(body: pb.Waiting) -> m.Waiting:
 
 
 def _assignment(body: pb.Assignment) -> m.Assignment:
-    members = tuple(_member(member) for member in body.members)
+    hosts = [m.Host(host.id, host.name, host.address, host.topology) for host in body.hosts]
+    members = tuple(_member(member, hosts) for member in body.members)
     size = len(members)
     if [member.rank for member in members] != list(range(size)):
         raise WireError("members must be in order of rank, from 0, without a gap.")
@@ -184,8 +185,8 @@ def _assignment(body: pb.Assignment) -> m.Assignment:
     )
 
 
-def _member(body: pb.Member) -> m.Member:
-    host, device = body.host, body.device
+def _member(body: pb.Member, hosts: list[m.Host]) -> m.Member:
+    device = body.device
     if not body.node_id:
         raise WireError("a member has no node_id.")
     local_world_size = _number("local_world_size", body.local_world_size, 1, _MAX_WORLD)
@@ -193,7 +194,7 @@ def _member(body: pb.Member) -> m.Member:
         rank=_number("rank", body.rank, 0, _MAX_WORLD - 1),
         node_id=body.node_id,
         incarnation=body.incarnation,
-        host=m.Host(host.id, host.name, host.address, host.topology),
+        host=hosts[_number("host_index", body.host_index, 0, len(hosts) - 1)],
         device=m.Device(device.kind, device.index, device.pci_bus_id, device.model),
         local_rank=_number("local_rank", body.local_rank, 0, local_world_size - 1),
         local_world_size=local_world_size,

@@ -57,11 +57,11 @@ class Device(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., index: _Optional[int] = ..., pci_bus_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("rank", "node_id", "incarnation", "host", "device", "local_rank", "local_world_size", "data_address")
+    __slots__ = ("rank", "node_id", "incarnation", "host_index", "device", "local_rank", "local_world_size", "data_address")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
+    HOST_INDEX_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -69,12 +69,12 @@ class Member(_message.Message):
     rank: int
     node_id: str
     incarnation: int
-    host: Host
+    host_index: int
     device: Device
     local_rank: int
     local_world_size: int
     data_address: str
-    def __init__(self, rank: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host_index: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class Collective(_message.Message):
     __slots__ = ("sequence", "name", "group", "dtype", "size_bytes", "done")
@@ -266,7 +266,7 @@ class Waiting(_message.Message):
     def __init__(self, present: _Optional[int] = ..., needed: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost")
+    __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost", "hosts")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class Assignment(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     SWITCH_AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     rank: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
@@ -285,7 +286,8 @@ class Assignment(_message.Message):
     reason: str
     switch_after_step: int
     lost: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., state_source_rank: _Optional[int] = ..., newcomer_ranks: _Optional[_Iterable[int]] = ..., unique_id_count: _Optional[int] = ..., reason: _Optional[str] = ..., switch_after_step: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+    hosts: _containers.RepeatedCompositeFieldContainer[Host]
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., state_source_rank: _Optional[int] = ..., newcomer_ranks: _Optional[_Iterable[int]] = ..., unique_id_count: _Optional[int] = ..., reason: _Optional[str] = ..., switch_after_step: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[_Union[Host, _Mapping]]] = ...) -> None: ...
 
 class UniqueIds(_message.Message):
     __slots__ = ("generation", "unique_ids")

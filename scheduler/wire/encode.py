@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rendezvous.v1 import rendezvous_pb2 as pb
 from scheduler.core import values as v
 
@@ -50,10 +52,14 @@ def _change_or_end(message: v.Suspended | v.Quiesce | v.Refused | v.Ended) -> pb
 
 
 def _assignment(message: v.Assignment) -> pb.Assignment:
+    """Each host stands once, however many of its devices take part."""
+    hosts = list(dict.fromkeys(member.candidate.host for member in message.members))
+    index = {host: i for i, host in enumerate(hosts)}
     return pb.Assignment(
         generation=message.generation,
         rank=message.rank,
-        members=[_member(m) for m in message.members],
+        hosts=[pb.Host(id=h.id, name=h.name, address=h.address, topology=h.topology) for h in hosts],
+        members=[_member(m, index[m.candidate.host]) for m in message.members],
         state_source_rank=message.state_source_rank,
         newcomer_ranks=message.newcomer_ranks,
         unique_id_count=message.unique_id_count,
@@ -63,18 +69,13 @@ def _assignment(message: v.Assignment) -> pb.Assignment:
     )
 
 
-def _member(member: v.Member) -> pb.Member:
+def _member(member: v.Member, host_index: int) -> pb.Member:
     candidate = member.candidate
     return pb.Member(
         rank=member.rank,
         node_id=candidate.node_id,
         incarnation=candidate.incarnation,
-        host=pb.Host(
-            id=candidate.host.id,
-            name=candidate.host.name,
-            address=candidate.host.address,
-            topology=candidate.host.topology,
-        ),
+        host_index=host_index,
         device=_device_message(candidate.device),
         local_rank=member.local_rank,
         local_world_size=member.local_world_size,
@@ -95,17 +96,25 @@ class AssignmentEncoder:
 
     def __init__(self) -> None:
         self._last: v.Assignment | None = None
-        self._message = pb.SchedulerMessage()
+        self._shared = b""
 
     def encode(self, message: v.Message) -> bytes:
         """Encodes any message; assignments that share their members share the work."""
+        return b"".join(self.encode_parts(message))
+
+    def encode_parts(self, message: v.Message) -> tuple[bytes, ...]:
+        """Encodes any message in pieces to be joined; an assignment's receivers share the large piece.
+
+        The small piece repeats the assignment's field with the rank alone: protobuf merges the two
+        (Protocol Buffers, "Encoding": last one wins, and sub-messages are merged).
+        """
         if not isinstance(message, v.Assignment):
-            return encode_scheduler_message(message)
+            return (encode_scheduler_message(message),)
         if self._last is None or not _same_but_rank(self._last, message):
-            self._message = _scheduler_message(message)
             self._last = message
-        self._message.assignment.rank = message.rank
-        return self._message.SerializeToString()
+            self._shared = encode_scheduler_message(replace(message, rank=0))
+        own = pb.SchedulerMessage(assignment=pb.Assignment(rank=message.rank))
+        return self._shared, own.SerializeToString()
 
 
 def _same_but_rank(a: v.Assignment, b: v.Assignment) -> bool:

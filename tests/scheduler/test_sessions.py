@@ -80,3 +80,18 @@ def test_too_many_bytes_drop_the_session_and_sent_ones_no_longer_count() -> None
         assert isinstance(session.closed, TooSlowError)
 
     go(test())
+
+
+def test_a_newer_generation_takes_the_place_of_what_still_waits_of_an_older_one() -> None:
+    async def test() -> None:
+        session = Session(1, Caller("x"))
+        session.send(b"waiting")
+        session.send(b"assignment ", b"1", of_generation=True, supersedes=True)
+        session.send(b"ids 1", of_generation=True)
+        session.send(b"assignment ", b"2", of_generation=True, supersedes=True)
+        session.send(b"ids 2", of_generation=True)
+        session.close()
+        sent = [await session.next() for _ in range(4)]
+        assert sent == [b"waiting", b"assignment 2", b"ids 2", None]
+
+    go(test())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -256,7 +258,8 @@ def test_assignment_comes_through_whole() -> None:
         0,
         2,
     )
-    assert (first.host.id, first.host.name, first.host.address, first.host.topology) == (
+    host = got.hosts[first.host_index]
+    assert (host.id, host.name, host.address, host.topology) == (
         "host-id",
         "host",
         "10.0.0.1",
@@ -302,6 +305,23 @@ def test_every_refusal_has_its_code_on_the_wire(code: v.RefusalCode) -> None:
     refused = encoded(v.Refused(code, "why")).refused
     assert pb.RefusalCode.Name(refused.code) == f"REFUSAL_CODE_{code.name}"
     assert refused.sentence == "why"
+
+
+def test_receivers_of_one_membership_share_the_piece_that_holds_it() -> None:
+    encoder = wire.AssignmentEncoder()
+    pieces = [encoder.encode_parts(dataclasses.replace(ASSIGNMENT, rank=rank)) for rank in (0, 1, -1)]
+    assert pieces[0][0] is pieces[1][0] is pieces[2][0]
+    ranks = [pb.SchedulerMessage.FromString(b"".join(each)).assignment.rank for each in pieces]
+    assert ranks == [0, 1, -1]
+
+
+def test_hosts_stand_once_however_many_of_their_devices_take_part() -> None:
+    host = v.Host("h0", "node0", "10.0.0.1")
+    candidates = [v.Candidate(f"n{i}", i, host, v.Device(), 2, 2, "tcp") for i in (0, 1)]
+    members = tuple(v.Member(rank, rank, 2, each) for rank, each in enumerate(candidates))
+    body = encoded(dataclasses.replace(ASSIGNMENT, members=members)).assignment
+    assert [each.id for each in body.hosts] == ["h0"]
+    assert [each.host_index for each in body.members] == [0, 0]
 
 
 def test_the_shared_encoder_says_the_same_as_the_plain_one() -> None:

@@ -25,7 +25,7 @@ def wire_assignment(**changes: object) -> pb.Assignment:
             rank=each.rank,
             node_id=each.node_id,
             incarnation=each.incarnation,
-            host=pb.Host(id=each.host.id, name=each.host.name, address=each.host.address),
+            host_index=each.rank,
             device=pb.Device(kind="cpu", index=-1),
             local_rank=each.local_rank,
             local_world_size=each.local_world_size,
@@ -37,6 +37,10 @@ def wire_assignment(**changes: object) -> pb.Assignment:
         "generation": 1,
         "rank": 0,
         "members": members,
+        "hosts": [
+            pb.Host(id=each.host.id, name=each.host.name, address=each.host.address)
+            for each in assignment().members
+        ],
         "state_source_rank": -1,
         "unique_id_count": 1,
         "reason": "because 1",
@@ -155,6 +159,7 @@ def _members(*ranks: int, node_id: str = "") -> list[pb.Member]:
         (scheduler_message(unique_ids=pb.UniqueIds(generation=1)), "number of unique ids"),
         (scheduler_message(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b""])), "length of a unique id"),
         (scheduler_message(assignment=wire_assignment(generation=0)), "generation"),
+        (scheduler_message(assignment=wire_assignment(hosts=[])), "host_index"),
         (scheduler_message(assignment=wire_assignment(rank=2)), "rank must be from -1 to 1"),
         (scheduler_message(assignment=wire_assignment(unique_id_count=0)), "unique_id_count"),
         (scheduler_message(assignment=wire_assignment(state_source_rank=2)), "state_source_rank"),
