@@ -2,7 +2,7 @@
 
 Python's TLS moves 16 KiB at a time, which costs more than the encryption. So each side draws a secret,
 sends it inside the TLS session, and both switch the connection to records of up to 128 KiB under
-AES-256-GCM of the ``cryptography`` package. A direction's key comes from both secrets, the TLS session
+AES-128-GCM of the ``cryptography`` package. A direction's key comes from both secrets, the TLS session
 and the generation's unique ids; the nonce is the record's number, so that a record repeated, left out,
 reordered or changed does not open. Keys are replaced long before GCM's limits.
 """
@@ -40,16 +40,20 @@ class _Key:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._number = 0
-        self._cipher: Any = AESGCM(secret)
+        self._cipher: Any = _cipher(secret)
 
     def next(self) -> tuple[Any, bytes]:
         """The cipher and the nonce of the next record."""
         if self._number == RECORDS_PER_KEY:
             self._secret = hmac.new(self._secret, b"muster next key", hashlib.sha256).digest()
-            self._cipher, self._number = AESGCM(self._secret), 0
+            self._cipher, self._number = _cipher(self._secret), 0
         nonce = self._number.to_bytes(12, "big")
         self._number += 1
         return self._cipher, nonce
+
+
+def _cipher(secret: bytes) -> Any:
+    return AESGCM(hmac.new(secret, b"muster key", hashlib.sha256).digest()[:16])
 
 
 class Sealer:
