@@ -21,7 +21,18 @@ from typing import Any
 from bench.gpu_fleet import Fleet
 from bench.gpu_machine import describe_machine
 
-VARIANTS = ("muster", "muster-bf16-gradients", "muster-uncompiled", "muster-eager", "ddp", "ddp-compiled")
+VARIANTS = {
+    "muster": "whole step captured; stages compiled; bf16 weights with float32 masters; fast stem",
+    "muster-tuned": "the same, with kernels tuned at length when they are compiled",
+    "muster-bf16-gradients": "the same as muster, gradients travel as bf16",
+    "muster-autocast": "whole step captured; stages compiled; autocast; plain stem",
+    "muster-eager": "DataParallel alone: nothing captured or compiled; autocast; plain stem",
+    "ddp": "DistributedDataParallel; autocast; plain stem",
+    "ddp-compiled": "the same, compiled",
+    "ddp-compiled-fast-stem": "the same, compiled, with the fast stem",
+}
+_TUNING = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": False}
+_QUICK = ("muster", "muster-tuned", "muster-bf16-gradients")
 _ROUNDS = 3
 
 
@@ -30,7 +41,7 @@ def speed(
     *,
     variant: str,
     batch: int,
-    bucket_mib: float = 25,
+    bucket_mib: float = 64,
     init_file: str = "",
     profile: str = "",
     seconds: float = 1.5,
@@ -44,6 +55,7 @@ def speed(
     import torch
 
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0 if variant == "muster-tuned" else 10
     torch.set_float32_matmul_precision("high")
     begin = time.perf_counter()
     step, losses = _make_step(communicator, variant, batch, bucket_mib, init_file)
@@ -84,29 +96,36 @@ def _make_step(
 
     device = torch.device("cuda", communicator.device_index)
     torch.manual_seed(0)
-    module = resnet50().to(device, memory_format=torch.channels_last)
+    ours, quick = variant.startswith("muster"), variant in _QUICK
+    module = resnet50(fast=quick or variant.endswith("fast-stem")).to(
+        device, memory_format=torch.channels_last
+    )
     generator = torch.Generator(device).manual_seed(communicator.rank)
     images = torch.randn(batch, 3, 224, 224, device=device, generator=generator)
     images = images.to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, 10, (batch,), device=device, generator=generator)
-    if variant.startswith("muster"):
-        if variant in ("muster", "muster-bf16-gradients"):
-            module.compile_stages()
+    if ours:
+        if variant != "muster-eager":
+            module.compile_stages(_TUNING if variant == "muster-tuned" else None)
         model: Any = DataParallel(
             module,
             communicator=communicator,
+            weights="bf16" if quick else None,
             compression="bf16" if variant == "muster-bf16-gradients" else None,
             bucket_bytes=int(bucket_mib * 2**20),
+            first_bytes=int(bucket_mib * 2**20),
         )
     else:
-        model = _ddp(communicator, module, init_file, compiled=variant == "ddp-compiled")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        model = _ddp(communicator, module, init_file, compiled=variant != "ddp")
+    optimizer = torch.optim.SGD(
+        model.master_parameters() if quick else model.parameters(), lr=0.01, momentum=0.9, fused=True
+    )
 
     def loss_of(images: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(model(images).float(), labels)
 
-    if variant.startswith("muster") and variant != "muster-eager":
-        captured = capture_step(loss_of, model, optimizer, autocast=torch.bfloat16)
+    if ours and variant != "muster-eager":
+        captured = capture_step(loss_of, model, optimizer, autocast=None if quick else torch.bfloat16)
         return _Bound(captured, images, labels), []
 
     def eager() -> Any:
@@ -200,8 +219,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This benchmark's arguments."""
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (default 1 2 4)")
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="images per GPU")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--bucket-mib", type=float, default=25, help="our gradient buckets, in MiB")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=["muster", "muster-autocast", "ddp", "ddp-compiled"],
+    )
+    parser.add_argument("--bucket-mib", type=float, default=64, help="our gradient buckets, in MiB")
     parser.add_argument(
         "--peers-gpus", type=int, default=0, help="world size at which DDP runs (0: the largest)"
     )

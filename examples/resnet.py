@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from examples import stem_kernels
+
 EXPANSION = 4
 
 
@@ -37,10 +39,16 @@ class Bottleneck(nn.Module):  # type: ignore[misc]
 
 
 class Stem(nn.Module):  # type: ignore[misc]
-    """The first convolution and pooling: (N, 3, H, W) -> (N, width, H / 4, W / 4)."""
+    """The first convolution and pooling: (N, 3, H, W) -> (N, width, H / 4, W / 4).
 
-    def __init__(self, width: int) -> None:
+    Args:
+        width: channels.
+        fast: compute the same in the way of :mod:`examples.stem_kernels` where that is possible.
+    """
+
+    def __init__(self, width: int, fast: bool) -> None:
         super().__init__()
+        self.fast = fast
         self.conv = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
         self.bn = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
@@ -48,6 +56,8 @@ class Stem(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
         """First features of the images."""
+        if self.fast and x.shape[2] % 2 == 0 and x.shape[3] % 2 == 0:
+            return stem_kernels.relu_pool(self.bn(stem_kernels.stem_convolution(x, self.conv.weight)))
         return self.pool(self.relu(self.bn(self.conv(x))))
 
 
@@ -85,11 +95,14 @@ class ResNet(nn.Module):  # type: ignore[misc]
         blocks: how many bottlenecks each stage has.
         classes: how many classes there are.
         width: channels of the first stage's inner convolutions.
+        fast: see :class:`Stem`; parameters and results are the same.
     """
 
-    def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 10, width: int = 64) -> None:
+    def __init__(
+        self, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 10, width: int = 64, fast: bool = False
+    ) -> None:
         super().__init__()
-        self.stem = Stem(width)
+        self.stem = Stem(width, fast)
         stages, channels = [], width
         for number, count in enumerate(blocks):
             inner = width * 2**number
@@ -109,13 +122,16 @@ class ResNet(nn.Module):  # type: ignore[misc]
             x = stage(x)
         return self.head(x)
 
-    def compile_stages(self) -> ResNet:
+    def compile_stages(self, options: dict[str, Any] | None = None) -> ResNet:
         """Compiles each stage by itself: one graph would give all gradients at once, at the very end.
 
         So the AllReduce of late layers still runs beside the backward pass of early ones.
+
+        Args:
+            options: of torch.compile's default backend.
         """
         for part in (self.stem, *self.stages, self.head):
-            part.compile(dynamic=False)
+            part.compile(dynamic=False, options=options)
         return self
 
     def _initialise(self) -> None:
@@ -124,6 +140,6 @@ class ResNet(nn.Module):  # type: ignore[misc]
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def resnet50(classes: int = 10) -> ResNet:
+def resnet50(classes: int = 10, *, fast: bool = False) -> ResNet:
     """ResNet-50: 25.6 million parameters with 1000 classes, 23.5 million with 10."""
-    return ResNet((3, 4, 6, 3), classes)
+    return ResNet((3, 4, 6, 3), classes, fast=fast)

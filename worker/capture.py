@@ -153,7 +153,8 @@ class TrainingStep:
         return torch.autocast(self._device.type, self._autocast)
 
     def _clip(self, norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), norm, foreach=True)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)
 
     def _run_eagerly(self, batch: tuple[Any, ...]) -> Any:
         """On the stream of the capture, so that what is lazily made for a stream is there in time."""

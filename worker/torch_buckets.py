@@ -38,6 +38,7 @@ class GradientBucket:
         self.flags = self.wire[self.size :]
         self.waiting = len(self.parameters)
         self.missing: list[int] = []
+        self.master: Any = None
         self._held: list[Any] = []
 
     def fill(self, scale: Any | None) -> None:
@@ -75,8 +76,11 @@ class GradientBucket:
         """Hands the views to the parameters; those in ``unused`` (by position) get no gradient."""
         self._held = []
         self.waiting = len(self.parameters)
+        if self.master is not None:
+            self.master.grad = self.flat[: self.size]
         for index, parameter in enumerate(self.parameters):
-            parameter.grad = None if index in unused else self.views[index]
+            alone = index in unused or self.master is not None
+            parameter.grad = None if alone else self.views[index]
 
 
 def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
@@ -96,12 +100,28 @@ def is_dense(tensor: Any) -> bool:
 
 
 def make_buckets(
-    named: Sequence[tuple[str, Any]], *, bucket_bytes: int, first_bytes: int, wire_dtype: Any | None
+    named: Sequence[tuple[str, Any]],
+    *,
+    bucket_bytes: int,
+    first_bytes: int,
+    last_bytes: int,
+    wire_dtype: Any | None,
 ) -> list[GradientBucket]:
-    """Packs parameters, given in the order in which their gradients become ready, into buckets."""
+    """Packs parameters, given in the order in which their gradients become ready, into buckets.
+
+    The last ``last_bytes`` of them form buckets of their own: nothing is left to hide their reduction behind,
+    so there should be little of it.
+    """
     by_name = dict(named)
     specs = [ParameterSpec(name, p.numel(), f"{p.dtype} {p.device}", p.element_size()) for name, p in named]
-    plan: tuple[Bucket, ...] = plan_buckets(specs, bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+    cut, tail = len(specs), 0
+    while cut > 1 and tail + specs[cut - 1].size * specs[cut - 1].itemsize <= last_bytes:
+        cut -= 1
+        tail += specs[cut].size * specs[cut].itemsize
+    plan: list[Bucket] = [
+        *plan_buckets(specs[:cut], bucket_bytes=bucket_bytes, first_bytes=first_bytes),
+        *plan_buckets(specs[cut:], bucket_bytes=bucket_bytes, first_bytes=bucket_bytes),
+    ]
     return [
         GradientBucket([by_name[slot.name] for slot in bucket.slots], wire_dtype=wire_dtype)
         for bucket in plan

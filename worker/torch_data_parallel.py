@@ -14,9 +14,11 @@ from worker.communicators.base import Communicator, ReduceOp
 from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 from worker.errors import ArrayError, SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
+from worker.torch_masters import MasterWeights
 from worker.torch_transfer import Lane, broadcast_tensors, gather_numbers
 
-_COMPRESSIONS = {None: None, "bf16": torch.bfloat16}
+_DTYPES = {None: None, "bf16": torch.bfloat16}
+DEFAULT_LAST_BYTES = 4 * 2**20
 
 
 class DataParallel(torch.nn.Module):  # type: ignore[misc]
@@ -40,9 +42,13 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         gradients_mean: average over ranks; False: sum.
         parameter_broadcast: take parameters and buffers from rank 0 now.
         broadcast_buffers: keep buffers equal to rank 0's.
+        weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
+            masters; give ``master_parameters()`` to the optimizer then. Faster than autocast. None: as they
+            are.
         compression: "bf16": gradients travel as bfloat16; None: in their own dtype.
-        bucket_bytes: cap of a bucket, in bytes; ``first_bytes``: cap of the first one.
-        first_bytes: see there.
+        bucket_bytes: cap of a bucket, in bytes.
+        first_bytes: cap of the first one.
+        last_bytes: so many bytes at the end of the backward pass travel apart from what comes before.
 
     Raises:
         ArrayError: parameters on several devices, sparse, or different from another rank's.
@@ -57,13 +63,16 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         gradients_mean: bool = True,
         parameter_broadcast: bool = True,
         broadcast_buffers: bool = True,
+        weights: str | None = None,
         compression: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         first_bytes: int = DEFAULT_FIRST_BYTES,
+        last_bytes: int = DEFAULT_LAST_BYTES,
     ) -> None:
         super().__init__()
-        if compression not in _COMPRESSIONS:
-            raise SettingsError(f'compression is None or "bf16", not {compression!r}')
+        for name, value in (("compression", compression), ("weights", weights)):
+            if value not in _DTYPES:
+                raise SettingsError(f'{name} is None or "bf16", not {value!r}')
         self.module = module
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not self._named:
@@ -72,9 +81,10 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self.device = _one_device(module)
         self._lane = Lane(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
-        self._wire_dtype = _COMPRESSIONS[compression]
-        self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes}
+        self._wire_dtype = _DTYPES[compression]
+        self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "last_bytes": last_bytes}
         self._buffers_follow = broadcast_buffers
+        self._masters: MasterWeights | None = None
         self._check_same_model()
         if parameter_broadcast:
             self.broadcast_parameters()
@@ -82,16 +92,20 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._synchronize = True
         self._scale: Any = None
         self._unused_in_capture: dict[int, frozenset[int]] = {}
-        self._order: list[int] | None = []
+        self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
-        for _, parameter in self._named:
+        if weights is not None:
+            self._masters = MasterWeights(module, self._buckets, _DTYPES[weights])
+        for _, parameter in self._named:  # after the masters: the hook fixes the gradient's dtype
             parameter.register_post_accumulate_grad_hook(self._ready)
 
     # ------------------------------------------------------------ what users call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
+        if self._masters is not None:
+            self._masters.refresh()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -134,13 +148,22 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             The norm before, a 0-dim tensor; the host does not wait for it.
         """
         parameters = [parameter for _, parameter in self._named]
+        parameters = parameters if self._masters is None else self._masters.parameters
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Overwrites all ranks' parameters and buffers with those of rank ``source``."""
-        tensors = [parameter.detach() for parameter in self.module.parameters()]
+        masters = self._masters
+        held = self.module.parameters() if masters is None else masters.parameters
+        tensors = [parameter.detach() for parameter in held]
         tensors += [buffer for buffer in self.module.buffers() if buffer.numel()]
         broadcast_tensors(self.communicator, tensors, source)
+
+    def master_parameters(self) -> list[Any]:
+        """With ``weights="bf16"``: the float32 masters, a few flat tensors, for the optimizer."""
+        if self._masters is None:
+            raise SettingsError('there are no master parameters without weights="bf16"')
+        return list(self._masters.parameters)
 
     def rebind(self, communicator: Communicator, *, source: int | None = None) -> None:
         """Goes on with another generation's communicator; a backward pass that broke off is forgotten.
@@ -158,12 +181,21 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             self.broadcast_parameters(source)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The bare module's state."""
-        return self.module.state_dict(*args, **kwargs)
+        """The bare module's state; in float32 where there are masters."""
+        state = self.module.state_dict(*args, **kwargs)
+        if self._masters is not None:
+            for name, parameter in self._named:
+                state[name] = self._masters.views[id(parameter)]
+        return state
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads a bare module's state."""
-        return self.module.load_state_dict(*args, **kwargs)
+        result = self.module.load_state_dict(state, *args, **kwargs)
+        if self._masters is not None:
+            with torch.no_grad():
+                for name, parameter in self._named:
+                    self._masters.views[id(parameter)].copy_(state.get(name, parameter))
+        return result
 
     # ------------------------------------------------------------ the backward pass
 

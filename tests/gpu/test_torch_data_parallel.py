@@ -307,3 +307,52 @@ def test_an_abandoned_backward_pass_is_forgotten_by_rebind() -> None:
 
 def _raise(gradient: Any) -> Any:
     raise RuntimeError("a rank's own trouble")
+
+
+def test_bf16_weights_train_like_autocast_and_keep_float32_masters() -> None:
+    batches = [batch_of(8, seed) for seed in range(10)]
+
+    def train(communicator: ThreadCommunicator, weights: str | None) -> Any:
+        model = DataParallel(small_net(), communicator=communicator, weights=weights)
+        parameters = model.parameters() if weights is None else model.master_parameters()
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        for images, labels in batches:
+            images, labels = images[communicator.rank :: 2], labels[communicator.rank :: 2]
+            optimizer.zero_grad()
+            if weights is None:
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(images)
+            else:
+                output = model(images.bfloat16())
+            loss_function(output.float(), labels).backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    autocast, _ = run_ranks(2, lambda communicator: train(communicator, None))
+    masters, other = run_ranks(2, lambda communicator: train(communicator, "bf16"))
+    start = small_net().state_dict()
+    small_net().load_state_dict(masters)
+    for name, value in masters.items():
+        assert value.dtype == start[name].dtype and torch.equal(value, other[name]), name
+        if "weight" in name:
+            moved = float((autocast[name] - start[name]).abs().max())
+            assert float((value - autocast[name]).abs().max()) < 0.15 * moved, name
+
+
+def test_a_loaded_state_reaches_the_masters() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator, weights="bf16")
+        state = {name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        return [bool((master == 0.1).all()) for master in model.master_parameters()]
+
+    assert all(all(held) for held in run_ranks(2, one))
+
+
+def test_what_comes_last_travels_apart() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator, last_bytes=6950)
+        return [bucket.size for bucket in model._buckets]
+
+    # in the order of the backward pass: 5 + 80 + 16, and the first layer's weight, which is the last to come
+    assert run_ranks(2, one)[0] == [101, 1728]

@@ -1,0 +1,58 @@
+"""Weights in bfloat16 for computing, their float32 masters in flat tensors for the optimizer.
+
+Autocast converts each weight in each step with a kernel of its own, and each gradient back. Here one kernel
+per bucket converts all weights, gradients are converted while they are packed, and the optimizer sees a few
+flat tensors instead of hundreds of small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from worker.torch_buckets import GradientBucket, views_of
+
+_NORMALISATIONS = (
+    torch.nn.modules.batchnorm._NormBase,
+    torch.nn.LayerNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RMSNorm,
+)
+
+
+class MasterWeights:
+    """Moves a module's parameters into flat float32 masters, one per bucket, and bfloat16 copies.
+
+    Normalisation layers stay in float32: their parameters are views of the masters.
+    """
+
+    def __init__(self, module: torch.nn.Module, buckets: Sequence[GradientBucket], dtype: Any) -> None:
+        exact = {
+            id(parameter)
+            for owner in module.modules()
+            if isinstance(owner, _NORMALISATIONS)
+            for parameter in owner.parameters(recurse=False)
+        }
+        self.parameters: list[Any] = []
+        self.views: dict[int, Any] = {}
+        self._pairs: list[tuple[Any, Any]] = []
+        for bucket in buckets:
+            master = torch.empty_like(bucket.flat[: bucket.size])
+            low = torch.empty_like(master, dtype=dtype)
+            views, low_views = views_of(master, bucket.parameters), views_of(low, bucket.parameters)
+            for parameter, view, low_view in zip(bucket.parameters, views, low_views, strict=True):
+                view.copy_(parameter.detach())
+                self.views[id(parameter)] = view
+                parameter.data = view if id(parameter) in exact else low_view
+            self._pairs.append((low, master))
+            bucket.master = torch.nn.Parameter(master)
+            self.parameters.append(bucket.master)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Brings the weights for computing up to the masters."""
+        with torch.no_grad():
+            for low, master in self._pairs:
+                low.copy_(master)
