@@ -20,7 +20,7 @@ def sizes(settings: v.Settings, candidate: v.Candidate) -> tuple[int, int]:
     worker_min = settings.worker_min
     if not worker_min and not settings.worker_num:
         worker_min = candidate.worker_min
-    return worker_num, worker_min or worker_num
+    return worker_num, min(worker_min or worker_num, worker_num)
 
 
 def check_process(ledger: Ledger, event: v.Joined) -> v.Refused | v.Ended | None:

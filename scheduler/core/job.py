@@ -215,6 +215,8 @@ class Job(Reception):
         if claim is None or self.phase is Phase.ENDED:
             self._say(f"Job {self.job_id} has no worker with node id {event.node_id}.")
             return
+        if claim.leaving is not None:
+            self._say(f"{upper_first(who(claim.candidate))} is leaving already: {claim.leaving}.")
         refusal = v.Refused(
             v.RefusalCode.EXPELLED, f"{upper_first(who(claim.candidate))} was drained: {event.reason}."
         )

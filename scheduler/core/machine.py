@@ -168,7 +168,7 @@ class Machine(JobState):
             return self._end(False, f"Workers were lost while the others finished: {reason}.")
         if len(chosen) < (1 if ledger.finishing else ledger.opened.worker_min):
             return self._suspend(reason)
-        lost = (*ledger.lost.values(), *([self._broken] if self._broken else []))
+        lost = tuple(ledger.lost.values())
         if ledger.finishing:
             self._release_idle({candidate.node_id for candidate in chosen})
         record = planning.next_generation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from scheduler.core import values as v
 from scheduler.core.job import Job
@@ -49,7 +49,8 @@ class Judge:
         self.anew = False
         self.disturbed_at = 0.0
 
-    def fault(self, what: str) -> None:
+    def fault(self, what: str) -> NoReturn:
+        """A promise was broken."""
         raise Violation(f"at {self.world.loop.now:.3f} s: {what}")
 
     def expect(self, holds: bool, what: str) -> None:
@@ -215,7 +216,8 @@ class Judge:
         return [(x.candidate.node_id, x.candidate.incarnation) for x in members]
 
     def _assigned(self, process: Process, message: v.Assignment) -> None:
-        assert self.formed is not None
+        if self.formed is None:
+            self.fault("an assignment of a generation that is not on the disk")
         self.expect(message.generation == self.formed.generation, "an assignment of a stale generation")
         members = self._members()
         if message.rank < 0:

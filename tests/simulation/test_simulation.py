@@ -63,7 +63,7 @@ def test_the_slice_plays_every_kind_of_scenario_and_many_faults() -> None:
 
 @pytest.mark.parametrize("name", QUICKLY_CAUGHT)
 def test_a_planted_bug_is_caught(name: str) -> None:
-    seed, told = hunt(name, 100)
+    seed, told = hunt(name, 200)
     assert seed >= 0, "no checker saw it"
     assert told
     assert play(seed) == "", "the seed is broken without the bug as well"
