@@ -51,6 +51,7 @@ class Ledger:
         absent: by node id, an incarnation that went before it ever was a member, and may come back.
         completed: worker processes that completed the training.
         lost: members of the current generation that are gone without having finished, with the reason.
+        parted: those of them that left as planned when the job was suspended.
         finished: node ids of the current generation that completed the training.
         ever_established: some generation stood, so that there may be state worth handing on.
         finishing: some member of the job completed the training: nobody new is placed any more.
@@ -64,6 +65,7 @@ class Ledger:
     ranks: dict[str, int] = field(default_factory=dict)
     completed: set[tuple[str, int]] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
+    parted: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
     finishing: bool = False
     established: bool = False
@@ -149,6 +151,8 @@ class Ledger:
                 self.finishing = True
             else:
                 self.lost[record.node_id] = record.reason
+                if claim.leaving is not None and self.suspended is not None:
+                    self.parted.add(record.node_id)
 
     def _retire(self, node_id: str, incarnation: int, reason: str) -> None:
         self.retired.setdefault(node_id, {})[incarnation] = reason
@@ -157,6 +161,7 @@ class Ledger:
         self.formed = record
         self.ranks = {member.candidate.node_id: member.rank for member in record.members}
         self.lost = {}
+        self.parted = set()
         self.finished = set()
         self.established = False
         self.suspended = None

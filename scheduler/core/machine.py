@@ -163,7 +163,7 @@ class Machine(JobState):
         stateless = frozenset(self._contacts.stateless(ledger))
         chosen = planning.choose(ledger, self.settings, stateless)
         if ledger.finishing and not chosen:
-            if not ledger.lost:
+            if ledger.lost.keys() <= ledger.parted:
                 return self._end(True, "All members have completed the training.")
             return self._end(False, f"Workers were lost while the others finished: {reason}.")
         if len(chosen) < (1 if ledger.finishing else ledger.opened.worker_min):
