@@ -33,7 +33,7 @@ train: $(TRAIN_READY) $(KEYS)/config.json ## Train on this machine: a scheduler 
 		-- $(BIN)/python train.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(DEV_READY) ## Run all tests, linters and type checks
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV_READY) ## Check style, types and import rules only
 	@$(BIN)/ruff check .
@@ -46,7 +46,7 @@ format: $(DEV_READY) ## Reformat the code
 	@$(BIN)/ruff check --fix .
 
 proto: $(DEV_READY) ## Generate rendezvous/ from proto/
-	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. \
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/rendezvous/v1/rendezvous.proto
 
 clean: ## Remove what make and runs have written, certificates included

@@ -8,11 +8,7 @@ in turn, run by run, so that whatever else the machine does meets both.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -43,10 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has mpi4py and NumPy"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures and returns the results.
 
     Raises:
@@ -67,12 +62,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.peer:
         results["ratio"] = round(results["muster"]["median_s"] / results[options.peer]["median_s"], 3)
     return {
-        "benchmark": "formation",
         "workers": options.workers,
         "start": options.start,
         "tls": {"muster": "mutual TLS", **({options.peer: "none"} if options.peer else {})},
-        "machine": _machine(),
-        "versions": _versions(options),
+        "peer_versions": _versions(options) if options.peer else {},
         **results,
     }
 
@@ -130,33 +123,11 @@ def _summary(taken: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": _cpu_model(),
-        "kernel": platform.release(),
-        "load_before": round(os.getloadavg()[0], 2),
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def _versions(options: argparse.Namespace) -> dict[str, str]:
-    names = ("muster", "grpcio", "protobuf", "cryptography", "numpy")
-    versions = {"python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in names}
-    if options.peer:
-        versions |= {
-            "openmpi": _first_line([options.mpirun, "--version"]),
-            "mpi4py": _first_line([options.peer_python, "-c", "import mpi4py; print(mpi4py.__version__)"]),
-        }
-    return versions
+    return {
+        "openmpi": _first_line([options.mpirun, "--version"]),
+        "mpi4py": _first_line([options.peer_python, "-c", "import mpi4py; print(mpi4py.__version__)"]),
+    }
 
 
 def _first_line(command: Sequence[str]) -> str:
@@ -176,16 +147,3 @@ def report(results: dict[str, Any], show: Callable[[str], None] = print) -> None
             show(f"{name:8} {one['median_s']:.2f} s  ({one['min_s']:.2f} to {one['max_s']:.2f})")
     if "ratio" in results:
         show(f"muster takes {results['ratio']:.2f} times as long as openmpi")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Runs the benchmark and prints what it measured."""
-    try:
-        results = measure(options)
-    except RuntimeError as error:
-        print(f"bench formation: {error}", file=sys.stderr)
-        return 1
-    report(results)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 0

@@ -15,7 +15,7 @@ from worker import launch_options
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-STUBS = ("rendezvous/v1/rendezvous_pb2.py", "rendezvous/v1/rendezvous_pb2_grpc.py")
+STUBS = tuple(f"rendezvous/v1/rendezvous_{name}" for name in ("pb2.py", "pb2.pyi", "pb2_grpc.py"))
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
@@ -30,7 +30,7 @@ def tool(*command: str) -> None:
 def test_the_stubs_are_those_of_the_proto_file(tmp_path: Path) -> None:
     tool(
         *("python", "-m", "grpc_tools.protoc", "-I", "proto", f"--python_out={tmp_path}"),
-        *(f"--grpc_python_out={tmp_path}", "proto/rendezvous/v1/rendezvous.proto"),
+        *(f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}", "proto/rendezvous/v1/rendezvous.proto"),
     )
     for stub in STUBS:
         assert (tmp_path / stub).read_text() == (ROOT / stub).read_text(), f"{stub} is stale: make proto"

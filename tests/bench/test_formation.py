@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench import formation
-
-
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    formation.add_arguments(parser)
-    return formation.run(parser.parse_args(arguments))
+from bench.__main__ import main
 
 
 def test_it_measures_a_launch_with_mutual_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "formation.json"
     arguments = ["--workers", "2", "--runs", "2", "--warmups", "0", "--json", str(file)]
-    assert run(*arguments) == 0
+    assert main(["formation", *arguments]) == 0
     results = json.loads(file.read_text())
     assert results["workers"] == 2
     assert results["tls"] == {"muster": "mutual TLS"}
     runs = results["muster"]["runs_s"]
     assert len(runs) == 2
     assert min(runs) <= results["muster"]["median_s"] <= max(runs)
-    assert results["versions"]["grpcio"]
+    assert results["machine"]["packages"]["grpcio"]
     assert capsys.readouterr().out.startswith("muster ")
 
 
@@ -37,5 +30,5 @@ def test_a_failed_run_is_an_error_with_its_output(tmp_path: Path, capsys: pytest
     program.write_text('#!/bin/sh\n[ "$1" = --version ] || echo no slots; exit 1\n')
     program.chmod(0o755)
     arguments = ["--workers", "2", "--runs", "1", "--warmups", "0", "--peer", "openmpi"]
-    assert run(*arguments, "--mpirun", str(program), "--peer-python", sys.executable) == 1
+    assert main(["formation", *arguments, "--mpirun", str(program), "--peer-python", sys.executable]) == 1
     assert "ended with code 1:\nno slots" in capsys.readouterr().err

@@ -199,7 +199,8 @@ def test_the_readme_s_lines_for_terminals_work(checkout: Path) -> None:
     equip(checkout)
     section = (ROOT / "README.md").read_text().partition("## In terminals of your own")[2]
     lines = section.partition("```sh\n")[2].partition("```")[0].replace("6667", free_port("127.0.0.1"))
-    first, apart = [], []
+    first: list[str] = []
+    apart: list[str] = []
     for line in lines.splitlines():
         (apart if line.startswith("MS_ROLE=") else first).append(line)
     assert [line.split()[0] for line in apart] == [
