@@ -55,15 +55,28 @@ def test_a_frame_longer_than_any_is_refused() -> None:
         wire.read_frame(wire.FRAME.pack(wire.MAGIC, 1, 1, wire.MAX_FRAME + 1))
 
 
-@given(st.sampled_from(list(wire.Reason)), st.text(max_size=600))
+PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=600)
+
+
+@given(st.sampled_from(list(wire.Reason)), PRINTABLE)
 def test_a_goodbye_has_one_size_and_keeps_its_reason(reason: wire.Reason, text: str) -> None:
     data = wire.goodbye(reason, text)
     assert len(data) == wire.GOODBYE_BYTES
     read = wire.read_goodbye(data)
     assert read is not None
     assert read[0] is reason
-    assert text.startswith(read[1])
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    assert shown.startswith(read[1])
+    assert read[1].isprintable()
     assert read[1] == text or len(text.encode()) > 400
+
+
+@given(st.text(max_size=100))
+def test_a_goodbye_cannot_forge_a_line_in_a_log(text: str) -> None:
+    read = wire.read_goodbye(wire.goodbye(wire.Reason.FAILED, text + "\n2026 forged"))
+    assert read is not None
+    assert read[1].isprintable()
+    assert read[1].endswith("\\n2026 forged")
 
 
 def test_a_proof_is_good_for_one_side_one_handshake_and_one_generation() -> None:
