@@ -55,7 +55,7 @@ def _launch_forward(x: Any) -> tuple[Any, Any]:
     grid = (-(-total // _BLOCK),)
     _, channels, height, width = x.shape
     pool_forward[grid](
-        x, pooled, where, total, height, width, pooled.shape[2], pooled.shape[3], channels, BLOCK=_BLOCK
+        x, pooled, where, total, height, width, pooled.shape[2], pooled.shape[3], channels, block=_BLOCK
     )
     return pooled, where
 
@@ -68,7 +68,7 @@ def _launch_backward(gradient: Any, where: Any, height: int, width: int) -> Any:
     total = gradient.numel()
     grid = (-(-total // _BLOCK),)
     _, channels, rows, columns = gradient.shape
-    pool_backward[grid](gradient, where, result, total, height, width, rows, columns, channels, BLOCK=_BLOCK)
+    pool_backward[grid](gradient, where, result, total, height, width, rows, columns, channels, block=_BLOCK)
     return result
 
 

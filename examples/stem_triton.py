@@ -1,8 +1,7 @@
-"""Triton kernels of :func:`examples.stem_kernels.relu_pool`, for channels_last tensors below 2**31 elements."""
+"""Triton kernels of :func:`examples.stem_kernels.relu_pool`, for channels_last tensors below 2**31 elements.
 
-from __future__ import annotations
-
-from typing import Any
+Triton reads the annotations of a kernel's arguments: only ``tl.constexpr`` may stand there.
+"""
 
 import triton
 import triton.language as tl
@@ -11,21 +10,21 @@ NOWHERE = tl.constexpr(9)
 """Where no pixel of a window is above zero."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def pool_forward(
-    x: Any, pooled: Any, where: Any, total: Any, height: Any, width: Any, rows: Any, columns: Any, channels: Any,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program: BLOCK elements of the pooled output."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x, pooled, where, total, height, width, rows, columns, channels: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """One program: block elements of the pooled output."""
+    index = tl.program_id(0) * block + tl.arange(0, block)
     valid = index < total
     channel = index % channels
     place = index // channels
     column = place % columns
     row = (place // columns) % rows
     sample = place // columns // rows
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    tap = tl.full((BLOCK,), NOWHERE, tl.int32)
+    best = tl.full((block,), float("-inf"), tl.float32)
+    tap = tl.full((block,), NOWHERE, tl.int32)
     for kernel_row in tl.static_range(3):
         for kernel_column in tl.static_range(3):
             y = 2 * row - 1 + kernel_row
@@ -41,13 +40,13 @@ def pool_forward(
     tl.store(where + index, tl.where(nothing, NOWHERE, tap).to(tl.int8), mask=valid)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def pool_backward(
-    gradient: Any, where: Any, result: Any, total: Any, height: Any, width: Any, rows: Any, columns: Any,
-    channels: Any, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program: the 2x2 pixels of BLOCK pooled places, each from the up to four windows it lies in."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gradient, where, result, total, height, width, rows, columns,
+    channels: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One program: the 2x2 pixels of block pooled places, each from the up to four windows it lies in."""
+    index = tl.program_id(0) * block + tl.arange(0, block)
     valid = index < total
     channel = index % channels
     place = index // channels
