@@ -72,7 +72,7 @@ def test_mistakes_end_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text(json.dumps(make_table([("a", "a")], (0,))))
     for arguments, words in (
         (["--device_num", "[0,2)", "--output", str(file)], "exists already"),
-        (["merge", str(file), str(file), "--output", str(tmp_path / "all.json")], "host a stands in"),
+        (["merge", str(file), str(file), "--output", str(tmp_path / "all.json")], "host 'a' stands in"),
         (["merge", str(tmp_path / "none.json")], "cannot be read"),
         (["--device_num", "[0,2)", "--hosts", "a,a"], "names a host twice"),
     ):

@@ -62,7 +62,7 @@ def merge_tables(tables: Sequence[tuple[str, object]]) -> Table:
         for server in _servers(where, document):
             name = str(server["server_id"])
             if name in seen:
-                raise SettingsError(f"{where}: the host {name} stands in {seen[name]} too.")
+                raise SettingsError(f"{where}: the host {name!r} stands in {seen[name]} too.")
             seen[name] = where
             devices = sorted(server["device"], key=lambda device: int(device["rank_id"]))
             ranked = [{**device, "rank_id": str(rank + index)} for index, device in enumerate(devices)]
@@ -92,8 +92,11 @@ def _servers(where: str, document: object) -> list[Mapping[str, Any]]:
             ranks = [
                 device.get(key) if isinstance(device, dict) else None for key in ("device_id", "rank_id")
             ]
-            if not all(isinstance(number, str) and number.isdecimal() for number in ranks):
+            if not all(
+                isinstance(number, str) and number.isdecimal() and len(number) < 10 for number in ranks
+            ):
                 raise SettingsError(
-                    f"{where}: each device of {server['server_id']} needs device_id and rank_id, as numbers."
+                    f"{where}: each device of {server['server_id']!r} needs device_id and rank_id,"
+                    " as numbers."
                 )
     return servers

@@ -1,0 +1,84 @@
+"""Whole conversations: what a decoder lets through must not upset the machine behind it, or the peers."""
+
+from __future__ import annotations
+
+import contextlib
+
+from scheduler import wire as scheduler_wire
+from scheduler.core import values as v
+from scheduler.core.job import Job
+from scheduler.core.record_codec import decode_record, encode_record
+from scheduler.errors import MalformedError
+from tests.fuzzing.shapes import parts
+from tests.worker.core.machine import Machine, assignment
+from worker import wire as worker_wire
+from worker.core import messages as m
+
+SETTINGS = v.Settings(
+    worker_num=2,
+    worker_min=1,
+    spares=1,
+    topo_timeout_s=60.0,
+    node_timeout_s=5.0,
+    heartbeat_interval_s=1.0,
+)
+
+
+def talk_to_job(data: bytes) -> None:
+    """Feeds a job what several streams send; every answer must be one that a worker understands.
+
+    Streams from 200 on stand for what is no message: a lost stream, the clock, an operator.
+    """
+    job, encoder, joined, now = Job("default", SETTINGS), scheduler_wire.AssignmentEncoder(), set[int](), 0.0
+    for stream, piece in parts(data):
+        now += 0.25
+        try:
+            event = _event(stream, piece)
+        except MalformedError:
+            continue
+        if isinstance(event, scheduler_wire.JoinRequest):
+            if stream in joined:
+                continue  # the service refuses a second Join
+            joined.add(stream)
+            event = event.event
+        elif 0 < getattr(event, "session", 0) < 200 and stream not in joined:
+            continue  # and everything before the first
+        if isinstance(event, v.Tick):
+            now = max(now, job.deadline() or 0.0)
+        _check(job.step(event, now), encoder)
+        scheduler_wire.encode_status(job.view(now), uptime_s=1.0, version="0")
+
+
+def _event(stream: int, piece: bytes) -> scheduler_wire.JoinRequest | v.Event:
+    if stream < 200:
+        return scheduler_wire.decode_worker_message(piece, stream)
+    if stream < 210:
+        return v.SessionLost(stream - 200, "lost")
+    if stream < 220:
+        return v.DrainRequested("node-0", "drained")
+    if stream < 230:
+        return v.Expel("node-1", "revoked")
+    return v.Tick()
+
+
+def _check(decision: v.Decision, encoder: scheduler_wire.AssignmentEncoder) -> None:
+    for record in decision.records:
+        assert decode_record(encode_record(record)) == record
+        assert "unique" not in repr(encode_record(record))
+    for _, message in decision.messages:
+        worker_wire.decode(encoder.encode(message))
+    assert decision.reason.isprintable(), "a caller can forge lines of the log"
+
+
+def talk_to_worker(data: bytes) -> None:
+    """Feeds a worker what a scheduler sends."""
+    machine = Machine().welcomed()
+    for stream, piece in parts(data):
+        if stream > 200:
+            machine.hear(assignment(stream - 200, 0 if stream % 2 else -1))
+        with contextlib.suppress(worker_wire.WireError):
+            machine.hear(worker_wire.decode(piece))
+        if stream == 255:
+            machine.hear(m.UniqueIds(55, (b"id",)))
+        if machine.core.deadline() is not None:
+            machine.tick_at_deadline()

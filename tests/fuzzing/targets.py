@@ -1,0 +1,462 @@
+"""Every decoder that sees bytes from outside: from the network, or from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import json
+import os
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from certs.authority import create_authority
+from certs.certificates import load_authorities, to_pem
+from certs.config import load_config
+from certs.errors import CertificateError
+from certs.identity import Identity, parse_uri
+from certs.passwords import read_password
+from certs.peer import peer_of_pem
+from certs.revocation import load_revocations
+from certs.store import load_credentials
+from rendezvous.v1 import rendezvous_pb2 as pb
+from scheduler import wire as scheduler_wire
+from scheduler.config import load_settings
+from scheduler.core.record_codec import RecordError, decode_record
+from scheduler.errors import MalformedError, SettingsError
+from tests.fuzzing.conversations import talk_to_job, talk_to_worker
+from tests.fuzzing.engine import Target
+from tests.fuzzing.shapes import changed_json_bytes, conversation, filled
+from worker import wire as worker_wire
+from worker.communicators.base import Membership, Peer
+from worker.communicators.tcp_connection import Connection, EndOfStreamError
+from worker.communicators.tcp_handshake import Lobby, accept
+from worker.communicators.tcp_seal import BrokenSealError, Sealer
+from worker.communicators.tcp_transfer import FrameIn
+from worker.communicators.tcp_wire import (
+    PROOF,
+    REPLY,
+    Call,
+    FrameKind,
+    Hello,
+    Reason,
+    blocks_frame,
+    goodbye,
+    group_label,
+    handshake_context,
+    proof,
+    read_goodbye,
+)
+from worker.core.rank_table_file import merge_tables
+from worker.errors import CommunicatorError, WorkerError
+from worker.errors import SettingsError as WorkerSettingsError
+
+PASSWORD = b"fuzz"
+TABLE = {
+    "server_count": "1",
+    "server_list": [
+        {
+            "server_id": "10.0.0.1",
+            "device": [
+                {"device_id": "0", "device_ip": "192.1.1.1", "rank_id": "0"},
+                {"device_id": "1", "device_ip": "192.1.1.2", "rank_id": "1"},
+            ],
+            "host_nic_ip": "reserve",
+        }
+    ],
+    "status": "completed",
+    "version": "1.0",
+}
+GROUPS = {
+    "group_count": "1",
+    "group_list": [
+        {
+            "group_name": "g",
+            "device_num": "1",
+            "instance_count": "1",
+            "instance_list": [
+                {"devices": [{"device_id": "0", "device_ip": "1.1.1.1"}], "rank_id": "0", "server_id": "a"}
+            ],
+        }
+    ],
+    "status": "completed",
+}
+CONFIG = {
+    "server_cert_path": "server.p12",
+    "client_cert_path": "client.p12",
+    "ca_cert_path": "ca.crt",
+    "crl_path": "",
+    "cipher_list": "ECDHE-RSA-AES128-GCM-SHA256:ECDHE-ECDSA-AES256-GCM-SHA384",
+    "cert_expire_warning_time_in_day": 90,
+    "require_identity": True,
+}
+
+
+def _message(kind: Any, chance: random.Random) -> bytes:
+    data = filled(kind(), chance).SerializeToString()
+    assert isinstance(data, bytes)
+    return data
+
+
+def join(node: str = "node-0", incarnation: int = 7, **changes: Any) -> bytes:
+    """A Join that is let in."""
+    fields: dict[str, Any] = {"node_id": node, "incarnation": incarnation, "job_id": "default"}
+    fields |= {
+        "protocol_version": 1,
+        "worker_num": 2,
+        "backend": "tcp",
+        "local_index": -1,
+        "held_rank": -1,
+        **changes,
+    }
+    host = pb.Host(id="h", name="host", address="127.0.0.1")
+    body = pb.Join(host=host, device=pb.Device(kind="cpu"), **fields)
+    return pb.WorkerMessage(join=body).SerializeToString()
+
+
+def _wire() -> list[Target]:
+    worker, reply = pb.WorkerMessage, pb.SchedulerMessage
+    assignment = pb.Assignment(
+        generation=1,
+        members=[pb.Member(node_id="n0", local_world_size=1)],
+        unique_id_count=1,
+        reason="r",
+    )
+    return [
+        Target(
+            "messages to the scheduler",
+            lambda data: scheduler_wire.decode_worker_message(data, 1),
+            (MalformedError,),
+            (join(), worker(heartbeat=pb.Heartbeat(generation=1, step=3)).SerializeToString()),
+            lambda chance: _message(worker, chance),
+        ),
+        Target(
+            "status requests",
+            scheduler_wire.decode_status_request,
+            (MalformedError,),
+            (pb.StatusRequest(job_id="default").SerializeToString(),),
+            lambda chance: _message(pb.StatusRequest, chance),
+        ),
+        Target(
+            "drain requests",
+            scheduler_wire.decode_drain_request,
+            (MalformedError,),
+            (pb.DrainRequest(job_id="default", node_id="n").SerializeToString(),),
+            lambda chance: _message(pb.DrainRequest, chance),
+        ),
+        Target(
+            "messages to the worker",
+            worker_wire.decode,
+            (worker_wire.WireError,),
+            (reply(assignment=assignment).SerializeToString(),),
+            lambda chance: _message(reply, chance),
+        ),
+        Target(
+            "a job's conversation",
+            talk_to_job,
+            (),
+            (conversation([(0, join()), (1, join("node-1", 8)), (200, b""), (0, join())]),),
+            lambda chance: conversation(_worker_messages(chance)),
+        ),
+        Target(
+            "a worker's conversation",
+            talk_to_worker,
+            (),
+            (conversation([(0, reply(assignment=assignment).SerializeToString())]),),
+            lambda chance: conversation(
+                [(chance.randrange(256), _message(reply, chance)) for _ in range(chance.randrange(1, 9))]
+            ),
+        ),
+    ]
+
+
+def _worker_messages(chance: random.Random) -> list[tuple[int, bytes]]:
+    pieces = []
+    for _ in range(chance.randrange(1, 24)):
+        stream = chance.choice((0, 1, 2, 3, 200, 201, 202, 210, 220))
+        held = chance.choice((0, 0, 0, 1, 2, 2**62))
+        choices = [
+            join(
+                f"node-{chance.randrange(4)}", chance.randrange(1, 4), held_generation=held, spare=held == 1
+            ),
+            join(f"{chance.randrange(3)}", 9, built=True, held_generation=held, held_rank=held % 7),
+            _message(pb.WorkerMessage, chance),
+            pb.WorkerMessage(
+                publish_unique_ids=pb.PublishUniqueIds(generation=chance.randrange(1, 4), unique_ids=[b"id"])
+            ).SerializeToString(),
+            pb.WorkerMessage(built=pb.Built(generation=chance.randrange(1, 4))).SerializeToString(),
+            pb.WorkerMessage(leave=pb.Leave(finished=chance.random() < 0.5)).SerializeToString(),
+        ]
+        pieces.append((stream, chance.choice(choices)))
+    return pieces
+
+
+def _of_json(use: Callable[[Any], object]) -> Callable[[bytes], object]:
+    def run(data: bytes) -> object:
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        return use(document)
+
+    return run
+
+
+def _files(directory: Path) -> list[Target]:
+    file = directory / "fuzzed"
+
+    def from_file(load: Callable[[Path], object]) -> Callable[[bytes], object]:
+        def run(data: bytes) -> object:
+            file.write_bytes(data)
+            return load(file)
+
+        return run
+
+    table = {"MS_WORKER_NUM": "2", "RANK_TABLE_FILE": str(file)}
+    record = json.dumps(["JobEnded", {"ok": True, "reason": "r"}]).encode()
+    return [
+        Target(
+            "config.json",
+            from_file(load_config),
+            (CertificateError,),
+            (json.dumps(CONFIG).encode(),),
+            lambda chance: changed_json_bytes(CONFIG, chance),
+        ),
+        Target(
+            "rank tables",
+            from_file(lambda _: load_settings(table)),
+            (SettingsError,),
+            (json.dumps(TABLE).encode(), json.dumps(GROUPS).encode()),
+            lambda chance: changed_json_bytes(chance.choice((TABLE, GROUPS)), chance),
+        ),
+        Target(
+            "rank tables to merge",
+            _of_json(lambda table: merge_tables([("a", table), ("b", table)])),
+            (WorkerSettingsError,),
+            (json.dumps(TABLE).encode(),),
+            lambda chance: changed_json_bytes(TABLE, chance),
+        ),
+        Target(
+            "journal records",
+            _of_json(decode_record),
+            (RecordError,),
+            (record,),
+            lambda chance: changed_json_bytes(["JobEnded", {"ok": True, "reason": "r"}], chance),
+        ),
+        Target(
+            "password files",
+            from_file(lambda path: read_password(path, "X")),
+            (CertificateError,),
+            (b"secret\n", b"\n", b"\0"),
+        ),
+    ]
+
+
+def _certificates(directory: Path) -> list[Target]:
+    authority = create_authority(directory / "ca", PASSWORD)
+    issued = authority.issue(Identity("default", "worker", "node-1"), ("127.0.0.1", "host.example"))
+    authority.write_revocations([1, 2, 3])
+    p12, leaf = issued.p12(PASSWORD), to_pem([issued.certificate])
+    roots, crl = (directory / "ca" / "ca.crt").read_bytes(), (directory / "ca" / "crl.pem").read_bytes()
+    file = directory / "fuzzed.p12"
+
+    def load_p12(data: bytes) -> object:
+        file.write_bytes(data)
+        return load_credentials(file, PASSWORD, directory / "ca" / "ca.crt")
+
+    return [
+        Target("PKCS#12 files", load_p12, (CertificateError,), (p12,)),
+        Target(
+            "revocation lists",
+            lambda data: load_revocations(data, [authority.certificate], "crl"),
+            (CertificateError,),
+            (crl, crl + crl),
+            _pem_with_wrong_content(crl, b"X509 CRL"),
+        ),
+        Target(
+            "peers' certificates",
+            lambda data: peer_of_pem.__wrapped__(data, require_identity=True),
+            (CertificateError,),
+            (leaf,),
+            _pem_with_wrong_content(leaf, b"CERTIFICATE"),
+        ),
+        Target(
+            "authorities",
+            lambda data: load_authorities(data, "ca"),
+            (CertificateError,),
+            (roots, roots + leaf),
+            _pem_with_wrong_content(roots, b"CERTIFICATE"),
+        ),
+        Target(
+            "identities",
+            lambda data: parse_uri(data.decode("utf-8", "surrogateescape")),
+            (CertificateError,),
+            (b"muster://default/worker/node-1", b"muster://*/operator"),
+            tokens=(b"muster://", b"/", b"%2f", b"*", b"..", "\u202e".encode()),
+        ),
+    ]
+
+
+def _pem_with_wrong_content(pem: bytes, label: bytes) -> Callable[[random.Random], bytes]:
+    """PEM whose DER was changed; changes of the text itself would hardly ever reach the parser."""
+    import base64
+
+    body = base64.b64decode(b"".join(pem.split(b"-----")[2].split()))
+
+    def make(chance: random.Random) -> bytes:
+        out = bytearray(body)
+        for _ in range(chance.randrange(1, 5)):
+            out[chance.randrange(len(out))] = chance.choice(
+                (0, 1, 0x0C, 0x16, 0x30, 0x80, 0xFF, chance.randrange(256))
+            )
+        text = base64.encodebytes(bytes(out))
+        return b"-----BEGIN " + label + b"-----\n" + text + b"-----END " + label + b"-----\n"
+
+    return make
+
+
+# ---------------------------------------------------------------- the communicator
+
+_PEERS = tuple(Peer(rank, f"n{rank}", 1 + rank, "h", "host", "127.0.0.1:1") for rank in range(2))
+MEMBERSHIP = Membership("default", 3, "world", 0, _PEERS, (b"u" * 128,))
+_LABEL = group_label(MEMBERSHIP, "world")
+
+
+def _fed(data: bytes, use: Callable[[socket.socket], object]) -> None:
+    """Gives ``use`` a socket on which ``data`` arrives, and then the end."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        far.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+        use(near)
+
+
+class _NotTcp(socket.socket):
+    """Takes the options that only TCP has."""
+
+    def setsockopt(self, *_: Any) -> None:
+        pass
+
+
+def _hello(data: bytes) -> None:
+    lobby = Lobby(MEMBERSHIP, _LABEL)
+
+    def find(label: bytes, generation: int) -> Lobby | None:
+        if generation < MEMBERSHIP.generation:
+            raise CommunicatorError("over")
+        return lobby if label == _LABEL else None
+
+    def use(sock: socket.socket) -> None:
+        steps = accept(_NotTcp(fileno=sock.detach()), None, find, "somewhere")
+        try:
+            for _ in range(20):
+                next(steps)
+        except StopIteration:
+            raise AssertionError("let in without the unique id") from None
+        finally:
+            steps.close()
+
+    _fed(data, use)
+
+
+def _frames(data: bytes) -> None:
+    def use(sock: socket.socket) -> None:
+        for _ in range(8):
+            incoming = FrameIn(Connection(sock, 1))
+            while not incoming.finished and incoming.move():
+                pass
+            for call, _payload in incoming.blocks:
+                str(Call.decode(call))
+
+    _fed(data, use)
+
+
+def _sealed(data: bytes) -> None:
+    view = memoryview(bytearray(4096))
+
+    def use(sock: socket.socket) -> None:
+        sealer = Sealer(sock, b"1" * 32, b"2" * 32)
+        for _ in range(20):
+            if not sealer.read(view):
+                return
+
+    _fed(data, use)
+
+
+@functools.cache
+def _sealed_seed() -> bytes:
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        sealer = Sealer(near, b"2" * 32, b"1" * 32)
+        for size in (1, 100, 5000):
+            sealer.write(memoryview(os.urandom(size)))
+        return far.recv(1 << 16)
+
+
+def _proven_hello(generation: int, key: bytes) -> bytes:
+    """A hello followed by a proof that fits a nonce that the acceptor will not draw."""
+    hello = Hello(generation, 1, 0, _LABEL, b"n" * 32)
+    context = handshake_context(MEMBERSHIP, b"", hello, b"m" * 32)
+    answer = proof(MEMBERSHIP, "dialer", context)
+    return hello.encode() + PROOF.pack(hmac.new(key, answer, "sha256").digest(), b"s" * 32)
+
+
+def _communicator() -> list[Target]:
+    call = Call("all_reduce", "f4", "sum", -1, 10).encode()
+    frames = blocks_frame(FrameKind.CALLS, [(call, b"p" * 40)])
+    broken = (CommunicatorError, EndOfStreamError, BrokenSealError, WorkerError, BlockingIOError)
+    return [
+        Target(
+            "the communicator's handshake",
+            _hello,
+            broken,
+            (_proven_hello(3, b""), _proven_hello(2, b""), REPLY.pack(b"a" * 32, b"b" * 32, b"c" * 32)),
+            lambda chance: (
+                Hello(
+                    chance.choice((0, 2, 3, 4, 2**64 - 1)),
+                    chance.choice((0, 1, 2, 2**32 - 1)),
+                    chance.choice((0, 1, 2**32 - 1)),
+                    chance.choice((_LABEL, b"x" * 32)),
+                    chance.randbytes(32),
+                ).encode()
+                + chance.randbytes(chance.choice((0, 63, 64, 65, 500)))
+            ),
+            tokens=(_LABEL, b"Mus1"),
+        ),
+        Target(
+            "the communicator's frames",
+            _frames,
+            broken,
+            (frames, frames + frames, goodbye(Reason.FAILED, "because")),
+            tokens=(b"Mus1", call),
+        ),
+        Target("sealed records", _sealed, broken, (_sealed_seed(),)),
+        Target(
+            "goodbyes",
+            lambda data: _one_line(read_goodbye(data)),
+            (),
+            (goodbye(Reason.LOST, "text"),),
+            lambda chance: goodbye(Reason.LOST, "a\nb")[:18].ljust(18, b"\0") + chance.randbytes(494),
+        ),
+    ]
+
+
+def _one_line(said: tuple[Reason, str] | None) -> None:
+    assert said is None or said[1].isprintable(), "a peer can forge lines of the log"
+
+
+def all_targets(directory: Path) -> list[Target]:
+    """All decoders.
+
+    Args:
+        directory: for files; in memory if it is to be quick.
+    """
+    return [*_wire(), *_files(directory), *_certificates(directory), *_communicator()]
