@@ -196,11 +196,11 @@ class Client:
 
     def _end_generation(self, notice: e.Notice) -> None:
         if isinstance(notice, e.Dismissed):
-            self.dismissal = LeaveGranted(f"This worker leaves the job: {notice.reason}")
+            self.dismissal = LeaveGranted(_sentence(f"This worker leaves the job: {notice.reason}"))
         elif isinstance(notice, e.Interrupt):
             self.pending = None
             self._interruption = MembershipChanged(
-                f"Generation {notice.generation} is over: {notice.reason}",
+                _sentence(f"Generation {notice.generation} is over: {notice.reason}"),
                 generation=notice.generation,
                 lost=notice.lost,
             )
@@ -352,7 +352,8 @@ class Client:
         """
         self._no_verdict = 0
         if self.change_of(generation) is None:
-            self.post(e.CommunicatorFailed(generation, rank, str(error)))
+            detail = getattr(error, "message", str(error)).rstrip(".")
+            self.post(e.CommunicatorFailed(generation, rank, detail))
         with self._lock:
             while not self._closed and self._no_verdict != generation:
                 change = self.change_of(generation)
@@ -388,12 +389,12 @@ class Client:
 
 
 def _failure(notice: e.Failed) -> WorkerError:
-    sentence = notice.sentence
+    sentence = _sentence(notice.sentence)
     if notice.kind is e.FailureKind.SECURITY:
         return SecurityError(sentence)
     if notice.kind is e.FailureKind.UNREACHABLE:
         return SchedulerUnreachableError(
-            sentence[:1].upper() + sentence[1:] + ".",
+            sentence,
             remedy="Check that it runs, and MS_SCHED_HOST and MS_SCHED_PORT.",
         )
     if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
@@ -401,3 +402,9 @@ def _failure(notice: e.Failed) -> WorkerError:
     if notice.kind is e.FailureKind.JOB_ENDED:
         return JobEndedError(sentence, ok=notice.ok)
     return RefusedError(sentence, code=notice.code.name)
+
+
+def _sentence(text: str) -> str:
+    """Begins with a capital and ends with a full stop, so that a remedy can follow."""
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
