@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from worker.core.foreign_launchers import translate
 from worker.core.value import Value
 from worker.errors import SettingsError
 
@@ -84,13 +85,13 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
     """Reads and checks everything a worker is told at its start.
 
     Args:
-        env: the environment.
+        env: the environment; what mpirun, srun, torchrun or an indexed job says counts where MS_* is silent.
         context: what ``set_ps_context`` was told.
 
     Raises:
         SettingsError: a value is missing, out of its range or contradicts another.
     """
-    read = _Reader(env)
+    read = _Reader({**env, **translate(env)})
     _check_role(read)
     worker_num = read.integer("MS_WORKER_NUM", 0, 1, MAX_WORKERS)
     if not worker_num:

@@ -8,19 +8,21 @@ worker which one of them started needs nothing else than the scheduler's address
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from worker.core.value import Value
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignLauncher:
-    """The variables of one launcher; an empty name means that it says nothing of the kind."""
+class ForeignLauncher(Value):
+    """The variables of one launcher; an empty name means that it says nothing of the kind.
+
+    The presence of ``marker`` shows that this launcher started the process.
+    """
 
     name: str
     rank: str
     size: str
     local_index: str
     marker: str
-    """The variable whose presence shows that this launcher started the process."""
 
 
 # The innermost first: a pod of an indexed job may run torchrun, a Slurm step may run mpirun.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from worker.config import load_settings
 from worker.core.foreign_launchers import detect, node_rank, translate
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
@@ -74,3 +75,8 @@ def test_nothing_known_gives_nothing() -> None:
 )
 def test_the_number_of_the_host(env: dict[str, str], expected: int | None) -> None:
     assert node_rank(env) == expected
+
+
+def test_a_worker_needs_nothing_else_from_another_launcher() -> None:
+    settings = load_settings(OPENMPI)
+    assert (settings.node_id, settings.worker_num, settings.local_index) == ("3", 4, 3)
