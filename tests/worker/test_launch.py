@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.worker.launching import Place, gone, place, wait_for
+from tests.worker.launching import Place, environment, gone, place, wait_for
 
 PYTHON = sys.executable
 
@@ -261,3 +262,19 @@ def test_without_any_scheduler_nothing_starts(here: Place) -> None:
     code, _, err = here.run("-n", "1", command=("true",), MS_SCHED_PORT="")
     assert code == 2
     assert "No scheduler is known" in err
+
+
+@pytest.mark.skipif(not Path(PYTHON).with_name("muster").exists(), reason="the package is not installed")
+@both_starts
+def test_the_console_command_launches_too(here: Place, start: str) -> None:
+    script = here.script("import sys\nprint(sys.path[0], sys.argv)")
+    muster = str(Path(PYTHON).with_name("muster"))
+    launch = subprocess.run(
+        [muster, "run", "-n", "2", "--start", start, "--", PYTHON, script],
+        cwd=here.directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert launch.stdout == f"[0] {here.directory} ['script.py']\n", launch.stderr
