@@ -19,16 +19,12 @@ from worker.core import events as e
 from worker.core import messages as m
 from worker.core.membership import Membership
 from worker.errors import (
-    FormationTimeoutError,
-    JobEndedError,
     LeaveGranted,
     MembershipChanged,
     NotInitializedError,
-    RefusedError,
-    SchedulerUnreachableError,
-    SecurityError,
     WorkerError,
 )
+from worker.failures import failure_of, sentence
 from worker.wire import WireError, decode, encode
 
 log = logging.getLogger("muster.worker")
@@ -196,18 +192,18 @@ class Client:
 
     def _end_generation(self, notice: e.Notice) -> None:
         if isinstance(notice, e.Dismissed):
-            self.dismissal = LeaveGranted(_sentence(f"This worker leaves the job: {notice.reason}"))
+            self.dismissal = LeaveGranted(sentence(f"This worker leaves the job: {notice.reason}"))
         elif isinstance(notice, e.Interrupt):
             self.pending = None
             self._interruption = MembershipChanged(
-                _sentence(f"Generation {notice.generation} is over: {notice.reason}"),
+                sentence(f"Generation {notice.generation} is over: {notice.reason}"),
                 generation=notice.generation,
                 lost=notice.lost,
             )
             if not notice.planned:
                 self._abort(self.dismissal or self._interruption)
         elif isinstance(notice, e.Failed):
-            self.failure = _failure(notice)
+            self.failure = failure_of(notice)
             self._abort(self.failure)
 
     # ------------------------------------------------------------ threads
@@ -386,25 +382,3 @@ class Client:
     def generation_changing(self) -> Callable[[int], bool]:
         """Tells whether a generation is over or a newer one is known."""
         return self._core.is_changing
-
-
-def _failure(notice: e.Failed) -> WorkerError:
-    sentence = _sentence(notice.sentence)
-    if notice.kind is e.FailureKind.SECURITY:
-        return SecurityError(sentence)
-    if notice.kind is e.FailureKind.UNREACHABLE:
-        return SchedulerUnreachableError(
-            sentence,
-            remedy="Check that it runs, and MS_SCHED_HOST and MS_SCHED_PORT.",
-        )
-    if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
-        return FormationTimeoutError(sentence)
-    if notice.kind is e.FailureKind.JOB_ENDED:
-        return JobEndedError(sentence, ok=notice.ok)
-    return RefusedError(sentence, code=notice.code.name)
-
-
-def _sentence(text: str) -> str:
-    """Begins with a capital and ends with a full stop, so that a remedy can follow."""
-    text = text[:1].upper() + text[1:]
-    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,36 @@
+"""From what the membership machine says to the errors that a script sees."""
+
+from __future__ import annotations
+
+from worker.core import events as e
+from worker.errors import (
+    FormationTimeoutError,
+    JobEndedError,
+    RefusedError,
+    SchedulerUnreachableError,
+    SecurityError,
+    WorkerError,
+)
+
+
+def failure_of(notice: e.Failed) -> WorkerError:
+    """The error that tells a script why its membership is over."""
+    text = sentence(notice.sentence)
+    if notice.kind is e.FailureKind.SECURITY:
+        return SecurityError(text)
+    if notice.kind is e.FailureKind.UNREACHABLE:
+        return SchedulerUnreachableError(
+            text,
+            remedy="Check that it runs, and MS_SCHED_HOST and MS_SCHED_PORT.",
+        )
+    if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
+        return FormationTimeoutError(text)
+    if notice.kind is e.FailureKind.JOB_ENDED:
+        return JobEndedError(text, ok=notice.ok)
+    return RefusedError(text, code=notice.code.name)
+
+
+def sentence(text: str) -> str:
+    """Begins with a capital and ends with a full stop, so that a remedy can follow."""
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
