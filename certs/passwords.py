@@ -51,6 +51,23 @@ def password_for(
     return password_from(_VARIABLES[role], env, prompt, f"Password of the {role}'s PKCS#12 file: ")
 
 
+def prompted_password(role: str, env: Mapping[str, str]) -> bytes | None:
+    """The password if it had to be asked for, else None: one from a file is read again at each rotation.
+
+    Raises:
+        ConfigError, FileError: as :func:`password_for`.
+    """
+    asked = False
+
+    def ask(question: str) -> str | None:
+        nonlocal asked
+        asked = True
+        return prompt_on_terminal(question)
+
+    password = password_for(role, env, ask)
+    return password if asked else None
+
+
 def password_from(
     variable: str, env: Mapping[str, str], prompt: Callable[[str], str | None] | None, question: str
 ) -> bytes:

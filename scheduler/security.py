@@ -87,27 +87,15 @@ def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Securi
     if settings.config_path is None:
         return None
     apply_cipher_list(load_config(settings.config_path))
+    from certs.memory import forbid_core_files
+    from certs.passwords import prompted_password
     from certs.watcher import CredentialsWatcher
 
-    password = _prompted_password(env)
+    forbid_core_files()
+    password = prompted_password("scheduler", env)
     return Security(
         CredentialsWatcher(settings.config_path, "scheduler", env, password=password), settings.job_id
     )
-
-
-def _prompted_password(env: Mapping[str, str]) -> bytes | None:
-    """The password, if it had to be asked for; one from a file is read again at each rotation."""
-    from certs.passwords import password_for, prompt_on_terminal
-
-    asked = False
-
-    def ask(question: str) -> str | None:
-        nonlocal asked
-        asked = True
-        return prompt_on_terminal(question)
-
-    password = password_for("scheduler", env, ask)
-    return password if asked else None
 
 
 def check_is_scheduler(credentials: Credentials, job_id: str) -> None:

@@ -10,14 +10,15 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from worker.config import Settings
 
 if TYPE_CHECKING:
-    from certs.store import Credentials
+    from certs.peer import Peer
+    from worker.keyring import Keyring
 
 CONNECT_TIMEOUT_S = 5.0
 _METHOD = "/rendezvous.v1.Rendezvous/Session"
@@ -69,11 +70,11 @@ class Connector(Protocol):
 
 
 class GrpcConnector:
-    """Opens streams over gRPC, over mutual TLS where there are credentials."""
+    """Opens streams over gRPC, over mutual TLS where there is a keyring."""
 
-    def __init__(self, settings: Settings, credentials: Credentials | None) -> None:
+    def __init__(self, settings: Settings, keyring: Keyring | None) -> None:
         self._settings = settings
-        self._credentials = credentials
+        self._keyring = keyring
 
     def open(self, outbox: SimpleQueue[bytes | None]) -> Stream:
         """See :class:`Connector`."""
@@ -81,19 +82,18 @@ class GrpcConnector:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say, our own errors say
         import certs.grpc_credentials  # noqa: F401
 
-        if self._credentials is None:
+        keyring = self._keyring
+        if keyring is None:
             self._probe_plaintext()
-            channel = self._channel(None, None)
-        else:
-            channel = self._secure_channel(self._credentials)
-        call = channel.stream_stream(_METHOD)(iter(outbox.get, None))
-        return _GrpcStream(channel, call, outbox)
+            return _GrpcStream(self._channel(None, None), outbox, lambda: False)
+        channel, scheduler = self._secure_channel(keyring)
+        return _GrpcStream(channel, outbox, lambda: keyring.has_revoked(scheduler))
 
-    def _secure_channel(self, credentials: Credentials) -> Any:
+    def _secure_channel(self, keyring: Keyring) -> tuple[Any, Peer]:
         from certs.errors import CertificateError
         from certs.preflight import preflight
 
-        settings = self._settings
+        settings, credentials = self._settings, keyring()
         try:
             found = preflight(
                 settings.scheduler_host,
@@ -106,7 +106,8 @@ class GrpcConnector:
             raise DeniedError(str(error), by_scheduler=False) from error
         from certs.grpc_credentials import channel_credentials
 
-        return self._channel(channel_credentials(credentials, found.server_leaf_pem), found.name_override)
+        tls = channel_credentials(credentials, found.server_leaf_pem)
+        return self._channel(tls, found.name_override), found.peer
 
     def _channel(self, credentials: Any, name: str | None) -> Any:
         import grpc
@@ -161,12 +162,24 @@ def _speaks_tls(where: tuple[str, int]) -> bool:
 
 
 class _GrpcStream:
-    """A call on a channel of its own."""
+    """A call on a channel of its own; it ends at the next message after the scheduler was revoked."""
 
-    def __init__(self, channel: Any, call: Any, outbox: SimpleQueue[bytes | None]) -> None:
+    def __init__(
+        self, channel: Any, outbox: SimpleQueue[bytes | None], is_revoked: Callable[[], bool]
+    ) -> None:
         self._channel = channel
-        self._call = call
         self._outbox = outbox
+        self._is_revoked = is_revoked
+        self._call: Any = channel.stream_stream(_METHOD)(self._requests())
+
+    def _requests(self) -> Iterator[bytes]:
+        first = True  # the look before the connection has just checked
+        for data in iter(self._outbox.get, None):
+            if not first and self._is_revoked():
+                self._call.cancel()  # looking for the scheduler again tells why in words
+                return
+            first = False
+            yield data
 
     def __iter__(self) -> Iterator[bytes]:
         import grpc

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from worker.config import SecurityContext, Settings, load_settings
-from worker.errors import NotInitializedError, SecurityError, SettingsError, WorkerError
+from worker.config import SecurityContext, load_settings
+from worker.errors import NotInitializedError, SettingsError, WorkerError
+from worker.keyring import load_keyring
 
 if TYPE_CHECKING:
-    from certs.store import Credentials
     from worker.session import Session
 
 log = logging.getLogger("muster.worker")
@@ -132,7 +132,7 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
     """
     settings = load_settings(env, context)
     _set_up_log(settings.log_level)
-    credentials = load_credentials(settings, env)  # sets the ciphers: before anything imports grpc
+    keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from worker.channel import GrpcConnector
     from worker.communicators import create_backend
     from worker.core.messages import Profile
@@ -142,9 +142,7 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
     host = retried(lambda: describe_host(settings), UnresolvedHostError)
     device = choose_device(settings)
     name = backend or settings.backend or _default_backend(device.visible_count)
-    plane = create_backend(
-        name, tls=credentials, job_id=settings.job_id, allow_insecure=settings.allow_insecure
-    )
+    plane = create_backend(name, tls=keyring, job_id=settings.job_id, allow_insecure=settings.allow_insecure)
     profile = Profile(
         job_id=settings.job_id,
         node_id=node_identity(settings, host, os.urandom(4).hex()),
@@ -159,7 +157,7 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
         spare=settings.spare,
         facts=tuple(sorted(getattr(plane, "facts", {}).items())),
     )
-    connector = GrpcConnector(settings, credentials)
+    connector = GrpcConnector(settings, keyring)
     return Session(settings, profile=profile, device=device, backend=plane, connector=connector)
 
 
@@ -185,31 +183,6 @@ def retried(
             log.warning("%s Trying again in %g s.", error.message, pause_s)
             sleep(pause_s)
     return attempt()
-
-
-def load_credentials(settings: Settings, env: Mapping[str, str]) -> Credentials | None:
-    """Loads this worker's certificate and hands the ciphers to gRPC; None without TLS.
-
-    Raises:
-        SettingsError: config.json or the password's variable is wrong.
-        SecurityError: the certificate, its password or its authority is.
-    """
-    if settings.config_path is None:
-        return None
-    from certs.config import apply_cipher_list, load_config
-    from certs.errors import CertificateError, ConfigError
-    from certs.store import load_configured
-
-    try:
-        config = load_config(settings.config_path)
-        if config.ignored_ciphers:
-            log.warning("cipher_list: no effect have %s", ", ".join(config.ignored_ciphers))
-        apply_cipher_list(config)
-        return load_configured(config, "worker", env, password=settings.client_password)
-    except ConfigError as error:
-        raise SettingsError(error.message, remedy=error.remedy) from error
-    except CertificateError as error:
-        raise SecurityError(error.message, remedy=error.remedy) from error
 
 
 def _default_backend(gpu_count: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 
 from certs.grpc_credentials import server_credentials
 from certs.identity import Identity
@@ -21,6 +22,7 @@ from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.scheduler.processes import Pki
 from worker.channel import DeniedError, GrpcConnector, MalformedError
 from worker.config import Settings
+from worker.keyring import load_keyring
 
 Behaviour = Callable[[Iterator[Any], Any], Iterator[Any]]
 
@@ -81,7 +83,9 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 def connector(port: int, pki: Pki | None = None) -> GrpcConnector:
     settings = Settings(worker_num=1, worker_min=1, scheduler_port=port)
-    return GrpcConnector(settings, pki.credentials("client") if pki else None)
+    env = {} if pki is None else pki.env()
+    path = None if pki is None else pki.config
+    return GrpcConnector(settings, load_keyring(settings.replaced(config_path=path), env))
 
 
 def welcome_each(requests: Iterator[Any], context: Any) -> Iterator[Any]:
@@ -196,3 +200,22 @@ def test_a_server_that_is_not_this_jobs_scheduler_is_refused(pki: Pki, name: str
 def test_a_scheduler_of_another_authority_is_refused(pki: Pki, tmp_path: Path) -> None:
     with serving(welcome_each, Pki.make(tmp_path)) as port, pytest.raises(DeniedError, match="not trusted"):
         connector(port, pki).open(SimpleQueue())
+
+
+def test_a_scheduler_that_is_revoked_meanwhile_is_left(tmp_path: Path) -> None:
+    own = Pki.make(tmp_path, crl_path="crl.pem")
+    with serving(welcome_each, own) as port:
+        outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        looking = connector(port, own)
+        stream = looking.open(outbox)
+        replies = iter(stream)
+        outbox.put(join("a"))
+        next(replies)
+        server = x509.load_pem_x509_certificate(own.credentials("server").leaf_pem)
+        own.authority.write_revocations([server.serial_number])
+        outbox.put(join("b"))
+        with pytest.raises(ConnectionError, match="cancelled"):
+            next(replies)
+        stream.close()
+        with pytest.raises(DeniedError, match="was revoked"):
+            looking.open(SimpleQueue())

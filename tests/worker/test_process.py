@@ -14,6 +14,7 @@ from tests.scheduler.processes import environment
 from worker import process
 from worker.config import SecurityContext, Settings
 from worker.errors import SecurityError, SettingsError
+from worker.keyring import load_keyring
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +77,11 @@ def test_release_without_a_session_does_nothing() -> None:
 def test_a_broken_configuration_names_the_file(tmp_path: Path) -> None:
     settings = Settings(worker_num=1, worker_min=1, config_path=tmp_path / "config.json")
     with pytest.raises(SettingsError, match=r"config\.json"):
-        process.load_credentials(settings, {})
+        load_keyring(settings, {})
 
 
 def test_without_a_configuration_there_are_no_credentials() -> None:
-    assert process.load_credentials(Settings(worker_num=1, worker_min=1), {}) is None
+    assert load_keyring(Settings(worker_num=1, worker_min=1), {}) is None
 
 
 def test_a_certificate_that_is_none_is_a_matter_of_security(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_certificate_that_is_none_is_a_matter_of_security(tmp_path: Path) -> N
     )
     settings = Settings(worker_num=1, worker_min=1, config_path=tmp_path / "config.json")
     with pytest.raises(SecurityError, match=r"client\.p12|ca\.crt"):
-        process.load_credentials(settings, {"MS_CLIENT_PASSWORD": "x"})
+        load_keyring(settings, {"MS_CLIENT_PASSWORD": "x"})
 
 
 def test_what_may_pass_is_tried_again() -> None:

@@ -8,6 +8,7 @@ from worker.errors import SettingsError
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Callable
 
     from certs.store import Credentials
     from worker.communicators.base import Backend
@@ -19,7 +20,7 @@ BACKENDS = ("tcp", "gloo", "nccl")
 def create_backend(
     name: str,
     *,
-    tls: Credentials | None,
+    tls: Credentials | Callable[[], Credentials] | None,
     job_id: str = "default",
     allow_insecure: bool = False,
     seal: bool = True,
@@ -28,7 +29,7 @@ def create_backend(
 
     Args:
         name: "tcp" (NumPy, authenticated), "gloo" (NumPy through torch) or "nccl" (GPUs).
-        tls: this worker's credentials; None where TLS is off.
+        tls: this worker's credentials, or what gives those that are in force; None where TLS is off.
         job_id: the job, which the peers' certificates must be for.
         allow_insecure: lets sockets that are not authenticated leave loopback (MS_ALLOW_INSECURE).
         seal: whether tcp's data goes in sealed records keyed inside TLS, or in TLS's own records.
@@ -39,7 +40,7 @@ def create_backend(
     if name == "tcp":
         from worker.communicators.tcp import TcpBackend
 
-        policy = None if tls is None else _tls_policy(tls, seal)
+        policy = None if tls is None else _policies(tls, seal)
         return TcpBackend(tls=policy, allow_insecure=allow_insecure)
     if name not in BACKENDS:
         raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
@@ -58,6 +59,19 @@ def create_backend(
             f"The backend {name!r} needs {error.name or 'a library'}, which is not installed here.",
             remedy=f"Install the extra: pip install 'muster[{extra.split()[0]}]', or use the backend 'tcp'.",
         ) from None
+
+
+def _policies(tls: Credentials | Callable[[], Credentials], seal: bool) -> Callable[[], TlsPolicy]:
+    """Gives the policy of the credentials in force; makes a new one when they have changed."""
+    made: list[tuple[Credentials, TlsPolicy]] = []
+
+    def current() -> TlsPolicy:
+        credentials = tls() if callable(tls) else tls
+        if not made or made[0][0] is not credentials:
+            made[:] = [(credentials, _tls_policy(credentials, seal))]
+        return made[0][1]
+
+    return current
 
 
 def _tls_policy(credentials: Credentials, seal: bool) -> TlsPolicy:

@@ -21,7 +21,8 @@ class TcpBackend(Backend):
     """Makes :class:`TcpCommunicator`.
 
     Args:
-        tls: how peers are authenticated; None for plaintext, which stays on loopback.
+        tls: how peers are authenticated, asked for each connection; None for plaintext, which stays on
+            loopback.
         allow_insecure: lets plaintext leave loopback.
         handshake_timeout_s: how long a peer's connection may take to prove itself.
     """
@@ -29,7 +30,11 @@ class TcpBackend(Backend):
     name = "tcp"
 
     def __init__(
-        self, *, tls: TlsPolicy | None, allow_insecure: bool = False, handshake_timeout_s: float = 10.0
+        self,
+        *,
+        tls: Callable[[], TlsPolicy] | None,
+        allow_insecure: bool = False,
+        handshake_timeout_s: float = 10.0,
     ) -> None:
         self._tls = tls
         self._allow_insecure = allow_insecure

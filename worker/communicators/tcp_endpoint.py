@@ -14,6 +14,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker.communicators.tcp_handshake import (
@@ -51,7 +52,7 @@ class Endpoint:
     """Accepts and makes authenticated connections; lives as long as its backend.
 
     Args:
-        tls: contexts and the rule about identities; None for plaintext.
+        tls: gives the contexts and the rule about identities that are in force; None for plaintext.
         handshake_timeout_s: how long a connection may take to prove itself.
         parked_timeout_s: how long a proven worker may wait for this process to enter its generation.
         max_handshakes: handshakes under way from outside; the oldest is dropped for a new one.
@@ -59,13 +60,14 @@ class Endpoint:
 
     def __init__(
         self,
-        tls: TlsPolicy | None,
+        tls: Callable[[], TlsPolicy] | None,
         *,
         handshake_timeout_s: float = 10.0,
         parked_timeout_s: float = 60.0,
         max_handshakes: int = 512,
     ) -> None:
         self._tls = tls
+        self._policy_in_force = None if tls is None else tls()
         self._handshake_timeout_s = handshake_timeout_s
         self._parked_timeout_s = parked_timeout_s
         self._max_handshakes = max_handshakes
@@ -192,10 +194,18 @@ class Endpoint:
                 self._make_room(0)
                 return
             self._make_room(self._max_handshakes - 1)
-            steps = accept(sock, self._tls, self._find_lobby, str(address[0]))
+            steps = accept(sock, self._policy(), self._find_lobby, str(address[0]))
             task = _Task(steps, sock, time.monotonic() + self._handshake_timeout_s)
             self._tasks.append(task)
             self._advance(task)
+
+    def _policy(self) -> TlsPolicy | None:
+        if self._tls is not None:
+            try:
+                self._policy_in_force = self._tls()
+            except Exception:
+                _LOG.exception("What was renewed cannot be used; the old certificate stays in force.")
+        return self._policy_in_force
 
     def _make_room(self, limit: int) -> None:
         accepted = [task for task in self._tasks if task.lobby is None]
@@ -227,7 +237,7 @@ class Endpoint:
             task.lobby.fail(task.rank, CommunicatorError(f"Rank {task.rank} cannot be dialed: {error}"))
             self._drop(task)
             return
-        task.steps = dial(task.sock, (host, port), self._tls, task.lobby, task.rank)
+        task.steps = dial(task.sock, (host, port), self._policy(), task.lobby, task.rank)
         self._advance(task)
 
     def _advance(self, task: _Task) -> None:

@@ -1,0 +1,115 @@
+"""Credentials that follow their files, and what a bad file does: nothing but a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from certs.identity import Identity
+from tests.scheduler.processes import Pki
+from worker.communicators import create_backend
+from worker.config import Settings
+from worker.keyring import Keyring, load_keyring
+
+HOSTS = ("127.0.0.1",)
+
+
+@pytest.fixture
+def pki(tmp_path: Path) -> Pki:
+    return Pki.make(tmp_path, crl_path="crl.pem")
+
+
+@pytest.fixture
+def keyring(pki: Pki) -> Keyring:
+    settings = Settings(worker_num=1, worker_min=1, config_path=pki.config)
+    loaded = load_keyring(settings, pki.env())
+    assert loaded is not None
+    return loaded
+
+
+def replace(pki: Pki, identity: Identity) -> str:
+    """Puts another certificate in the worker's place; returns its fingerprint."""
+    pki.issue("staged", identity).replace(pki.directory / "client.p12")
+    return pki.credentials("client").fingerprint
+
+
+def serial(pki: Pki, name: str) -> int:
+    return x509.load_pem_x509_certificate(pki.credentials(name).leaf_pem).serial_number
+
+
+def test_nothing_changes_while_no_file_does(keyring: Keyring) -> None:
+    assert keyring() is keyring()
+
+
+def test_a_renewed_certificate_is_used(keyring: Keyring, pki: Pki) -> None:
+    before = keyring().fingerprint
+    assert replace(pki, Identity("default", "worker")) == keyring().fingerprint != before
+
+
+@pytest.mark.parametrize("identity", [Identity("default", "operator"), Identity("other", "worker")])
+def test_a_certificate_of_another_role_or_job_is_not(
+    keyring: Keyring, pki: Pki, identity: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = keyring().fingerprint
+    replace(pki, identity)
+    assert keyring().fingerprint == before
+    assert "the old one stays in force" in caplog.text
+
+
+def test_a_bad_file_is_said_and_changes_nothing(
+    keyring: Keyring, pki: Pki, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = keyring().fingerprint
+    (pki.directory / "client.p12").write_bytes(b"junk")
+    assert keyring().fingerprint == before
+    assert "the old ones stay in force" in caplog.text
+
+
+def test_a_fault_of_ours_changes_nothing_either(
+    keyring: Keyring, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keyring._watcher, "poll", lambda: 1 / 0)
+    assert keyring().identity.role == "worker"
+    assert "those in force stay" in caplog.text
+
+
+def test_who_is_revoked_meanwhile(keyring: Keyring, pki: Pki) -> None:
+    peer = keyring().peer(pki.credentials("server").leaf_pem)
+    assert not keyring.has_revoked(peer)
+    (pki.directory / "crl.pem").write_text("junk")
+    assert not keyring.has_revoked(peer)
+    (pki.directory / "crl.pem").unlink()
+    pki.authority.write_revocations([serial(pki, "server")])
+    assert keyring.has_revoked(peer)
+
+
+def test_what_ends_soon_is_said(pki: Pki, caplog: pytest.LogCaptureFixture) -> None:
+    issued = pki.authority.issue(Identity("default", "worker"), (), days=3)
+    (pki.directory / "client.p12").write_bytes(issued.p12(b"not a secret here"))
+    settings = Settings(worker_num=1, worker_min=1, config_path=pki.config)
+    keyring = load_keyring(settings, pki.env())
+    assert keyring is not None
+    with caplog.at_level(logging.WARNING):
+        keyring()
+    assert "renew" in caplog.text
+
+
+def test_no_core_file_is_left_once_a_key_is_loaded(keyring: Keyring) -> None:
+    assert keyring().identity.job == "default"
+    assert resource.getrlimit(resource.RLIMIT_CORE)[0] == 0
+
+
+def test_each_peer_connection_asks_for_the_credentials_in_force(keyring: Keyring, pki: Pki) -> None:
+    backend = create_backend("tcp", tls=keyring)
+    try:
+        endpoint = backend._endpoint  # type: ignore[attr-defined]
+        before = endpoint._policy()
+        assert endpoint._policy() is before
+        replace(pki, Identity("default", "worker"))
+        assert endpoint._policy() is not before
+    finally:
+        backend.close()

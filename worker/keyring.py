@@ -1,0 +1,120 @@
+"""This worker's credentials, which follow their files while it trains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from worker.config import Settings
+from worker.errors import SecurityError, SettingsError
+
+if TYPE_CHECKING:
+    from certs.peer import Peer
+    from certs.store import Credentials
+    from certs.watcher import CredentialsWatcher
+
+log = logging.getLogger("muster.worker")
+
+
+class Keyring:
+    """Gives the credentials in force; every new connection asks for them.
+
+    Renewed certificates, authorities and revocation lists count from the next connection on, whether to
+    the scheduler or to a peer. A bad file leaves the old ones in force and says so; bad revocation lists
+    let nobody in.
+
+    Args:
+        watcher: reads and checks the files.
+        job_id: the job that a renewed certificate must be for, too.
+    """
+
+    def __init__(self, watcher: CredentialsWatcher, job_id: str) -> None:
+        from certs.expiry import ExpiryReminder
+
+        self._watcher = watcher
+        self._job_id = job_id
+        self._lock = threading.Lock()
+        self._reminder = ExpiryReminder(watcher.config.cert_expire_warning_time_in_day)
+        self._credentials: Credentials = watcher.credentials
+
+    def __call__(self) -> Credentials:
+        """The credentials in force now. Costs a few ``stat`` calls unless a file changed; never raises."""
+        with self._lock:
+            try:
+                self._follow()
+            except Exception:
+                log.exception("Fault while reading the certificates; those in force stay.")
+            return self._credentials
+
+    def has_revoked(self, peer: Peer) -> bool:
+        """Whether a peer that was let in is revoked by now.
+
+        Lists that cannot be relied on keep newcomers out, but end no connection that stands.
+        """
+        from certs.errors import CertificateError, RevokedError
+
+        revocations = self().revocations
+        try:
+            if revocations is not None:
+                revocations.check(peer.links)
+        except RevokedError:
+            return True
+        except CertificateError:
+            return False
+        return False
+
+    def _follow(self) -> None:
+        change = self._watcher.poll()
+        if change is not None:
+            for problem in change.problems:
+                log.error("%s", problem)
+            self._take(change.credentials, new_certificate=change.new_certificate)
+        for sentence in self._reminder.due(self._credentials):
+            log.warning("%s", sentence)
+
+    def _take(self, new: Credentials, *, new_certificate: bool) -> None:
+        from dataclasses import replace
+
+        reason = new.identity.may(role="worker", job=self._job_id)
+        if reason is not None:
+            log.error("The new certificate is not used, the old one stays in force: %s", reason)
+            new = replace(self._credentials, revocations=new.revocations)
+        elif new_certificate:
+            log.info("new certificate %s %s", new.identity, new.fingerprint)
+        self._credentials = new
+
+
+def load_keyring(settings: Settings, env: Mapping[str, str]) -> Keyring | None:
+    """Loads this worker's certificate and hands the ciphers to gRPC; None without TLS.
+
+    From then on the process leaves no core file, which would hold the private key.
+
+    Raises:
+        SettingsError: config.json or the password's variable is wrong.
+        SecurityError: the certificate, its password or its authority is.
+    """
+    if settings.config_path is None:
+        return None
+    from certs.config import apply_cipher_list, load_config
+    from certs.errors import CertificateError, ConfigError
+    from certs.memory import forbid_core_files
+    from certs.passwords import prompted_password
+    from certs.watcher import CredentialsWatcher
+
+    try:
+        config = load_config(settings.config_path)
+        if config.ignored_ciphers:
+            log.warning("cipher_list: no effect have %s", ", ".join(config.ignored_ciphers))
+        apply_cipher_list(config)
+        password = settings.client_password or prompted_password("worker", env)
+        keyring = Keyring(
+            CredentialsWatcher(settings.config_path, "worker", env, password=password), settings.job_id
+        )
+    except ConfigError as error:
+        raise SettingsError(error.message, remedy=error.remedy) from error
+    except CertificateError as error:
+        raise SecurityError(error.message, remedy=error.remedy) from error
+    forbid_core_files()
+    return keyring
