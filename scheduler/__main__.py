@@ -1,4 +1,4 @@
-"""``python -m scheduler``: serve a job; ``status`` and ``drain`` ask a running scheduler."""
+"""``python -m scheduler``: serve a job; ``status``, ``health`` and ``drain`` ask a running scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from scheduler.errors import SchedulerError
 DESCRIPTION = """\
 Gathers the workers of a training job, checks who they are and gives each its rank.
 Settings come from the environment: MS_WORKER_NUM, MS_SCHED_HOST, MS_SCHED_PORT and others.
-Other commands: 'python -m scheduler status' and 'python -m scheduler drain NODE'."""
+Other commands: 'python -m scheduler status', 'python -m scheduler health' (for probes) and
+'python -m scheduler drain NODE'."""
 
 
 def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> int:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     arguments = list(sys.argv[1:] if argv is None else argv)
     environment = os.environ if env is None else env
     try:
-        if arguments[:1] == ["status"] or arguments[:1] == ["drain"]:
+        if arguments[:1] in (["status"], ["health"], ["drain"]):
             from scheduler.status import command
 
             return command(arguments, environment)
@@ -38,20 +39,21 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
         return error.exit_code
 
 
-def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the serving scheduler."""
+    made = argparse.ArgumentParser(
         prog="python -m scheduler", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--config", type=Path, help="config.json with the certificates (or MS_CONFIG_FILE)")
-    parser.add_argument(
-        "--serve", action="store_true", help="serve any number of jobs and stay when they end"
-    )
-    parser.add_argument(
-        "--port", type=int, help="listen here instead of MS_SCHED_PORT; 0 takes any free port"
-    )
-    parser.add_argument("--bind", default="", metavar="ADDRESS", help="listen here instead of MS_SCHED_HOST")
-    parser.add_argument("--version", action="version", version=f"muster {__version__}")
-    options = parser.parse_args(arguments)
+    made.add_argument("--config", type=Path, help="config.json with the certificates (or MS_CONFIG_FILE)")
+    made.add_argument("--serve", action="store_true", help="serve any number of jobs and stay when they end")
+    made.add_argument("--port", type=int, help="listen here instead of MS_SCHED_PORT; 0 takes any free port")
+    made.add_argument("--bind", default="", metavar="ADDRESS", help="listen here instead of MS_SCHED_HOST")
+    made.add_argument("--version", action="version", version=f"muster {__version__}")
+    return made
+
+
+def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
+    options = parser().parse_args(arguments)
     settings = load_settings(
         env, config_path=options.config, serve=options.serve, port=options.port, bind_host=options.bind
     )

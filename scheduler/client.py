@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from rendezvous.v1 import rendezvous_pb2 as pb
 
+SERVICE = "rendezvous.v1.Rendezvous"
+HEALTH_SERVICE = "grpc.health.v1.Health"
 TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 
@@ -40,16 +42,24 @@ class Client:
         address: where it is, and the job that is meant.
         env: where the certificate's password is looked for.
         certificate: the PKCS#12 file to use instead of the configured one.
+        role: whose configured certificate and password to use, ``operator`` or ``scheduler``.
 
     Raises:
         UnreachableError: nobody listens there.
         certs.errors.CertificateError: TLS failed on either side.
     """
 
-    def __init__(self, address: Address, env: Mapping[str, str], *, certificate: Path | None = None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        env: Mapping[str, str],
+        *,
+        certificate: Path | None = None,
+        role: str = "operator",
+    ) -> None:
         self._job_id = address.job_id
         self._where = show(address.host, address.port)
-        self._channel = self._connect(address, env, certificate)
+        self._channel = self._connect(address, env, certificate, role)
 
     def status(self) -> pb.StatusReply:
         """Asks for the job's state."""
@@ -67,6 +77,14 @@ class Client:
         reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
         return reply.sentence
 
+    def health(self) -> str:
+        """Asks the standard gRPC health service; ``SERVING`` is the good answer."""
+        from grpc_health.v1 import health_pb2
+
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        reply = self._call("Check", request, health_pb2.HealthCheckResponse.FromString, HEALTH_SERVICE)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
     def __enter__(self) -> Client:
         """Enters; leaving closes the connection."""
         return self
@@ -82,11 +100,11 @@ class Client:
 
     # ------------------------------------------------------------ inside
 
-    def _call(self, method: str, request: Any, parse: Callable[[bytes], Any]) -> Any:
+    def _call(self, method: str, request: Any, parse: Callable[[bytes], Any], service: str = SERVICE) -> Any:
         import grpc
 
         call = self._channel.unary_unary(
-            f"/rendezvous.v1.Rendezvous/{method}",
+            f"/{service}/{method}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=parse,
         )
@@ -111,7 +129,9 @@ class Client:
             remedy="Check MS_SCHED_HOST and MS_SCHED_PORT, and that both sides use TLS or neither does.",
         )
 
-    def _connect(self, address: Address, env: Mapping[str, str], certificate: Path | None) -> grpc.Channel:
+    def _connect(
+        self, address: Address, env: Mapping[str, str], certificate: Path | None, role: str
+    ) -> grpc.Channel:
         options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", MAX_REPLY_BYTES)]
         if address.config_path is None:
             import grpc
@@ -126,7 +146,7 @@ class Client:
 
         if certificate is not None:
             config = dataclasses.replace(config, client_cert_path=certificate)
-        credentials = load_configured(config, "operator", env)
+        credentials = load_configured(config, role, env)
         try:
             found = preflight(
                 address.host, address.port, credentials, job=address.job_id, timeout_s=TIMEOUT_S

@@ -1,8 +1,9 @@
-"""``python -m scheduler status`` and ``drain``: ask a running scheduler, and show the answer."""
+"""``python -m scheduler status``, ``health`` and ``drain``: ask a running scheduler, and show the answer."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -18,23 +19,30 @@ if TYPE_CHECKING:
 
 
 def command(arguments: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs ``status`` or ``drain``.
+    """Runs ``status``, ``health`` or ``drain``.
 
     Returns:
-        The exit code.
+        The exit code; of ``health``, 1 when the scheduler does not serve.
 
     Raises:
         SchedulerError: a setting is wrong, or the scheduler is not there or refuses.
         certs.errors.CertificateError: TLS failed on either side; says how.
     """
-    options = _parser().parse_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     address = load_address(env, config_path=options.config, job_id=options.job)
+    if options.host:
+        address = dataclasses.replace(address, host=options.host)
     from scheduler.client import Client
 
-    with Client(address, env, certificate=_certificate(options, address)) as client:
+    certificate, role = _certificate(options, address), _role(options, env)
+    with Client(address, env, certificate=certificate, role=role) as client:
         if options.command == "drain":
             print(client.drain(options.node, options.reason))
             return 0
+        if options.command == "health":
+            answer = client.health()
+            print(answer)
+            return 0 if answer == "SERVING" else 1
         reply = client.status()
     if options.json:
         print(json.dumps(as_json(reply), indent=2))
@@ -43,21 +51,33 @@ def command(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the commands."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", type=Path, help="config.json with the certificates (or MS_CONFIG_FILE)")
     common.add_argument("--job", default="", metavar="ID", help="the job (default: MS_JOB_ID, or 'default')")
     common.add_argument(
         "--cert", type=Path, metavar="P12", help="certificate to use instead of client_cert_path"
     )
-    parser = argparse.ArgumentParser(prog="python -m scheduler")
-    commands = parser.add_subparsers(dest="command", required=True)
+    common.add_argument("--host", default="", metavar="ADDRESS", help="ask here instead of at MS_SCHED_HOST")
+    made = argparse.ArgumentParser(prog="python -m scheduler")
+    commands = made.add_subparsers(dest="command", required=True)
     status = commands.add_parser("status", parents=[common], help="show a job and its workers")
     status.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    commands.add_parser(
+        "health",
+        parents=[common],
+        help="exit 0 if the scheduler serves, 1 if not; with MS_ROLE=MS_SCHED by the scheduler's certificate",
+    )
     drain = commands.add_parser("drain", parents=[common], help="let a worker finish its step and leave")
     drain.add_argument("node", metavar="NODE", help="the worker's node id")
     drain.add_argument("--reason", default="drained by an operator", help="shown to the workers")
-    return parser
+    return made
+
+
+def _role(options: argparse.Namespace, env: Mapping[str, str]) -> str:
+    """A probe beside the scheduler has nothing but the scheduler's own certificate and password."""
+    return "scheduler" if options.command == "health" and env.get("MS_ROLE") == "MS_SCHED" else "operator"
 
 
 def _certificate(options: argparse.Namespace, address: Address) -> Path | None:

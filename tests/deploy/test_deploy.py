@@ -14,6 +14,9 @@ import yaml
 from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
+from scheduler.__main__ import parser as server_parser
+from scheduler.status import parser as status_parser
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES_FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -69,6 +72,41 @@ def test_every_mounted_secret_and_config_is_made_somewhere() -> None:
         assert used <= made
         mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_commands_take_only_options_that_the_scheduler_has() -> None:
+    container = named("Deployment", "muster-scheduler")["spec"]["template"]["spec"]["containers"][0]
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]["scheduler"]
+    probes = [
+        container[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")
+    ]
+    for command in (*probes, compose["healthcheck"]["test"][1:]):
+        assert command[:4] == ["python", "-m", "scheduler", "health"]
+        assert status_parser().parse_args(command[3:]).host == "127.0.0.1"
+    # The probe shows the scheduler's certificate, as a client, at this address.
+    certificate = named("Certificate", "muster-scheduler")["spec"]
+    assert "client auth" in certificate["usages"]
+    assert certificate["ipAddresses"] == ["127.0.0.1"]
+    for command in (container["command"], compose["command"]):
+        options = server_parser().parse_args(command[3:])
+        assert options.bind == "0.0.0.0"
+
+
+def test_the_environment_is_one_that_the_scheduler_and_the_workers_accept() -> None:
+    from scheduler.config import load_settings as scheduler_settings
+    from worker.config import load_settings as worker_settings
+
+    shared = named("ConfigMap", "muster-job")["data"]
+
+    def environment(kind: str, name: str) -> dict[str, str]:
+        container = named(kind, name)["spec"]["template"]["spec"]["containers"][0]
+        return shared | {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+    scheduler = scheduler_settings(environment("Deployment", "muster-scheduler"), serve=True)
+    assert (scheduler.metrics_host, scheduler.metrics_port) == ("0.0.0.0", 9464)
+    assert scheduler.recovery_path is not None
+    worker = worker_settings({**environment("Job", "muster-workers"), "JOB_COMPLETION_INDEX": "3"})
+    assert (worker.node_id, worker.worker_num) == ("3", scheduler.worker_num)
 
 
 def test_the_job_has_as_many_workers_as_the_scheduler_waits_for() -> None:

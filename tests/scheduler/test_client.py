@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from certs.errors import CertificateError, NameMismatchError
 from certs.identity import Identity
 from scheduler.client import Client, RefusedByScheduler, UnreachableError
 from scheduler.config import Address
-from tests.scheduler.processes import Pki, Scheduler, scheduler
+from tests.scheduler.processes import Pki, Scheduler, run_scheduler, scheduler
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +73,26 @@ def test_a_certificate_for_another_host_is_not_believed(own_pki: Pki) -> None:
 def test_a_scheduler_of_another_authority_is_not_believed(running: Scheduler, own_pki: Pki) -> None:
     with pytest.raises(CertificateError, match="not trusted here"):
         Client(address(own_pki, running.port), own_pki.env())
+
+
+def test_health_by_the_schedulers_own_certificate(running: Scheduler, pki: Pki) -> None:
+    with Client(address(pki, running.port), pki.env(), role="scheduler") as client:
+        assert client.health() == "SERVING"
+
+
+def test_the_health_command_of_a_probe() -> None:
+    with scheduler() as plain:
+        healthy = plain.command("health", "--host", "127.0.0.1", MS_SCHED_HOST="not-this-one.invalid")
+        assert (healthy.returncode, healthy.stdout, healthy.stderr) == (0, "SERVING\n", "")
+        plain.signal(signal.SIGKILL)
+        plain.wait()
+        gone = plain.command("health")
+    assert gone.returncode == 1
+    assert "No scheduler can be reached" in gone.stderr
+
+
+def test_the_health_command_over_mutual_tls(running: Scheduler) -> None:
+    env = {key: value for key, value in running.env.items() if key != "MS_CLIENT_PASSWORD"}
+    env["MS_SCHED_PORT"] = str(running.port)
+    healthy = run_scheduler("health", env=env)
+    assert (healthy.returncode, healthy.stdout, healthy.stderr) == (0, "SERVING\n", "")
