@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worker.communicators.base import Array
+from worker.communicators.base import Array, Communicator
 from worker.errors import WorkerError
 from worker.sharding import ShardedSampler
+
+if TYPE_CHECKING:
+    from worker.state_transfer import Carrier
 
 
 class StateMismatchError(WorkerError):
@@ -48,6 +51,26 @@ class TrainingState:
             },
             default=_encode_array,
         )
+
+    def carrier(self, communicator: Communicator) -> Carrier:
+        """What takes the arrays to other ranks."""
+        from worker.state_transfer import ArrayCarrier
+
+        return ArrayCarrier(communicator, self.arrays)
+
+    def commit(self) -> None:
+        """A step has been computed and is about to count as finished.
+
+        Raises:
+            MembershipChanged: it did not come to its end after all.
+        """
+
+    def roll_back(self) -> None:
+        """Forgets what a broken step may have left in the arrays; before the state is shared."""
+
+    def enter(self, communicator: Communicator, source: int) -> None:
+        """Takes its place among the ranks; ``source`` is the one whose state all hold now."""
+        self.sampler.reshard(communicator.rank, communicator.world_size)
 
     def layout(self) -> dict[str, str]:
         """Dtype and shape of every array, in words."""

@@ -27,6 +27,19 @@ class StateHolder(Protocol):
         """Who holds no state."""
 
 
+class Carrier(Protocol):
+    """Collectives on one kind of arrays, as far as sharing a state needs them."""
+
+    def gather(self, row: list[int]) -> list[list[int]]:
+        """Every rank's numbers, by rank."""
+
+    def broadcast_text(self, mine: bytes, length: int, source: int) -> str:
+        """The text of ``source``, ``length`` bytes long."""
+
+    def broadcast_arrays(self, source: int) -> dict[str, Array]:
+        """The arrays of ``source`` by name; own arrays stay untouched."""
+
+
 def share_state(session: StateHolder, state: TrainingState) -> int:
     """Makes the state of all ranks that of the furthest one, and the sampler fit the new world.
 
@@ -45,24 +58,23 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
         MembershipChanged: the members changed again; nothing was overwritten.
     """
     communicator = session.communicator
+    state.roll_back()
     rank, anew = communicator.rank, session.state_source_rank < 0
-    xp = array_module(state.arrays)
+    carrier = state.carrier(communicator)
     description = state.describe().encode()
     holds = anew or rank not in session.newcomer_ranks
-    tickets = _gather(
-        communicator, xp, [state.step if holds else -1, zlib.crc32(description), len(description)]
-    )
+    tickets = carrier.gather([state.step if holds else -1, zlib.crc32(description), len(description)])
     source = _furthest([ticket[0] for ticket in tickets], session.state_source_rank)
     if anew or any(ticket != tickets[source] for ticket in tickets):
-        text = _broadcast_text(communicator, xp, description, tickets[source][2], source)
+        text = carrier.broadcast_text(description, tickets[source][2], source)
         if rank != source:
             state.check(text, f"rank {source}")
-        received = _broadcast_packed(communicator, xp, state.arrays, source)
+        received = carrier.broadcast_arrays(source)
         if rank != source and (anew or tickets[rank] != tickets[source]):
             for name, array in received.items():
                 state.arrays[name][...] = array
             state.restore(text)
-    state.sampler.reshard(rank, communicator.world_size)
+    state.enter(communicator, source)
     return source
 
 
@@ -74,43 +86,48 @@ def _furthest(steps: list[int], preferred: int) -> int:
     return steps.index(most)
 
 
-def _gather(communicator: Communicator, xp: Any, row: list[int]) -> list[list[int]]:
-    send = xp.asarray(row, dtype="int64")
-    recv = xp.zeros(len(row) * communicator.world_size, dtype="int64")
-    communicator.all_gather(send, recv)
-    rows: list[list[int]] = recv.reshape(-1, len(row)).tolist()
-    return rows
+class ArrayCarrier:
+    """Takes NumPy and CuPy arrays from rank to rank."""
 
+    def __init__(self, communicator: Communicator, arrays: dict[str, Array]) -> None:
+        self._communicator = communicator
+        self._arrays = arrays
+        self._xp: Any = array_module(arrays)
 
-def _broadcast_text(communicator: Communicator, xp: Any, mine: bytes, length: int, source: int) -> str:
-    buffer = xp.zeros(length, dtype="uint8")
-    if communicator.rank == source:
-        buffer[:] = xp.asarray(bytearray(mine), dtype="uint8")
-    communicator.broadcast(buffer, source)
-    return bytes(buffer.tolist()).decode()
+    def gather(self, row: list[int]) -> list[list[int]]:
+        """See :class:`Carrier`."""
+        send = self._xp.asarray(row, dtype="int64")
+        recv = self._xp.zeros(len(row) * self._communicator.world_size, dtype="int64")
+        self._communicator.all_gather(send, recv)
+        rows: list[list[int]] = recv.reshape(-1, len(row)).tolist()
+        return rows
 
+    def broadcast_text(self, mine: bytes, length: int, source: int) -> str:
+        """See :class:`Carrier`."""
+        buffer = self._xp.zeros(length, dtype="uint8")
+        if self._communicator.rank == source:
+            buffer[:] = self._xp.asarray(bytearray(mine), dtype="uint8")
+        self._communicator.broadcast(buffer, source)
+        return bytes(buffer.tolist()).decode()
 
-def _broadcast_packed(
-    communicator: Communicator, xp: Any, arrays: dict[str, Array], source: int
-) -> dict[str, Array]:
-    """The arrays of ``source`` by name, in few large broadcasts; own arrays stay untouched."""
-    specs = [ParameterSpec(name, int(a.size), str(a.dtype), a.dtype.itemsize) for name, a in arrays.items()]
-    received: dict[str, Array] = {}
-    works = []
-    for bucket in plan_buckets(specs, first_bytes=DEFAULT_BUCKET_BYTES):
-        buffer = (
-            _packed(xp, bucket, arrays)
-            if communicator.rank == source
-            else xp.empty(bucket.size, bucket.dtype)
-        )
-        works.append(communicator.broadcast(buffer, source, async_op=True))
-        for slot in bucket.slots:
-            part = buffer[slot.offset : slot.offset + slot.size]
-            received[slot.name] = part.reshape(arrays[slot.name].shape)
-    for work in works:
-        work.wait()
-    return received
+    def broadcast_arrays(self, source: int) -> dict[str, Array]:
+        """See :class:`Carrier`; few large broadcasts."""
+        arrays, communicator = self._arrays, self._communicator
+        specs = [
+            ParameterSpec(name, int(a.size), str(a.dtype), a.dtype.itemsize) for name, a in arrays.items()
+        ]
+        received: dict[str, Array] = {}
+        works = []
+        for bucket in plan_buckets(specs, first_bytes=DEFAULT_BUCKET_BYTES):
+            gives = communicator.rank == source
+            buffer = self._packed(bucket) if gives else self._xp.empty(bucket.size, bucket.dtype)
+            works.append(communicator.broadcast(buffer, source, async_op=True))
+            for slot in bucket.slots:
+                part = buffer[slot.offset : slot.offset + slot.size]
+                received[slot.name] = part.reshape(arrays[slot.name].shape)
+        for work in works:
+            work.wait()
+        return received
 
-
-def _packed(xp: Any, bucket: Bucket, arrays: dict[str, Array]) -> Array:
-    return xp.concatenate([arrays[slot.name].reshape(-1) for slot in bucket.slots])
+    def _packed(self, bucket: Bucket) -> Array:
+        return self._xp.concatenate([self._arrays[slot.name].reshape(-1) for slot in bucket.slots])

@@ -42,6 +42,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         gradients_mean: average over ranks; False: sum.
         parameter_broadcast: take parameters and buffers from rank 0 now.
         broadcast_buffers: keep buffers equal to rank 0's.
+        elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
         weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
             masters; give ``master_parameters()`` to the optimizer then. Faster than autocast. None: as they
             are.
@@ -63,6 +64,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         gradients_mean: bool = True,
         parameter_broadcast: bool = True,
         broadcast_buffers: bool = True,
+        elastic: bool = False,
         weights: str | None = None,
         compression: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -85,9 +87,10 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "last_bytes": last_bytes}
         self._buffers_follow = broadcast_buffers
         self._masters: MasterWeights | None = None
-        self._check_same_model()
-        if parameter_broadcast:
-            self.broadcast_parameters()
+        if not elastic:
+            self._check_same_model()
+            if parameter_broadcast:
+                self.broadcast_parameters()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
         self._synchronize = True
         self._scale: Any = None
@@ -177,8 +180,31 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
         self._launched = 0
+        self._in_backward = False
+        if self._order is not None:
+            self._order = []
         if source is not None:
             self.broadcast_parameters(source)
+
+    def join(self, communicator: Communicator, source: int) -> None:
+        """Enters a generation that may have newcomers; every rank of it calls this.
+
+        Parameters and buffers are not sent: :class:`worker.torch_state.TorchTrainingState` does that.
+
+        Args:
+            communicator: the generation's.
+            source: the rank that all follow in how gradients are put into buckets.
+        """
+        self.rebind(communicator)
+        self._check_same_model()
+        settled = self._order is None
+        mine = [self._indices[id(parameter)] for bucket in self._buckets for parameter in bucket.parameters]
+        told = torch.tensor([int(settled), *mine], dtype=torch.int64, device=self.device)
+        broadcast_tensors(communicator, [told], source)
+        theirs_settled, *theirs = told.tolist()
+        if theirs != mine:
+            self._build(theirs)
+        self._order = None if theirs_settled else []
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The bare module's state; in float32 where there are masters."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from worker.communicators.base import Communicator, ReduceOp, Work
 from worker.errors import ArrayError
 
 _CHUNK_BYTES = 64 * 2**20
+Key = TypeVar("Key", bound=Hashable)
 
 
 def array_of(communicator: Communicator, tensor: Any) -> Any:
@@ -42,36 +43,50 @@ def array_of(communicator: Communicator, tensor: Any) -> Any:
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source: int) -> None:
     """Overwrites tensors of all ranks with those of rank ``source``, in few collectives."""
-    groups: dict[Any, list[Any]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+    named = dict(enumerate(tensors))
+    for numbers in pieces(named):
+        chunk = [named[number] for number in numbers]
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+        communicator.broadcast(array_of(communicator, flat), source)
+        parts = flat.split([tensor.numel() for tensor in chunk])
+        with torch.no_grad():
+            for tensor, part in zip(chunk, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def pieces(tensors: Mapping[Key, Any]) -> Iterator[list[Key]]:
+    """Divides tensors, by their keys, into chunks of one dtype that travel as one."""
+    groups: dict[Any, list[Key]] = {}
+    for key, tensor in tensors.items():
+        groups.setdefault(tensor.dtype, []).append(key)
     for group in groups.values():
-        for chunk in _chunks(group):
-            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-            communicator.broadcast(array_of(communicator, flat), source)
-            parts = flat.split([tensor.numel() for tensor in chunk])
-            with torch.no_grad():
-                for tensor, part in zip(chunk, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
-
-
-def _chunks(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    chunk: list[Any] = []
-    for tensor in tensors:
-        chunk.append(tensor)
-        if sum(t.numel() * t.element_size() for t in chunk) >= _CHUNK_BYTES:
+        chunk: list[Key] = []
+        size = 0
+        for key in group:
+            chunk.append(key)
+            size += tensors[key].numel() * tensors[key].element_size()
+            if size >= _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
             yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 def gather_numbers(communicator: Communicator, device: Any, number: int) -> list[int]:
     """Every rank's number (below 2**63), on all ranks. The host waits."""
-    send = torch.tensor([number], dtype=torch.int64, device=device)
-    recv = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    return [row[0] for row in gather_rows(communicator, device, [number])]
+
+
+def gather_rows(communicator: Communicator, device: Any, row: list[int]) -> list[list[int]]:
+    """Every rank's numbers (below 2**63, as many on each), on all ranks. The host waits."""
+    send = torch.tensor(row, dtype=torch.int64, device=device)
+    recv = torch.zeros(communicator.world_size * len(row), dtype=torch.int64, device=device)
     communicator.all_gather(array_of(communicator, send), array_of(communicator, recv))
-    return [int(value) for value in recv.tolist()]
+    synchronize = getattr(communicator, "synchronize", None)
+    if synchronize is not None:  # a plain read would return what an aborted collective left, or hang
+        synchronize()
+    rows: list[list[int]] = recv.view(communicator.world_size, len(row)).tolist()
+    return rows
 
 
 class Lane:

@@ -93,8 +93,11 @@ class Step:
     ) -> bool:
         """Counts the step, or recovers from a change of members; other errors pass."""
         if error is None:
-            self._loop._finish(self)
-            return False
+            try:
+                self._loop._finish(self)
+                return False
+            except MembershipChanged as change:
+                error = change
         if isinstance(error, MembershipChanged):
             if (
                 self._loop.state.rng is not None and self._rng is not None
@@ -179,6 +182,7 @@ class ElasticLoop:
         self.session.step_boundary(self.state.step)
 
     def _finish(self, step: Step) -> None:
+        self.state.commit()
         self.state.sampler.advance()
         self.state.step += 1
         step.done = True
