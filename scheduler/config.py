@@ -43,6 +43,7 @@ class SchedulerSettings:
     allow_insecure: bool = False
     recovery_path: Path | None = None
     rank_table: RankTable | None = None
+    max_streams_per_host: int = 4096
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_HOST
     audit_log_path: Path | None = None
@@ -185,6 +186,7 @@ def load_settings(
         allow_insecure=read.flag("MS_ALLOW_INSECURE"),
         recovery_path=_recovery_path(read),
         rank_table=_rank_table(read, worker_num),
+        max_streams_per_host=read.integer("MS_MAX_STREAMS_PER_HOST", 4096, 1, MAX_WORKERS),
         metrics_port=read.integer("MS_METRICS_PORT", 0, 1, 65_535) or None,
         metrics_host=read.text("MS_METRICS_HOST", DEFAULT_HOST),
         audit_log_path=read.path("MS_AUDIT_LOG"),

@@ -17,13 +17,15 @@ from scheduler.sessions import Session
 from scheduler.wire import AssignmentEncoder
 
 MAX_BATCH = 1024
+LOSS_SETTLE_S = 0.01
+"""Whoever dies with others, as all workers of a host do, is lost within this time of the first."""
 
 
 class Machine(Protocol):
     """What the driver needs of :class:`scheduler.core.job.Job`."""
 
-    def step(self, event: v.Event, now: float) -> v.Decision:
-        """Takes one event and says what follows."""
+    def step(self, event: v.Event, now: float, *, more: bool = False) -> v.Decision:
+        """Takes one event and says what follows; ``more``: together with the next one."""
 
     def deadline(self) -> float | None:
         """When the machine wants a Tick, on the clock of ``now``."""
@@ -137,8 +139,10 @@ class JobDriver:
         try:
             while True:
                 batch = [await self._queue.get()]
-                while len(batch) < MAX_BATCH and not self._queue.empty():
-                    batch.append(self._queue.get_nowait())
+                self._gather(batch)
+                if any(isinstance(item.event, v.SessionLost) for item in batch):
+                    await asyncio.sleep(LOSS_SETTLE_S)
+                    self._gather(batch)
                 await self._handle(batch)
         finally:
             self._stop(batch)
@@ -149,11 +153,15 @@ class JobDriver:
 
     # ------------------------------------------------------------ inside
 
+    def _gather(self, batch: list[_Item]) -> None:
+        while len(batch) < MAX_BATCH and not self._queue.empty():
+            batch.append(self._queue.get_nowait())
+
     async def _handle(self, batch: list[_Item]) -> None:
         now = self.clock.time()
         decisions = []
-        for item in batch:
-            decisions.append(self.job.step(item.event, now))
+        for item, more in zip(batch, _losses_to_come(batch), strict=True):
+            decisions.append(self.job.step(item.event, now, more=more))
             self._count(item.event, now)
         records = [record for decision in decisions for record in decision.records]
         if records:
@@ -253,3 +261,15 @@ class JobDriver:
                 item.done.set_exception(StoppingError("The scheduler is stopping."))
         for session in list(self.sessions.values()):
             session.close(StoppingError("The scheduler is stopping."))
+
+
+def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
+    """Of each event, whether it is a loss and another follows it; heartbeats in between do not matter."""
+    marks: list[bool] = []
+    follows = False
+    for item in reversed(batch):
+        lost = isinstance(item.event, v.SessionLost)
+        marks.append(lost and follows)
+        if not isinstance(item.event, v.Heard):
+            follows = lost
+    return marks[::-1]

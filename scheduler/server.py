@@ -105,7 +105,8 @@ async def _serve(
         require_identity=security is None or security.config.require_identity,
         revocations=security.revocations if security is not None else lambda: None,
     )
-    service = Service(jobs, access, recorder, settings.job_id, Limits())
+    limits = Limits(sessions_per_host=settings.max_streams_per_host)
+    service = Service(jobs, access, recorder, settings.job_id, limits)
     tls = RotatingServerCredentials(security.credentials) if security is not None else None
     async with contextlib.AsyncExitStack() as at_end:
         server = grpc.aio.server(options=list(OPTIONS))

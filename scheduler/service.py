@@ -170,7 +170,8 @@ class Service:
         if len(self.sessions) >= self._limits.sessions:
             raise LimitError(f"The scheduler already serves {self._limits.sessions} streams.")
         if self._per_host[host] >= self._limits.sessions_per_host:
-            raise LimitError(f"{host} already holds {self._limits.sessions_per_host} streams.")
+            limit = self._limits.sessions_per_host
+            raise LimitError(f"{host} already holds {limit} streams (MS_MAX_STREAMS_PER_HOST={limit}).")
         session = Session(next(self._ids), caller)
         self._per_host[host] += 1
         self.sessions[session.id] = session

@@ -77,19 +77,21 @@ class Job(Reception):
         """How the job ended (``ok`` and why); None while it goes on."""
         return self._ledger.outcome
 
-    def step(self, event: v.Event, now: float) -> v.Decision:
+    def step(self, event: v.Event, now: float, *, more: bool = False) -> v.Decision:
         """Takes one event and says what follows from it.
 
         Args:
             event: what happened.
             now: seconds on the clock of all calls.
+            more: another event follows at once, and the conclusions are drawn with that one: losses that
+                come together make one new generation.
         """
         if not self._started:
             self._start(now)
         self._now = now
         self._records, self._messages, self._reasons = [], [], []
         self._handlers[type(event)](event, now)  # type: ignore[operator]
-        if type(event) is not v.Heard:
+        if type(event) is not v.Heard and not more:
             self._retry_held_back(now)
             self.advance(now)
         return v.Decision(tuple(self._records), tuple(self._messages), " ".join(self._reasons))

@@ -73,9 +73,11 @@ class FakeJob:
     script: Callable[[v.Event], v.Decision] = lambda event: v.Decision()
     due: float | None = None
     seen: list[tuple[float, v.Event]] = field(default_factory=list)
+    postponed: list[v.Event] = field(default_factory=list)
 
-    def step(self, event: v.Event, now: float) -> v.Decision:
+    def step(self, event: v.Event, now: float, *, more: bool = False) -> v.Decision:
         self.seen.append((now, event))
+        self.postponed += [event] if more else []
         return self.script(event)
 
     def deadline(self) -> float | None:

@@ -160,6 +160,23 @@ def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> Non
     go(test())
 
 
+def test_losses_that_come_together_are_concluded_together() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision())
+        lost = [v.SessionLost(number, "gone") for number in range(3)]
+        rig.driver.post(lost[0])
+        await asyncio.sleep(0)  # it is taken; the others come while it settles
+        rig.driver.post(v.Heard(7, 1, 1, 1, 0.0))
+        rig.driver.post(lost[1])
+        rig.driver.post(v.Tick())
+        await rig.driver.submit(lost[2])
+        assert [event for _, event in rig.job.seen if isinstance(event, v.SessionLost)] == lost
+        assert rig.job.postponed == [lost[0]]
+        await rig.close()
+
+    go(test())
+
+
 def test_a_goodbye_closes_the_stream_well() -> None:
     async def test() -> None:
         rig = Rig(reply(v.Ended(True, "Goodbye.")))

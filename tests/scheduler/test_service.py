@@ -89,7 +89,7 @@ def test_too_many_streams_from_one_host() -> None:
             assert (await first.read()).WhichOneof("body") == "welcome"
             second = rig.call(channel)
             assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "127.0.0.1 already holds 1 streams" in await second.details()
+            assert "127.0.0.1 already holds 1 streams (MS_MAX_STREAMS_PER_HOST=1)" in await second.details()
             first.cancel()
             await rig.service.idle.wait()
             third = rig.call(channel)

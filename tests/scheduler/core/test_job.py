@@ -101,3 +101,15 @@ def test_the_deadline_is_never_in_the_past_after_a_tick_on_time() -> None:
         assert job.deadline() is None or job.deadline() != due
         now = due
     assert job.outcome is not None and not job.outcome.ok
+
+
+def test_losses_that_come_together_make_one_generation_that_names_them_all() -> None:
+    job = Job("red", replace(SETTINGS, worker_num=4, worker_min=1))
+    history(job, *(join(number, str(number), 4) for number in range(4)))
+    first = job.step(v.SessionLost(1, "killed"), 1.0, more=True)
+    assert [type(record) for record in first.records] == [v.Removed]
+    last = job.step(v.SessionLost(2, "killed"), 1.0)
+    told = {session: message for session, message in last.messages if isinstance(message, v.Assignment)}
+    assert sorted(told) == [0, 3]
+    assert {message.generation for message in told.values()} == {2}
+    assert [len(message.lost) for message in told.values()] == [2, 2]
