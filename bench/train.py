@@ -23,7 +23,6 @@ from bench.gpu_machine import describe_machine
 
 VARIANTS = {
     "muster": "whole step captured; stages compiled; bf16 weights with float32 masters; fast stem",
-    "muster-tuned": "the same, with kernels tuned at length when they are compiled",
     "muster-bf16-gradients": "the same as muster, gradients travel as bf16",
     "muster-autocast": "whole step captured; stages compiled; autocast; plain stem",
     "muster-eager": "DataParallel alone: nothing captured or compiled; autocast; plain stem",
@@ -31,8 +30,7 @@ VARIANTS = {
     "ddp-compiled": "the same, compiled",
     "ddp-compiled-fast-stem": "the same, compiled, with the fast stem",
 }
-_TUNING = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": False}
-_QUICK = ("muster", "muster-tuned", "muster-bf16-gradients")
+_QUICK = ("muster", "muster-bf16-gradients")
 _ROUNDS = 3
 
 
@@ -55,7 +53,6 @@ def speed(
     import torch
 
     torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.benchmark_limit = 0 if variant == "muster-tuned" else 10
     torch.set_float32_matmul_precision("high")
     begin = time.perf_counter()
     step, losses = _make_step(communicator, variant, batch, bucket_mib, init_file)
@@ -106,7 +103,7 @@ def _make_step(
     labels = torch.randint(0, 10, (batch,), device=device, generator=generator)
     if ours:
         if variant != "muster-eager":
-            module.compile_stages(_TUNING if variant == "muster-tuned" else None)
+            module.compile_stages()
         model: Any = DataParallel(
             module,
             communicator=communicator,

@@ -14,6 +14,9 @@ import torch
 
 from worker.core.bucket_plan import Bucket, ParameterSpec, plan_buckets
 
+ALIGNMENT = 64
+"""Elements. Kernels for tensor cores need addresses aligned to 16 bytes, or fall far behind."""
+
 _DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
@@ -27,7 +30,7 @@ class GradientBucket:
 
     def __init__(self, parameters: Sequence[Any], *, wire_dtype: Any | None) -> None:
         self.parameters = list(parameters)
-        self.size = sum(parameter.numel() for parameter in self.parameters)
+        self.size = sum(_padded(parameter.numel()) for parameter in self.parameters)
         first = self.parameters[0]
         total = self.size + len(self.parameters)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
@@ -84,13 +87,20 @@ class GradientBucket:
 
 
 def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Views into ``flat``, one after the other, with each tensor's shape and (if dense) memory layout."""
+    """Views into ``flat``, one after the other, with each tensor's shape and (if dense) memory layout.
+
+    Each begins at a multiple of ``ALIGNMENT`` elements; ``flat`` must have room for the gaps.
+    """
     views, offset = [], 0
     for tensor in tensors:
         strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         views.append(flat.as_strided(tensor.shape, strides, offset))
-        offset += tensor.numel()
+        offset += _padded(tensor.numel())
     return views
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def is_dense(tensor: Any) -> bool:
@@ -133,7 +143,8 @@ class FlatBuffers:
 
     def __init__(self, owners: Sequence[tuple[Any, str]]) -> None:
         tensors = [owner._buffers[name] for owner, name in owners]
-        self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        room = sum(_padded(tensor.numel()) for tensor in tensors)
+        self.flat = torch.zeros(room, dtype=tensors[0].dtype, device=tensors[0].device)
         self._entries = []
         for (owner, name), part in zip(owners, views_of(self.flat, tensors), strict=True):
             # Autograd counts changes per base tensor: real views would all look changed by each one's update.

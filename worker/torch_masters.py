@@ -39,7 +39,7 @@ class MasterWeights:
         self.views: dict[int, Any] = {}
         self._pairs: list[tuple[Any, Any]] = []
         for bucket in buckets:
-            master = torch.empty_like(bucket.flat[: bucket.size])
+            master = torch.zeros_like(bucket.flat[: bucket.size])
             low = torch.empty_like(master, dtype=dtype)
             views, low_views = views_of(master, bucket.parameters), views_of(low, bucket.parameters)
             for parameter, view, low_view in zip(bucket.parameters, views, low_views, strict=True):
