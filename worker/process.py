@@ -134,6 +134,7 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
     _set_up_log(settings.log_level)
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from worker.channel import GrpcConnector
+    from worker.check_facts import bind_libraries, join_facts
     from worker.communicators import create_backend
     from worker.core.messages import Profile
     from worker.host import UnresolvedHostError, choose_device, describe_host, node_identity
@@ -141,6 +142,7 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError)
     device = choose_device(settings)
+    bind_libraries(settings.interface)
     name = backend or settings.backend or _default_backend(device.visible_count)
     plane = create_backend(name, tls=keyring, job_id=settings.job_id, allow_insecure=settings.allow_insecure)
     profile = Profile(
@@ -155,7 +157,7 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
         local_index=settings.local_index,
         data_address=plane.open_endpoint(host.address),
         spare=settings.spare,
-        facts=tuple(sorted(getattr(plane, "facts", {}).items())),
+        facts=tuple(sorted(join_facts(name, plane, env).items())),
     )
     connector = GrpcConnector(settings, keyring)
     return Session(settings, profile=profile, device=device, backend=plane, connector=connector)

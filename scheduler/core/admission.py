@@ -12,6 +12,11 @@ from scheduler.core.ledger import Claim, Ledger
 from scheduler.core.ranks import fills, table_entry
 from scheduler.core.wording import count, upper_first, who
 
+SOFT = "~"
+"""Begins the name of a fact whose difference is worth a warning and no more."""
+
+UNSET = "(unset)"
+
 
 def sizes(settings: v.Settings, candidate: v.Candidate) -> tuple[int, int]:
     """``worker_num`` and ``worker_min`` of a job that this worker opens; 0 in the settings leaves it free."""
@@ -114,13 +119,38 @@ def _check_agreement(ledger: Ledger, candidate: v.Candidate) -> v.Refused | None
     peer = other.candidate
     if candidate.backend != peer.backend:
         return _differs(candidate, "backend", candidate.backend, peer.backend, who(peer))
-    if candidate.facts == peer.facts:
-        return None
-    mine, theirs = dict(candidate.facts), dict(peer.facts)
-    for key in sorted(mine.keys() | theirs.keys()):
-        if mine.get(key) != theirs.get(key):
-            return _differs(candidate, key, mine.get(key, "(unset)"), theirs.get(key, "(unset)"), who(peer))
+    for key, mine, theirs in _differences(candidate, peer):
+        if not key.startswith(SOFT):
+            return _differs(candidate, key, mine, theirs, who(peer))
     return None
+
+
+def remarks(ledger: Ledger, candidate: v.Candidate) -> Iterator[tuple[str, str]]:
+    """What is odd about a worker beside the others, but no reason to refuse it.
+
+    Yields:
+        What it is about, and a sentence.
+    """
+    peer = next(iter(ledger.claims.values())).candidate
+    found = [
+        (key.removeprefix(SOFT), *values) for key, *values in _differences(candidate, peer) if key[0] == SOFT
+    ]
+    if candidate.device.model != peer.device.model:
+        found.append(("GPU model", candidate.device.model or UNSET, peer.device.model or UNSET))
+    for name, mine, theirs in found:
+        sentence = f"{upper_first(who(candidate))} has {name} {mine}, but {who(peer)} has {theirs}."
+        yield name, sentence
+
+
+def _differences(candidate: v.Candidate, peer: v.Candidate) -> list[tuple[str, str, str]]:
+    if candidate.facts == peer.facts:
+        return []
+    mine, theirs = dict(candidate.facts), dict(peer.facts)
+    return [
+        (key, mine.get(key, UNSET), theirs.get(key, UNSET))
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key)
+    ]
 
 
 def _differs(candidate: v.Candidate, name: str, mine: str, theirs: str, owner: str) -> v.Refused:

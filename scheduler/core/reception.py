@@ -19,6 +19,8 @@ class Reception(Machine):
         super().__init__(job_id, settings)
         self._held_back: dict[v.SessionId, v.Joined] = {}
         self._silence_due: float | None = None
+        self._remarked: set[str] = set()
+        self._machines: dict[str, str] = {}
 
     def _joined(self, event: v.Joined, now: float, *, again: bool = False) -> None:
         candidate = event.candidate
@@ -63,8 +65,21 @@ class Reception(Machine):
         self._silence_due = due if self._silence_due is None else min(self._silence_due, due)
         self._greet(candidate.node_id, now)
         self._say(f"{upper_first(who(candidate))} has joined.")
+        self._remark(candidate)
         self.advance(now)
         self._tell_of_arrival(candidate.node_id)
+
+    def _remark(self, candidate: v.Candidate) -> None:
+        """Warns of what is odd about this worker, of each thing once."""
+        for topic, sentence in admission.remarks(self._ledger, candidate):
+            if topic not in self._remarked:
+                self._remarked.add(topic)
+                self._say(f"Warning: {sentence}")
+        host = candidate.host
+        known = self._machines.setdefault(host.name, host.id)
+        if known != host.id and f"host {host.name}" not in self._remarked:
+            self._remarked.add(f"host {host.name}")
+            self._say(f"Warning: several machines are named {host.name}; give each a host name of its own.")
 
     def _may_free_up(self, refusal: v.Refused, candidate: v.Candidate) -> bool:
         """Whether the place may be that of a worker that has not come back since the scheduler's restart."""

@@ -25,6 +25,9 @@ class NcclBackend(Backend):
 
     def __init__(self, *, device_index: int = -1) -> None:
         self._nccl = handles.load_bindings()
+        version = self._nccl.get_version()
+        # Ranks of different releases of NCCL may hang: the scheduler compares it before they meet.
+        self.facts = {"nccl": f"{version // 10000}.{version // 100 % 100}.{version % 100}"}
         self._device_index = device_index
         self._presence: Presence | None = None
 

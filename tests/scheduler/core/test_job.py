@@ -113,3 +113,38 @@ def test_losses_that_come_together_make_one_generation_that_names_them_all() -> 
     assert sorted(told) == [0, 3]
     assert {message.generation for message in told.values()} == {2}
     assert [len(message.lost) for message in told.values()] == [2, 2]
+
+
+def reasons(*events: v.Joined) -> str:
+    job = Job("red", replace(SETTINGS, worker_num=3))
+    return " ".join(job.step(event, 0.0).reason for event in events)
+
+
+def with_facts(event: v.Joined, model: str = "", **facts: str) -> v.Joined:
+    device = replace(event.candidate.device, model=model)
+    pairs = tuple(sorted((key.replace("soft_", "~"), value) for key, value in facts.items()))
+    return replace(event, candidate=replace(event.candidate, device=device, facts=pairs))
+
+
+def test_a_fact_that_differs_is_refused_and_a_soft_one_is_warned_of_once() -> None:
+    first = with_facts(join(1, "a", 3), "H200", nccl="2.28.9", soft_driver="580.1")
+    said = reasons(
+        first,
+        with_facts(join(2, "b", 3), "H100", nccl="2.28.9", soft_driver="570.2"),
+        with_facts(join(3, "c", 3), "H200", nccl="2.28.9", soft_driver="570.2"),
+    )
+    assert (
+        said.count("Warning: Node b on host host-b has driver 570.2, but node a on host host-a has 580.1.")
+        == 1
+    )
+    assert "Node b on host host-b has GPU model H100, but node a on host host-a has H200." in said
+    assert "node c on host host-c has driver" not in said
+    assert "Generation 1 is formed with 3 members" in said
+    assert "has nccl=2.27.0, but node a" in reasons(first, with_facts(join(2, "b", 3), "H200", nccl="2.27.0"))
+
+
+def test_two_machines_with_one_name_are_warned_of() -> None:
+    twin = join(2, "b", 3)
+    twin = replace(twin, candidate=replace(twin.candidate, host=v.Host("id-other", "host-a", "10.0.0.2")))
+    assert "Warning: several machines are named host-a" in reasons(join(1, "a", 3), twin)
+    assert "Warning" not in reasons(join(1, "a", 3), join(2, "b", 3))

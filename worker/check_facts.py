@@ -1,0 +1,117 @@
+"""What must or should agree across the ranks of a job: versions, NCCL's settings, machines.
+
+:func:`join_facts` is on every worker's way into a job and costs next to nothing; :func:`all_facts` is for
+``python -m worker check`` and looks everything up. Neither imports torch, CuPy or NumPy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from worker import __version__
+from worker.core.check_names import MUST_AGREE_NCCL, SOFT
+
+PACKAGES = ("numpy", "grpcio", "protobuf", "cryptography", "torch", "nccl4py")
+GUESSED = {
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12"),
+}
+_DRIVER = re.compile(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)\s", re.M)
+
+
+def join_facts(backend: str, plane: Any, env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+    """The facts that a worker sends when it joins.
+
+    The scheduler refuses a worker in which one of them differs from the others', and warns only about
+    those whose name begins with ``~``.
+
+    Args:
+        backend: the data plane's name.
+        plane: the data plane; may have ``facts`` of its own.
+        env: the process's environment.
+        root: where ``proc`` lies.
+    """
+    facts = {"muster": __version__, **getattr(plane, "facts", {})}
+    if backend == "nccl":
+        told = {name: env.get(name, "") for name in MUST_AGREE_NCCL}
+        facts |= {name: value[:256] for name, value in told.items() if value and value.isprintable()}
+        driver = driver_version(root)
+        if driver:
+            facts[f"{SOFT}driver"] = driver
+    return facts
+
+
+def all_facts(env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+    """Everything that ``python -m worker check`` compares; what is not there is left out.
+
+    Args:
+        env: the process's environment.
+        root: where ``proc`` and ``dev`` lie.
+    """
+    import platform
+
+    facts = {
+        "muster": __version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "driver": driver_version(root),
+        **_package_versions(),
+        **{name: env[name] for name in sorted(env) if name.startswith("NCCL_")},
+    }
+    gpus = gpu_models(root)
+    facts["gpus"] = str(len(gpus))
+    facts["gpu model"] = ", ".join(sorted(set(gpus)))
+    return {name: value[:200] for name, value in facts.items() if value}
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """The NVIDIA driver's version, from /proc; empty where there is none."""
+    try:
+        found = _DRIVER.search((root / "proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return found[1] if found else ""
+
+
+def gpu_models(root: Path = Path("/")) -> list[str]:
+    """The model of each GPU of this host, from /proc."""
+    models = []
+    for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        lines = (
+            line.partition(":") for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        )
+        models.append(next((value.strip() for key, _, value in lines if key.strip() == "Model"), "unknown"))
+    return models or ["unknown" for path in root.glob("dev/nvidia[0-9]*") if path.name[6:].isdigit()]
+
+
+def _package_versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    def find(names: tuple[str, ...]) -> str:
+        for name in names:
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        return ""
+
+    found = {name: find((name,)) for name in PACKAGES} | {
+        name: find(names) for name, names in GUESSED.items()
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def bind_libraries(interface: str) -> None:
+    """Makes NCCL and Gloo use the interface of MS_INTERFACE, unless they were told another.
+
+    Both read the variables when they first open a socket, in this process.
+    """
+    if interface:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this one, not all that begin so
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
