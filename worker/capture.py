@@ -55,6 +55,7 @@ class TrainingStep:
         self._eager_steps = 0
         self._captured_for: Communicator | None = None
         self._forget: Callable[[], None] = _nothing
+        self._note: Callable[[str], None] = _ignore
         self._lock = threading.Lock()
         self._ended = False
         self.reason = None if capture else "capture is switched off"
@@ -91,6 +92,7 @@ class TrainingStep:
             if self._graph is not None:
                 for static, given in zip(self._static, batch, strict=True):
                     static.copy_(given, non_blocking=True)
+                self._note("captured step")
                 self._graph.replay()
         if self._ended:
             self.release()
@@ -205,6 +207,7 @@ class TrainingStep:
         self._static, self._static_loss, self._graph, self._ended = static, loss, graph, False
         communicator = getattr(self._model, "communicator", None)
         self._captured_for = communicator
+        self._note = getattr(communicator, "note", _ignore)
         if communicator is not None:
             self._forget = communicator.before_end(self.release)
 
@@ -322,4 +325,8 @@ def capture_step(
 
 
 def _nothing() -> None:
+    return None
+
+
+def _ignore(text: str) -> None:
     return None

@@ -40,7 +40,7 @@ class Client:
         core: the machine.
         connector: opens streams.
         mint: makes unique ids; called on a thread of the client.
-        recent: the last collectives, for heartbeats.
+        recent: the last collectives, for heartbeats; only the very last while the training goes on.
         clock: monotonic seconds.
     """
 
@@ -50,7 +50,7 @@ class Client:
         connector: Connector,
         *,
         mint: Callable[[int], tuple[bytes, ...]],
-        recent: Callable[[], tuple[m.Collective, ...]] = tuple,
+        recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -67,6 +67,7 @@ class Client:
         self._deadline: float | None = None
         self._closed = False
         self._news = 0
+        self._place_told = (0, 0, 0)
         self._clear()
 
     def _clear(self) -> None:
@@ -136,7 +137,7 @@ class Client:
                 self._carry_out(notice, later)
             for message in decision.messages:
                 if isinstance(message, m.Heartbeat):
-                    message = message.replaced(recent=self._recent())
+                    message = self._with_collectives(message)
                 self._outbox.put(encode(message))
             if any(type(notice) not in _QUIET for notice in decision.notices):
                 self._news += 1
@@ -148,6 +149,12 @@ class Client:
         for action in later:
             action()
         return decision
+
+    def _with_collectives(self, beat: m.Heartbeat) -> m.Heartbeat:
+        """All that is known goes along only when nothing has moved since the last heartbeat."""
+        place = (beat.generation, beat.started_step, beat.step)
+        moved, self._place_told = place != self._place_told, place
+        return beat.replaced(recent=self._recent(last_only=moved))
 
     def _run_timer(self) -> None:
         while True:

@@ -6,12 +6,12 @@ last collectives for hang reports. On success it costs under a microsecond a cal
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from worker.collective_log import CollectiveLog
 from worker.communicators.base import Array, Communicator, ReduceOp, Work
-from worker.core.messages import Collective
 from worker.errors import (
     ArrayError,
     CollectiveMismatchError,
@@ -23,47 +23,6 @@ from worker.errors import (
 
 Verdict = Callable[[int, Exception], Exception]
 """Takes the world rank at fault (-1: unknown) and the error; returns what to raise."""
-
-KEPT_COLLECTIVES = 32
-
-
-class Recorder:
-    """The last collectives of this worker, over all groups."""
-
-    def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=KEPT_COLLECTIVES)
-        self._sequence = 0
-
-    def begin(self, name: str, group: str, buffer: Array) -> _Entry:
-        """Notes that a collective begins."""
-        self._sequence += 1
-        entry = _Entry(self._sequence, name, group, buffer)
-        self._entries.append(entry)
-        return entry
-
-    def recent(self) -> tuple[Collective, ...]:
-        """The last collectives, oldest first."""
-        return tuple(entry.value() for entry in tuple(self._entries))
-
-
-class _Entry:
-    """One collective; what costs time to find out is found out when it is asked for."""
-
-    __slots__ = ("dtype", "group", "name", "sequence", "size_bytes", "work")
-
-    def __init__(self, sequence: int, name: str, group: str, buffer: Array) -> None:
-        self.sequence = sequence
-        self.name = name
-        self.group = group
-        self.dtype = getattr(buffer, "dtype", "")
-        self.size_bytes = getattr(buffer, "nbytes", 0)
-        self.work: Work | None = None
-
-    def value(self) -> Collective:
-        work = self.work
-        done = work is not None and work.done()
-        dtype = str(self.dtype)[:32]
-        return Collective(self.sequence, self.name, self.group, dtype, int(self.size_bytes), done)
 
 
 class GuardedWork:
@@ -109,7 +68,7 @@ class GuardedCommunicator(Communicator):
         *,
         world_ranks: Sequence[int],
         verdict: Verdict,
-        recorder: Recorder,
+        recorder: CollectiveLog,
         adopted: Callable[[Communicator], None],
     ) -> None:
         self.inner = inner
@@ -120,6 +79,8 @@ class GuardedCommunicator(Communicator):
         self._recorder = recorder
         self._adopted = adopted
         self._group = inner.membership.group
+        # What a device still has to do is known only by waiting for it.
+        self._on_device = inner.name == "nccl"
 
     @property
     def timeout_s(self) -> float:
@@ -132,7 +93,22 @@ class GuardedCommunicator(Communicator):
 
     def __getattr__(self, name: str) -> Any:
         """What only this backend has."""
-        return getattr(self.inner, name)
+        value = getattr(self.inner, name)
+        return functools.partial(self._wait_for_device, value) if name == "synchronize" else value
+
+    def _wait_for_device(self, synchronize: Callable[[], None]) -> None:
+        try:
+            synchronize()
+        except CommunicatorError as error:
+            explained = self.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        self._recorder.settle()
+
+    def note(self, name: str) -> None:
+        """Notes for hang reports that something with collectives in it starts: a captured step."""
+        self._recorder.begin(name, self._group, None)
 
     def explained(self, error: CommunicatorError) -> Exception:
         """What a failure means: the error itself, or the change of members that caused it."""
@@ -143,8 +119,16 @@ class GuardedCommunicator(Communicator):
         rank = error.rank if isinstance(error, PeerLostError) else -1
         return self._verdict(self.world_ranks[rank] if 0 <= rank < len(self.world_ranks) else -1, error)
 
-    def _run(self, name: str, shown: Array, call: Callable[..., Work], *args: Any, async_op: bool) -> Work:
-        entry = self._recorder.begin(name, self._group, shown)
+    def _run(
+        self,
+        name: str,
+        shown: Array,
+        call: Callable[..., Work],
+        *args: Any,
+        async_op: bool,
+        group: str = "",
+    ) -> Work:
+        entry = self._recorder.begin(name, group or self._group, shown)
         try:
             work = call(*args, async_op=async_op)
         except CommunicatorError as error:
@@ -152,7 +136,8 @@ class GuardedCommunicator(Communicator):
             if explained is error:
                 raise
             raise explained from error
-        entry.work = work
+        if not self._on_device:
+            entry.work = work
         return GuardedWork(work, self) if async_op else work
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
@@ -191,11 +176,13 @@ class GuardedCommunicator(Communicator):
 
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.send`."""
-        return self._run("send", buffer, self.inner.send, buffer, peer, async_op=async_op)
+        group = f"{self._group}, {self.rank} to {peer}"
+        return self._run("transfer", buffer, self.inner.send, buffer, peer, async_op=async_op, group=group)
 
     def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.recv`."""
-        return self._run("recv", buffer, self.inner.recv, buffer, peer, async_op=async_op)
+        group = f"{self._group}, {peer} to {self.rank}"
+        return self._run("transfer", buffer, self.inner.recv, buffer, peer, async_op=async_op, group=group)
 
     def barrier(self) -> None:
         """See :meth:`Communicator.barrier`."""
@@ -205,6 +192,8 @@ class GuardedCommunicator(Communicator):
             return _DONE
 
         self._run("barrier", None, call, async_op=False)
+        if self._on_device:
+            self._recorder.settle()
 
     def split(self, group: str, ranks: Sequence[int]) -> Communicator | None:
         """See :meth:`Communicator.split`."""

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from worker.client import Client
+from worker.collective_log import CollectiveLog
 from worker.communicators.base import Backend, Communicator, Membership, Peer
 from worker.core import events as e
 from worker.core import membership as machine
@@ -22,7 +23,7 @@ from worker.errors import (
     WorkerError,
 )
 from worker.groups import WORLD, Groups
-from worker.guard import GuardedCommunicator, Recorder
+from worker.guard import GuardedCommunicator
 
 if TYPE_CHECKING:
     from worker.channel import Connector
@@ -57,7 +58,7 @@ class Session:
         self.device = device
         self.backend = backend
         self._profile = profile
-        self._recorder = Recorder()
+        self._recorder = CollectiveLog()
         self._groups = Groups()
         self._assignment: m.Assignment | None = None
         self._released = False
@@ -307,6 +308,7 @@ class Session:
             raise explained from error
         inner.timeout_s = settings.collective_timeout_s
         self._client.adopt(generation, inner)
+        self._recorder.clear()
         return GuardedCommunicator(
             inner,
             world_ranks=range(len(place.members)),

@@ -321,6 +321,6 @@ def _communicator_of(session: Any) -> Communicator:
     if session is None:
         import worker
 
-        session = worker.get_session()
+        session = worker.process.current()
     communicator: Communicator = session.communicator
     return communicator

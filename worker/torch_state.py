@@ -180,7 +180,7 @@ def _tensors(model: DataParallel, optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _make_optimizer_state(optimizer: Any) -> None:
-    """Most optimizers make their state in the first step: one without gradient and rate makes it, as zeros."""
+    """Most optimizers make their state in the first step: one without gradient and rate makes zeros."""
     if any(optimizer.state.values()):
         return
     rates = [group["lr"] for group in optimizer.param_groups]

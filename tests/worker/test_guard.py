@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.worker.scripted import DoneWork, StubCommunicator, stub_communicator
+from worker.collective_log import CollectiveLog
 from worker.communicators.base import Communicator, ReduceOp
 from worker.errors import (
     ArrayError,
@@ -17,7 +18,7 @@ from worker.errors import (
     MembershipChanged,
     PeerLostError,
 )
-from worker.guard import KEPT_COLLECTIVES, GuardedCommunicator, Recorder
+from worker.guard import GuardedCommunicator
 
 X = np.zeros(3, np.float32)
 CHANGED = MembershipChanged("over", generation=1)
@@ -40,7 +41,7 @@ def guard(
 ) -> GuardedCommunicator:
     ranks = range(len(inner.membership.peers))
     return GuardedCommunicator(
-        inner, world_ranks=ranks, verdict=verdict, recorder=Recorder(), adopted=adopted
+        inner, world_ranks=ranks, verdict=verdict, recorder=CollectiveLog(), adopted=adopted
     )
 
 
@@ -129,22 +130,3 @@ def test_the_deadline_and_the_rest_are_the_backends() -> None:
     assert inner.error is error
     guarded.close()
     assert inner.closed
-
-
-def test_the_ring_keeps_the_newest_and_shows_what_hangs() -> None:
-    recorder = Recorder()
-    for _ in range(KEPT_COLLECTIVES + 3):
-        recorder.begin("all_reduce", "world", X).work = DoneWork()
-    recorder.begin("broadcast", "tp0", X)
-    recent = recorder.recent()
-    assert len(recent) == KEPT_COLLECTIVES
-    assert recent[-1].sequence == KEPT_COLLECTIVES + 4
-    last = recent[-1]
-    assert (last.name, last.group, last.dtype, last.size_bytes, last.done) == (
-        "broadcast",
-        "tp0",
-        "float32",
-        12,
-        False,
-    )
-    assert recent[-2].done

@@ -1,0 +1,45 @@
+"""The ring of last collectives that hang reports are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.worker.scripted import DoneWork
+from worker.collective_log import KEPT_COLLECTIVES, CollectiveLog
+
+X = np.zeros(3, np.float32)
+
+
+def test_the_ring_keeps_the_newest_and_shows_what_hangs() -> None:
+    log = CollectiveLog()
+    for _ in range(KEPT_COLLECTIVES + 3):
+        log.begin("all_reduce", "world", X).work = DoneWork()
+    log.begin("broadcast", "tp0", X)
+    recent = log.recent()
+    assert len(recent) == KEPT_COLLECTIVES
+    assert [one.sequence for one in recent[-3:]] == [KEPT_COLLECTIVES + 2, KEPT_COLLECTIVES + 3, 1]
+    last = recent[-1]
+    told = (last.name, last.group, last.dtype, last.size_bytes, last.done)
+    assert told == ("broadcast", "tp0", "float32", 12, False)
+    assert recent[-2].done
+    assert log.recent(last_only=True) == (last,)
+
+
+def test_each_group_counts_for_itself_and_a_new_generation_from_one() -> None:
+    log = CollectiveLog()
+    for group in ("world", "tp0", "world"):
+        log.begin("all_reduce", group, X)
+    assert [(one.group, one.sequence) for one in log.recent()] == [("world", 1), ("tp0", 1), ("world", 2)]
+    log.clear()
+    assert log.recent() == ()
+    log.begin("barrier", "world", None)
+    assert [(one.sequence, one.dtype, one.size_bytes) for one in log.recent()] == [(1, "", 0)]
+
+
+def test_what_only_the_device_knows_is_over_once_it_was_waited_for() -> None:
+    log = CollectiveLog()
+    log.begin("all_reduce", "world", X)
+    assert [one.done for one in log.recent()] == [False]
+    log.settle()
+    log.begin("all_reduce", "world", X)
+    assert [one.done for one in log.recent()] == [True, False]
