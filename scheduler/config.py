@@ -6,6 +6,7 @@ variable, the value and the legal range.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -225,7 +226,15 @@ def _host(read: Environment) -> str:
         raise SettingsError(
             f"MS_SCHED_HOST must be without a port, which is MS_SCHED_PORT's; it is {host!r}."
         )
-    return host
+    return canonical_address(host)
+
+
+def canonical_address(host: str) -> str:
+    """An IPv6 address in its one short form, because gRPC compares it with the certificate's as text."""
+    try:
+        return str(ipaddress.IPv6Address(host))
+    except ValueError:
+        return host
 
 
 def _name(variable: str, value: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from scheduler.config import Address, load_address
+from scheduler.config import Address, canonical_address, load_address
 from scheduler.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def command(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     options = parser().parse_args(list(arguments))
     address = load_address(env, config_path=options.config, job_id=options.job)
     if options.host:
-        address = dataclasses.replace(address, host=options.host)
+        address = dataclasses.replace(address, host=canonical_address(options.host))
     from scheduler.client import Client
 
     certificate, role = _certificate(options, address), _role(options, env)

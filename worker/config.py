@@ -213,7 +213,19 @@ def _host(read: _Reader, variable: str, default: str) -> str:
         )
     if host.count(":") == 1:
         raise SettingsError(f"{variable} must be an address without a port; it is {host[:80]!r}.")
-    return host
+    return canonical_address(host)
+
+
+def canonical_address(host: str) -> str:
+    """An IPv6 address in its one short form, because gRPC compares it with the certificate's as text."""
+    if ":" not in host:
+        return host
+    import ipaddress
+
+    try:
+        return str(ipaddress.IPv6Address(host))
+    except ValueError:
+        return host
 
 
 def _job_id(value: str) -> str:

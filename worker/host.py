@@ -81,7 +81,7 @@ def _local_address(settings: Settings) -> str:
     if settings.worker_address:
         return settings.worker_address
     if settings.interface:
-        return _interface_address(settings.interface)
+        return _interface_address(settings.interface, six_first=":" in settings.scheduler_host)
     try:
         found = socket.getaddrinfo(settings.scheduler_host, settings.scheduler_port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
@@ -96,20 +96,33 @@ def _local_address(settings: Settings) -> str:
         ) from None
 
 
-def _interface_address(name: str) -> str:
-    """The first address of a network interface, IPv4 before global IPv6 (Linux)."""
+def _interface_address(name: str, *, six_first: bool) -> str:
+    """An address of a network interface, of the scheduler's kind if it has one (Linux)."""
+    kinds = (_interface_ipv6, _interface_ipv4) if six_first else (_interface_ipv4, _interface_ipv6)
+    for find in kinds:
+        address = find(name)
+        if address:
+            return address
+    names = ", ".join(each for _, each in socket.if_nameindex())
+    raise SettingsError(
+        f"MS_INTERFACE must be a network interface with an address, one of {names}; it is {name!r}."
+    )
+
+
+def _interface_ipv4(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
         return socket.inet_ntoa(answer[20:24])
+    return ""
+
+
+def _interface_ipv6(name: str) -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
             digits, _, _, scope, _, interface = line.split()
             if interface == name and scope != "20":  # link-local addresses need a zone
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    names = ", ".join(each for _, each in socket.if_nameindex())
-    raise SettingsError(
-        f"MS_INTERFACE must be a network interface with an address, one of {names}; it is {name!r}."
-    )
+    return ""
 
 
 def choose_device(settings: Settings, root: Path = Path("/")) -> DeviceChoice:

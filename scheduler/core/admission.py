@@ -132,9 +132,8 @@ def remarks(ledger: Ledger, candidate: v.Candidate) -> Iterator[tuple[str, str]]
         What it is about, and a sentence.
     """
     peer = next(iter(ledger.claims.values())).candidate
-    found = [
-        (key.removeprefix(SOFT), *values) for key, *values in _differences(candidate, peer) if key[0] == SOFT
-    ]
+    differences = _differences(candidate, peer)
+    found = [(key.removeprefix(SOFT), *values) for key, *values in differences if key.startswith(SOFT)]
     if candidate.device.model != peer.device.model:
         found.append(("GPU model", candidate.device.model or UNSET, peer.device.model or UNSET))
     for name, mine, theirs in found:

@@ -237,3 +237,8 @@ def test_whatever_stands_in_a_rank_table_the_error_is_typed(
         table = load_settings(GOOD | {"RANK_TABLE_FILE": str(path)}).rank_table
         assert table is not None
         assert [entry.rank for entry in table.entries] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("written", ["FD77:0:0:0::1", "[fd77::1]", "fd77::0001"])
+def test_an_ipv6_address_is_taken_in_its_one_form(written: str) -> None:
+    assert load_address({"MS_SCHED_HOST": written}).host == "fd77::1"

@@ -142,3 +142,9 @@ def test_passwords_do_not_show() -> None:
     )
     assert "geheim" not in repr(settings)
     assert "geheim" not in repr(SecurityContext(client_password="geheim", server_password="geheim"))
+
+
+@pytest.mark.parametrize("written", ["FD77:0:0:0::1", "[fd77::1]", "fd77::0001"])
+def test_an_ipv6_address_is_taken_in_its_one_form(written: str) -> None:
+    env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_SCHED_HOST": written, "MS_ALLOW_INSECURE": "1"}
+    assert load_settings(env).scheduler_host == "fd77::1"
