@@ -1,0 +1,207 @@
+"""ResNet-50 on CIFAR-10 images resized to 224x224, data-parallel, each step one CUDA graph.
+
+    MS_ROLE=MS_WORKER MS_WORKER_NUM=4 MS_SCHED_HOST=10.0.0.1 MS_SCHED_PORT=6667 \\
+        DATA_PATH=cifar-10-batches-bin python -m examples.resnet50_cifar10
+
+or, with a scheduler and one worker per GPU of this host at once:
+
+    DATA_PATH=cifar-10-batches-bin python -m worker -n 4 -- -m examples.resnet50_cifar10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import worker
+from examples.cifar10_images import augment, prepare
+from examples.resnet import ResNet, resnet50
+from worker import checkpoint, datasets
+from worker.capture import capture_step
+from worker.progress import Progress
+from worker.sharding import ShardedSampler
+from worker.state import TrainingState
+from worker.torch_data_parallel import DataParallel
+from worker.torch_state import TorchTrainingState
+from worker.training import ElasticLoop
+
+CLASSES, SYNTHETIC_SAMPLES = 10, 8192
+RATE, MOMENTUM = 0.01, 0.9
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    option = (parser := argparse.ArgumentParser(description=__doc__.partition("\n")[0])).add_argument
+    option(
+        "--data",
+        choices=["cifar10", "synthetic"],
+        default="cifar10" if datasets.path_given() else "synthetic",
+    )
+    option("--epochs", type=int, default=10)
+    option("--steps", type=int, default=0, help="steps in all, at most (0: as many as the epochs have)")
+    option("--batch-size", type=int, default=32, help="images per worker")
+    option("--image-size", type=int, default=224)
+    option("--print-every", type=int, default=50, help="steps between two lines of loss; 1: every step")
+    option("--seed", type=int, default=0)
+    option("--tiny", action="store_true", help="a small net, for trying this on a CPU")
+    option("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    option("--single", type=float, default=0, help="images/s of one worker, to tell the scaling at the end")
+    option("--checkpoint-dir", default="checkpoints", help="'' writes none")
+    option("--resume", nargs="?", const="latest", default="", help="a file, or the last in --checkpoint-dir")
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size, args.image_size, args.print_every) < 1 or args.steps < 0:
+        parser.error("--epochs, --batch-size, --image-size and --print-every must be >= 1, --steps >= 0")
+    return args
+
+
+def load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """uint8 images (N, 3, 32, 32) and labels, as NumPy arrays."""
+    if args.data == "cifar10":
+        data = datasets.load("cifar10")
+        return data.train_x.reshape(-1, 3, 32, 32), data.train_y
+    random = np.random.default_rng(args.seed)  # noise around one pattern per class: something can be learnt
+    labels = random.integers(0, CLASSES, SYNTHETIC_SAMPLES)
+    patterns = random.integers(0, 128, (CLASSES, 3, 32, 32))
+    return (patterns[labels] + random.integers(0, 128, (SYNTHETIC_SAMPLES, 3, 32, 32))).astype(
+        np.uint8
+    ), labels
+
+
+class Job:
+    """Model, data, optimizer and step of one worker."""
+
+    def __init__(self, args: argparse.Namespace, session: worker.Session, device: Any) -> None:
+        self.args, self.device, self.cuda = args, device, device.type == "cuda"
+        torch.manual_seed(args.seed)
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        net = ResNet((1, 1), CLASSES, width=8) if args.tiny else resnet50(CLASSES, fast=self.cuda)
+        net = net.to(device, memory_format=torch.channels_last)
+        if args.compile:
+            net.compile_stages()
+        cap = 64 * 2**20
+        weights = "bf16" if self.cuda else None
+        self.model = DataParallel(
+            net, session, elastic=True, weights=weights, bucket_bytes=cap, first_bytes=cap
+        )
+        parameters = self.model.master_parameters() if self.cuda else self.model.parameters()
+        optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM, fused=self.cuda)
+        images, labels = load(args)
+        self.images = torch.from_numpy(images).to(device)  # 150 MB: the whole data set fits beside the model
+        self.labels = torch.from_numpy(labels).to(device)
+        sampler = ShardedSampler(
+            len(labels), args.batch_size * session.world_size, seed=args.seed, drop_last=True
+        )
+        self.state = TorchTrainingState(self.model, optimizer, sampler, samples_per_rank=args.batch_size)
+        self.step = capture_step(self.loss, self.model, optimizer, capture=self.cuda)
+        torch.manual_seed(args.seed * 100_003 + session.rank)  # each rank draws its own crops
+
+    def loss(self, pixels: Any, labels: Any) -> Any:
+        """Mean loss of a batch; all of it is part of the captured step."""
+        images = prepare(augment(pixels), self.args.image_size, self.dtype)
+        return torch.nn.functional.cross_entropy(self.model(images).float(), labels)
+
+    def train_step(self, indices: Any) -> Any:
+        """One step on these samples."""
+        rows = torch.as_tensor(indices, device=self.device)
+        return self.step(self.images[rows], self.labels[rows])
+
+
+class Host:
+    """A tensor as :mod:`worker.checkpoint` wants arrays: ``get`` to the host, ``set`` from it."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.dtype, self.shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+    def get(self) -> Any:
+        """A NumPy copy."""
+        return self._tensor.detach().cpu().contiguous().numpy()
+
+    def set(self, array: Any) -> None:
+        """Overwrites the tensor."""
+        self._tensor.copy_(torch.from_numpy(array).view(self._tensor.shape))
+
+
+class OnDisk(TrainingState):
+    """The state as a checkpoint holds it: without the bfloat16 weights, which follow from their masters."""
+
+    def __init__(self, state: TorchTrainingState) -> None:
+        exact = {name: Host(t) for name, t in state.arrays.items() if t.dtype != torch.bfloat16}
+        super().__init__(exact, state.sampler)
+        self._state = state
+
+    def describe(self) -> str:
+        """See :class:`TrainingState`."""
+        self.step = self._state.step
+        return json.dumps(json.loads(self._state.describe()) | {"arrays": self.layout()})
+
+    def restore(self, description: str) -> None:
+        """See :class:`TrainingState`."""
+        self._state.restore(description)
+        self.step = self._state.step
+
+
+def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Progress) -> None:
+    """Trains to the end, or until this worker is asked to leave."""
+    on_disk = OnDisk(job.state)
+    checkpoints = checkpoint.Folder(args.checkpoint_dir, on_disk)
+    checkpoints.resume(args.resume, say=out.line)
+    job.state.commit()  # what was read is what a broken first step goes back to
+    loop = ElasticLoop(session, job.state, epochs=args.epochs, save=checkpoints.save)
+    timed, since = 0, time.monotonic()
+    for step in loop:
+        with step:
+            loss = job.train_step(step.batch.indices)
+        if not step.done:
+            continue
+        timed += step.batch.global_size
+        if not job.step.captured and job.cuda:
+            timed, since = 0, time.monotonic()  # compiling and capturing are not training
+        if step.number % args.print_every == 0 or step.number == 1 or step.batch.last:
+            out.line(f"epoch: {step.epoch} step: {step.number}, loss is {float(loss):.7f}")
+        ends = args.steps and job.state.step >= args.steps
+        if (step.batch.last or ends) and session.rank == 0:
+            checkpoints.save()
+        if ends:
+            break
+    if loop.left:
+        session.release(finished=False, reason="left as asked")
+        return
+    report(args, session, out, timed / (time.monotonic() - since))
+
+
+def report(args: argparse.Namespace, session: worker.Session, out: Progress, speed: float) -> None:
+    """The line at the end."""
+    if session.rank == 0:
+        workers = session.world_size
+        scaling = f", scaling {speed / workers / args.single:.1%} of {args.single:g}" if args.single else ""
+        kind = "synthetic images" if args.data == "synthetic" else "images"
+        out.line(f"{speed:.0f} {kind}/s on {workers} workers{scaling}")
+
+
+def main() -> int:
+    """Returns the exit code."""
+    args = settings()
+    cuda = torch.cuda.is_available() and not args.tiny
+    device = torch.device("cuda", int(os.environ.get("DEVICE_ID", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    try:
+        with worker.init("nccl" if cuda else "tcp") as session, Progress() as out:
+            train(args, Job(args, session, device), session, out)
+    except worker.WorkerError as error:
+        print(f"resnet50_cifar10: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The sharded optimizer, among threads on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
+from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
+from worker.errors import ArrayError  # noqa: E402
+from worker.sharded_optimizer import ShardedOptimizer  # noqa: E402
+
+BATCHES = [batch_of(12, seed) for seed in range(8)]
+MAKERS = {
+    "sgd": lambda part: torch.optim.SGD(part, lr=0.05, momentum=0.9),
+    "adamw": lambda part: torch.optim.AdamW(part, lr=1e-2, weight_decay=0.01),
+}
+
+
+def train(net: Any, optimizer: Any, part: slice, batches: Any) -> None:
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss_function(net(images[part]), labels[part]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_it_ends_where_the_undivided_optimizer_does(kind: str) -> None:
+    alone = linear_net()
+    train(alone, MAKERS[kind](alone.parameters()), slice(None), BATCHES)
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        if communicator.rank:
+            torch.nn.init.zeros_(net[1].weight)  # rank 0's parameters are taken
+        optimizer = ShardedOptimizer(net, communicator, MAKERS[kind])
+        train(net, optimizer, slice(communicator.rank, None, 3), BATCHES)
+        return net.state_dict(), optimizer.state_bytes()
+
+    for state, (held, undivided) in run_ranks(3, one):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5)
+        assert undivided == 3 * held
+        assert held < undivided / 2
+
+
+def test_its_state_goes_on_with_another_number_of_ranks() -> None:
+    alone = linear_net()
+    train(alone, MAKERS["adamw"](alone.parameters()), slice(None), BATCHES)
+
+    def before(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        optimizer = ShardedOptimizer(net, communicator, MAKERS["adamw"])
+        train(net, optimizer, slice(communicator.rank, None, 2), BATCHES[:4])
+        return {k: v.clone() for k, v in net.state_dict().items()}, optimizer.gather_state()
+
+    state, moments = run_ranks(2, before)[0]
+
+    def after(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        net.load_state_dict(state)
+        optimizer = ShardedOptimizer(net, communicator, MAKERS["adamw"])
+        optimizer.load_state(moments)
+        train(net, optimizer, slice(communicator.rank, None, 3), BATCHES[4:])
+        return net.state_dict()
+
+    for final in run_ranks(3, after):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(final[name], value, rtol=0, atol=5e-5)
+
+
+def test_an_unused_parameter_counts_as_zero() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        before = net[1].weight.detach().clone()
+        net[0](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return torch.equal(before, net[1].weight)
+
+    assert all(run_ranks(2, one))
+
+
+def test_parameters_of_several_dtypes_are_refused() -> None:
+    net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()])
+    with pytest.raises(ArrayError, match="one dtype"):
+        ShardedOptimizer(net, object(), MAKERS["sgd"])  # type: ignore[arg-type]
