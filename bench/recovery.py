@@ -54,18 +54,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         try:
             if options.backend == "nccl":
                 return _on_gpus(options, directory, say)
-            from bench import recovery_cpu
+            from bench.recovery_cpu import measure
 
-            return recovery_cpu.measure(options, directory, say)
+            return measure(options, directory, say)
         finally:
             if options.keep is not None:
                 _keep(directory, options.keep)
 
 
 def _on_gpus(options: argparse.Namespace, directory: Path, say: Any) -> dict[str, Any]:
-    from bench import recovery_gpu
+    from bench.recovery_gpu import measure
 
-    results = recovery_gpu.measure(options, directory, say)
+    results = measure(options, directory, say)
     if not options.tiny:
         from bench.gpu_machine import describe_machine
 

@@ -85,7 +85,7 @@ def _await_steady(job: Job, options: argparse.Namespace, deadline: float) -> Non
 def _step_time(workers: list[Worker]) -> float:
     """Median time between the last finished steps."""
     times = [[step["t"] for step in worker.steps()[-STEADY_STEPS:]] for worker in workers]
-    return statistics.median([b - a for each in times for a, b in itertools.pairwise(each)])
+    return float(statistics.median([b - a for each in times for a, b in itertools.pairwise(each)]))
 
 
 def _kill_one(job: Job, options: argparse.Namespace, name: str, deadline: float) -> dict[str, Any]:

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.recovery_loop import RECORD_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 POLL_S = 0.005
+
+J = TypeVar("J", bound="Job")
 
 
 class Worker:
@@ -203,7 +205,7 @@ class Job:
             for path in sorted(self.directory.glob("*.log"))
         )
 
-    def __enter__(self) -> Job:
+    def __enter__(self: J) -> J:
         """The job itself."""
         return self
 
