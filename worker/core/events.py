@@ -19,7 +19,8 @@ class Timing(Value):
         reconnect_timeout_s: how long a change of members may wait for a scheduler that is away.
         verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed
             waits to be told that the membership changed.
-        leave_timeout_s: how long a goodbye may take.
+        leave_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
+            would count a worker that ended without one as lost.
         report_interval_s: how often a line tells that the scheduler cannot be reached.
         retry_first_s, retry_last_s: shortest and longest pause between two attempts to connect.
         retry_share: the pause is this share of the time that the scheduler has been away.
@@ -28,7 +29,7 @@ class Timing(Value):
     topo_timeout_s: float = 1800.0
     reconnect_timeout_s: float = 120.0
     verdict_margin_s: float = 2.0
-    leave_timeout_s: float = 5.0
+    leave_timeout_s: float = 15.0
     report_interval_s: float = 10.0
     retry_first_s: float = 0.005
     retry_last_s: float = 2.0

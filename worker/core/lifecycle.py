@@ -52,6 +52,7 @@ class Lifecycle:
         self._goodbye: e.Goodbye | None = None
         self._leave_at: float | None = None
         self._suspicion_since: float | None = None
+        self._suspicion: m.SuspectPeer | None = None
         self._need_since: float | None = None
 
     def deadline(self) -> float | None:

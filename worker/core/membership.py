@@ -116,8 +116,10 @@ class Membership(Lifecycle):
         self._welcome = message
         self._link.welcomed()
         self._heartbeat_at = self._now + message.heartbeat_interval_s
-        if self._suspicion_since is not None:
+        if self._suspicion_since is not None:  # a restarted scheduler has not heard of it
             self._suspicion_since = self._now
+            if self._suspicion is not None:
+                self._send(self._suspicion)
         if self._leave_reason is not None and self._seen:
             self._send(m.RequestLeave(self._seen, self._leave_reason))
 
@@ -145,7 +147,9 @@ class Membership(Lifecycle):
         return me.node_id == self.profile.node_id and me.incarnation == self.profile.incarnation
 
     def _take_up(self, new: m.Assignment) -> None:
-        self._seen = new.generation
+        first, self._seen = self._seen == 0, new.generation
+        if first and self._leave_reason is not None:  # asked for before there was a place to leave
+            self._send(m.RequestLeave(new.generation, self._leave_reason))
         self._next, self._ids, self._minted = new, None, None
         self._suspended = False
         self._reason = f"generation {new.generation}, rank {new.rank} of {len(new.members)}: {new.reason}"
@@ -250,6 +254,7 @@ class Membership(Lifecycle):
             return
         self._current, self._next, self._wants_entry = self._next, None, False
         self._built = self._running = False
+        self._started = self._step  # a step that was broken off is not begun in the new generation
         self._suspicion_since = None
         self._over = max(self._over, self._current.generation - 1)
         self._notices.append(e.Build(self._current, self._ids.unique_ids))
@@ -265,14 +270,17 @@ class Membership(Lifecycle):
         current = self._current
         if current is None or current.generation != event.generation or self.is_over or self._ended:
             return
+        hint = m.SuspectPeer(event.generation, max(event.rank, 0), event.detail)
         if self._next is not None:  # peers have switched already, or will: so does this worker
+            self._send(hint)  # those that still hang in the last step learn of it
             self._dismiss_if_leaving(self._next)
             self._interrupt(self._next.reason, self._next.lost)
             return
         if self._suspicion_since is None:
             self._suspicion_since = self._now
-        if event.rank >= 0:
-            self._send(m.SuspectPeer(event.generation, event.rank, event.detail))
+        self._suspicion = hint if event.rank >= 0 else None
+        if self._suspicion is not None:
+            self._send(self._suspicion)
 
     def _on_step_starting(self, event: e.StepStarting) -> None:
         self._uses_steps = True

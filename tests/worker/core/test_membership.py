@@ -310,6 +310,35 @@ class TestUnplannedChange:
             w.tick_at_deadline()
         assert w.now == 107.0  # node time-out 5 s and the margin
 
+    def test_a_restarted_scheduler_hears_of_a_suspicion_again(self) -> None:
+        w = Machine().running()
+        w.feed(e.CommunicatorFailed(1, 0, "reset"))
+        w.feed(e.StreamLost(w.stream, "cut"))
+        w.tick_at_deadline()
+        w.feed(e.StreamOpened(w.stream))
+        w.hear(m.Welcome(1.0, 5.0, 60.0))
+        assert w.message(m.SuspectPeer) == m.SuspectPeer(1, 0, "reset")
+
+    def test_a_failure_before_a_planned_switch_is_told_for_those_who_still_hang(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(m.Quiesce(1, "n3 comes"))
+        w.hear(assignment(2, 0, switch_after_step=5))
+        w.feed(e.CommunicatorFailed(1, 1, "reset"))
+        assert w.message(m.SuspectPeer) == m.SuspectPeer(1, 1, "reset")
+        assert w.notice(e.Interrupt).generation == 1
+
+    def test_a_step_that_was_broken_off_is_not_begun_in_the_next_generation(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(assignment(2, 0))
+        w.feed(e.EntryRequested())
+        w.hear(m.UniqueIds(2, (b"two",)))
+        w.feed(e.CommunicatorBuilt(2))
+        w.hear(m.GroupBuilt(2))
+        w.hear(m.Quiesce(2, "n3 comes"))
+        assert w.message(m.Quiesced) == m.Quiesced(2, 4)
+
     def test_a_failed_collective_in_a_generation_that_is_over_is_no_news(self) -> None:
         w = Machine().running()
         w.hear(assignment(2, 1))
@@ -343,6 +372,12 @@ class TestUnplannedChange:
 
 
 class TestPlannedChange:
+    def test_leaving_asked_for_before_there_was_a_place_is_said_with_the_first_one(self) -> None:
+        w = Machine().welcomed()
+        assert w.feed(e.LeaveRequested("SIGTERM")).messages == ()
+        w.hear(assignment(1, 1))
+        assert w.message(m.RequestLeave) == m.RequestLeave(1, "SIGTERM")
+
     def test_no_step_begins_between_quiesce_and_the_switch(self) -> None:
         w = Machine().running()
         assert w.feed(e.StepStarting(4)).notices == (e.StepGranted(),)
@@ -369,14 +404,6 @@ class TestPlannedChange:
         w.hear(assignment(2, 1, switch_after_step=5))
         w.hear(assignment(3, 1, lost=("n2 was killed",)))
         assert w.notice(e.Interrupt).lost == ("n2 was killed",)
-
-    def test_a_peer_that_has_switched_already_is_not_suspected(self) -> None:
-        w = Machine().running()
-        w.feed(e.StepStarting(4))
-        w.hear(assignment(2, 1, switch_after_step=5))
-        w.feed(e.CommunicatorFailed(1, 0, "closed"))
-        assert w.last.messages == ()
-        assert w.notice(e.Interrupt).generation == 1
 
     def test_a_scheduler_that_forgot_its_plan_lets_the_steps_go_on(self) -> None:
         w = Machine().running()
