@@ -170,8 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.json:
         report = {
-            "benchmark": "allreduce",
-            "backend": "nccl",
+            "benchmark": "nccl-allreduce",
             "gpus": gpus,
             "machine": machine,
             "results": kinds,

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Triton kernels of :func:`examples.stem_kernels.relu_pool`, for channels_last tensors below 2**31 elements.
 
 Triton reads the annotations of a kernel's arguments: only ``tl.constexpr`` may stand there.

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from worker.session import Session as Session
 
 _NAMES = {
+    "worker.capture": "CaptureError TrainingStep capture_step",
     "worker.collectives": (
         "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
         " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_rank"
@@ -74,6 +75,7 @@ _NAMES = {
     ),
     "worker.process": "init release set_ps_context",
     "worker.session": "Session",
+    "worker.sharded_optimizer": "ShardedOptimizer",
     "worker.torch_data_parallel": "DataParallel",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

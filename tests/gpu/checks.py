@@ -33,8 +33,10 @@ def part_of(rank: int, count: int, dtype: str) -> Any:
 
 
 def check_all_reduce(comm: Any) -> None:
-    parts = lambda dtype: [part_of(r, 17, dtype).cpu().double() for r in range(comm.world_size)]  # noqa: E731
-    expected = {
+    def parts(dtype: str) -> list[Any]:
+        return [part_of(rank, 17, dtype).cpu().double() for rank in range(comm.world_size)]
+
+    expected: dict[ReduceOp, Any] = {
         ReduceOp.SUM: lambda p: torch.stack(p).sum(0),
         ReduceOp.MAX: lambda p: torch.stack(p).max(0).values,
         ReduceOp.MIN: lambda p: torch.stack(p).min(0).values,
@@ -50,7 +52,8 @@ def check_all_reduce(comm: Any) -> None:
             send = part_of(comm.rank, 17, dtype)
             recv = torch.full_like(send, -1 if dtype != "uint8" else 99)
             comm.all_reduce(send, recv, op)
-            torch.testing.assert_close(recv.cpu().double(), reduce(parts(dtype)), msg=f"{dtype} {op}")
+            result: Any = reduce(parts(dtype))
+            torch.testing.assert_close(recv.cpu().double(), result, msg=f"{dtype} {op}")
             comm.all_reduce(send, send, op, async_op=True).wait()
             assert torch.equal(send, recv), f"{dtype} {op} in place"
     for dtype in FLOATS:
@@ -258,7 +261,7 @@ def check_data_parallel(comm: Any) -> float:
     exact()
     worst = 0.0
     for channels_last, bucket_bytes in ((False, 1 << 20), (True, 4096)):
-        options = {"bucket_bytes": bucket_bytes, "first_bytes": bucket_bytes}
+        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "first_bytes": bucket_bytes}
         model = DataParallel(net(channels_last), communicator=comm, **options)
         ours = train(model, comm.rank, comm.world_size)
         alone = train(net(channels_last), 0, 1)

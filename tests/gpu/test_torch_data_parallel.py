@@ -16,7 +16,7 @@ from worker.errors import ArrayError, SettingsError  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 
 
-class Branches(torch.nn.Module):  # type: ignore[misc]
+class Branches(torch.nn.Module):  # type: ignore[misc,name-defined]
     """Four parameters; which of ``left`` and ``right`` are used is the caller's choice."""
 
     def __init__(self) -> None:

@@ -1,0 +1,118 @@
+"""Draws the README's figures from the JSON files that the GPU benchmarks wrote.
+
+python -m bench.plot bench/results/nccl-allreduce-4xh200.json bench/results/train-4xh200.json --out docs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+NAMES = {
+    "muster": "Muster",
+    "muster-cupy": "Muster (CuPy)",
+    "torch": "torch.distributed",
+    "nccl-tests": "nccl-tests",
+}
+
+
+def bus_bandwidth(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """(bytes, GB/s) by who was measured."""
+    return {
+        NAMES.get(kind, kind): [(row["bytes"], row["bus_gb_s"]) for row in rows]
+        for kind, rows in report["results"].items()
+    }
+
+
+def training_speed(report: dict[str, Any], batch: int) -> dict[str, list[tuple[int, float]]]:
+    """(GPUs, images/s) by variant, for one batch size per GPU."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in report["results"]:
+        if row["batch_per_gpu"] == batch:
+            lines.setdefault(row["variant"], []).append((row["gpus"], row["images_per_s"]))
+    return {variant: sorted(points) for variant, points in lines.items()}
+
+
+def caption(report: dict[str, Any]) -> str:
+    """Where and when it was measured."""
+    machine = report["machine"]
+    packages = machine.get("packages", {})
+    parts = [
+        f"{machine.get('gpus', report.get('gpus', ''))} x {machine['gpu']}",
+        f"driver {machine.get('driver', '?')}",
+        f"NCCL {machine.get('nccl', '?')}",
+        f"torch {packages.get('torch', '?')}",
+        str(machine["date"]),
+    ]
+    return ", ".join(parts)
+
+
+def draw(report: dict[str, Any], directory: Path) -> list[Path]:
+    """Writes the PNG files of one report; returns their paths."""
+    if report["benchmark"] == "train":
+        batches = sorted({row["batch_per_gpu"] for row in report["results"]})
+        return [_draw_training(report, batch, directory) for batch in batches]
+    return [_draw_bandwidth(report, directory)]
+
+
+def _draw_bandwidth(report: dict[str, Any], directory: Path) -> Path:
+    figure, axes = _figure("AllReduce, float32, in place", report)
+    for name, points in bus_bandwidth(report).items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("bus bandwidth, GB/s")
+    return _save(figure, axes, directory / "allreduce.png")
+
+
+def _draw_training(report: dict[str, Any], batch: int, directory: Path) -> Path:
+    figure, axes = _figure(f"ResNet-50, 224x224, {batch} images per GPU", report)
+    for variant, points in training_speed(report, batch).items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=variant)
+    axes.set_xticks(sorted({row["gpus"] for row in report["results"]}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("images/s")
+    return _save(figure, axes, directory / f"train-{batch}.png")
+
+
+def _figure(title: str, report: dict[str, Any]) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.set_title(f"{title}\n{caption(report)}", fontsize=9)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _save(figure: Any, axes: Any, path: Path) -> Path:
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    return path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """This command's arguments."""
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of nccl-allreduce or train")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for the PNG files")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draws; returns the exit code."""
+    for path in arguments.results:
+        for written in draw(json.loads(path.read_text(encoding="utf-8")), arguments.out):
+            print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_arguments(parser)
+    sys.exit(run(parser.parse_args()))

@@ -1,0 +1,60 @@
+"""The GPU benchmarks' arithmetic and reading of results; what they measure needs GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import nccl_allreduce, plot
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+REPORTS = sorted([*RESULTS.glob("nccl-allreduce-*.json"), *RESULTS.glob("train-*.json")])
+
+
+def test_bus_bandwidth_is_nccl_tests() -> None:
+    (row,) = nccl_allreduce.add_bus_bandwidth([{"bytes": 4 * 10**9, "time_us": 20_000}], 4)
+    assert row["bus_gb_s"] == pytest.approx(300)  # 200 GB/s of data, times 2 * 3 / 4
+
+
+def test_nccl_tests_output_is_read(tmp_path: Path) -> None:
+    binary = tmp_path / "all_reduce_perf"
+    binary.write_text(
+        "#!/bin/sh\n"
+        'echo "# nThread 1"\n'
+        'echo "  4194304 1048576 float sum -1 47.1 89.0 133.6 0 46.5 90.2 135.3 0"\n'
+        'echo "# Avg bus bandwidth"\n'
+    )
+    binary.chmod(0o755)
+    assert nccl_allreduce.run_nccl_tests(binary, 4, (4194304,)) == [{"bytes": 4194304, "time_us": 46.5}]
+
+
+def test_lines_are_drawn_from_reports() -> None:
+    rows = [
+        {"variant": variant, "gpus": gpus, "batch_per_gpu": batch, "images_per_s": gpus * 100.0 + batch}
+        for variant in ("muster", "ddp")
+        for gpus in (4, 1)
+        for batch in (32, 256)
+    ]
+    assert plot.training_speed({"results": rows}, 32) == {
+        "muster": [(1, 132.0), (4, 432.0)],
+        "ddp": [(1, 132.0), (4, 432.0)],
+    }
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.name)
+def test_committed_figures_say_where_they_are_from(path: Path) -> None:
+    report = json.loads(path.read_text(encoding="utf-8"))
+    machine = report["machine"]
+    assert machine["gpu"] and machine["driver"] and machine["date"] and machine["packages"]
+
+
+def test_figures_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [
+        written
+        for path in REPORTS
+        for written in plot.draw(json.loads(path.read_text(encoding="utf-8")), tmp_path)
+    ]
+    assert paths and all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

@@ -1,0 +1,150 @@
+"""What of the NCCL backend needs no GPU: reading arrays, presence, and how creation is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worker.communicators import nccl_handles
+from worker.communicators.base import Membership, Peer
+from worker.communicators.nccl_arrays import read_interface, reader_of
+from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
+from worker.communicators.nccl_work import scalar_bytes
+from worker.errors import ArrayError, FormationTimeoutError, MembershipChanged
+
+
+def membership(
+    endpoints: list[str], ids: tuple[bytes, ...] = (b"secret",), generation: int = 3
+) -> Membership:
+    peers = tuple(Peer(r, f"w{r}", r, "h", "host", endpoint) for r, endpoint in enumerate(endpoints))
+    return Membership("job", generation, "world", 0, peers, ids)
+
+
+class Interface:
+    def __init__(self, **facts: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (4, 3),
+            "typestr": "<f4",
+            "data": (4096, False),
+            "version": 3,
+        } | facts
+
+
+def test_an_interface_is_read() -> None:
+    assert read_interface(Interface()) == (4096, 12, 7, -1)
+    assert read_interface(Interface(strides=(12, 4))) == (4096, 12, 7, -1)
+    assert read_interface(Interface(shape=(1, 3), strides=(99, 4)))[1] == 3
+    assert read_interface(Interface(shape=()))[1] == 1
+    assert reader_of(Interface()) is read_interface
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"strides": (24, 8)}, "not C-contiguous"),
+        ({"strides": (4, 16)}, "not C-contiguous"),
+        ({"typestr": "<c8"}, "no dtype <c8"),
+        ({"data": (4096, True)}, "read-only"),
+    ],
+)
+def test_what_nccl_cannot_take_is_refused(facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArrayError, match=words):
+        read_interface(Interface(**facts))
+
+
+def test_an_array_on_the_cpu_is_refused_with_the_backend_to_use() -> None:
+    with pytest.raises(ArrayError, match=r'numpy\.ndarray.*"tcp"'):
+        reader_of(np.zeros(3))
+
+
+def test_factors_are_written_in_the_dtype() -> None:
+    assert scalar_bytes(0.5, 7) == np.float32(0.5).tobytes()
+    assert scalar_bytes(0.5, 6) == np.float16(0.5).tobytes()
+    assert scalar_bytes(1.0, 9) == b"\x80\x3f"
+    with pytest.raises(ArrayError, match="int32"):
+        scalar_bytes(0.5, 2)
+
+
+def test_who_is_building_answers_and_who_is_not_is_named() -> None:
+    here, elsewhere, idle = Presence("127.0.0.1"), Presence("127.0.0.1"), Presence("127.0.0.1")
+    asked = membership(["", here.endpoint, elsewhere.endpoint, idle.endpoint, "127.0.0.1:1", "nonsense"])
+    here.enter(presence_key(asked))
+    elsewhere.enter(presence_key(membership([], generation=2)))
+    try:
+        assert [peer.rank for peer in absent_peers(asked, asked.peers[1:])] == [2, 3, 4, 5]
+        stranger = membership(["", here.endpoint], ids=(b"guess",))
+        assert len(absent_peers(stranger, stranger.peers[1:])) == 1
+    finally:
+        for presence in (here, elsewhere, idle):
+            presence.close()
+
+
+class FakeNccl:
+    """NCCL whose communicator is in progress for ever, or for a while."""
+
+    class NCCLError(Exception):
+        pass
+
+    class UniqueId:
+        @staticmethod
+        def from_buffer(data: bytes) -> bytes:
+            return data
+
+    class Config:
+        blocking = -1
+        ptr = 1
+
+    def __init__(self, polls: int, outcome: int = 0) -> None:
+        self.polls, self.outcome = polls, outcome
+        self.aborted: list[Any] = []
+
+    def comm_init_rank_config(self, size: int, unique_id: bytes, rank: int, config: int) -> str:
+        return f"comm {rank} of {size}"
+
+    def comm_init_rank_scalable(self, size: int, rank: int, count: int, ids: bytes, config: int) -> str:
+        return f"comm {rank} of {size} with {count} ids"
+
+    def comm_get_async_error(self, comm: Any) -> int:
+        self.polls -= 1
+        return self.outcome if self.polls < 0 else nccl_handles.IN_PROGRESS
+
+    def comm_abort(self, comm: Any) -> None:
+        self.aborted.append(comm)
+
+    def get_error_string(self, state: int) -> str:
+        return f"error {state}"
+
+
+def waiting(timeout_s: float, cancelled: Any = lambda: None) -> nccl_handles.Waiting:
+    return nccl_handles.Waiting(
+        membership(["", ""]), timeout_s=timeout_s, cancelled=cancelled, absent=lambda: "missing: rank 1"
+    )
+
+
+def test_creation_is_polled_until_it_is_done() -> None:
+    nccl = FakeNccl(polls=3)
+    assert nccl_handles.create_root(nccl, membership(["", ""]), waiting(60)) == "comm 0 of 2"
+    assert nccl.polls < 0 and not nccl.aborted
+
+
+def test_large_worlds_have_several_ids() -> None:
+    comm = nccl_handles.create_root(FakeNccl(0), membership(["", ""], ids=(b"a", b"b")), waiting(60))
+    assert comm == "comm 0 of 2 with 2 ids"
+
+
+def test_a_deadline_aborts_and_names_who_is_missing() -> None:
+    nccl = FakeNccl(polls=10**9)
+    with pytest.raises(FormationTimeoutError, match=r"generation 3.*missing: rank 1") as caught:
+        nccl_handles.create_root(nccl, membership(["", ""]), waiting(0.01))
+    assert nccl.aborted == ["comm 0 of 2"]
+    assert "secret" not in str(caught.value)
+
+
+def test_a_newer_generation_ends_the_wait() -> None:
+    nccl = FakeNccl(polls=10**9)
+    change = MembershipChanged("rank 1 is gone", generation=3)
+    with pytest.raises(MembershipChanged):
+        nccl_handles.create_root(nccl, membership(["", ""]), waiting(60, cancelled=lambda: change))
+    assert nccl.aborted
