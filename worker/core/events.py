@@ -98,6 +98,12 @@ class CommunicatorFailed(Value):
     detail: str
 
 
+class CollectivesStuck(Value):
+    """Whether a collective has been under way for long. Told while there is no scheduler to ask why."""
+
+    stuck: bool
+
+
 class StepStarting(Value):
     """The training thread has finished ``step`` steps and would begin the next."""
 
@@ -145,6 +151,7 @@ Event = (
     | EntryRequested
     | CommunicatorBuilt
     | CommunicatorFailed
+    | CollectivesStuck
     | StepStarting
     | Progress
     | LeaveRequested

@@ -53,6 +53,7 @@ class Lifecycle:
         self._leave_at: float | None = None
         self._suspicion_since: float | None = None
         self._suspicion: m.SuspectPeer | None = None
+        self._stuck = False  # cut off from the scheduler, and from some peer too
         self._need_since: float | None = None
 
     def deadline(self) -> float | None:
@@ -95,6 +96,11 @@ class Lifecycle:
     def is_over(self) -> bool:
         """Whether the generation that the training thread is in has ended."""
         return self._current is not None and self._current.generation <= self._over
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no scheduler at the moment."""
+        return not self._link.settled
 
     def is_changing(self, generation: int) -> bool:
         """Whether ``generation`` is over or a newer one is known."""
@@ -143,6 +149,7 @@ class Lifecycle:
             and not self.is_over
             and self._held != self.generation
             and self._suspicion_since is None
+            and not self._stuck
             and self._goodbye is None
         )
 
@@ -169,7 +176,12 @@ class Lifecycle:
     def _give_up(self) -> None:
         since = self._now - (self._link.away_since or self._now)
         detail = f": {self._link.detail}" if self._link.detail else ""
-        if self._seen:
+        if self._stuck:
+            sentence = (
+                f"this worker is cut off: its collectives stand still, and the scheduler has been away for "
+                f"{since:.0f} s{detail}"
+            )
+        elif self._seen:
             sentence = (
                 f"a change of members needs the scheduler, which has been away for {since:.0f} s{detail}"
             )

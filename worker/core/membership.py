@@ -36,6 +36,7 @@ class Membership(Lifecycle):
             e.EntryRequested: self._on_entry_requested,
             e.CommunicatorBuilt: self._on_built,
             e.CommunicatorFailed: self._on_failed,
+            e.CollectivesStuck: self._on_stuck,
             e.StepStarting: self._on_step_starting,
             e.Progress: self._on_progress,
             e.LeaveRequested: self._on_leave_requested,
@@ -115,6 +116,7 @@ class Membership(Lifecycle):
     def _on_welcome(self, message: m.Welcome) -> None:
         self._welcome = message
         self._link.welcomed()
+        self._stuck = False
         self._heartbeat_at = self._now + message.heartbeat_interval_s
         if self._suspicion_since is not None:  # a restarted scheduler has not heard of it
             self._suspicion_since = self._now
@@ -157,13 +159,17 @@ class Membership(Lifecycle):
         if current is None or current.generation <= self._over:
             self._dismiss_if_leaving(new)
             return
-        if new.switch_after_step >= 0 and self._built and self._uses_steps and not self._suspicion_since:
+        if self._built and self._is_by_steps(new) and not self._suspicion_since:
             self._become_running(current)
             self._notices.append(e.ChangePending(new.generation, new.reason, new.switch_after_step))
             self._notices.append(e.GateChanged())
         else:
             self._dismiss_if_leaving(new)
             self._interrupt(new.reason, new.lost)
+
+    def _is_by_steps(self, new: m.Assignment) -> bool:
+        """Whether the switch is at a step boundary: a peer's step shows that this worker's own is to come."""
+        return new.switch_after_step >= 0 and (self._uses_steps or new.switch_after_step > self._step)
 
     def _dismiss_if_leaving(self, new: m.Assignment) -> None:
         if new.rank < 0:
@@ -281,6 +287,9 @@ class Membership(Lifecycle):
         self._suspicion = hint if event.rank >= 0 else None
         if self._suspicion is not None:
             self._send(self._suspicion)
+
+    def _on_stuck(self, event: e.CollectivesStuck) -> None:
+        self._stuck = event.stuck
 
     def _on_step_starting(self, event: e.StepStarting) -> None:
         self._uses_steps = True

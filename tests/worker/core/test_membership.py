@@ -372,6 +372,16 @@ class TestUnplannedChange:
 
 
 class TestPlannedChange:
+    def test_a_worker_before_its_first_step_takes_the_step_that_its_peers_have_begun(self) -> None:
+        w = Machine().running()
+        w.hear(m.Quiesce(1, "n2 leaves"))
+        assert w.message(m.Quiesced) == m.Quiesced(1, 0)
+        w.hear(assignment(2, 0, switch_after_step=1))
+        assert w.notice(e.ChangePending).after_step == 1
+        assert w.feed(e.StepStarting(0)).notices == (e.StepGranted(),)
+        w.feed(e.StepStarting(1))
+        assert w.notice(e.Interrupt).planned
+
     def test_leaving_asked_for_before_there_was_a_place_is_said_with_the_first_one(self) -> None:
         w = Machine().welcomed()
         assert w.feed(e.LeaveRequested("SIGTERM")).messages == ()
