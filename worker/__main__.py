@@ -1,4 +1,4 @@
-"""``python -m worker`` and the console command ``muster``: launches workers; makes rank tables."""
+"""``python -m worker``, also known as ``muster``: launches workers, checks hosts, makes rank tables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from worker import launch_ranktable
 
         return launch_ranktable.main(arguments[1:])
+    if arguments[:1] == ["check"]:
+        from worker import check
+
+        return check.main(arguments[1:])
     from worker import launch_command
 
     return launch_command.main(arguments[1:] if arguments[:1] == ["run"] else arguments)

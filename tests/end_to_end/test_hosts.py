@@ -68,14 +68,23 @@ class Job:
             "--password-file",
             str(self._pki.directory / "password"),
         ]
+        self.type(host, *options, "--", *python(*command), **env)
+
+    def type(self, host: Host, *line: str, **env: str) -> None:
+        """Types ``python -m worker`` with these options on a host."""
+        verb, rest = (line[:1], line[1:]) if line[0] == "check" else ((), line)
+        logs = ("--tail", "all", "--log-dir", str(self._directory / host.name))
         process = host.start(
             self._directory / f"{host.name}.log",
-            *python("-m", "worker", *options, "--tail", "all", "--log-dir", str(self._directory / host.name)),
-            *("--", *python(*command)),
+            *python("-m", "worker", *verb, *logs, *rest),
             **self._env,
             **env,
         )
         self._launched.append((host, process))
+
+    def codes(self) -> list[int]:
+        """Waits for the launchers' exit codes."""
+        return [process.wait(WAIT_S) for _, process in self._launched]
 
     def finish(self) -> None:
         """Waits until all have ended well."""
@@ -148,6 +157,54 @@ def test_the_chosen_interface_carries_the_data(net: Cluster, pki: Pki, tmp_path:
         assert report["nccl"] == ("=eth1" if family == 4 else "ib0")
     for host, count in zip(pair, before, strict=True):
         assert host.received_bytes("eth1") - count > 150_000  # half of 400 kB, at least
+
+
+CHECK = ("check", "--size-mib", "2", "--nproc-per-node", "1", "--nnodes")
+
+
+def test_the_check_names_the_slow_host(net: Cluster, pki: Pki, tmp_path: Path) -> None:
+    hosts = [net[name] for name in ("alpha", "beta", "gamma", "delta")]
+    shape = (
+        "qdisc",
+        "add",
+        "dev",
+        "eth0",
+        "root",
+        "tbf",
+        "rate",
+        "100mbit",
+        "burst",
+        "64kb",
+        "latency",
+        "50ms",
+    )
+    assert net["gamma"].run("tc", *shape).returncode == 0
+    try:
+        job = Job(net, pki, tmp_path, workers=4)
+        password = str(pki.directory / "password")
+        for host in hosts:
+            job.type(host, *CHECK, "4", "--password-file", password)
+        job.finish()
+    finally:
+        net["gamma"].run("tc", "qdisc", "del", "dev", "eth0", "root")
+    told = re.sub(r"\[\d\] ", "", job.logs())
+    assert "4 ranks on 4 hosts" in told
+    assert "AllReduce over tcp: the numbers are right" in told
+    assert re.search(r"warning: tcp: Host gamma is slow: at most 0\.0\d GB/s with each other host", told)
+    assert "Host alpha is slow" not in told
+    assert "ready to train" in told
+
+
+def test_the_check_refuses_ranks_that_would_hang(net: Cluster, pki: Pki, tmp_path: Path) -> None:
+    job = Job(net, pki, tmp_path, workers=2)
+    password = str(pki.directory / "password")
+    job.type(net["alpha"], *CHECK, "2", "--password-file", password, NCCL_ALGO="Ring", NCCL_DEBUG="INFO")
+    job.type(net["beta"], *CHECK, "2", "--password-file", password, NCCL_ALGO="Tree")
+    assert job.codes() == [1, 1]
+    told = job.logs()
+    assert re.search(r"refused\W+NCCL_ALGO\W+Ring\W+0\b", told)
+    assert re.search(r"warning\W+NCCL_DEBUG\W+INFO\W+0\b", told)
+    assert "not ready to train" in told
 
 
 FIREWALL = """

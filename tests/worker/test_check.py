@@ -1,0 +1,190 @@
+"""The check before training: what it compares, how it judges, what it tells."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import worker
+from tests.scheduler.processes import ROOT, environment
+from worker.check_facts import all_facts, bind_libraries, driver_version, gpu_models, join_facts
+from worker.core.check_rules import clock_skews, compare, name_clashes, ranges, rounds, slow_sentences
+
+
+class Plane:
+    facts = {"nccl": "2.28.9"}  # noqa: RUF012 - a stand-in
+
+
+def machine(root: Path) -> Path:
+    gpus = root / "proc/driver/nvidia/gpus"
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (gpus / bus).mkdir(parents=True)
+        (gpus / bus / "information").write_text("Model: \t NVIDIA H200\nDevice Minor: \t 0\n")
+    version = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (x)\nGCC 12\n"
+    )
+    (root / "proc/driver/nvidia/version").write_text(version)
+    return root
+
+
+def test_what_a_worker_sends_when_it_joins(tmp_path: Path) -> None:
+    env = {
+        "NCCL_ALGO": "Ring",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_PROTO": "",
+        "MS_CLIENT_PASSWORD": "secret",
+    }
+    assert join_facts("tcp", object(), env, tmp_path) == {"muster": worker.__version__}
+    assert join_facts("nccl", Plane(), env, machine(tmp_path)) == {
+        "muster": worker.__version__,
+        "nccl": "2.28.9",
+        "NCCL_ALGO": "Ring",
+        "~driver": "580.95.05",
+    }
+
+
+def test_the_join_path_imports_nothing_that_is_slow() -> None:
+    slow = "{'torch', 'cupy', 'numpy', 'importlib.metadata', 'dataclasses', 'email.parser', 'json'}"
+    code = (
+        "import sys, worker.check_facts as f; f.join_facts('nccl', object(), {'NCCL_ALGO': 'Ring'}); "
+        f"print({slow} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+def test_what_the_check_compares(tmp_path: Path) -> None:
+    facts = all_facts({"NCCL_DEBUG": "INFO", "MS_CLIENT_PASSWORD": "secret"}, machine(tmp_path))
+    assert facts["gpus"] == "2" and facts["gpu model"] == "NVIDIA H200" and facts["driver"] == "580.95.05"
+    assert facts["NCCL_DEBUG"] == "INFO" and facts["muster"] == worker.__version__
+    assert {"numpy", "grpcio", "python"} <= facts.keys()
+    assert "secret" not in str(facts)
+
+
+def test_without_a_gpu_there_is_no_driver(tmp_path: Path) -> None:
+    assert (driver_version(tmp_path), gpu_models(tmp_path)) == ("", [])
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    found = re.search(r"^version = \"(.*)\"$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert found is not None and worker.__version__ == found[1]
+
+
+def test_the_interface_is_handed_to_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    import os
+
+    bind_libraries("")
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    bind_libraries("eth1")
+    assert (os.environ.pop("NCCL_SOCKET_IFNAME"), os.environ["GLOO_SOCKET_IFNAME"]) == ("=eth1", "ib0")
+
+
+def test_what_differs_is_found_and_what_must_agree_comes_first() -> None:
+    facts = [
+        {"nccl": "2.28", "python": "3.11"},
+        {"nccl": "2.28", "python": "3.12"},
+        {"python": "3.12", "kernel": "6"},
+    ]
+    found = compare(facts)
+    assert [(each.name, each.refused) for each in found] == [
+        ("nccl", True),
+        ("kernel", False),
+        ("python", False),
+    ]
+    assert found[0].values == (("2.28", (0, 1)), ("(unset)", (2,)))
+    assert found[2].values == (("3.12", (1, 2)), ("3.11", (0,)))
+    assert compare([facts[0]] * 3) == []
+
+
+def test_machines_with_one_name_are_told() -> None:
+    assert name_clashes([("a", "n1"), ("a", "n1"), ("b", "n2")]) == []
+    [sentence] = name_clashes([("a", "n1"), ("b", "n1"), ("b", "n1"), ("c", "n2")])
+    assert sentence == "2 machines are named n1: ranks 0 and 1-2; give each a host name of its own."
+
+
+def test_a_clock_that_is_off_is_told() -> None:
+    assert clock_skews([0.0, 0.4, -0.3], 0.01) == []
+    [sentence] = clock_skews([0.0, -7.5, 0.1, 0.0], 0.01)
+    assert "rank 1 is 7.5 s behind the others'" in sentence
+    assert "rank 0 is 7.5 s ahead of" in clock_skews([0.0, -7.5, -7.5], 0.01)[0]
+    assert clock_skews([0.0, 3.0], uncertainty_s=5.0) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_every_pair_meets_once_and_nobody_twice_in_a_round(count: int) -> None:
+    found = rounds(count)
+    for meeting in found:
+        members = [one for pair in meeting for one in pair]
+        assert len(set(members)) == len(members)
+    pairs = sorted(pair for meeting in found for pair in meeting)
+    assert pairs == [(one, other) for one in range(count) for other in range(one + 1, count)]
+
+
+NAMES = ["a", "b", "c", "d"]
+EVEN = {(one, other): 10.0 for one in range(4) for other in range(one + 1, 4)}
+
+
+def test_a_slow_host_is_named() -> None:
+    speeds = EVEN | {(0, 2): 1.0, (1, 2): 2.0, (2, 3): 1.5}
+    assert slow_sentences(NAMES, speeds) == [
+        "Host c is slow: at most 2.00 GB/s with each other host, where 10.00 GB/s is usual."
+    ]
+
+
+def test_a_slow_link_between_good_hosts_is_named() -> None:
+    assert slow_sentences(NAMES, EVEN | {(1, 3): 4.0}) == [
+        "The link between b and d is slow: 4.00 GB/s, where 10.00 GB/s is usual."
+    ]
+
+
+def test_nothing_is_slow_among_equals_or_two() -> None:
+    assert slow_sentences(NAMES, EVEN) == []
+    assert slow_sentences(NAMES[:2], {(0, 1): 0.1}) == []
+
+
+def test_rank_numbers_in_short() -> None:
+    assert ranges([7, 0, 1, 2, 3]) == "0-3, 7"
+
+
+def run(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "worker", "check", *arguments],
+        env=environment(**{"MS_TOPO_TIMEOUT": "30", **env}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=tmp_path,
+    )
+
+
+def test_the_command_on_one_machine(tmp_path: Path) -> None:
+    done = run(tmp_path, "--size-mib", "1", "-n", "2", "--scheduler", "--tail", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on 1 host" in done.stdout
+    assert f"muster {worker.__version__}" in done.stdout
+    assert "AllReduce over tcp: the numbers are right" in done.stdout
+    assert done.stdout.rstrip().endswith("ready to train")
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    worker_env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1"}
+    done = run(tmp_path, "--size-mib", "0", **worker_env)
+    assert (done.returncode, "--size-mib must be from 1 to 4096" in done.stderr) == (2, True)
+    done = run(tmp_path, "-n", "2", **worker_env)
+    assert (done.returncode, "has no option '-n'" in done.stderr) == (2, True)
