@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from worker.communicators import nccl_handles
-from worker.communicators.base import Membership, Peer
+from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl_arrays import read_interface, reader_of
+from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
 from worker.communicators.nccl_work import scalar_bytes
-from worker.errors import ArrayError, FormationTimeoutError, MembershipChanged
+from worker.errors import ArrayError, CommunicatorError, FormationTimeoutError, MembershipChanged
 
 
 def membership(
@@ -148,3 +152,133 @@ def test_a_newer_generation_ends_the_wait() -> None:
     with pytest.raises(MembershipChanged):
         nccl_handles.create_root(nccl, membership(["", ""]), waiting(60, cancelled=lambda: change))
     assert nccl.aborted
+
+
+# ---------------------------------------------------------------- the communicator, with a recording NCCL
+
+
+class RecordingNccl:
+    class NCCLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, *arguments))
+            return 0
+
+        return call
+
+
+class FakeArray:
+    def __init__(self, size: int, address: int, device: int = 0, dense: bool = True) -> None:
+        self.size, self.shape = size, (size,)
+        self.dtype = SimpleNamespace(char="f")
+        self.flags = SimpleNamespace(c_contiguous=dense)
+        self.data = SimpleNamespace(ptr=address, device_id=device)
+
+
+FakeArray.__module__ = "cupy._core.core"
+
+
+class FakeEvent:
+    done = True
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any) -> None:
+        pass
+
+
+class FakeStream:
+    ptr = 88
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def comm(monkeypatch: pytest.MonkeyPatch) -> NcclCommunicator:
+    """Rank 0 of two; the current stream has the address 77, the communicator's own 88."""
+    current = SimpleNamespace(ptr=77, wait_event=lambda event: None)
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: current,
+        Device=lambda index: contextlib.nullcontext(),
+        Stream=FakeStream,
+        Event=FakeEvent,
+    )
+    fake: Any = ModuleType("cupy")
+    fake.cuda, fake.int32, fake.zeros = cuda, "i4", lambda count, dtype: FakeArray(count, 512)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    two = membership(["", ""])
+    return NcclCommunicator(RecordingNccl(), "comm", "root", two, device=0, timeout_s=5)
+
+
+def calls_of(comm: NcclCommunicator) -> list[tuple[Any, ...]]:
+    """Without the polling."""
+    return [call for call in comm._nccl.calls if call[0] != "comm_get_async_error"]
+
+
+def test_collectives_go_to_the_callers_stream_and_async_ones_to_our_own(comm: NcclCommunicator) -> None:
+    small, large = FakeArray(8, 4096), FakeArray(16, 8192)
+    comm.all_reduce(small, small, ReduceOp.SUM).wait()
+    comm.all_reduce(small, small, ReduceOp.MEAN, async_op=True).wait()
+    comm.all_gather(small, large)
+    comm.reduce_scatter(large, small, ReduceOp.MAX)
+    comm.scatter(large, small, 0)
+    assert calls_of(comm) == [
+        ("all_reduce", 4096, 4096, 8, 7, 0, "comm", 77),
+        ("all_reduce", 4096, 4096, 8, 7, 4, "comm", 88),
+        ("all_gather", 4096, 8192, 8, 7, "comm", 77),
+        ("reduce_scatter", 8192, 4096, 8, 7, 2, "comm", 77),
+        ("group_start",),
+        ("recv", 4096, 8, 7, 0, "comm", 77),
+        ("send", 8192, 8, 7, 0, "comm", 77),
+        ("send", 8192 + 32, 8, 7, 1, "comm", 77),
+        ("group_end",),
+    ]
+
+
+def test_nothing_is_issued_for_arrays_that_do_not_fit(comm: NcclCommunicator) -> None:
+    good = FakeArray(8, 4096)
+    for bad, words in (
+        (FakeArray(9, 1), "do not fit"),
+        (FakeArray(8, 1, dense=False), "not C-contiguous"),
+        (FakeArray(8, 1, device=1), "on GPU 1, the communicator of rank 0 on GPU 0"),
+    ):
+        with pytest.raises(ArrayError, match=words):
+            comm.all_reduce(good, bad, ReduceOp.SUM)
+    with pytest.raises(ArrayError, match="divided"):
+        comm.all_to_all(FakeArray(7, 1), FakeArray(7, 2))
+    with pytest.raises(CommunicatorError, match="itself"):
+        comm.send(good, 0)
+    assert calls_of(comm) == []
+
+
+def test_an_abort_releases_graphs_frees_both_communicators_and_stays(comm: NcclCommunicator) -> None:
+    released: list[int] = []
+    comm.before_end(lambda: released.append(1))
+    forget = comm.before_end(lambda: released.append(2))
+    forget()
+    comm.abort(MembershipChanged("rank 1 is gone", generation=3))
+    comm.abort(MembershipChanged("later news", generation=4))
+    assert comm.await_ended(10) and released == [1]
+    assert sorted(calls_of(comm)) == [("comm_abort", "comm"), ("comm_abort", "root")]
+    with pytest.raises(MembershipChanged, match="rank 1 is gone"):
+        comm.all_reduce(FakeArray(1, 1), FakeArray(1, 1), ReduceOp.SUM)
+    comm.close()
+    assert len(calls_of(comm)) == 2
+
+
+def test_async_is_refused_within_a_group_which_ends_all_the_same(comm: NcclCommunicator) -> None:
+    array = FakeArray(8, 4096)
+    with pytest.raises(CommunicatorError, match="async_op"), comm.group():
+        comm.all_reduce(array, array, ReduceOp.SUM, async_op=True)
+    assert calls_of(comm) == [("group_start",), ("group_end",)]

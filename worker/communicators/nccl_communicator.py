@@ -16,15 +16,11 @@ from typing import Any, NoReturn
 
 from worker.communicators import nccl_handles as handles
 from worker.communicators.base import Array, Communicator, Membership, ReduceOp, Work
-from worker.communicators.nccl_arrays import ITEM_SIZES, TYPE_NAMES, Facts, read_torch, reader_of
-from worker.communicators.nccl_streams import CudaLibrary, library_of, loaded_library
-from worker.communicators.nccl_work import Issued, PreMultipliedSum, Queued, address_of, scalar_bytes
-from worker.errors import (
-    ArrayError,
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
-    CommunicatorError,
-)
+from worker.communicators.nccl_arrays import ITEM_SIZES
+from worker.communicators.nccl_reading import ArrayReading
+from worker.communicators.nccl_streams import CudaLibrary, loaded_library
+from worker.communicators.nccl_work import PreMultipliedSum, Queued, address_of, scalar_bytes
+from worker.errors import ArrayError, CollectiveTimeoutError, CommunicatorAbortedError, CommunicatorError
 
 _SUM, _MEAN = ReduceOp.SUM, ReduceOp.MEAN
 _OPS = {_SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, _MEAN: 4}
@@ -33,7 +29,7 @@ _LEAVE_WAIT_S = 0.2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 
 
-class NcclCommunicator(Communicator):
+class NcclCommunicator(Communicator, ArrayReading):
     """Collectives among the GPUs of one group. Made by :meth:`NcclBackend.connect` and :meth:`split`."""
 
     name = "nccl"
@@ -46,7 +42,7 @@ class NcclCommunicator(Communicator):
         self._root = root
         self.membership = membership
         self.timeout_s = timeout_s
-        self.device_index = device
+        ArrayReading.__init__(self, device)
         self._all_reduce = nccl.all_reduce
         self._error: Exception | None = None
         self._closed = False
@@ -54,9 +50,6 @@ class NcclCommunicator(Communicator):
         self._endings: list[threading.Thread] = []
         self._grouped = False
         self._ending = threading.Lock()
-        self._readers: dict[type, tuple[Callable[[Any], Facts], Callable[[], int], Issued]] = {}
-        self._libraries: dict[str, CudaLibrary] = {}
-        self._own_streams: dict[str, tuple[Any, int]] = {}
         self._factors: dict[tuple[float, int], int] = {}
         self._children: list[NcclCommunicator] = []
         self._before_end: dict[int, Callable[[], None]] = {}
@@ -266,7 +259,7 @@ class NcclCommunicator(Communicator):
     def abort(self, error: Exception) -> None:
         """Makes blocked and later calls raise ``error``, and running kernels end. From any thread.
 
-        NCCL frees what it holds in the background (half a second); another communicator may be built meanwhile.
+        NCCL frees what it holds in the background (half a second); meanwhile one may build another.
         """
         with self._ending:
             if self._error is None:
@@ -320,45 +313,6 @@ class NcclCommunicator(Communicator):
         end = time.monotonic() + _LEAVE_WAIT_S
         while self._inside and time.monotonic() < end:
             time.sleep(_FIRST_POLL_S)
-
-    def _learn(self, array: Array) -> tuple[Callable[[Any], Facts], Callable[[], int], Issued]:
-        read = reader_of(array)
-        if read is read_torch:
-            name = "torch"
-        else:
-            name = "cupy" if type(array).__module__.partition(".")[0] == "cupy" else loaded_library()
-        library = self._library(name)
-        entry = (read, library.current, Issued(self, library))
-        self._readers[type(array)] = entry
-        return entry
-
-    def _library(self, name: str) -> CudaLibrary:
-        library = self._libraries.get(name)
-        if library is None:
-            library = self._libraries[name] = library_of(name, self.device_index)
-        return library
-
-    def _own_stream(self, library: CudaLibrary) -> tuple[Any, int]:
-        stream = self._own_streams.get(library.name)
-        if stream is None:
-            stream = self._own_streams[library.name] = library.new_stream()
-        return stream
-
-    def _read(self, array: Array) -> tuple[int, int, int]:
-        read = (self._readers.get(type(array)) or self._learn(array))[0]
-        pointer, count, dtype, device = read(array)
-        if device != self.device_index and device >= 0:
-            self._refuse_device(device)
-        return pointer, count, dtype
-
-    def _read_like(self, array: Array, count: int, dtype: int) -> int:
-        pointer, found, found_dtype = self._read(array)
-        if found != count or found_dtype != dtype:
-            raise ArrayError(
-                f"the arrays do not fit: one has {found} elements of {TYPE_NAMES[found_dtype]} where"
-                f" {count} of {TYPE_NAMES[dtype]} are needed (group of {self.world_size} ranks)"
-            )
-        return pointer
 
     def _op_number(self, op: ReduceOp | PreMultipliedSum, dtype: int) -> int:
         if not isinstance(op, PreMultipliedSum):
@@ -439,17 +393,7 @@ class NcclCommunicator(Communicator):
         if self._error is not None:
             raise self._error
 
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise CommunicatorError(f"{what} {rank} is not a rank of this group (0 to {self.world_size - 1})")
-
     def _check_peer(self, peer: int) -> None:
         self._check_rank(peer, "peer")
         if peer == self.rank and not self._grouped:
             raise CommunicatorError(f"rank {peer} cannot send to or receive from itself outside group()")
-
-    def _refuse_device(self, device: int) -> NoReturn:
-        raise ArrayError(
-            f"the array is on GPU {device}, the communicator of rank {self.rank} on GPU {self.device_index}",
-            remedy=f"Move the array to GPU {self.device_index}.",
-        )

@@ -1,0 +1,89 @@
+"""How a communicator reads its arguments: which library an array is of, where it is, whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from worker.communicators.base import Array
+from worker.communicators.nccl_arrays import TYPE_NAMES, Facts, read_torch, reader_of
+from worker.communicators.nccl_streams import CudaLibrary, library_of, loaded_library
+from worker.communicators.nccl_work import Issued
+from worker.errors import ArrayError, CommunicatorError
+
+
+class ArrayReading:
+    """Reads arrays of one device; remembers by type how.
+
+    Args:
+        device_index: the communicator's GPU.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the group."""
+        raise NotImplementedError
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        raise NotImplementedError
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self._readers: dict[type, tuple[Callable[[Any], Facts], Callable[[], int], Issued]] = {}
+        self._libraries: dict[str, CudaLibrary] = {}
+        self._own_streams: dict[str, tuple[Any, int]] = {}
+
+    def check(self) -> None:
+        """Raises what ended the communicator."""
+        raise NotImplementedError
+
+    def _learn(self, array: Array) -> tuple[Callable[[Any], Facts], Callable[[], int], Issued]:
+        read = reader_of(array)
+        if read is read_torch:
+            name = "torch"
+        else:
+            name = "cupy" if type(array).__module__.partition(".")[0] == "cupy" else loaded_library()
+        library = self._library(name)
+        entry = (read, library.current, Issued(self, library))
+        self._readers[type(array)] = entry
+        return entry
+
+    def _library(self, name: str) -> CudaLibrary:
+        library = self._libraries.get(name)
+        if library is None:
+            library = self._libraries[name] = library_of(name, self.device_index)
+        return library
+
+    def _own_stream(self, library: CudaLibrary) -> tuple[Any, int]:
+        stream = self._own_streams.get(library.name)
+        if stream is None:
+            stream = self._own_streams[library.name] = library.new_stream()
+        return stream
+
+    def _read(self, array: Array) -> tuple[int, int, int]:
+        read = (self._readers.get(type(array)) or self._learn(array))[0]
+        pointer, count, dtype, device = read(array)
+        if device != self.device_index and device >= 0:
+            self._refuse_device(device)
+        return pointer, count, dtype
+
+    def _read_like(self, array: Array, count: int, dtype: int) -> int:
+        pointer, found, found_dtype = self._read(array)
+        if found != count or found_dtype != dtype:
+            raise ArrayError(
+                f"the arrays do not fit: one has {found} elements of {TYPE_NAMES[found_dtype]} where"
+                f" {count} of {TYPE_NAMES[dtype]} are needed (group of {self.world_size} ranks)"
+            )
+        return pointer
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise CommunicatorError(f"{what} {rank} is not a rank of this group (0 to {self.world_size - 1})")
+
+    def _refuse_device(self, device: int) -> NoReturn:
+        raise ArrayError(
+            f"the array is on GPU {device}, the communicator of rank {self.rank} on GPU {self.device_index}",
+            remedy=f"Move the array to GPU {self.device_index}.",
+        )
