@@ -315,6 +315,40 @@ def check_capture(comm: Any) -> None:
     comm.barrier()
 
 
+def check_bf16_weights(comm: Any) -> None:
+    """Captured with bfloat16 weights: losses near those of autocast, masters in float32, alike on all ranks."""
+    curves = []
+    for weights in (None, "bf16"):
+        model = DataParallel(net(channels_last=True), communicator=comm, weights=weights)
+        parameters = model.parameters() if weights is None else model.master_parameters()
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+        dtype = torch.float32 if weights is None else torch.bfloat16
+        step = capture_step(
+            lambda images, labels, model=model: torch.nn.functional.cross_entropy(
+                model(images).float(), labels
+            ),
+            model,
+            optimizer,
+            autocast=torch.bfloat16 if weights is None else None,
+        )
+        losses = []
+        for number in range(12):
+            images, labels = data(number, 16)
+            images = images.to(dtype)[comm.rank :: comm.world_size].contiguous()
+            losses.append(step(images, labels[comm.rank :: comm.world_size].contiguous()).item())
+        assert step.captured, step.reason
+        curves.append(losses)
+        step.release()
+    np.testing.assert_allclose(curves[0], curves[1], rtol=0.05)
+    for value in model.state_dict().values():
+        assert value.dtype == torch.float32
+        mine = value.detach().clone().contiguous()
+        theirs = mine.clone()
+        comm.broadcast(theirs, 0)
+        assert torch.equal(mine, theirs)
+    comm.barrier()
+
+
 def check_capture_falls_back(comm: Any) -> str:
     """A step that reads the GPU cannot be captured: it goes on eagerly, with the reason."""
     model = DataParallel(net(), communicator=comm)

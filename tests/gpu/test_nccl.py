@@ -38,6 +38,7 @@ def fleet(request: Any) -> Iterator[Fleet]:
         checks.check_data_parallel,
         checks.check_compression,
         checks.check_capture,
+        checks.check_bf16_weights,
         checks.check_capture_falls_back,
     ],
 )
