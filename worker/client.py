@@ -30,6 +30,7 @@ from worker.wire import WireError, decode, encode
 log = logging.getLogger("muster.worker")
 
 CLOSE_TIMEOUT_S = 2.0
+HANG_S = 5.0  # of a collective, after which a worker without scheduler may be cut off
 _QUIET = (e.StepGranted, e.StepHeld)
 
 
@@ -41,6 +42,7 @@ class Client:
         connector: opens streams.
         mint: makes unique ids; called on a thread of the client.
         recent: the last collectives, for heartbeats; only the very last while the training goes on.
+        hanging_s: for how long the oldest collective under way has been so.
         clock: monotonic seconds.
     """
 
@@ -51,12 +53,14 @@ class Client:
         *,
         mint: Callable[[int], tuple[bytes, ...]],
         recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
+        hanging_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._connector = connector
         self._mint = mint
         self._recent = recent
+        self._hanging_s = hanging_s
         self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -165,6 +169,8 @@ class Client:
                 if wait_s is None or wait_s > 0:
                     self._timer.wait(wait_s)
                     continue
+            if self._core.is_away:
+                self.post(e.CollectivesStuck(self._hanging_s() > HANG_S))
             self.post(e.Tick())
 
     def _carry_out(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
@@ -288,7 +294,8 @@ class Client:
 
     def settle_aborts(self) -> None:
         """Waits until no thread is inside a communicator to abort it."""
-        aborting = self._aborting
+        with self._lock:  # a thread that cannot be joined yet is not seen
+            aborting = self._aborting
         if aborting is not None:
             aborting.join()
 

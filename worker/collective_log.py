@@ -7,7 +7,9 @@ log from another thread, which must never call into CUDA: it would hang with a h
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 from worker.communicators.base import Array, Work
 from worker.core.messages import Collective
@@ -18,42 +20,60 @@ KEPT_COLLECTIVES = 32
 class Entry:
     """One collective; what costs time to find out is found out when it is asked for."""
 
-    __slots__ = ("_buffer_bytes", "_dtype", "group", "name", "over", "sequence", "work")
+    __slots__ = ("_buffer_bytes", "_dtype", "begun", "group", "name", "on_device", "over", "sequence", "work")
 
-    def __init__(self, sequence: int, name: str, group: str, buffer: Array | None) -> None:
+    def __init__(self, sequence: int, name: str, group: str, buffer: Array | None, begun: float) -> None:
+        self.begun = begun
         self.sequence = sequence
         self.name = name
         self.group = group
         self._dtype = getattr(buffer, "dtype", "")
         self._buffer_bytes = getattr(buffer, "nbytes", 0)
         self.work: Work | None = None
-        """Tells whether it is over; None where only the device knows."""
+        """Tells whether it is over; None while it is being issued."""
+        self.on_device = False
+        """Only the device knows whether it is over."""
         self.over = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known to be over."""
+        return self.over or (not self.on_device and self.work is not None and self.work.done())
 
     def value(self) -> Collective:
         """As the scheduler is told."""
-        done = self.over or (self.work is not None and self.work.done())
         return Collective(
-            self.sequence, self.name, self.group, str(self._dtype)[:32], int(self._buffer_bytes), done
+            self.sequence, self.name, self.group, str(self._dtype)[:32], int(self._buffer_bytes), self.done
         )
 
 
 class CollectiveLog:
-    """The last collectives of this worker in this generation, over all groups."""
+    """The last collectives of this worker in this generation, over all groups.
 
-    def __init__(self) -> None:
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting_since: float | None = None
         self._entries: deque[Entry] = deque(maxlen=KEPT_COLLECTIVES)
         self._counts: defaultdict[str, int] = defaultdict(int)
 
     def begin(self, name: str, group: str, buffer: Array | None) -> Entry:
         """Notes that a collective is issued."""
         self._counts[group] += 1
-        entry = Entry(self._counts[group], name, group, buffer)
+        entry = Entry(self._counts[group], name, group, buffer, self._clock())
         self._entries.append(entry)
         return entry
 
+    def await_device(self) -> None:
+        """The host begins to wait for the device; :meth:`settle` ends that."""
+        self._waiting_since = self._clock()
+
     def settle(self) -> None:
         """The device has been waited for: all that was issued is over."""
+        self._waiting_since = None
         for entry in self._entries:
             entry.over = True
 
@@ -61,6 +81,15 @@ class CollectiveLog:
         """A new generation begins: all its ranks count from 1."""
         self._entries.clear()
         self._counts.clear()
+        self._waiting_since = None
+
+    def hanging_s(self) -> float:
+        """For how long the oldest collective has been under way that is not over; 0: none is."""
+        open_since = [entry.begun for entry in tuple(self._entries) if not (entry.on_device or entry.done)]
+        waiting = self._waiting_since
+        if waiting is not None:
+            open_since.append(waiting)
+        return self._clock() - min(open_since) if open_since else 0.0
 
     def recent(self, *, last_only: bool = False) -> tuple[Collective, ...]:
         """The last collectives, oldest first; or the very last."""

@@ -97,6 +97,7 @@ class GuardedCommunicator(Communicator):
         return functools.partial(self._wait_for_device, value) if name == "synchronize" else value
 
     def _wait_for_device(self, synchronize: Callable[[], None]) -> None:
+        self._recorder.await_device()
         try:
             synchronize()
         except CommunicatorError as error:
@@ -108,7 +109,7 @@ class GuardedCommunicator(Communicator):
 
     def note(self, name: str) -> None:
         """Notes for hang reports that something with collectives in it starts: a captured step."""
-        self._recorder.begin(name, self._group, None)
+        self._recorder.begin(name, self._group, None).on_device = self._on_device
 
     def explained(self, error: CommunicatorError) -> Exception:
         """What a failure means: the error itself, or the change of members that caused it."""
@@ -129,6 +130,7 @@ class GuardedCommunicator(Communicator):
         group: str = "",
     ) -> Work:
         entry = self._recorder.begin(name, group or self._group, shown)
+        entry.on_device = self._on_device
         try:
             work = call(*args, async_op=async_op)
         except CommunicatorError as error:
@@ -136,8 +138,7 @@ class GuardedCommunicator(Communicator):
             if explained is error:
                 raise
             raise explained from error
-        if not self._on_device:
-            entry.work = work
+        entry.work = work
         return GuardedWork(work, self) if async_op else work
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
@@ -191,6 +192,8 @@ class GuardedCommunicator(Communicator):
             self.inner.barrier()
             return _DONE
 
+        if self._on_device:
+            self._recorder.await_device()
         self._run("barrier", None, call, async_op=False)
         if self._on_device:
             self._recorder.settle()

@@ -71,6 +71,7 @@ class Session:
             connector,
             mint=backend.mint_unique_ids,
             recent=self._recorder.recent,
+            hanging_s=self._recorder.hanging_s,
         )
 
     def open(self) -> None:

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from worker.communicators.base import Communicator
-from worker.errors import JobEndedError, LeaveGranted, MembershipChanged, WorkerError
+from worker.errors import JobEndedError, LeaveGranted, MembershipChanged, RefusedError, WorkerError
 from worker.state import TrainingState
 from worker.state_transfer import share_state
 
@@ -96,9 +96,11 @@ class Step:
             try:
                 self._loop._finish(self)
                 return False
-            except MembershipChanged as change:
-                error = change
-        if isinstance(error, MembershipChanged):
+            except WorkerError as late:
+                if not _is_change(late):
+                    raise
+                error = late
+        if _is_change(error):
             if (
                 self._loop.state.rng is not None and self._rng is not None
             ):  # the step's draws are taken back, to be drawn again
@@ -115,9 +117,10 @@ class ElasticLoop:
     """Iterates over the steps of a run, through changes of members.
 
     At its start, and after each change, those without state or behind get it from the member that is
-    furthest. Planned changes (a worker that leaves or comes) happen between steps. On SIGTERM this worker
-    asks to leave and stops at the step boundary that the scheduler names. When the group cannot go on, the
-    state is saved and the reason raised.
+    furthest. Planned changes (a worker that leaves or comes) happen between steps. A worker that was declared
+    dead while it was stopped, say, asks for a place as a newcomer. On SIGTERM this worker asks to leave and
+    stops at the step boundary that the scheduler names. When the group cannot go on, the state is saved and
+    the reason raised.
 
     Args:
         session: this worker's place in the job.
@@ -196,10 +199,12 @@ class ElasticLoop:
         try:
             action()
             return True
-        except MembershipChanged:
-            self._recover()
         except LeaveGranted:
             self._go()
+        except (MembershipChanged, RefusedError) as error:
+            if not _is_change(error):
+                raise
+            self._recover()
         return False
 
     def _recover(self) -> None:
@@ -210,11 +215,12 @@ class ElasticLoop:
                 if not (self.left or self._closed):
                     self._share()
                 return
-            except MembershipChanged:
-                continue
             except LeaveGranted:
                 self._go()
                 return
+            except (MembershipChanged, RefusedError) as error:
+                if not _is_change(error):
+                    raise
         if self._leave_reason:  # it would only be let go from the next generation: it need not form at all
             self._go(alone=True)
 
@@ -231,8 +237,9 @@ class ElasticLoop:
                 self._save()
                 raise
             self._closed = True
-        except WorkerError:
-            self._save()
+        except WorkerError as error:
+            if not _is_change(error):
+                self._save()
             raise
         finally:
             self._waiting = False
@@ -262,6 +269,12 @@ class ElasticLoop:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _is_change(error: BaseException | None) -> bool:
+    """Whether there may be a next generation with this worker, if only as a newcomer."""
+    declared_dead = isinstance(error, RefusedError) and error.code == "SUPERSEDED"
+    return declared_dead or isinstance(error, MembershipChanged)
 
 
 class _LeaveNow(BaseException):

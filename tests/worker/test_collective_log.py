@@ -43,3 +43,28 @@ def test_what_only_the_device_knows_is_over_once_it_was_waited_for() -> None:
     log.settle()
     log.begin("all_reduce", "world", X)
     assert [one.done for one in log.recent()] == [True, False]
+
+
+def test_it_tells_for_how_long_the_oldest_open_collective_has_been_under_way() -> None:
+    now = [10.0]
+    log = CollectiveLog(lambda: now[0])
+    assert log.hanging_s() == 0
+    entry = log.begin("all_reduce", "world", X)
+    now[0] = 13.0
+    log.begin("all_reduce", "world", X)
+    assert log.hanging_s() == 3
+    entry.work = DoneWork()
+    assert log.hanging_s() == 0
+
+
+def test_what_lies_on_the_device_hangs_only_while_the_host_waits_for_it() -> None:
+    now = [10.0]
+    log = CollectiveLog(lambda: now[0])
+    log.begin("all_reduce", "world", X).on_device = True
+    now[0] = 20.0
+    assert log.hanging_s() == 0
+    log.await_device()
+    now[0] = 21.5
+    assert log.hanging_s() == 1.5
+    log.settle()
+    assert log.hanging_s() == 0

@@ -117,6 +117,8 @@ class Membership(Lifecycle):
         self._welcome = message
         self._link.welcomed()
         self._stuck = False
+        if message.spare and not self._seen:
+            self._notices.append(e.Tell("this worker waits as a spare: it takes a place that comes free."))
         self._heartbeat_at = self._now + message.heartbeat_interval_s
         if self._suspicion_since is not None:  # a restarted scheduler has not heard of it
             self._suspicion_since = self._now

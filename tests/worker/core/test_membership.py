@@ -212,6 +212,27 @@ class TestReconnecting:
             w.feed(e.StreamLost(w.stream, "connection refused"))
             assert w.feed(e.StepStarting(int(w.now))).notices == (e.StepGranted(),)
 
+    def test_a_member_that_is_cut_off_gives_up(self) -> None:
+        w = Machine(e.Timing(reconnect_timeout_s=20.0)).running()
+        w.feed(e.StreamLost(w.stream, "timed out"))
+        w.now += 5.0
+        w.feed(e.CollectivesStuck(True))
+        since = w.now
+        while not any(isinstance(notice, e.Failed) for notice in w.last.notices):
+            w.tick_at_deadline()
+            assert w.now <= since + 20.0
+        assert w.now == since + 20.0
+        assert "cut off" in w.notice(e.Failed).sentence
+
+    def test_a_slow_collective_is_no_cut(self) -> None:
+        w = Machine(e.Timing(reconnect_timeout_s=20.0)).running()
+        w.feed(e.StreamLost(w.stream, "timed out"))
+        w.feed(e.CollectivesStuck(True))
+        w.feed(e.CollectivesStuck(False))
+        for _ in range(100):
+            w.tick_at_deadline()
+        assert w.core.phase == "reconnecting"
+
     def test_a_change_of_members_does_not_wait_for_ever(self) -> None:
         w = Machine(e.Timing(reconnect_timeout_s=20.0)).running()
         w.feed(e.StreamLost(1, "cut"))

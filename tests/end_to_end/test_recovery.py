@@ -1,0 +1,102 @@
+"""Workers and schedulers killed, stopped and replaced while ``train.py`` learns: every step counts."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.recovery_cpu import Digits, kill_schedulers, kill_workers
+from bench.recovery_job import Worker
+
+PACE_S = 0.02
+WAIT_S = 60.0
+
+pytestmark = pytest.mark.timeout(120, method="signal")
+
+
+def digits(directory: Path, workers: int, worker_min: int, epochs: int = 20, **env: str) -> Digits:
+    job = Digits(
+        directory / "job", workers=workers, worker_min=worker_min, epochs=epochs, pace_s=PACE_S, say=print
+    )
+    job.env.update(env)
+    return job
+
+
+def test_killed_workers_are_replaced_and_no_step_is_lost(tmp_path: Path) -> None:
+    with digits(tmp_path, 4, 3) as job:
+        result = kill_workers(job, 2, random.Random(1))
+    assert result["exact"] and result["none_twice"]
+    assert (result["processes"], result["killed"], result["ended_well"]) == (6, 2, 4)
+    assert len(result["accuracy"]) == 1 and result["accuracy"][0] >= 0.95
+
+
+def test_nobody_notices_that_the_scheduler_is_killed(tmp_path: Path) -> None:
+    """At last it is killed together with a worker, whose death it finds when it is back."""
+    with digits(tmp_path, 4, 3, epochs=24, MS_NODE_TIMEOUT="2") as job:
+        result = kill_schedulers(job, 2, random.Random(2))
+    assert result["none_lost_or_redone"]
+    assert (result["interruptions"], result["generations"]) == (0, [1])
+    assert result["worker_killed_in_absence"]["world"] == 3
+    assert result["exact"] and result["none_twice"]
+
+
+def await_world(job: Digits, workers: list[Worker], world: int, generation: int) -> None:
+    """Waits until these workers train as ``world`` ranks in ``generation`` or later."""
+
+    def there() -> bool:
+        last = [worker.steps()[-1:] for worker in workers]
+        return all(
+            each and each[0]["world"] == world and each[0]["generation"] >= generation for each in last
+        )
+
+    job.wait(f"{world} ranks train", there, WAIT_S)
+
+
+def test_a_stopped_worker_is_declared_dead_and_comes_back_as_a_newcomer(tmp_path: Path) -> None:
+    with digits(tmp_path, 3, 2, epochs=40, MS_NODE_TIMEOUT="1") as job:
+        job.begin()
+        first, stopped, third = job.workers
+        stopped.process.send_signal(signal.SIGSTOP)
+        await_world(job, [first, third], 2, generation=2)
+        before = len(stopped.steps())
+        stopped.process.send_signal(signal.SIGCONT)
+        await_world(job, [first, stopped, third], 3, generation=3)
+        job.finish(WAIT_S)
+        assert "not heard for" in (job.directory / "scheduler.log").read_text()
+        # It trained nothing on the place that it had lost.
+        late = stopped.steps()[before:]
+        assert {step["generation"] for step in late if step["world"] == 3} >= {late[0]["generation"]}
+        assert job.count() == {"steps": job.last_step, "exact": True, "none_twice": True}
+
+
+@pytest.fixture
+def spared(tmp_path: Path) -> Iterator[Digits]:
+    """Three workers that must be three, and a spare."""
+    with digits(tmp_path, 3, 3, epochs=30, MS_SPARES="1") as job:
+        job.begin()
+        job.start_worker("spare", MS_WORKER_SPARE="1")
+        job.wait("the spare waits", lambda: "waits as a spare" in job.workers[3].log.read_text(), WAIT_S)
+        yield job
+
+
+def test_a_spare_disturbs_nobody_and_is_promoted_when_a_member_dies(spared: Digits) -> None:
+    members, spare = spared.workers[:3], spared.workers[3]
+    assert {step["generation"] for worker in members for step in worker.steps()} == {1}
+    assert spare.steps() == []
+    members[1].kill()
+    await_world(spared, [members[0], spare, members[2]], 3, generation=2)
+    assert spare.steps()[0]["step"] > 1  # it took the state over
+    spared.finish(WAIT_S)
+    assert spared.count() == {"steps": spared.last_step, "exact": True, "none_twice": True}
+
+
+def test_a_spare_that_is_not_needed_ends_well_with_the_job(spared: Digits) -> None:
+    *_, spare = spared.workers
+    spared.pace.unlink()
+    spared.wait("the end", lambda: not spared.living(), WAIT_S, may_end=True)
+    assert spare.process.returncode == 0
+    assert spare.steps() == []
