@@ -316,7 +316,7 @@ def check_capture(comm: Any) -> None:
 
 
 def check_bf16_weights(comm: Any) -> None:
-    """Captured with bfloat16 weights: losses near those of autocast, masters in float32, alike on all ranks."""
+    """Captured with bfloat16 weights: losses near autocast's; float32 masters alike on all ranks."""
     curves = []
     for weights in (None, "bf16"):
         model = DataParallel(net(channels_last=True), communicator=comm, weights=weights)
