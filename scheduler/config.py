@@ -39,6 +39,7 @@ class SchedulerSettings:
     spares: int
     topo_timeout_s: float
     node_timeout_s: float
+    stall_timeout_s: float = 60.0
     serve: bool = False
     config_path: Path | None = None
     allow_insecure: bool = False
@@ -59,6 +60,7 @@ class SchedulerSettings:
             topo_timeout_s=self.topo_timeout_s,
             node_timeout_s=self.node_timeout_s,
             heartbeat_interval_s=min(1.0, self.node_timeout_s / 4),
+            stall_timeout_s=self.stall_timeout_s,
             rank_table=self.rank_table if own_job else None,
         )
 
@@ -182,6 +184,7 @@ def load_settings(
         spares=read.integer("MS_SPARES", 0, 0, 1024),
         topo_timeout_s=read.seconds("MS_TOPO_TIMEOUT", 1800.0, 1.0, 604_800.0),
         node_timeout_s=read.seconds("MS_NODE_TIMEOUT", 5.0, 0.5, 3600.0),
+        stall_timeout_s=read.seconds("MS_STALL_TIMEOUT", 60.0, 1.0, 604_800.0),
         serve=serve,
         config_path=address.config_path,
         allow_insecure=read.flag("MS_ALLOW_INSECURE"),

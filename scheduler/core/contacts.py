@@ -39,7 +39,8 @@ class Contact:
         Returns:
             Whether the worker has made progress since the last one.
         """
-        progress = event.step > self.step
+        # A step may take long, and a script may count none: collectives that come and go are progress too.
+        progress = event.step > self.step or event.recent[-1:] != self.recent[-1:]
         self.step = event.step
         self.started_step = event.started_step
         self.samples_per_s = event.samples_per_s

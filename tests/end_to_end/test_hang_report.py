@@ -1,0 +1,66 @@
+"""A training that stands still: the scheduler's log and ``status`` say which rank lags, and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.workers import Company, company
+from tests.scheduler.processes import Pki, Scheduler, scheduler
+
+ENV = {"MS_STALL_TIMEOUT": "1.5", "MS_NODE_TIMEOUT": "2", "MS_WORKER_NUM": "3"}
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki.make(tmp_path_factory.mktemp("pki"))
+
+
+def status_reason(sched: Scheduler, pki: Pki) -> str:
+    shown = json.loads(sched.command("status", "--json", **pki.env()).stdout)
+    return str(shown["reason"])
+
+
+def trained(hired: Company, steps: int) -> None:
+    """All workers train so many steps of one collective each."""
+    step = "(s.step_boundary(n), worker.all_reduce(np.ones(4)), s.report(n + 1, 1.0))"
+    for worker in hired.workers:
+        worker.tell(f"[{step} for n in range({steps})] and None")
+    assert [worker.answer() for worker in hired.workers] == ["ok None"] * len(hired.workers)
+
+
+def test_the_rank_that_does_not_come_is_named(pki: Pki, tmp_path: Path) -> None:
+    with scheduler(**ENV, **pki.env()) as sched, company(tmp_path, sched, pki) as hired:
+        workers = hired.form(3)
+        trained(hired, 3)
+        for worker in workers[:2]:
+            worker.tell("(s.step_boundary(3), worker.all_reduce(np.ones(1000)))")
+        line = sched.await_log("No progress for")
+        assert "rank 2 (node 2 " in line and "lags in step 3 with 3 finished" in line
+        assert "ranks 0, 1 called collective 4 of group world (all_reduce of 8000 B float64)" in line
+        assert "rank 2 did not" in line
+        assert "rank 2 did not" in status_reason(sched, pki)
+        # It was reported, and nobody was killed: the training goes on as soon as the rank comes.
+        workers[2].tell("(s.step_boundary(3), worker.all_reduce(np.ones(1000)), s.report(4, 1.0)) and None")
+        assert [worker.answer().split()[0] for worker in workers] == ["ok"] * 3
+        sched.await_log("Training goes on")
+
+
+def test_the_collective_on_which_groups_of_ranks_disagree_is_named(pki: Pki, tmp_path: Path) -> None:
+    with scheduler(**ENV, **pki.env()) as sched, company(tmp_path, sched, pki) as hired:
+        workers = hired.form(3)
+        trained(hired, 2)
+        for worker in workers:
+            worker.tell("worker.create_group('ends', [0, 2])")
+        assert [worker.answer() for worker in workers] == ["ok None"] * 3
+        # Ranks 0 and 2 wait for each other in different groups.
+        workers[0].tell("worker.all_reduce(np.ones(8), group='ends')")
+        workers[1].tell("worker.all_reduce(np.ones(5))")
+        workers[2].tell("worker.all_reduce(np.ones(5))")
+        line = sched.await_log("No progress for")
+        assert (
+            "ranks 1, 2 called collective" in line and "of group world (all_reduce of 40 B float64)" in line
+        )
+        assert "rank 0 did not" in line
