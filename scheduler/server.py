@@ -35,7 +35,8 @@ FOLLOW_INTERVAL_S = 0.5
 
 OPTIONS: Sequence[tuple[str, int]] = (
     *SERVER_OPTIONS,
-    ("grpc.max_concurrent_streams", 256),
+    # A worker needs one. Each costs 33 kB, refused or not, and the allocator keeps what it has had once.
+    ("grpc.max_concurrent_streams", 8),
     ("grpc.max_allowed_incoming_connections", 30_000),
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", -1),

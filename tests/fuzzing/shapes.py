@@ -60,7 +60,8 @@ _JSON: tuple[Any, ...] = (
 
 def filled(message: Message, chance: random.Random, *, share: float = 0.6, depth: int = 0) -> Message:
     """Fills a share of a message's fields, whatever it is."""
-    chosen = {oneof.name: chance.choice(list(oneof.fields)).name for oneof in message.DESCRIPTOR.oneofs}
+    oneofs: Any = message.DESCRIPTOR.oneofs
+    chosen = {oneof.name: chance.choice(list(oneof.fields)).name for oneof in oneofs}
     for each in message.DESCRIPTOR.fields:
         inside = each.containing_oneof
         if inside is not None and chosen.get(inside.name) != each.name:

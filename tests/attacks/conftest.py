@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attacks.field import Field
+from tests.attacks.field import field as make_field
+
+
+@pytest.fixture(scope="session")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    """One job that trains through all the attacks."""
+    with make_field(tmp_path_factory.mktemp("field")) as made:
+        yield made
