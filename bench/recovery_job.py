@@ -25,7 +25,7 @@ J = TypeVar("J", bound="Job")
 class Worker:
     """One worker process, and the events that it has noted so far."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], record: Path, log: Path) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[Any], record: Path, log: Path) -> None:
         self.name = name
         self.process = process
         self.log = log

@@ -129,6 +129,17 @@ class Cluster:
         ip("-n", host.namespace, "-6", "address", "add", f"{six}/64", "dev", inside, "nodad")
         ip("-n", host.namespace, "link", "set", inside, "up")
 
+    def unplug(self, name: str) -> None:
+        """Cuts a host off every network; nobody is told, as when a switch fails behind another."""
+        for network in range(self._networks):
+            ip("-n", self._switch, "link", "set", f"port{self[name].number}-{network}", "nomaster")
+
+    def plug_in(self, name: str) -> None:
+        """Joins it to the networks again."""
+        for network in range(self._networks):
+            port = f"port{self[name].number}-{network}"
+            ip("-n", self._switch, "link", "set", port, "master", f"br{network}")
+
     def remove(self) -> None:
         for host in self.hosts:
             host.stop()

@@ -176,10 +176,10 @@ class Lifecycle:
     def _give_up(self) -> None:
         since = self._now - (self._link.away_since or self._now)
         detail = f": {self._link.detail}" if self._link.detail else ""
-        if self._stuck:
+        if self._stuck or self._suspicion_since is not None:
             sentence = (
-                f"this worker is cut off: its collectives stand still, and the scheduler has been away for "
-                f"{since:.0f} s{detail}"
+                f"this worker seems to be cut off: its collectives stand still or fail, and the scheduler, "
+                f"which would know why, has been away for {since:.0f} s{detail}"
             )
         elif self._seen:
             sentence = (
