@@ -136,3 +136,39 @@ def test_the_port_is_free_again_after_a_kill() -> None:
             assert str(again.port) == port
         for stream in streams:
             stream.end()
+
+
+def test_a_damaged_journal_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+    env = recovery(tmp_path)
+    with scheduler(**env) as running, channel(running.target) as over:
+        streams = form(over)
+        running.signal(signal.SIGKILL)
+        running.wait()
+        for stream in streams:
+            stream.end()
+    file = max(tmp_path.iterdir(), key=lambda path: path.stat().st_size)
+    damaged = b"\xff" * 2048 + file.read_bytes()[2048:]
+    file.write_bytes(damaged)
+    done = run_scheduler("--port", "0", env=environment(**env, MS_WORKER_NUM="2"))
+    assert done.returncode == 1
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert file.read_bytes() == damaged
+
+
+def test_the_journal_of_another_job_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+    env = recovery(tmp_path)
+    with scheduler(**env) as running, channel(running.target) as over:
+        streams = form(over)
+        running.signal(signal.SIGKILL)
+        running.wait()
+        for stream in streams:
+            stream.end()
+    for path in list(tmp_path.iterdir()):  # its own would lie beside it: somebody has put this one there
+        path.rename(tmp_path / path.name.replace("default", "another"))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    done = run_scheduler("--port", "0", env=environment(**env, MS_WORKER_NUM="2", MS_JOB_ID="another"))
+    assert done.returncode == 1
+    assert "default" in done.stderr and "another" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in before} == before
