@@ -293,4 +293,26 @@ def _summary(results: dict[str, Any]) -> dict[str, Any]:
             key: absent[key]
             for key in ("kills", "none_lost_or_redone", "interruptions", "generations", "longest_pause_s")
         }
+        summary["worker_killed_in_absence"] = absent["worker_killed_in_absence"]
+    summary["did_not_hold"] = _broken(harmed, absent)
     return summary
+
+
+def _broken(harmed: dict[str, Any] | None, absent: dict[str, Any] | None) -> list[str]:
+    """What must hold and did not, in words."""
+    rules = []
+    if harmed:
+        gap = max(abs(each - harmed["accuracy_undisturbed"]) for each in harmed["accuracy"])
+        survivors = (harmed["killed"], harmed["processes"] - harmed["killed"])
+        rules += [
+            (harmed["exact"] and harmed["none_twice"], "every step is finished, by each process once"),
+            (gap <= 0.005, "the accuracy is that of an undisturbed run"),
+            (survivors == (len(harmed["kills"]), harmed["ended_well"]), "no process ends but those killed"),
+        ]
+    if absent:
+        calm = absent["none_lost_or_redone"] and not absent["interruptions"]
+        rules += [
+            (calm and absent["generations"] == [1], "nobody notices that the scheduler is killed"),
+            (absent["exact"] and absent["none_twice"], "every step is finished while schedulers are killed"),
+        ]
+    return [words for holds, words in rules if not holds]
