@@ -92,7 +92,7 @@ class TrainingStep:
             if self._graph is not None:
                 for static, given in zip(self._static, batch, strict=True):
                     static.copy_(given, non_blocking=True)
-                self._note("captured step")
+                self._note("captured_step")
                 self._graph.replay()
         if self._ended:
             self.release()
