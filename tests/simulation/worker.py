@@ -100,7 +100,11 @@ class Worker:
             handler(self, notice)
         if self.doing == "held" and not isinstance(notice, _QUIET):
             self.doing = "boundary"
-            self._soon(self.at_boundary)
+            self._soon(self._ask_again)
+
+    def _ask_again(self) -> None:
+        if self.doing == "boundary":  # not interrupted meanwhile
+            self.at_boundary()
 
     def _soon(self, action: Callable[[], None]) -> None:
         self.world.loop.after(self.world.rng.random() * 0.01, self._unless_stopped, action)
