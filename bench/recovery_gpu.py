@@ -146,10 +146,15 @@ def _phases(survivors: list[Worker], killed: float) -> dict[str, Any]:
     return phases
 
 
+def _since_rejoined(worker: Worker, since: float) -> list[dict[str, Any]]:
+    """The steps finished in generations that were entered after ``since``."""
+    entered = _first(worker, "rejoined", since)
+    return [] if entered is None else [s for s in worker.steps() if s["generation"] >= entered["generation"]]
+
+
 def _captured(worker: Worker, since: float) -> dict[str, Any] | None:
-    return next(
-        (step for step in worker.steps() if step["t"] > since and step.get("captured") == "replayed"), None
-    )
+    steps = _since_rejoined(worker, since)
+    return next((step for step in steps if step.get("captured") == "replayed"), None)
 
 
 def _recapture(survivors: list[Worker], killed: float) -> dict[str, Any]:
@@ -157,8 +162,8 @@ def _recapture(survivors: list[Worker], killed: float) -> dict[str, Any]:
     made = [
         step["seconds"]
         for worker in survivors
-        for step in worker.steps()
-        if step["t"] > killed and step.get("captured") == "made"
+        for step in _since_rejoined(worker, killed)
+        if step.get("captured") == "made"
     ]
     again = [step for worker in survivors if (step := _captured(worker, killed))]
     if not made or not again:

@@ -42,9 +42,8 @@ class Entry:
 
     def value(self) -> Collective:
         """As the scheduler is told."""
-        return Collective(
-            self.sequence, self.name, self.group, str(self._dtype)[:32], int(self._buffer_bytes), self.done
-        )
+        group, dtype = _printable(self.group)[:128], _printable(str(self._dtype))[:32]
+        return Collective(self.sequence, self.name, group, dtype, int(self._buffer_bytes), self.done)
 
 
 class CollectiveLog:
@@ -95,3 +94,7 @@ class CollectiveLog:
         """The last collectives, oldest first; or the very last."""
         entries = tuple(self._entries)
         return tuple(entry.value() for entry in (entries[-1:] if last_only else entries))
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

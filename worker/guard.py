@@ -108,7 +108,7 @@ class GuardedCommunicator(Communicator):
         self._recorder.settle()
 
     def note(self, name: str) -> None:
-        """Notes for hang reports that something with collectives in it starts: a captured step."""
+        """Notes for hang reports that something with collectives in it starts, "captured_step", say."""
         self._recorder.begin(name, self._group, None).on_device = self._on_device
 
     def explained(self, error: CommunicatorError) -> Exception:

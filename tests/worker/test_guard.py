@@ -7,9 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from scheduler.core.values import Heard
+from scheduler.wire import decode_worker_message
 from tests.worker.scripted import DoneWork, StubCommunicator, stub_communicator
 from worker.collective_log import CollectiveLog
 from worker.communicators.base import Communicator, ReduceOp
+from worker.core import messages as m
 from worker.errors import (
     ArrayError,
     CollectiveMismatchError,
@@ -19,6 +22,7 @@ from worker.errors import (
     PeerLostError,
 )
 from worker.guard import GuardedCommunicator
+from worker.wire import encode
 
 X = np.zeros(3, np.float32)
 CHANGED = MembershipChanged("over", generation=1)
@@ -130,3 +134,19 @@ def test_the_deadline_and_the_rest_are_the_backends() -> None:
     assert inner.error is error
     guarded.close()
     assert inner.closed
+
+
+def test_the_scheduler_understands_whatever_is_noted() -> None:
+    """It drops the stream of who sends a name that breaks its rules."""
+    log = CollectiveLog()
+    guarded = GuardedCommunicator(
+        stub_communicator(), world_ranks=range(2), verdict=Asked(), recorder=log, adopted=lambda _: None
+    )
+    for _, call in CALLS:
+        call(guarded)
+    guarded.note("captured_step")
+    log.begin("all_reduce", "a\nname" * 50, X)
+    sent = encode(m.Heartbeat(1, 2, 3, 4.0, recent=log.recent()))
+    heard = decode_worker_message(sent, 1)
+    assert isinstance(heard, Heard)
+    assert [one.name for one in heard.recent[-2:]] == ["captured_step", "all_reduce"]
