@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.scale_reader import slim_reader
+
 WORKERS_PER_HOST = 8
 JOIN_PARALLELISM = 64
 READY_TIMEOUT_S = 60.0
@@ -37,7 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dying", type=float, default=1.0, metavar="PERCENT", help="share that dies at once at the end (1)"
     )
+    parser.add_argument(
+        "--node-timeout-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="MS_NODE_TIMEOUT; one process plays all workers, and is late more easily than they are (30)",
+    )
     parser.add_argument("--limit-s", type=float, default=300.0, metavar="S", help="give up after this time")
+    parser.add_argument(
+        "--sweep",
+        type=_sizes,
+        default=(),
+        metavar="N,...",
+        help="one run for each of these numbers; writes RESULTS/scale_N.json",
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("bench/results"), metavar="DIR", help="default: bench/results"
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) if part.strip().isdigit() else 0 for part in text.split(","))
+    if min(sizes) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 2")
+    return sizes
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | int:
@@ -45,12 +71,27 @@ def run(args: argparse.Namespace) -> dict[str, Any] | int:
     if args.workers < 2:
         print(f"bench scale: --workers must be at least 2; it is {args.workers}.", file=sys.stderr)
         return 2
+    if args.sweep:
+        return _sweep(args)
     print(f"forming {args.workers} simulated workers over mutual TLS ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="muster-scale-") as folder:
         figures = _measure(args, Path(folder))
     for name, value in figures.items():
         print(f"{name:34} {value:,.3f}" if isinstance(value, float) else f"{name:34} {value:,}")
     return {"workers": args.workers, "dying_percent": args.dying, **figures}
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    """Runs each size in a process of its own, so that none inherits the memory of the one before."""
+    for size in args.sweep:
+        path = args.results / f"scale_{size}.json"
+        rest = ("--heartbeat-s", args.heartbeat_s, "--dying", args.dying, "--limit-s", args.limit_s)
+        command = [sys.executable, "-m", "bench", "scale", "--workers", size, *rest, "--json", path]
+        code = subprocess.run([str(word) for word in command], check=False).returncode
+        if code:
+            print(f"bench scale: the run with {size} workers failed", file=sys.stderr)
+            return code
+    return 0
 
 
 def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -68,6 +109,8 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "MS_WORKER_MIN": "1",
         "MS_CONFIG_FILE": str(folder / "config.json"),
         "MS_LOG_LEVEL": "WARNING",
+        "MS_NODE_TIMEOUT": str(args.node_timeout_s),
+        "MS_MAX_STREAMS_PER_HOST": "65536",  # all come from loopback
     }
     log = (folder / "scheduler.log").open("w+")
     command = [sys.executable, "-m", "scheduler", "--port", "0"]
@@ -76,6 +119,8 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         port = _wait_ready(scheduler, log)
         crowd = Crowd(args, scheduler.pid, port)
         return asyncio.run(asyncio.wait_for(crowd.play(folder, password.encode()), args.limit_s))
+    except asyncio.TimeoutError:
+        raise RuntimeError(f"The run did not end within {args.limit_s:g} s.") from None
     finally:
         scheduler.kill()
         scheduler.wait()
@@ -111,7 +156,7 @@ class Simulated:
     async def send(self, message: Any) -> None:
         """Writes one message; gRPC takes one write at a time, and a dead worker writes none."""
         async with self.writing:
-            if self.alive:
+            if self.alive and not self.call.done():
                 await self.call.write(message)
 
 
@@ -126,6 +171,7 @@ class Crowd:
     expected_generation: int = 1
     waiting_for: int = 0
     beats: int = 0
+    failure: str = ""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def play(self, folder: Path, password: bytes) -> dict[str, Any]:
@@ -158,6 +204,7 @@ class Crowd:
                 "127.0.0.1", self.port, credentials, expect_role="scheduler", job="default", timeout_s=10
             ),
         )
+        self.parse = slim_reader()
         self.tls = channel_credentials(credentials, found.server_leaf_pem)
         # Every worker is a connection of its own, as it is for workers in processes of their own.
         self.options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
@@ -170,7 +217,7 @@ class Crowd:
         first = time.perf_counter()
         joined = await asyncio.gather(*(self._join(worker, gate) for worker in self.workers))
         last_join = max(joined)
-        await self.settled.wait()
+        await self._settle()
         return {
             "joins_s": last_join - first,
             "last_join_to_all_assigned_s": max(w.assigned_at for w in self.workers) - last_join,
@@ -188,7 +235,7 @@ class Crowd:
             session = worker.channel.stream_stream(
                 "/rendezvous.v1.Rendezvous/Session",
                 request_serializer=pb.WorkerMessage.SerializeToString,
-                response_deserializer=pb.SchedulerMessage.FromString,
+                response_deserializer=self.parse,
             )
             worker.call = session()
             await worker.call.write(pb.WorkerMessage(join=self._join_message(worker.index)))
@@ -252,8 +299,20 @@ class Crowd:
             elif kind == "group_built" and message.group_built.generation >= self.expected_generation:
                 worker.built_at = now
                 self._one_more()
-            elif kind in ("refused", "ended"):
-                raise RuntimeError(f"Worker {worker.index}: {message}")
+            elif kind == "refused":
+                self.failed(f"Worker {worker.index} was refused: {message.refused.sentence}")
+                return
+
+    def failed(self, sentence: str) -> None:
+        """Ends the run: a worker that should be in is not."""
+        if not self.failure:
+            self.failure = sentence
+        self.settled.set()
+
+    async def _settle(self) -> None:
+        await self.settled.wait()
+        if self.failure:
+            raise RuntimeError(self.failure)
 
     def _expect(self, generation: int, count: int) -> None:
         self.expected_generation, self.waiting_for = generation, count
@@ -268,7 +327,7 @@ class Crowd:
 
     async def _keep_beating(self) -> None:
         """Sends one heartbeat a second for every worker that is in, spread over the second."""
-        while True:
+        while not self.failure:
             begun = time.perf_counter()
             for worker in self.workers:
                 if worker.welcomed and worker.alive:
@@ -305,7 +364,7 @@ class Crowd:
             worker.alive = False
             worker.call.cancel()
         while True:  # one generation for each notice of a death; the last one counts
-            await self.settled.wait()
+            await self._settle()
             newest = max(worker.generation for worker in survivors)
             behind = [worker for worker in survivors if worker.generation < newest]
             if not behind and len({worker.generation for worker in survivors}) == 1:
