@@ -1,0 +1,33 @@
+#!/bin/sh
+# One host, one worker per GPU, scheduler included: what "mpirun -n 8" did.
+#
+#   sh examples/run_gpu.sh DATA_PATH [ARGUMENT...]
+#
+# DATA_PATH    folder with the CIFAR-10 binary files (cifar-10-batches-bin)
+# ARGUMENT...  handed to the training script
+# Environment: WORKERS (default: one per GPU), SCRIPT (default: -m examples.resnet50_cifar10),
+#              KEYS (folder of the certificates, made if it is not there), PYTHON.
+# Logs: device/worker_<rank>.log; rank 0 is shown here.
+set -eu
+
+if [ $# -lt 1 ] || [ ! -d "$1" ]; then
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+DATA_PATH=$(cd "$1" && pwd)
+export DATA_PATH
+shift
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+python=${PYTHON:-python}
+keys=${KEYS:-.muster}
+if [ ! -f "$keys/config.json" ]; then
+    "$python" -m certs init --dir "$keys" --password-file "$keys/password" > /dev/null
+fi
+
+rm -rf device
+echo "start training"
+# shellcheck disable=SC2086 # SCRIPT may be several words
+exec "$python" -m worker ${WORKERS:+-n "$WORKERS"} --scheduler \
+    --config "$keys/config.json" --password-file "$keys/password" \
+    -- "$python" ${SCRIPT:--m examples.resnet50_cifar10} "$@"

@@ -1,0 +1,53 @@
+#!/bin/sh
+# Several hosts without launcher, ssh or OpenMPI: nothing but the MS_* variables, as in MindSpore.
+#
+#   sh examples/run_gpu_cluster.sh DATA_PATH SCHED_HOST            on every host
+#   sh examples/run_gpu_cluster.sh DATA_PATH SCHED_HOST scheduler  on the one that also runs the scheduler
+#
+# DATA_PATH    folder with the CIFAR-10 binary files (cifar-10-batches-bin)
+# SCHED_HOST   the scheduler's address, the same on every host
+# Environment: MS_WORKER_NUM (workers of all hosts together, 8), LOCAL_WORKERS (of this host, all of them),
+#              MS_SCHED_PORT (6667), SCRIPT (-m examples.resnet50_cifar10), ARGS, PYTHON, and
+#              KEYS (.muster), the folder made by: python -m certs init --dir KEYS --hosts SCHED_HOST
+#              --password-file KEYS/password; copy it to every host.
+# Logs: device/worker_<number on this host>.log and device/scheduler.log.
+set -eu
+
+if [ $# -lt 2 ] || [ ! -d "$1" ]; then
+    sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+DATA_PATH=$(cd "$1" && pwd)
+export DATA_PATH
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+python=${PYTHON:-python}
+keys=$(cd "${KEYS:-.muster}" && pwd)
+
+export MS_WORKER_NUM="${MS_WORKER_NUM:-8}" MS_SCHED_HOST="$2" MS_SCHED_PORT="${MS_SCHED_PORT:-6667}"
+export MS_CONFIG_FILE="$keys/config.json"
+rm -rf device
+mkdir device
+echo "start training"
+
+if [ "${3:-}" = scheduler ]; then
+    MS_ROLE=MS_SCHED MS_SERVER_PASSWORD_FILE="$keys/password" \
+        "$python" -m scheduler > device/scheduler.log 2>&1 &
+    started=$!
+fi
+i=0
+while [ "$i" -lt "${LOCAL_WORKERS:-$MS_WORKER_NUM}" ]; do
+    # shellcheck disable=SC2086 # SCRIPT and ARGS may be several words
+    MS_ROLE=MS_WORKER MS_LOCAL_INDEX=$i MS_CLIENT_PASSWORD_FILE="$keys/password" \
+        "$python" ${SCRIPT:--m examples.resnet50_cifar10} ${ARGS:-} > "device/worker_$i.log" 2>&1 &
+    started="${started:-} $!"
+    i=$((i + 1))
+done
+
+trap 'kill $started 2> /dev/null || true' INT TERM
+status=0
+for process in $started; do
+    wait "$process" || status=$?
+done
+[ "$status" -eq 0 ] || echo "a process ended with code $status; see device/*.log" >&2
+exit "$status"

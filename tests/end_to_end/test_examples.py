@@ -1,0 +1,90 @@
+"""The shell scripts of ``examples/``, on the CPU and with data in CIFAR-10's format."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.scheduler.processes import PASSWORD, ROOT, Pki, environment
+from worker import datasets
+from worker.launch_devices import free_port
+
+EXAMPLES = ROOT / "examples"
+TRAIN = f"{ROOT / 'train.py'}"
+ARGUMENTS = (
+    "--epochs",
+    "1",
+    "--print-every",
+    "1",
+    "--batch-size",
+    "16",
+    "--width",
+    "16",
+    "--checkpoint-dir",
+    "",
+)
+LOSS = re.compile(r"epoch: 1 step: \d+, loss is [0-9.]+")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    for name in [*datasets.CIFAR10_TRAIN_FILES, datasets.CIFAR10_TEST_FILE]:
+        records = random.integers(0, 256, (16, datasets.CIFAR10_RECORD_BYTES), np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / name)
+    return folder
+
+
+def run(directory: Path, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", str(EXAMPLES / script), *arguments],
+        cwd=directory,
+        env=environment(PYTHON=sys.executable, SCRIPT=TRAIN, MS_TOPO_TIMEOUT="40", **env),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+
+
+def test_run_gpu_trains_on_one_host(data: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "run_gpu.sh", str(data), *ARGUMENTS, WORKERS="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("start training\n")
+    assert LOSS.search(done.stdout)
+    assert sorted(path.name for path in (tmp_path / "device").iterdir()) == [
+        "scheduler.log",
+        "worker_0.log",
+        "worker_1.log",
+    ]
+    assert "mutual TLS" in (tmp_path / "device" / "scheduler.log").read_text()
+
+
+def test_run_gpu_cluster_needs_nothing_but_the_variables(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    pki = Pki.make(tmp_path / "keys")
+    (pki.directory / "password").write_bytes(PASSWORD)
+    env = {"KEYS": str(pki.directory), "MS_WORKER_NUM": "2", "ARGS": " ".join(ARGUMENTS[:-2])}
+    port = free_port("127.0.0.1")
+    done = run(tmp_path, "run_gpu_cluster.sh", str(data), "127.0.0.1", "scheduler", MS_SCHED_PORT=port, **env)
+    logs = {path.name: path.read_text() for path in (tmp_path / "device").iterdir()}
+    assert done.returncode == 0, (done.stderr, logs)
+    assert sorted(logs) == ["scheduler.log", "worker_0.log", "worker_1.log"]
+    assert LOSS.search(logs["worker_0.log"])
+    assert "has completed the training" in logs["scheduler.log"]
+
+
+@pytest.mark.parametrize("script", ["run_gpu.sh", "run_gpu_cluster.sh"])
+def test_without_arguments_the_usage_is_shown(tmp_path: Path, script: str) -> None:
+    done = run(tmp_path, script)
+    assert done.returncode == 2
+    assert f"sh examples/{script} DATA_PATH" in done.stderr
+    assert "set -eu" not in done.stderr
+    assert not (tmp_path / "device").exists()
