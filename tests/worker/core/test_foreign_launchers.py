@@ -80,3 +80,77 @@ def test_the_number_of_the_host(env: dict[str, str], expected: int | None) -> No
 def test_a_worker_needs_nothing_else_from_another_launcher() -> None:
     settings = load_settings(OPENMPI)
     assert (settings.node_id, settings.worker_num, settings.local_index) == ("3", 4, 3)
+
+
+# As dumped by the launchers themselves: a job of 2 hosts with 2 processes each, one process's view.
+REAL = {
+    "torchrun": {
+        "LOCAL_RANK": "1",
+        "RANK": "3",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "4",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29400",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    },
+    "mpirun (Open MPI)": {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_NODE_RANK": "1",
+        "OMPI_UNIVERSE_SIZE": "4",
+        "OMPI_COMMAND": "python",
+        "PMIX_RANK": "3",
+        "PMIX_NAMESPACE": "1234567",
+        "PMIX_HOSTNAME": "node2",
+    },
+    "srun": {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_NTASKS": "4",
+        "SLURM_NPROCS": "4",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+        "PMI_RANK": "3",
+        "PMI_SIZE": "4",
+        "SLURMD_NODENAME": "node2",
+    },
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_whole_environments_of_real_launchers(name: str) -> None:
+    env = {**REAL[name], "MS_SCHED_HOST": "127.0.0.1", "PATH": "/usr/bin"}
+    launcher = detect(env)
+    assert launcher is not None and launcher.name == name
+    settings = load_settings(env)
+    assert (settings.node_id, settings.worker_num, settings.local_index) == ("3", 4, 1)
+
+
+def test_a_whole_environment_of_an_indexed_job() -> None:
+    env = {
+        "JOB_COMPLETION_INDEX": "3",
+        "HOSTNAME": "muster-workers-3",
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        "KUBERNETES_SERVICE_PORT": "443",
+        "MUSTER_SCHEDULER_PORT": "tcp://10.96.1.2:6667",
+        "MS_WORKER_NUM": "4",
+        "MS_SCHED_HOST": "127.0.0.1",
+    }
+    settings = load_settings(env)
+    assert (settings.node_id, settings.worker_num, settings.local_index) == ("3", 4, -1)
