@@ -82,6 +82,8 @@ def launches() -> list[str]:
     """Every ``python -m worker`` line of the documents, continued lines joined."""
     text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS).replace("\\\n", " ")
     lines = re.findall(r"^\s*(?:[A-Z_]+=\S+ )*(?:python -m worker|muster run) (.*)$", text, re.MULTILINE)
+    # The check takes the launcher's options, and its command is the check itself.
+    lines = [f"{line[6:]} -- python" if line.startswith("check ") else line for line in lines]
     return sorted({line for line in lines if not line.startswith(("ranktable", "--help"))})
 
 
