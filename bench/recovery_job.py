@@ -113,6 +113,10 @@ class Job:
             **(env or {}),
         }
 
+    def arguments(self, *more: str) -> None:
+        """Adds to the command line of the workers yet to be started."""
+        self._command += more
+
     # ------------------------------------------------------------ processes
 
     def start_scheduler(self) -> None:

@@ -25,7 +25,14 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from worker.communicators.base import Communicator
-from worker.errors import JobEndedError, LeaveGranted, MembershipChanged, RefusedError, WorkerError
+from worker.errors import (
+    JobEndedError,
+    LeaveGranted,
+    MembershipChanged,
+    RefusedError,
+    SchedulerUnreachableError,
+    WorkerError,
+)
 from worker.state import TrainingState
 from worker.state_transfer import share_state
 
@@ -110,6 +117,7 @@ class Step:
         if isinstance(error, LeaveGranted):
             self._loop._go()
             return True
+        self._loop._save_at_the_end(error)
         return False
 
 
@@ -201,8 +209,9 @@ class ElasticLoop:
             return True
         except LeaveGranted:
             self._go()
-        except (MembershipChanged, RefusedError) as error:
+        except WorkerError as error:
             if not _is_change(error):
+                self._save_at_the_end(error)
                 raise
             self._recover()
         return False
@@ -243,6 +252,12 @@ class ElasticLoop:
             raise
         finally:
             self._waiting = False
+
+    def _save_at_the_end(self, error: BaseException | None) -> None:
+        """Puts the last finished step on disk if this worker's membership is over for good."""
+        if isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not self.is_over:
+            self.state.roll_back()
+            self._save()
 
     def _share(self) -> None:
         share_state(self.session, self.state)
