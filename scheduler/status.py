@@ -183,13 +183,19 @@ def _row(worker: pb.WorkerStatus) -> list[str]:
     return [
         str(worker.rank) if worker.rank >= 0 else "-",
         worker.node_id,
-        f"{worker.host_name} ({worker.address})" if worker.address else worker.host_name,
+        _host(worker),
         device + model,
         worker.state,
         f"{worker.silent_s:.1f} s ago",
         str(worker.step),
         f"{worker.samples_per_s:,.1f}",
     ]
+
+
+def _host(worker: pb.WorkerStatus) -> str:
+    address = f" ({worker.address})" if worker.address else ""
+    topology = f", {worker.topology}" if worker.topology else ""
+    return f"{worker.host_name}{address}{topology}"
 
 
 def _duration(seconds: float) -> str:

@@ -27,6 +27,7 @@ REPLY = pb.StatusReply(
             samples_per_s=16983.25,
             state="member",
             address="10.0.0.1",
+            topology="rack1",
         ),
         pb.WorkerStatus(node_id="[bold]x[/bold]", host_name="beta", rank=-1, local_rank=-1, state="waiting"),
     ],
@@ -57,7 +58,7 @@ def test_the_table_names_all_and_takes_names_literally() -> None:
     text = out.getvalue()
     assert "job job: running, generation 3, 1 of 4 ranks, at least 2, scheduler up 1:02:05" in text
     row = next(line for line in text.splitlines() if "node-a" in line)
-    for cell in ("alpha (10.0.0.1)", "cuda:1 NVIDIA H200", "member", "0.2 s ago", "1200", "16,983.2"):
+    for cell in ("alpha (10.0.0.1), rack1", "cuda:1 NVIDIA H200", "member", "0.2 s ago", "1200", "16,983.2"):
         assert cell in row
     assert "[bold]x[/bold]" in text
     assert "missing: [red]node-d[/red]" in text
