@@ -1,6 +1,6 @@
-"""Draws docs/scale.png from the JSON files of ``python -m bench scale --sweep``.
+"""Draws docs/scale.png and fills in docs/scale.md from the JSON files of ``python -m bench scale --sweep``.
 
-python -m bench.plot_scale bench/results/scale_*.json --out docs/scale.png
+python -m bench.plot_scale bench/results/scale_*.json --out docs/scale.png --page docs/scale.md
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ TIMES = {
     "last_join_to_all_assigned_s": "last join to all assigned",
     "death_to_all_rebuilt_s": "1 % die, to all rebuilt",
 }
+
+BEGIN, END = "<!-- figures: written by bench/plot_scale.py -->", "<!-- end of figures -->"
 
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -39,6 +41,24 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
             f"{report['heartbeats_per_s']:,.0f} | {report['scheduler_cpu_share_of_one_core']:.0%} |"
         )
     return "\n".join(lines)
+
+
+def conditions(report: dict[str, Any]) -> str:
+    """Where, when and on what a report was measured."""
+    machine = report["machine"]
+    packages = machine.get("packages", {})
+    return (
+        f"{machine['cores']} cores of {machine['cpu']}, shared by scheduler and load process; mutual TLS; "
+        f"Python {machine['python']}, grpcio {packages.get('grpcio', '?')}; load average before the run "
+        f"{machine['load_before']}; {machine['date'][:10]}."
+    )
+
+
+def fill_in(page: Path, reports: Sequence[dict[str, Any]]) -> None:
+    """Puts the table between the page's two markers."""
+    head, rest = page.read_text().split(BEGIN, 1)
+    tail = rest.split(END, 1)[1]
+    page.write_text(f"{head}{BEGIN}\n{table(reports)}\n\n{conditions(reports[-1])}\n{END}{tail}")
 
 
 def draw(reports: Sequence[dict[str, Any]], out: Path) -> None:
@@ -77,11 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.plot_scale", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="JSON")
     parser.add_argument("--out", type=Path, default=Path("docs/scale.png"), metavar="PNG")
+    parser.add_argument("--page", type=Path, metavar="MD", help="put the table into this page too")
     options = parser.parse_args(argv)
     reports = read(options.files)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     draw(reports, options.out)
     print(table(reports))
+    if options.page is not None:
+        fill_in(options.page, reports)
     return 0
 
 

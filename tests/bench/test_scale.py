@@ -51,9 +51,14 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     for size in (10, 100):
         figures = dict.fromkeys(plot_scale.TIMES, size / 100)
         report = {"workers": size, "scheduler_bytes_per_worker": 1e5, "heartbeats_per_s": size, **figures}
-        report["scheduler_cpu_share_of_one_core"] = 0.1
+        machine = {"cores": 2, "cpu": "a CPU", "python": "3.11", "load_before": 0.5, "date": "2026-01-02T03"}
+        report |= {"scheduler_cpu_share_of_one_core": 0.1, "machine": machine}
         (tmp_path / f"scale_{size}.json").write_text(json.dumps(report))
     out = tmp_path / "docs" / "scale.png"
     files = [str(path) for path in tmp_path.glob("*.json")]
-    assert plot_scale.main([*files, "--out", str(out)]) == 0
+    page = tmp_path / "scale.md"
+    page.write_text(f"before\n{plot_scale.BEGIN}\nold\n{plot_scale.END}\nafter\n")
+    assert plot_scale.main([*files, "--out", str(out), "--page", str(page)]) == 0
+    assert "old" not in page.read_text()
+    assert "| 100 | 1.00 |" in page.read_text() and page.read_text().endswith("\nafter\n")
     assert out.read_bytes().startswith(b"\x89PNG")
