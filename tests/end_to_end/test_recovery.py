@@ -11,6 +11,7 @@ import pytest
 
 from bench.recovery_cpu import Digits, kill_schedulers, kill_workers
 from bench.recovery_job import Worker
+from worker import checkpoint
 
 PACE_S = 0.02
 WAIT_S = 60.0
@@ -71,6 +72,32 @@ def test_a_stopped_worker_is_declared_dead_and_comes_back_as_a_newcomer(tmp_path
         late = stopped.steps()[before:]
         assert {step["generation"] for step in late if step["world"] == 3} >= {late[0]["generation"]}
         assert job.count() == {"steps": job.last_step, "exact": True, "none_twice": True}
+
+
+def test_training_ends_well_without_the_scheduler(tmp_path: Path) -> None:
+    with digits(tmp_path, 2, 2, MS_RECONNECT_TIMEOUT="2") as job:
+        job.begin()
+        job.kill_scheduler()
+        job.pace.unlink()
+        job.wait("the end", lambda: not job.living(), WAIT_S, may_end=True)
+        assert [worker.process.returncode for worker in job.workers] == [0, 0]
+        assert job.count() == {"steps": job.last_step, "exact": True, "none_twice": True}
+
+
+def test_a_loss_without_a_scheduler_ends_with_the_reason_and_the_state_on_disk(tmp_path: Path) -> None:
+    with digits(tmp_path, 3, 2, MS_NODE_TIMEOUT="1", MS_RECONNECT_TIMEOUT="2") as job:
+        job.arguments("--checkpoint-dir=kept")
+        job.begin()
+        job.kill_scheduler()
+        before = max(worker.steps()[-1]["step"] for worker in job.workers)
+        job.wait("training goes on", lambda: job.workers[0].steps()[-1]["step"] > before + 5, WAIT_S)
+        job.workers[2].kill()
+        survivors = job.workers[:2]
+        assert [worker.process.wait(WAIT_S) for worker in survivors] == [1, 1], job.tails()
+        last = max(worker.steps()[-1]["step"] for worker in survivors)
+        for worker in survivors:
+            assert "the scheduler, which would know why, has been away" in worker.log.read_text()
+        assert checkpoint.find(job.directory / "kept")[0].step == last
 
 
 @pytest.fixture

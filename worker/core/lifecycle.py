@@ -211,6 +211,9 @@ class Lifecycle:
         *,
         ok: bool = False,
     ) -> None:
+        if self._goodbye is not None:  # whoever waits for its answer has no use for a failure
+            self._finish_leaving(heard=False)
+            return
         self._end()
         self._reason = sentence
         self._notices.append(e.Failed(kind, sentence, code, ok))

@@ -212,6 +212,15 @@ class TestReconnecting:
             w.feed(e.StreamLost(w.stream, "connection refused"))
             assert w.feed(e.StepStarting(int(w.now))).notices == (e.StepGranted(),)
 
+    def test_a_goodbye_that_nobody_hears_ends_with_the_first_deadline(self) -> None:
+        w = Machine(e.Timing(reconnect_timeout_s=2.0, leave_timeout_s=15.0)).running()
+        w.feed(e.StreamLost(w.stream, "reset"))
+        w.feed(e.Goodbye(True, "finished"))
+        while not any(isinstance(notice, e.Left) for notice in w.last.notices):
+            w.tick_at_deadline()
+        assert not w.notice(e.Left).heard
+        assert w.core.deadline() is None
+
     def test_a_member_that_is_cut_off_gives_up(self) -> None:
         w = Machine(e.Timing(reconnect_timeout_s=20.0)).running()
         w.feed(e.StreamLost(w.stream, "timed out"))
