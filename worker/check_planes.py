@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from worker.errors import WorkerError
 from worker.session import Session
 
 ID_BYTES = 128
+ENDPOINT_BYTES = 300
 CONNECT_TIMEOUT_S = 60.0
 MIB = 1024 * 1024
 
@@ -112,14 +114,32 @@ class Embedded(Plane):
         """The session ends its groups itself."""
 
 
-class Nccl(Plane):
-    """NCCL, beside the session: its unique ids travel over the session's communicator."""
+@dataclass(frozen=True)
+class Arrays:
+    """How a plane's arrays are made from NumPy's, read, and waited for."""
 
-    def __init__(self, session: Session, backend: Backend) -> None:
+    make: Callable[[Any], Any] = lambda values: values
+    read: Callable[[Any], Any] = lambda array: array
+    wait: Callable[[], None] = lambda: None
+
+
+class Beside(Plane):
+    """A backend beside the session, as NCCL: its unique ids travel over the session's communicator.
+
+    Args:
+        session: the job.
+        backend: not the session's own.
+        arrays: of the backend's kind.
+    """
+
+    def __init__(self, session: Session, backend: Backend, arrays: Arrays) -> None:
         super().__init__(session, backend.name)
         self._backend = backend
+        self._arrays = arrays
         self._count = 0
-        self._to_gpu, self._to_host, self._wait = _gpu_arrays(session.device_ordinal)
+        endpoint = backend.open_endpoint(session.me.host.address).encode().ljust(ENDPOINT_BYTES)
+        everyone = all_gather(np.frombuffer(endpoint, np.uint8)).reshape(-1, ENDPOINT_BYTES)
+        self._endpoints = [row.tobytes().decode().strip() for row in everyone]
 
     def enter(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """See :meth:`Plane.enter`."""
@@ -132,44 +152,44 @@ class Nccl(Plane):
         ids = all_gather(np.frombuffer(minted, np.uint8)).reshape(-1, ID_BYTES)
         if own is None:
             return None
-        members = [self.session.members[each] for each in own]
-        peers = tuple(
-            Peer(
-                number,
-                member.node_id,
-                member.incarnation,
-                member.host.id,
-                member.host.name,
-                "",
-                self.session.device_ordinal if member.rank == rank else member.device.index,
-            )
-            for number, member in enumerate(members)
-        )
         membership = Membership(
             job_id=self.session.job_id,
             generation=self.session.generation,
             group=f"check-{label}-{self._count}",
             rank=own.index(rank),
-            peers=peers,
+            peers=tuple(self._peer(number, member) for number, member in enumerate(own)),
             unique_ids=(ids[own[0]].tobytes(),),
         )
         return self._backend.connect(membership, timeout_s=CONNECT_TIMEOUT_S, cancelled=lambda: None)
+
+    def _peer(self, number: int, rank: int) -> Peer:
+        member = self.session.members[rank]
+        own = rank == self.session.rank
+        return Peer(
+            rank=number,
+            node_id=member.node_id,
+            incarnation=member.incarnation,
+            host_id=member.host.id,
+            host_name=member.host.name,
+            data_address=self._endpoints[rank],
+            device_index=self.session.device_ordinal if own else member.device.index,
+        )
 
     def leave(self, communicator: Communicator) -> None:
         """See :meth:`Plane.leave`."""
         communicator.close()
 
     def array(self, values: Any) -> Any:
-        """An array on this worker's GPU."""
-        return self._to_gpu(values)
+        """See :meth:`Plane.array`."""
+        return self._arrays.make(values)
 
     def numbers(self, array: Any) -> Any:
-        """Its values, for NumPy."""
-        return self._to_host(array)
+        """See :meth:`Plane.numbers`."""
+        return self._arrays.read(array)
 
     def settle(self) -> None:
-        """Waits for the GPU."""
-        self._wait()
+        """See :meth:`Plane.settle`."""
+        self._arrays.wait()
 
     def close(self) -> None:
         """Frees everything."""
@@ -189,25 +209,22 @@ def planes(session: Session) -> list[Plane]:
             backend = None
     everywhere = bool(all_gather(np.array([backend is not None])).all())
     if backend is not None and everywhere:
-        found.append(Nccl(session, backend))
+        found.append(Beside(session, backend, _gpu_arrays(session.device_ordinal)))
     return found
 
 
-Make = Callable[[Any], Any]
-
-
-def _gpu_arrays(ordinal: int) -> tuple[Make, Make, Callable[[], None]]:
-    """How to make an array on this worker's GPU, read it, and wait; by CuPy, or by torch."""
+def _gpu_arrays(ordinal: int) -> Arrays:
+    """Arrays on this worker's GPU, by CuPy or torch."""
     try:
         import cupy
 
         cupy.cuda.Device(ordinal).use()
-        return cupy.asarray, cupy.asnumpy, lambda: cupy.cuda.get_current_stream().synchronize()
+        return Arrays(cupy.asarray, cupy.asnumpy, lambda: cupy.cuda.get_current_stream().synchronize())
     except ImportError:
         import torch
 
         torch.cuda.set_device(ordinal)
-        return (
+        return Arrays(
             lambda values: torch.from_numpy(values).cuda(),
             lambda array: array.cpu().numpy(),
             torch.cuda.synchronize,

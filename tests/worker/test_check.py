@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import worker
-from tests.scheduler.processes import ROOT, environment
+from tests.end_to_end.workers import company
+from tests.scheduler.processes import ROOT, environment, scheduler
 from worker.check_facts import all_facts, bind_libraries, driver_version, gpu_models, join_facts
 from worker.core.check_rules import clock_skews, compare, name_clashes, ranges, rounds, slow_sentences
 
@@ -159,6 +160,16 @@ def test_nothing_is_slow_among_equals_or_two() -> None:
 
 def test_rank_numbers_in_short() -> None:
     assert ranges([7, 0, 1, 2, 3]) == "0-3, 7"
+
+
+def test_a_plane_beside_the_session_is_measured_and_its_lies_are_seen(tmp_path: Path) -> None:
+    with scheduler(MS_WORKER_NUM="3") as sched, company(tmp_path, sched) as hired:
+        workers = hired.form(3)
+        for each in workers:
+            each.tell("__import__('tests.worker.plane_probe', fromlist=['probe']).probe(s)")
+        expected = "ok [[], [True, False, True], [1], [True, False, True]]"
+        assert [each.answer() for each in workers] == [expected] * 3
+        assert [each.finish() for each in workers] == [0] * 3
 
 
 def run(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
