@@ -29,7 +29,8 @@ class Proxy:
         self._sockets: list[socket.socket] = []
         self.kept: list[bytearray] = []
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     @property
     def seen(self) -> bytes:
@@ -38,7 +39,11 @@ class Proxy:
 
     def close(self) -> None:
         """Ends the port and all connections."""
-        for each in (self._listener, *self._sockets):
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join(10)
+        self._listener.close()
+        for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()

@@ -177,6 +177,9 @@ def reduced(world: World, size: int, timeout_s: float = 5.0) -> list[Any]:
     communicators = world.connect(timeout_s=timeout_s)
     errors = [each for each in communicators if isinstance(each, Exception)]
     if errors:
+        for each in communicators:
+            if isinstance(each, TcpCommunicator):
+                each.close()
         return errors
 
     def run(communicator: TcpCommunicator) -> Any:
@@ -247,6 +250,7 @@ def test_a_recorded_connection_opens_nothing_when_it_is_played_again(office: Off
         ranks = zip(communicators, arrays, strict=True)
         together([lambda c=c, a=a: c.all_reduce(a, a, ReduceOp.SUM) for c, a in ranks])  # type: ignore[misc]
         assert all((array == 2.0).all() for array in arrays)
+        together([c.close for c in communicators])
 
 
 def test_a_member_of_the_last_generation_stays_in_it(office: Office) -> None:
