@@ -61,6 +61,7 @@ class Session:
         self._recorder = CollectiveLog()
         self._groups = Groups()
         self._assignment: m.Assignment | None = None
+        self._first_ordinal: int | None = None
         self._released = False
         self._release_lock = threading.Lock()
         timing = e.Timing(
@@ -144,7 +145,11 @@ class Session:
         device = self.device
         if device.visible_count == 0:
             return -1
-        return device.ordinal if device.ordinal >= 0 else local_rank % device.visible_count
+        if device.ordinal >= 0:
+            return device.ordinal
+        if self._first_ordinal is None:  # local ranks move up when others die; the arrays stay where they are
+            self._first_ordinal = local_rank % device.visible_count
+        return self._first_ordinal
 
     @property
     def state_source_rank(self) -> int:

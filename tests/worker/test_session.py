@@ -398,4 +398,6 @@ def test_a_gpu_is_the_one_chosen_or_that_of_the_local_rank(ordinal: int, expecte
     opening.result()
     assert session.device_ordinal == expected
     assert [peer.device_index for peer in backend.made[0].membership.peers] == [-1, expected]
+    # When others die its local rank changes, but not the GPU that its arrays lie on.
+    assert session._ordinal(0) == expected
     end(session, line)
