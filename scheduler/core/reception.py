@@ -24,6 +24,7 @@ class Reception(Machine):
 
     def _joined(self, event: v.Joined, now: float, *, again: bool = False) -> None:
         candidate = event.candidate
+        self._held_back.pop(event.session, None)  # one answer to each stream, however often it asks
         known = self._contacts.nodes.get(event.session)
         if known is not None and not self._is_of(known, candidate):
             self._lose(known, "asked for a second place on its stream", v.RefusalCode.MALFORMED)

@@ -148,3 +148,12 @@ def test_two_machines_with_one_name_are_warned_of() -> None:
     twin = replace(twin, candidate=replace(twin.candidate, host=v.Host("id-other", "host-a", "10.0.0.2")))
     assert "Warning: several machines are named host-a" in reasons(join(1, "a", 3), twin)
     assert "Warning" not in reasons(join(1, "a", 3), join(2, "b", 3))
+
+
+def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_answer() -> None:
+    settings = replace(SETTINGS, worker_num=1)
+    records = history(Job("red", settings), join(1, "a", 1))
+    job = Job.recover("red", settings, records, 0.0)
+    asks = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1), v.SessionLost(4, "reset")]
+    answers = [m for i, ask in enumerate(asks) for m in job.step(ask, 1.0 + i).messages]
+    assert [type(message) for session, message in answers if session == 3] == [v.Refused]
