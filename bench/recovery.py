@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--pace-ms", type=float, default=20, help="least time of a step while there is harm to do, tcp (20)"
     )
-    option("--spare", action="store_true", help="keep a spare waiting, tcp; else the job goes on smaller")
     option("--images", type=int, default=32, metavar="N", help="images per GPU and step (32)")
     option("--seed", type=int, default=0, help="of what is killed, and when")
     option(
