@@ -18,7 +18,10 @@ from scheduler.wire import AssignmentEncoder
 
 MAX_BATCH = 1024
 LOSS_SETTLE_S = 0.01
-"""Whoever dies with others, as all workers of a host do, is lost within this time of the first."""
+"""Whoever dies with others, as all workers of a host do, is lost within this time of the one before."""
+
+LOSS_SETTLE_TIMES = 4
+"""So often at most is it waited for more losses: survivors are to be told within 100 ms."""
 
 
 class Machine(Protocol):
@@ -140,9 +143,7 @@ class JobDriver:
             while True:
                 batch = [await self._queue.get()]
                 self._gather(batch)
-                if any(isinstance(item.event, v.SessionLost) for item in batch):
-                    await asyncio.sleep(LOSS_SETTLE_S)
-                    self._gather(batch)
+                await self._settle(batch)
                 await self._handle(batch)
         finally:
             self._stop(batch)
@@ -156,6 +157,17 @@ class JobDriver:
     def _gather(self, batch: list[_Item]) -> None:
         while len(batch) < MAX_BATCH and not self._queue.empty():
             batch.append(self._queue.get_nowait())
+
+    async def _settle(self, batch: list[_Item]) -> None:
+        """Waits while losses keep coming, so that those of one cause make one generation."""
+        seen = 0
+        for _ in range(LOSS_SETTLE_TIMES):
+            losses = sum(isinstance(item.event, v.SessionLost) for item in batch)
+            if losses == seen:
+                return
+            seen = losses
+            await asyncio.sleep(LOSS_SETTLE_S)
+            self._gather(batch)
 
     async def _handle(self, batch: list[_Item]) -> None:
         now = self.clock.time()
