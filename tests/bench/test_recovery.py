@@ -89,14 +89,21 @@ ABSENT: dict[str, Any] = {
 
 def test_it_says_what_did_not_hold() -> None:
     assert recovery_cpu._broken(HARMED, ABSENT) == []
-    for change in ({"exact": False}, {"accuracy": [0.96, 0.95]}, {"ended_well": 3}, {"killed": 3}):
+    harm: list[dict[str, Any]] = [
+        {"exact": False},
+        {"accuracy": [0.96, 0.95]},
+        {"ended_well": 3},
+        {"killed": 3},
+    ]
+    for change in harm:
         assert len(recovery_cpu._broken(HARMED | change, None)) == 1
-    for change in (
+    noticed: list[dict[str, Any]] = [
         {"none_lost_or_redone": False},
         {"interruptions": 1},
         {"generations": [1, 2]},
         {"exact": False},
-    ):
+    ]
+    for change in noticed:
         assert len(recovery_cpu._broken(None, ABSENT | change)) == 1
 
 
