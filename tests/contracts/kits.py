@@ -36,6 +36,7 @@ class Kit:
         dtypes: what it takes.
         tells_mismatch: whether calls that disagree are detected on every rank.
         max_world_size: processes it can run here.
+        divides_last: whether a mean is the sum, divided; otherwise it is rounded in another way.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Kit:
     dtypes: tuple[str, ...] = ALL_DTYPES
     tells_mismatch: bool = True
     max_world_size: int = 4
+    divides_last: bool = True
 
     def create(self, certificates: Path, rank: int) -> Backend:
         """Makes the backend in the process of a rank."""
@@ -55,6 +57,9 @@ class Kit:
     def numpy(self, array: Any) -> NumpyArray:
         """The values of an array of the backend's kind, once they are there."""
         return cast("NumpyArray", array)
+
+    def synchronize(self) -> None:
+        """Makes what was waited for be done on the host too, where ``wait()`` does not promise that."""
 
 
 class TlsKit(Kit):

@@ -198,7 +198,7 @@ def check_wrong_use(comm: Any) -> None:
     with pytest.raises(ArrayError, match="divided"):
         odd = torch.zeros(2 * comm.world_size + 1, device="cuda")
         comm.all_to_all(odd, odd.clone())
-    with pytest.raises(CommunicatorError, match="root 9"):
+    with pytest.raises(CommunicatorError, match="root is 9"):
         comm.broadcast(good, 9)
     comm.all_reduce(good, good, ReduceOp.SUM)  # and nothing is broken
     comm.barrier()

@@ -18,7 +18,11 @@ class NcclKit(Kit):
     def __init__(self) -> None:
         cupy = importlib.import_module("cupy")
         count = int(cupy.cuda.runtime.getDeviceCount())
-        super().__init__("nccl", "nccl", DTYPES, tells_mismatch=False, max_world_size=min(count, 4))
+        size = min(count, 4)
+        # NCCL's mean scales each rank's part before it adds them.
+        super().__init__(
+            "nccl", "nccl", DTYPES, tells_mismatch=False, max_world_size=size, divides_last=False
+        )
 
     def create(self, certificates: Path, rank: int) -> Backend:
         """On the GPU of the rank's number; array and communicator must be on one device."""
@@ -34,3 +38,7 @@ class NcclKit(Kit):
     def numpy(self, array: Any) -> NumpyArray:
         """Waits for the current stream."""
         return cast("NumpyArray", importlib.import_module("cupy").asnumpy(array))
+
+    def synchronize(self) -> None:
+        """On CUDA ``wait()`` orders streams only."""
+        importlib.import_module("cupy").cuda.get_current_stream().synchronize()

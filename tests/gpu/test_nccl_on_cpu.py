@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.gpu.stand_in import fake_cupy
 from worker.communicators import nccl_handles
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl_arrays import read_interface, reader_of
@@ -183,39 +183,15 @@ class FakeArray:
 FakeArray.__module__ = "cupy._core.core"
 
 
-class FakeEvent:
-    done = True
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def record(self, stream: Any) -> None:
-        pass
-
-
-class FakeStream:
-    ptr = 88
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+@pytest.fixture
+def current() -> SimpleNamespace:
+    return SimpleNamespace(ptr=77, done=True, wait_event=lambda event: None)
 
 
 @pytest.fixture
-def comm(monkeypatch: pytest.MonkeyPatch) -> NcclCommunicator:
+def comm(current: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> NcclCommunicator:
     """Rank 0 of two; the current stream has the address 77, the communicator's own 88."""
-    current = SimpleNamespace(ptr=77, wait_event=lambda event: None)
-    cuda = SimpleNamespace(
-        get_current_stream=lambda: current,
-        Device=lambda index: contextlib.nullcontext(),
-        Stream=FakeStream,
-        Event=FakeEvent,
-    )
-    fake: Any = ModuleType("cupy")
-    fake.cuda, fake.int32, fake.zeros = cuda, "i4", lambda count, dtype: FakeArray(count, 512)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(current))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     two = membership(["", ""])
     return NcclCommunicator(RecordingNccl(), "comm", "root", two, device=0, timeout_s=5)
@@ -257,9 +233,31 @@ def test_nothing_is_issued_for_arrays_that_do_not_fit(comm: NcclCommunicator) ->
             comm.all_reduce(good, bad, ReduceOp.SUM)
     with pytest.raises(ArrayError, match="divided"):
         comm.all_to_all(FakeArray(7, 1), FakeArray(7, 2))
-    with pytest.raises(CommunicatorError, match="itself"):
+    with pytest.raises(ArrayError, match="itself"):
         comm.send(good, 0)
+    whole = FakeArray(8, 4096)
+    whole.dtype = SimpleNamespace(char="i")
+    with pytest.raises(ArrayError, match="mean of int32"):
+        comm.all_reduce(whole, whole, ReduceOp.MEAN, async_op=True)
     assert calls_of(comm) == []
+
+
+def test_a_handle_is_not_done_while_its_stream_is_busy(
+    comm: NcclCommunicator, current: SimpleNamespace
+) -> None:
+    array = FakeArray(8, 4096)
+    first = comm.all_reduce(array, array, ReduceOp.SUM)
+    assert first.done()
+    second = comm.all_reduce(array, array, ReduceOp.SUM)
+    current.done = False
+    assert not second.done()
+
+
+def test_a_rank_may_send_to_itself_within_a_group_only(comm: NcclCommunicator) -> None:
+    with comm.group():
+        comm.send(FakeArray(8, 4096), 0)
+        comm.recv(FakeArray(8, 8192), 0)
+    assert [call[0] for call in calls_of(comm)] == ["group_start", "send", "recv", "group_end"]
 
 
 def test_an_abort_releases_graphs_frees_both_communicators_and_stays(comm: NcclCommunicator) -> None:

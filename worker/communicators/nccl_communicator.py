@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from worker.communicators import nccl_handles as handles
+from worker.communicators.arguments import check_peer, check_rank, undefined_mean
 from worker.communicators.base import Array, Communicator, Membership, ReduceOp, Work
-from worker.communicators.nccl_arrays import ITEM_SIZES
+from worker.communicators.nccl_arrays import ITEM_SIZES, TYPE_NAMES
+from worker.communicators.nccl_one_rank import whole
 from worker.communicators.nccl_reading import ArrayReading
 from worker.communicators.nccl_streams import CudaLibrary, loaded_library
 from worker.communicators.nccl_work import PreMultipliedSum, Queued, address_of, scalar_bytes
@@ -24,7 +26,7 @@ from worker.errors import ArrayError, CollectiveTimeoutError, CommunicatorAborte
 
 _SUM, _MEAN = ReduceOp.SUM, ReduceOp.MEAN
 _OPS = {_SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, _MEAN: 4}
-_INT32 = 2
+_INT32, _FIRST_FLOAT = 2, 6
 _LEAVE_WAIT_S = 0.2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 
@@ -43,7 +45,9 @@ class NcclCommunicator(Communicator, ArrayReading):
         self.membership = membership
         self.timeout_s = timeout_s
         ArrayReading.__init__(self, device)
-        self._all_reduce = nccl.all_reduce
+        mended: Callable[..., Any] = whole if membership.world_size == 1 else lambda reduction: reduction
+        self._all_reduce = mended(nccl.all_reduce)
+        self._reduce, self._reduce_scatter = mended(nccl.reduce), mended(nccl.reduce_scatter)
         self._error: Exception | None = None
         self._closed = False
         self._inside = False
@@ -66,7 +70,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         target = pointer if recv is send else self._read_like(recv, count, dtype)
         if device != self.device_index and device >= 0:
             self._refuse_device(device)
-        number = 0 if op is _SUM else 4 if op is _MEAN else self._op_number(op, dtype)
+        number = 0 if op is _SUM else self._op_number(op, dtype)
         if async_op or self._error is not None:
             args = (pointer, target, count, dtype, number, self._comm)
             return self._run(self._all_reduce, args, (send, recv), async_op)
@@ -89,15 +93,15 @@ class NcclCommunicator(Communicator, ArrayReading):
         async_op: bool = False,
     ) -> Work:
         """Like all_reduce, but only ``root`` gets the result (``recv`` is None elsewhere)."""
-        self._check_rank(root, "root")
+        check_rank(self.membership, root, "root")
         pointer, count, dtype = self._read(send)
         target = self._read_like(recv, count, dtype) if self.rank == root else pointer
         args = (pointer, target, count, dtype, self._op_number(op, dtype), root, self._comm)
-        return self._run(self._nccl.reduce, args, (send, recv), async_op)
+        return self._run(self._reduce, args, (send, recv), async_op)
 
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
         """Copies ``buffer`` of ``root`` into ``buffer`` of all ranks, in place."""
-        self._check_rank(root, "root")
+        check_rank(self.membership, root, "root")
         pointer, count, dtype = self._read(buffer)
         args = (pointer, pointer, count, dtype, root, self._comm)
         return self._run(self._nccl.broadcast, args, (buffer,), async_op)
@@ -117,11 +121,11 @@ class NcclCommunicator(Communicator, ArrayReading):
         target, count, dtype = self._read(recv)
         pointer = self._read_like(send, count * self.world_size, dtype)
         args = (pointer, target, count, dtype, self._op_number(op, dtype), self._comm)
-        return self._run(self._nccl.reduce_scatter, args, (send, recv), async_op)
+        return self._run(self._reduce_scatter, args, (send, recv), async_op)
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
         """Like all_gather, but only ``root`` gets the result (``recv`` is None elsewhere)."""
-        self._check_rank(root, "root")
+        check_rank(self.membership, root, "root")
         pointer, count, dtype = self._read(send)
         moves = [(self._nccl.send, pointer, root)]
         if self.rank == root:
@@ -132,7 +136,7 @@ class NcclCommunicator(Communicator, ArrayReading):
 
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
         """Rank r gets the r-th part of ``root``'s ``send`` (``send`` is None elsewhere)."""
-        self._check_rank(root, "root")
+        check_rank(self.membership, root, "root")
         target, count, dtype = self._read(recv)
         moves = [(self._nccl.recv, target, root)]
         if self.rank == root:
@@ -157,12 +161,12 @@ class NcclCommunicator(Communicator, ArrayReading):
 
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """Sends ``buffer`` to ``peer``, which calls :meth:`recv` with the same dtype and size."""
-        self._check_peer(peer)
+        check_peer(self.membership, peer, itself=self._grouped)
         return self._run(self._nccl.send, (*self._read(buffer), peer, self._comm), (buffer,), async_op)
 
     def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """Receives into ``buffer`` from ``peer``."""
-        self._check_peer(peer)
+        check_peer(self.membership, peer, itself=self._grouped)
         return self._run(self._nccl.recv, (*self._read(buffer), peer, self._comm), (buffer,), async_op)
 
     @contextlib.contextmanager
@@ -316,6 +320,8 @@ class NcclCommunicator(Communicator, ArrayReading):
 
     def _op_number(self, op: ReduceOp | PreMultipliedSum, dtype: int) -> int:
         if not isinstance(op, PreMultipliedSum):
+            if op == _MEAN and dtype < _FIRST_FLOAT:
+                raise undefined_mean(TYPE_NAMES[dtype])
             return _OPS[ReduceOp(op)]
         number = self._factors.get((op.factor, dtype))
         if number is None:
@@ -392,8 +398,3 @@ class NcclCommunicator(Communicator, ArrayReading):
             interval = min(interval * 2, _LAST_POLL_S)
         if self._error is not None:
             raise self._error
-
-    def _check_peer(self, peer: int) -> None:
-        self._check_rank(peer, "peer")
-        if peer == self.rank and not self._grouped:
-            raise CommunicatorError(f"rank {peer} cannot send to or receive from itself outside group()")

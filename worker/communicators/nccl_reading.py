@@ -9,7 +9,7 @@ from worker.communicators.base import Array
 from worker.communicators.nccl_arrays import TYPE_NAMES, Facts, read_torch, reader_of
 from worker.communicators.nccl_streams import CudaLibrary, library_of, loaded_library
 from worker.communicators.nccl_work import Issued
-from worker.errors import ArrayError, CommunicatorError
+from worker.errors import ArrayError
 
 
 class ArrayReading:
@@ -77,10 +77,6 @@ class ArrayReading:
                 f" {count} of {TYPE_NAMES[dtype]} are needed (group of {self.world_size} ranks)"
             )
         return pointer
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise CommunicatorError(f"{what} {rank} is not a rank of this group (0 to {self.world_size - 1})")
 
     def _refuse_device(self, device: int) -> NoReturn:
         raise ArrayError(

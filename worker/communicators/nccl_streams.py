@@ -44,6 +44,10 @@ class CudaLibrary(abc.ABC):
         """Whether ``event`` is over. Never blocks."""
 
     @abc.abstractmethod
+    def idle(self) -> bool:
+        """Whether all that is queued on the current stream is over. Never blocks."""
+
+    @abc.abstractmethod
     def scratch(self) -> tuple[Any, int]:
         """One int32 zero on the device, and its address."""
 
@@ -75,6 +79,9 @@ class _TorchCuda(CudaLibrary):
 
     def happened(self, event: Any) -> bool:
         return bool(event.query())
+
+    def idle(self) -> bool:
+        return bool(self._torch.cuda.current_stream(self._device).query())
 
     def scratch(self) -> tuple[Any, int]:
         zero = self._torch.zeros(1, dtype=self._torch.int32, device=self._device)
@@ -111,6 +118,9 @@ class _CupyCuda(CudaLibrary):
 
     def happened(self, event: Any) -> bool:
         return bool(event.done)
+
+    def idle(self) -> bool:
+        return bool(self._cupy.cuda.get_current_stream().done)
 
     def scratch(self) -> tuple[Any, int]:
         with self._cupy.cuda.Device(self._device):

@@ -26,18 +26,16 @@ class PreMultipliedSum:
 class Issued:
     """A collective on the caller's stream: its result may be used from there at once."""
 
-    __slots__ = ("_communicator", "_event", "library")
+    __slots__ = ("_communicator", "library")
 
     def __init__(self, communicator: _Checked, library: CudaLibrary) -> None:
         self._communicator = communicator
         self.library = library
-        self._event: Any = None
 
     def done(self) -> bool:
-        """Whether it, and what was queued on the stream before the first call of this, is over."""
-        if self._event is None:
-            self._event = self.library.mark()
-        return self.library.happened(self._event)
+        """Whether it, and all else that is queued on the current stream, is over. Never blocks."""
+        # One object serves all calls, so it cannot know which of them is meant; the last includes them.
+        return self.library.idle()
 
     def wait(self) -> None:
         """Nothing to wait for on the same stream; raises what ended the communicator."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from worker.communicators.arguments import check_peer, check_rank
 from worker.communicators.base import Array, Communicator
 from worker.communicators.tcp_arrays import NumpyArray, checked
 from worker.errors import ArrayError
@@ -24,12 +25,7 @@ class CheckedCommunicator(Communicator):
         return checked(array, name, writable=writable)
 
     def _check_rank(self, rank: int, name: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ArrayError(
-                f"{name} is {rank}; the group {self.membership.group!r} has ranks 0 to {self.world_size - 1}."
-            )
+        check_rank(self.membership, rank, name)
 
     def _check_peer(self, peer: int) -> None:
-        self._check_rank(peer, "peer")
-        if peer == self.rank:
-            raise ArrayError(f"Rank {peer} cannot send to or receive from itself.")
+        check_peer(self.membership, peer)

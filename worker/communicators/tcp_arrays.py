@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from worker.communicators.arguments import undefined_mean
 from worker.communicators.base import Array, ReduceOp
 from worker.errors import ArrayError
 
@@ -90,7 +91,7 @@ def check_op(array: NumpyArray, op: ReduceOp) -> None:
     """
     kind = array.dtype.kind
     if op is ReduceOp.MEAN and kind != "f":
-        raise ArrayError(f"The mean of {array.dtype} is not defined.", remedy="Use sum, or a float dtype.")
+        raise undefined_mean(str(array.dtype))
     if op is ReduceOp.SUM and kind == "b":
         raise ArrayError("The sum of bool is not defined.", remedy="Use max for any, or an integer dtype.")
 
