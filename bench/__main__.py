@@ -13,8 +13,7 @@ from pathlib import Path
 from bench.report import describe_machine, write
 
 COMMANDS = {
-    "allreduce": "AllReduce on the CPU: time and bandwidth of the tcp and gloo backends, and of torch's gloo",
-    "nccl-allreduce": "AllReduce on GPUs",
+    "allreduce": "AllReduce: time and bandwidth, on the CPU or, with --backend nccl, on GPUs",
     "formation": "start of the command to all workers through one AllReduce and exit",
     "train": "training steps per second",
     "start": "start of a worker to its first AllReduce",

@@ -1,10 +1,14 @@
-"""AllReduce on the CPU: how long one takes, by size, between processes of this machine.
+"""AllReduce: how long one takes, by size, between processes of this machine, on the CPU or on its GPUs.
 
 Every round begins with a barrier; a round's time is that of its slowest rank, and the median counts.
 Sums are checked by value. The backend tcp runs with mutual TLS unless --plain is given.
 
   python -m bench allreduce --workers 2 --json allreduce.json
   python -m bench allreduce --peer gloo --peer-python /path/to/python-with-torch
+  python -m bench allreduce --backend nccl --workers 4 --nccl-tests build/all_reduce_perf --json nccl.json
+
+With --backend nccl there is one worker per GPU; torch.distributed is measured in the same run, and NVIDIA's
+nccl-tests where you have built it. Bus bandwidth is then as nccl-tests defines it.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 
 from bench.report import describe_machine, summary, write
 from worker.communicators.base import Communicator, Membership, Peer, ReduceOp
+from worker.launch_devices import count_gpus
 
 SIZES = (4096, 1 << 20, 64 << 20)
 _WARMUPS = 3
@@ -34,15 +39,16 @@ _JOB = "bench"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--backend", choices=("tcp", "gloo"), default="tcp", help="what to measure (tcp)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
+    parser.add_argument(
+        "--backend", choices=("tcp", "gloo", "nccl"), default="tcp", help="what to measure (tcp)"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (2; nccl: 4)")
     parser.add_argument(
         "--sizes",
         type=_size,
         nargs="+",
-        default=SIZES,
         metavar="BYTES",
-        help="as 4096, 4K or 64M (4K 1M 64M)",
+        help="as 4096, 4K or 64M (4K 1M 64M; nccl: 4 bytes to 4 GiB)",
     )
     parser.add_argument("--plain", action="store_true", help="tcp without TLS, to see what it costs")
     parser.add_argument("--tls-only", action="store_true", help="tcp with data in TLS's own records")
@@ -51,11 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has torch"
     )
+    parser.add_argument("--nccl-tests", type=Path, metavar="PROGRAM", help="nccl's all_reduce_perf, as peer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints and writes; returns the exit code."""
+    if options.backend == "nccl":
+        return _on_gpus(options)
+    options.workers, options.sizes = options.workers or 2, options.sizes or SIZES
     machine = describe_machine()
     name = options.backend + ("-plain" if options.plain else "-tls-only" if options.tls_only else "")
     runs: dict[str, Callable[[], dict[int, list[float]]]] = {name: lambda: measure_ours(options)}
@@ -75,6 +85,22 @@ def run(options: argparse.Namespace) -> int:
         conditions = {"workers": options.workers, "turns": options.turns, "dtype": "float32", "op": "sum"}
         write(options.json, "allreduce", {"machine": machine, **conditions, "rows": rows})
     return 0
+
+
+def _on_gpus(options: argparse.Namespace) -> int:
+    from bench import nccl_allreduce
+
+    if options.peer or options.plain or options.tls_only:
+        raise RuntimeError("--peer, --plain and --tls-only are for the CPU; leave them out with nccl.")
+    gpus, here = options.workers or 4, count_gpus()
+    if here < gpus:
+        raise RuntimeError(f"{gpus} GPUs are asked for and this host has {here}; see --workers.")
+    return nccl_allreduce.run(
+        gpus=gpus,
+        sizes=tuple(options.sizes or nccl_allreduce.SIZES),
+        nccl_tests=options.nccl_tests,
+        json_path=options.json,
+    )
 
 
 def rounds_of(size: int) -> int:

@@ -1,18 +1,16 @@
 """AllReduce on the GPUs of this host: ours, torch.distributed, and NVIDIA's nccl-tests where it was built.
 
-    python -m bench.nccl_allreduce --gpus 4 --nccl-tests ./build/all_reduce_perf --json results.json
+This is what ``python -m bench allreduce --backend nccl`` runs.
 
 Bus bandwidth as nccl-tests defines it: ``size / time * 2 * (n - 1) / n``, in place, in GB/s (10**9 bytes).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -142,25 +140,23 @@ def add_bus_bandwidth(rows: list[dict[str, Any]], gpus: int) -> list[dict[str, A
     return rows
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This benchmark's arguments."""
-    parser.add_argument("--gpus", type=int, default=4, help="how many GPUs of this host (default 4)")
-    parser.add_argument("--nccl-tests", type=Path, help="an all_reduce_perf that you built from nccl-tests")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="in bytes, multiples of 4")
-    parser.add_argument("--json", type=Path, help="write the results here")
+def run(*, gpus: int, sizes: tuple[int, ...], nccl_tests: Path | None, json_path: Path | None) -> int:
+    """Measures, prints and writes; returns the exit code.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measures and prints; returns the exit code."""
-    sizes, gpus = tuple(arguments.sizes), arguments.gpus
+    Args:
+        gpus: how many of this host.
+        sizes: in bytes, multiples of 4.
+        nccl_tests: an ``all_reduce_perf`` built from nccl-tests; None: without it.
+        json_path: where to write the results; None: nowhere.
+    """
     kinds: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as directory, Fleet(gpus, timeout_s=240) as fleet:
         machine = fleet.run(describe_machine)[0]
         for kind in ("muster", "muster-cupy", "torch"):
             per_rank = fleet.run(measure, kind=kind, sizes=sizes, init_file=f"{directory}/meet")
             kinds[kind] = add_bus_bandwidth(_slowest(per_rank), gpus)
-    if arguments.nccl_tests:
-        kinds["nccl-tests"] = add_bus_bandwidth(run_nccl_tests(arguments.nccl_tests, gpus, sizes), gpus)
+    if nccl_tests:
+        kinds["nccl-tests"] = add_bus_bandwidth(run_nccl_tests(nccl_tests, gpus, sizes), gpus)
     for kind, rows in kinds.items():
         for row in rows:
             issue = f"  issue {row['issue_us']:8.2f} us" if "issue_us" in row else ""
@@ -168,22 +164,16 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{kind:12} {row['bytes']:>11} B  {row['time_us']:10.2f} us"
                 f"  {row['bus_gb_s']:8.2f} GB/s{issue}"
             )
-    if arguments.json:
+    if json_path:
         report = {
             "benchmark": "nccl-allreduce",
             "gpus": gpus,
             "machine": machine,
             "results": kinds,
         }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
 def _slowest(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [max(rows, key=lambda row: float(row["time_us"])) for rows in zip(*per_rank, strict=True)]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    sys.exit(run(parser.parse_args()))

@@ -7,11 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import __main__ as command
-from bench import allreduce
+from bench import allreduce, nccl_allreduce
 
 
 def options_of(*words: str) -> argparse.Namespace:
@@ -51,9 +52,35 @@ def test_it_measures_two_workers_with_tls_and_writes_json(tmp_path: Path) -> Non
 
 
 def test_a_failing_peer_is_told_in_words() -> None:
-    options = options_of("--peer", "gloo", "--peer-python", "/bin/false", "--sizes", "4K")
+    options = options_of("--workers", "2", "--peer", "gloo", "--peer-python", "/bin/false", "--sizes", "4K")
     with pytest.raises(RuntimeError, match="gloo failed"):
         allreduce.measure_peer(options)
+
+
+def test_nccl_is_the_same_command_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(allreduce, "count_gpus", lambda: 4)
+
+    def run(**how: Any) -> int:
+        asked.append(how)
+        return 0
+
+    monkeypatch.setattr(nccl_allreduce, "run", run)
+    where = tmp_path / "nccl.json"
+    assert command.main(["allreduce", "--backend", "nccl", "--json", str(where)]) == 0
+    assert command.main(["allreduce", "--backend", "nccl", "--workers", "2", "--sizes", "4K"]) == 0
+    usual = {"gpus": 4, "sizes": nccl_allreduce.SIZES, "nccl_tests": None, "json_path": where}
+    assert asked == [usual, usual | {"gpus": 2, "sizes": (4096,), "json_path": None}]
+
+
+def test_too_few_gpus_are_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(allreduce, "count_gpus", lambda: 1)
+    assert command.main(["allreduce", "--backend", "nccl"]) == 1
+    assert "4 GPUs are asked for and this host has 1" in capsys.readouterr().err
+    assert command.main(["allreduce", "--backend", "nccl", "--plain"]) == 1
+    assert "--plain" in capsys.readouterr().err
 
 
 def test_help_lists_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
