@@ -137,7 +137,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"The configuration {str(file)!r} cannot be read: {reason}.",
+            f"MS_CONFIG_FILE (or --config) must name a readable config.json; {str(file)!r}: {reason}.",
             remedy="`python -m certs init --dir DIR` makes certificates and a config.json.",
         ) from None
     if len(data) > MAX_CONFIG_BYTES:

@@ -45,8 +45,7 @@ def password_for(
         prompt: asks on a terminal and returns None if it cannot; None never asks.
 
     Raises:
-        ConfigError: it is nowhere to be found, or given twice.
-        FileError: the file cannot be read.
+        ConfigError: it is nowhere to be found, given twice, or its file cannot be read.
     """
     return password_from(_VARIABLES[role], env, prompt, f"Password of the {role}'s PKCS#12 file: ")
 
@@ -55,7 +54,7 @@ def prompted_password(role: str, env: Mapping[str, str]) -> bytes | None:
     """The password if it had to be asked for, else None: one from a file is read again at each rotation.
 
     Raises:
-        ConfigError, FileError: as :func:`password_for`.
+        ConfigError: as :func:`password_for`.
     """
     asked = False
 
@@ -96,13 +95,12 @@ def read_password(path: str | Path, what: str) -> bytes:
     """Reads a password file; one line end at its end does not count.
 
     Raises:
-        FileError: unreadable.
-        ConfigError: empty or too long.
+        ConfigError: unreadable, empty or too long.
     """
     try:
         data = read_file(path, f"{what}: the password file", limit=MAX_PASSWORD_BYTES + 2)
     except FileError as error:
-        raise FileError(error.message, remedy="It needs one line with the password.") from None
+        raise ConfigError(error.message, remedy="It needs one line with the password.") from None
     data = data[:-1] if data.endswith(b"\n") else data
     return _checked(data[:-1] if data.endswith(b"\r") else data, f"{what} {str(path)!r}")
 
