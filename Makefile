@@ -56,7 +56,8 @@ clean: ## Remove what make and runs have written, certificates included
 
 $(KEYS)/config.json: | $(TRAIN_READY)
 	@echo "Making certificates for this machine in $(KEYS)/"
-	@$(BIN)/python -m certs init --dir $(KEYS) --password-file $(KEYS)/password >/dev/null
+	@env -u MS_SERVER_PASSWORD -u MS_SERVER_PASSWORD_FILE -u MS_CLIENT_PASSWORD -u MS_CLIENT_PASSWORD_FILE \
+		$(BIN)/python -m certs init --dir $(KEYS) --password-file $(KEYS)/password >/dev/null
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c '' >/dev/null 2>&1 || \

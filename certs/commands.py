@@ -60,7 +60,7 @@ def init(options: argparse.Namespace, env: Environment) -> None:
         "cert_expire_warning_time_in_day": 90,
     }
     write_file(directory / "config.json", json.dumps(config, indent=2).encode() + b"\n", mode=0o644)
-    _explain(options, hosts)
+    _explain(options, env, hosts)
 
 
 def issue(options: argparse.Namespace, env: Environment) -> None:
@@ -189,15 +189,24 @@ def _write_p12(path: Path, issued: Issued, password: bytes, *, replace: bool) ->
     write_file(path, issued.p12(password), replace=replace)
 
 
-def _explain(options: argparse.Namespace, hosts: Sequence[str]) -> None:
+def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]) -> None:
     directory = options.dir
     job = "any job" if options.job == ANY_JOB else f"the job {options.job!r}"
-    secret = shlex.quote(str(options.password_file or "FILE"))
     config = shlex.quote(str(directory / "config.json"))
+    server = _source("MS_SERVER_PASSWORD", options, env)
+    client = _source("MS_CLIENT_PASSWORD", options, env)
     print(f"{directory}: an authority and certificates for {job}; the scheduler's is for {', '.join(hosts)}.")
-    print(f"Scheduler: MS_CONFIG_FILE={config} MS_SERVER_PASSWORD_FILE={secret} python -m scheduler")
-    print(f"Workers:   MS_CONFIG_FILE={config} MS_CLIENT_PASSWORD_FILE={secret} python train.py")
+    print(f"Scheduler: MS_CONFIG_FILE={config} {server} python -m scheduler")
+    print(f"Workers:   MS_CONFIG_FILE={config} {client} python train.py")
     print("Other hosts need config.json, ca.crt, crl.pem and their own .p12; ca.key stays here.")
+
+
+def _source(variable: str, options: argparse.Namespace, env: Environment) -> str:
+    """How to give a role's password to whoever needs it: as this command was given it."""
+    if env.get(variable):
+        return f"{variable}=... (as set here)"
+    file = env.get(f"{variable}_FILE") or options.password_file or "FILE"
+    return f"{variable}_FILE={shlex.quote(str(file))}"
 
 
 def _own_hosts() -> list[str]:

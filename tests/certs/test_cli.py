@@ -92,6 +92,19 @@ def test_init_twice_changes_nothing(directory: Path, capsys: pytest.CaptureFixtu
     assert load_configured(load_config(directory / "config.json"), "worker", {}, password=PASSWORD)
 
 
+def test_init_says_where_each_sides_password_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MS_SERVER_PASSWORD_FILE", str(tmp_path / "of servers"))
+    monkeypatch.setenv("MS_CLIENT_PASSWORD", "of clients")
+    (tmp_path / "of servers").write_text("x\n")
+    assert main(["init", "--dir", str(tmp_path / "c"), "--password-file", str(tmp_path / "own")]) == 0
+    told = capsys.readouterr().out
+    assert f"MS_SERVER_PASSWORD_FILE='{tmp_path / 'of servers'}' python -m scheduler" in told
+    assert "MS_CLIENT_PASSWORD=... (as set here) python train.py" in told
+    assert "of clients" not in told and str(tmp_path / "own") not in told
+
+
 def test_each_side_may_have_its_own_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, password in zip(VARIABLES, ("ca", "server", "client"), strict=True):
         monkeypatch.setenv(variable, password)
