@@ -143,7 +143,7 @@ def load_address(env: Mapping[str, str], *, config_path: Path | None = None, job
     """
     read = Environment(env)
     return Address(
-        host=_host(read),
+        host=_host(read, "MS_SCHED_HOST"),
         port=read.integer("MS_SCHED_PORT", DEFAULT_PORT, 1, 65_535),
         job_id=_name("MS_JOB_ID", job_id or read.text("MS_JOB_ID", "default")),
         config_path=config_path or read.path("MS_CONFIG_FILE"),
@@ -192,7 +192,7 @@ def load_settings(
         rank_table=_rank_table(read, worker_num),
         max_streams_per_host=read.integer("MS_MAX_STREAMS_PER_HOST", 4096, 1, MAX_WORKERS),
         metrics_port=read.integer("MS_METRICS_PORT", 0, 1, 65_535) or None,
-        metrics_host=read.text("MS_METRICS_HOST", DEFAULT_HOST),
+        metrics_host=_host(read, "MS_METRICS_HOST"),
         audit_log_path=read.path("MS_AUDIT_LOG"),
         log_level=_log_level(read),
     )
@@ -217,17 +217,18 @@ def _check_role(read: Environment) -> None:
         )
 
 
-def _host(read: Environment) -> str:
-    host = read.text("MS_SCHED_HOST", DEFAULT_HOST)
+def _host(read: Environment, variable: str) -> str:
+    host = read.text(variable, DEFAULT_HOST)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if len(host) > 253 or any(c.isspace() or c in "/@[]" for c in host):
         raise SettingsError(
-            f"MS_SCHED_HOST must be an IPv4 address, an IPv6 address or a host name; it is {host[:80]!r}."
+            f"{variable} must be an IPv4 address, an IPv6 address or a host name; it is {host[:80]!r}."
         )
     if host.count(":") == 1:
         raise SettingsError(
-            f"MS_SCHED_HOST must be without a port, which is MS_SCHED_PORT's; it is {host!r}."
+            f"{variable} must be without a port, which is {variable.removesuffix('HOST')}PORT's;"
+            f" it is {host[:80]!r}."
         )
     return canonical_address(host)
 
@@ -290,7 +291,7 @@ def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
         raise SettingsError(f"RANK_TABLE_FILE cannot be read: '{path}': {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, RankTableError) else f"it is not JSON ({error})."
-        raise SettingsError(f"RANK_TABLE_FILE '{path}' is no rank table: {reason}") from error
+        raise SettingsError(f"RANK_TABLE_FILE '{path}' is no rank table: {reason.rstrip('.')}.") from error
     if worker_num and len(table.entries) != worker_num:
         raise SettingsError(
             f"MS_WORKER_NUM must be {len(table.entries)}, the number of devices in RANK_TABLE_FILE '{path}';"
