@@ -18,12 +18,7 @@ from worker.communicators.base import Communicator
 from worker.core import events as e
 from worker.core import messages as m
 from worker.core.membership import Membership
-from worker.errors import (
-    LeaveGranted,
-    MembershipChanged,
-    NotInitializedError,
-    WorkerError,
-)
+from worker.errors import LeaveGranted, MembershipChanged, NotInitializedError, WorkerError
 from worker.failures import failure_of, sentence
 from worker.wire import WireError, decode, encode
 
@@ -326,7 +321,7 @@ class Client:
                 error = self.failure or self.dismissal
                 if error is not None:
                     raise error
-                self._changed.wait()
+                self._wait_unless_closed()
             build, self._build = self._build, None
             self.pending = None
             return build
@@ -347,7 +342,7 @@ class Client:
                     raise error
                 if self._running >= generation:
                     return True
-                self._changed.wait()
+                self._wait_unless_closed()
 
     def verdict(self, generation: int, rank: int, error: Exception) -> Exception:
         """Waits to learn whether a failed collective means that the membership has changed.
@@ -389,8 +384,15 @@ class Client:
             with self._lock:
                 while self._news == seen and not self._closed and self.change_of(generation) is None:
                     self._changed.wait()
-            if self._closed:
-                raise NotInitializedError("The session was released.")
+            self._refuse_if_closed()
+
+    def _wait_unless_closed(self) -> None:
+        self._refuse_if_closed()
+        self._changed.wait()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:  # nothing is carried out any more that could end a wait
+            raise NotInitializedError("The session was released.")
 
     @property
     def generation_changing(self) -> Callable[[int], bool]:

@@ -146,6 +146,25 @@ def test_closing_frees_a_thread_that_waits_at_a_step_boundary(running: Client) -
         held.result()
 
 
+def test_closing_frees_a_thread_that_waits_for_a_generation(connector: ScriptedConnector) -> None:
+    made = client(connector)
+    made.start()
+    line = connector.next_line()
+    line.welcome()
+    line.hear("join")
+    joining = Thread(made.next_build)
+    made.close()
+    with pytest.raises(NotInitializedError):
+        joining.result()
+
+
+def test_closing_frees_a_thread_that_waits_for_the_others_to_build(running: Client) -> None:
+    building = Thread(lambda: running.built(2))
+    running.close()
+    with pytest.raises(NotInitializedError):
+        building.result()
+
+
 def _next_assignment() -> Assignment:
     return assignment(2, 1)
 
