@@ -250,7 +250,8 @@ class Job(Reception):
         node_id = claim.candidate.node_id
         rank = self._ledger.rank_of(node_id)
         finished = event.finished and rank >= 0
-        told = "has completed the training" if finished else f"left: {event.reason or 'no reason given'}"
+        why = event.reason.rstrip(".") or "no reason given"
+        told = "has completed the training" if finished else f"left: {why}"
         sentence = f"{who(claim.candidate, rank)} {told}"
         self._remove(node_id, sentence, finished=finished)
         self._say(f"{upper_first(sentence)}.")
