@@ -100,7 +100,8 @@ def test_the_environment_is_one_that_the_scheduler_and_the_workers_accept() -> N
 
     def environment(kind: str, name: str) -> dict[str, str]:
         container = named(kind, name)["spec"]["template"]["spec"]["containers"][0]
-        return shared | {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        own = {str(one["name"]): str(one["value"]) for one in container["env"] if "value" in one}
+        return {**shared, **own}
 
     scheduler = scheduler_settings(environment("Deployment", "muster-scheduler"), serve=True)
     assert (scheduler.metrics_host, scheduler.metrics_port) == ("0.0.0.0", 9464)
