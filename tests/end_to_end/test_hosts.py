@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,27 @@ def test_the_check_refuses_ranks_that_would_hang(net: Cluster, pki: Pki, tmp_pat
     assert re.search(r"refused\W+NCCL_ALGO\W+Ring\W+0\b", told)
     assert re.search(r"warning\W+NCCL_DEBUG\W+INFO\W+0\b", told)
     assert "not ready to train" in told
+
+
+def test_the_tutorials_cluster_script_on_two_hosts(net: Cluster, pki: Pki, tmp_path: Path) -> None:
+    """Nothing but the MS_* variables: no launcher, no ssh; the second host has one worker more."""
+    script = ("sh", str(ROOT / "examples" / "run_gpu_cluster.sh"), str(tmp_path), net["control"].address())
+    env = {"PYTHON": sys.executable, "SCRIPT": REPORT, "KEYS": str(pki.directory), "MS_WORKER_NUM": "3"}
+    env["MS_TOPO_TIMEOUT"] = "40"
+    started = []
+    for host, count, role in ((net["beta"], 2, ()), (net["control"], 1, ("scheduler",))):
+        (tmp_path / host.name).mkdir()
+        log = tmp_path / host.name / "script.log"
+        started.append(host.start(log, *script, *role, **env, LOCAL_WORKERS=str(count)))
+    codes = [process.wait(WAIT_S) for process in started]
+    logs = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.log")}
+    assert codes == [0, 0], logs
+    workers = sorted(name for name in logs if "device/worker" in name)
+    assert [name.partition("/")[0] for name in workers] == ["beta", "beta", "control"]
+    lines = re.findall(r"\{\"rank\".*\}$", "\n".join(logs.values()), re.M)
+    reports = [json.loads(line) for line in lines]
+    assert sorted(report["rank"] for report in reports) == [0, 1, 2]
+    assert reports[0]["hosts"] == ["beta", "beta", "control"]
 
 
 FIREWALL = """
