@@ -114,7 +114,9 @@ class Communicator(abc.ABC):
         """Combines ``send`` of all ranks into ``recv`` of all ranks. Same shape; may be in place."""
 
     @abc.abstractmethod
-    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False) -> Work:
+    def reduce(
+        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
+    ) -> Work:
         """Like all_reduce, but only ``root`` gets the result (``recv`` is None elsewhere)."""
 
     @abc.abstractmethod
