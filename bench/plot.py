@@ -1,6 +1,6 @@
 """Draws the README's figures from the JSON files that the GPU benchmarks wrote.
 
-python -m bench.plot bench/results/nccl-allreduce-4xh200.json bench/results/train-4xh200.json --out docs
+python -m bench.plot bench/results/{nccl-allreduce,train,scaling}-4xh200.json --out docs
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ NAMES = {
     "muster-cupy": "Muster (CuPy)",
     "torch": "torch.distributed",
     "nccl-tests": "nccl-tests",
+    "ddp": "DDP",
+    "ddp-compiled": "DDP, compiled",
 }
 
 
@@ -43,40 +45,71 @@ def caption(report: dict[str, Any]) -> str:
     parts = [
         f"{machine.get('gpus', report.get('gpus', ''))} x {machine['gpu']}",
         f"driver {machine.get('driver', '?')}",
-        f"NCCL {machine.get('nccl', '?')}",
+        f"NCCL {_release(machine.get('nccl'))}",
         f"torch {packages.get('torch', '?')}",
         str(machine["date"]),
     ]
     return ", ".join(parts)
 
 
+def _release(number: int | None) -> str:
+    return "?" if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
 def draw(report: dict[str, Any], directory: Path) -> list[Path]:
     """Writes the PNG files of one report; returns their paths."""
-    if report["benchmark"] == "train":
-        batches = sorted({row["batch_per_gpu"] for row in report["results"]})
-        return [_draw_training(report, batch, directory) for batch in batches]
-    return [_draw_bandwidth(report, directory)]
+    if report["benchmark"] != "train":
+        return [_draw_bandwidth(report, directory)]
+    batches = sorted({row["batch_per_gpu"] for row in report["results"]})
+    if len({row["gpus"] for row in report["results"]}) > 1:
+        return [_draw_scaling(report, batch, directory) for batch in batches]
+    return [_draw_variants(report, batches, directory)]
 
 
 def _draw_bandwidth(report: dict[str, Any], directory: Path) -> Path:
     figure, axes = _figure("AllReduce, float32, in place", report)
-    for name, points in bus_bandwidth(report).items():
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    for (name, points), marker in zip(bus_bandwidth(report).items(), "os^x", strict=False):
+        axes.plot(*zip(*points, strict=True), marker=marker, fillstyle="none", linewidth=1, label=name)
     axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     axes.set_xlabel("bytes")
     axes.set_ylabel("bus bandwidth, GB/s")
     return _save(figure, axes, directory / "allreduce.png")
 
 
-def _draw_training(report: dict[str, Any], batch: int, directory: Path) -> Path:
-    figure, axes = _figure(f"ResNet-50, 224x224, {batch} images per GPU", report)
+def _draw_variants(report: dict[str, Any], batches: list[int], directory: Path) -> Path:
+    gpus = report["results"][0]["gpus"]
+    figure, axes = _figure(f"ResNet-50, 224x224, bf16, {gpus} GPUs, synthetic images", report)
+    speeds = [training_speed(report, batch) for batch in batches]
+    variants = list(speeds[0])
+    width = 0.8 / len(variants)
+    for index, variant in enumerate(variants):
+        places = [group + (index - (len(variants) - 1) / 2) * width for group in range(len(batches))]
+        bars = axes.bar(
+            places, [speed[variant][0][1] for speed in speeds], width, label=NAMES.get(variant, variant)
+        )
+        axes.bar_label(bars, fmt="{:,.0f}", fontsize=8)
+    axes.set_xticks(range(len(batches)), [f"{batch} images per GPU" for batch in batches])
+    axes.margins(y=0.08)
+    axes.set_ylabel("images/s")
+    return _save(figure, axes, directory / "train.png")
+
+
+def _draw_scaling(report: dict[str, Any], batch: int, directory: Path) -> Path:
+    figure, axes = _figure(f"ResNet-50, 224x224, bf16, {batch} images per GPU, synthetic images", report)
+    counts = sorted({row["gpus"] for row in report["results"]})
     for variant, points in training_speed(report, batch).items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=variant)
-    axes.set_xticks(sorted({row["gpus"] for row in report["results"]}))
+        axes.plot(*zip(*points, strict=True), marker="o", label=NAMES.get(variant, variant))
+        (fewest, speed), (most, reached) = points[0], points[-1]
+        ideal = [speed * count / fewest for count in counts]
+        axes.plot(counts, ideal, linestyle=":", color="gray", label="in proportion")
+        share = f"{reached:,.0f} ({reached / ideal[-1]:.1%})"
+        axes.annotate(share, (most, reached), (-8, -40), textcoords="offset points", ha="right", fontsize=8)
+    axes.set_xticks(counts)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("GPUs")
     axes.set_ylabel("images/s")
-    return _save(figure, axes, directory / f"train-{batch}.png")
+    return _save(figure, axes, directory / f"scaling-{batch}.png")
 
 
 def _figure(title: str, report: dict[str, Any]) -> tuple[Any, Any]:

@@ -10,7 +10,8 @@ import pytest
 from bench import nccl_allreduce, plot
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-REPORTS = sorted([*RESULTS.glob("nccl-allreduce-*.json"), *RESULTS.glob("train-*.json")])
+KINDS = ("nccl-allreduce", "train", "scaling")
+REPORTS = sorted(path for kind in KINDS for path in RESULTS.glob(f"{kind}-*.json"))
 
 
 def test_bus_bandwidth_is_nccl_tests() -> None:
