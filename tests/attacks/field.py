@@ -18,7 +18,7 @@ from certs.identity import Identity
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.proxy import Proxy
-from tests.scheduler.processes import PASSWORD, Pki, Scheduler, channel, environment, scheduler
+from tests.scheduler.processes import PASSWORD, Pki, Scheduler, Stream, channel, environment, scheduler
 
 WORKERS = 3
 WAIT_S = 60.0
@@ -35,6 +35,7 @@ class Field:
         proxy: the recording proxy through which the job's workers reach it.
         victims: the job's workers.
         memory_before: the scheduler's resident memory before the first attack, in bytes.
+        silent: a session opened at the begin, on which nothing is ever said.
         memory_after: and after the last one.
         memory_peak: and at its peak.
     """
@@ -45,6 +46,7 @@ class Field:
     proxy: Proxy
     victims: list[subprocess.Popen[bytes]]
     memory_before: int = 0
+    silent: Stream | None = None
     memory_after: int = 0
     memory_peak: int = 0
 

@@ -85,7 +85,8 @@ def many_keys(port: int, pid: int) -> str:
 
 def main() -> None:
     if sys.argv[1:] == ["serve"]:
-        print(store(0, serve=True).port, flush=True)
+        kept = store(0, serve=True)
+        print(kept.port, flush=True)
         time.sleep(120)
         return
     command = [sys.executable, "-m", "tests.attacks.tcpstore", "serve"]

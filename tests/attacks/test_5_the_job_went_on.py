@@ -31,6 +31,13 @@ def losses(field: Field) -> list[str]:
     return found[0]
 
 
+def test_a_crash_would_leave_no_core_file_and_no_argument_shows_the_password(field: Field) -> None:
+    for pid in (field.running.process.pid, *(victim.pid for victim in field.victims)):
+        limits = Path(f"/proc/{pid}/limits").read_text()
+        assert re.search(r"^Max core file size +0 ", limits, re.MULTILINE)
+        assert PASSWORD not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def test_the_losses_are_those_of_an_undisturbed_run(field: Field, losses: list[str], tmp_path: Path) -> None:
     env = environment_of(tmp_path, field.pki)
     with scheduler(**env) as quiet:
