@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import grpc
 
 from certs.store import Credentials
@@ -66,7 +68,9 @@ class RotatingServerCredentials:
     """
 
     def __init__(self, credentials: Credentials) -> None:
-        self._next: grpc.ServerCertificateConfiguration | None = None
+        # One operation puts in and one takes out: with a plain attribute, what is put between another
+        # thread's reading and clearing of it would be lost, and the old certificate stay for good.
+        self._next: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
         self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             _configuration(credentials),
             self._fetch,  # type: ignore[arg-type]  # None keeps what is in force
@@ -75,12 +79,14 @@ class RotatingServerCredentials:
 
     def update(self, credentials: Credentials) -> None:
         """Puts new credentials in force for connections from now on. They must have been validated."""
-        self._next = _configuration(credentials)
+        self._next.append(_configuration(credentials))
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         # Runs on gRPC's threads at every accept: hands over what is prepared, does nothing else.
-        following, self._next = self._next, None
-        return following
+        try:
+            return self._next.pop()
+        except IndexError:
+            return None
 
 
 def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
