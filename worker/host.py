@@ -89,6 +89,11 @@ def _local_address(settings: Settings) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0]).partition("%")[0]
+    except UnicodeError:  # no name service will ever know it
+        raise SettingsError(
+            "MS_SCHED_HOST must be an address or a host name, whose parts have 1 to 63 characters;"
+            f" it is {settings.scheduler_host!r}."
+        ) from None
     except OSError as error:
         raise UnresolvedHostError(
             f"MS_SCHED_HOST is {settings.scheduler_host!r}, and there is no way to it: {error.strerror}.",
@@ -139,7 +144,9 @@ def choose_device(settings: Settings, root: Path = Path("/")) -> DeviceChoice:
     names = settings.visible_devices
     visible = [str(i) for i in range(len(present))] if names is None else list(names)
     if not present or not visible:
-        return DeviceChoice(Device(kind="cpu", index=settings.local_index))
+        # It is only a name here, but rank tables list devices by it.
+        index = settings.device_id if settings.device_id >= 0 else settings.local_index
+        return DeviceChoice(Device(kind="cpu", index=index))
     ordinal = _ordinal(settings, len(visible))
     if ordinal < 0:
         return DeviceChoice(Device(kind="cuda", index=-1), -1, len(visible))

@@ -180,9 +180,10 @@ def _check_table(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -
     host, device = candidate.host, candidate.device
     index = device.index if device.index >= 0 else candidate.local_index
     if entry is None:
+        device_words = f"device {index}" if index >= 0 else "no device: DEVICE_ID is not set"
         return v.Refused(
             v.RefusalCode.NOT_IN_RANK_TABLE,
-            f"{upper_first(who(candidate))} (address {host.address}, device {index}) is not in the rank "
+            f"{upper_first(who(candidate))} (address {host.address}, {device_words}) is not in the rank "
             "table; add its server_id and device_id to RANK_TABLE_FILE, or start it on a listed device.",
         )
     for claim in staying(ledger):

@@ -37,6 +37,7 @@ def machine(root: Path, count: int) -> Path:
 def test_without_gpus_the_device_is_the_cpu(tmp_path: Path) -> None:
     assert choose_device(settings(), tmp_path) == DeviceChoice(Device("cpu", -1))
     assert choose_device(settings(local_index=3), tmp_path).device == Device("cpu", 3)
+    assert choose_device(settings(device_id=2, local_index=3), tmp_path).device == Device("cpu", 2)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,13 @@ def test_the_hosts_identity_is_stable_and_says_nothing() -> None:
     assert host_identity() == host_identity()
     assert len(host_identity()) == 16
     assert socket.gethostname() not in host_identity()
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 64 + ".example"])
+def test_a_name_that_no_host_can_have_is_refused_at_once(name: str) -> None:
+    with pytest.raises(SettingsError, match="MS_SCHED_HOST must be .* 1 to 63") as caught:
+        describe_host(settings(scheduler_host=name))
+    assert type(caught.value) is SettingsError  # the kind that is not tried again
 
 
 def test_node_ids() -> None:

@@ -72,6 +72,14 @@ def test_a_rank_table_of_another_size_than_worker_num_is_refused() -> None:
         Job("red", replace(SETTINGS, rank_table=table))
 
 
+def test_who_has_no_device_is_told_so_where_a_rank_table_asks_for_one() -> None:
+    table = v.RankTable((v.RankTableEntry(0, "host-a", 0), v.RankTableEntry(1, "host-a", 1)))
+    job = Job("red", replace(SETTINGS, rank_table=table))
+    [refused] = [m for _, m in job.step(join(1, "a"), 0.0).messages if isinstance(m, v.Refused)]
+    assert refused.code is v.RefusalCode.NOT_IN_RANK_TABLE
+    assert "no device: DEVICE_ID is not set" in refused.sentence
+
+
 def test_large_worlds_take_several_unique_ids() -> None:
     job = Job("red", replace(SETTINGS, worker_num=5, ranks_per_unique_id=2))
     decisions = [job.step(join(number, str(number), 5), 0.0) for number in range(5)]
@@ -154,6 +162,7 @@ def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_an
     settings = replace(SETTINGS, worker_num=1)
     records = history(Job("red", settings), join(1, "a", 1))
     job = Job.recover("red", settings, records, 0.0)
-    asks = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1), v.SessionLost(4, "reset")]
+    asks: list[v.Event] = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1)]
+    asks.append(v.SessionLost(4, "reset"))
     answers = [m for i, ask in enumerate(asks) for m in job.step(ask, 1.0 + i).messages]
     assert [type(message) for session, message in answers if session == 3] == [v.Refused]
