@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from certs.config import config_warnings
 from certs.grpc_credentials import SERVER_OPTIONS, RotatingServerCredentials
 from scheduler import listen, systemd
 from scheduler.access import Access
@@ -182,8 +183,8 @@ def _say_ready(settings: SchedulerSettings, security: Security | None, port: int
     where = listen.show(settings.bind_host, port)
     print(f"scheduler ready on {where} (job {settings.job_id}, {size}, {transport})", flush=True)
     if security is not None:
-        for cipher in security.config.ignored_ciphers:
-            LOG.warning("cipher_list: %s has no effect here", cipher)
+        for sentence in config_warnings(security.config):
+            LOG.warning("%s", sentence)
         LOG.info("certificate %s %s", security.credentials.identity, security.credentials.fingerprint)
 
 

@@ -167,6 +167,14 @@ def test_a_scheduler_that_could_only_be_refused_does_not_start(
     assert "Traceback" not in done.stderr
 
 
+def test_what_weakens_the_scheduler_is_said_at_its_start(own_pki: Pki) -> None:
+    own_pki.write_config(require_identity=False, cipher_list="ECDHE-ECDSA-AES128-GCM-SHA256:OLD-ONE")
+    with scheduler(**own_pki.env()) as running:
+        assert "WARNING" in running.await_log("require_identity is false")
+        assert "WARNING" in running.await_log("no certificate can be revoked")
+        assert "'OLD-ONE'" in running.await_log("cipher_list")
+
+
 def test_a_wrong_password_is_one_sentence_and_not_shown(own_pki: Pki) -> None:
     env = own_pki.env() | {"MS_SERVER_PASSWORD": "WRONG-ONE"}
     done = run_scheduler("--port", "0", env=environment(**env, MS_WORKER_NUM="2"))
