@@ -81,7 +81,7 @@ def test_the_hosts_identity_is_stable_and_says_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["a..b", "x" * 64 + ".example"])
 def test_a_name_that_no_host_can_have_is_refused_at_once(name: str) -> None:
-    with pytest.raises(SettingsError, match="MS_SCHED_HOST must be .* 1 to 63") as caught:
+    with pytest.raises(SettingsError, match=r"MS_SCHED_HOST must be .* 1 to 63") as caught:
         describe_host(settings(scheduler_host=name))
     assert type(caught.value) is SettingsError  # the kind that is not tried again
 
