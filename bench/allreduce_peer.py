@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 
-def measure(rank, world_size, size, rounds):  # type: ignore[no-untyped-def]  # runs without our environment
+def measure(rank: int, world_size: int, size: int, rounds: int) -> list[float]:
     """Seconds of each AllReduce of ``size`` bytes of float32, checked by value."""
     tensor = torch.empty(size // 4)
     samples = []
@@ -29,7 +29,7 @@ def measure(rank, world_size, size, rounds):  # type: ignore[no-untyped-def]  # 
     return samples[3:]
 
 
-def main():  # type: ignore[no-untyped-def]
+def main() -> None:
     """Joins the group, measures each size, prints."""
     rank, world_size, port = (int(text) for text in sys.argv[1:4])
     dist.init_process_group(
