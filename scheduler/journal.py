@@ -1,8 +1,9 @@
 """The journal: what must survive a restart of the scheduler, in one SQLite file.
 
-Every call of :meth:`Journal.append` is one transaction, on the disk when it returns: write-ahead logging
-with ``synchronous=FULL`` syncs the log at each commit. A scheduler killed between two commits finds exactly
-the commits that returned (and perhaps the one under way, whole).
+Every call of :meth:`Journal.append` is one transaction, on the disk when it returns (``synchronous=FULL``).
+A scheduler killed between two commits finds exactly the commits that returned (and perhaps the one under
+way, whole). SQLite's rollback journal is used, not its write-ahead log: what was committed lies in the file
+itself, where damage shows, while a damaged log is passed over without a word, and its commits with it.
 
 The file is opened exclusively, so that two schedulers never write one journal. Whatever is wrong with it is
 found before anything is written: the checks run on a copy.
@@ -197,9 +198,9 @@ class Journal:
         with tempfile.TemporaryDirectory(prefix="muster-journal-") as folder:
             copy = Path(folder) / "copy"
             shutil.copyfile(self.path, copy)
-            log = self.path.with_name(f"{self.path.name}-wal")
-            if log.exists():
-                shutil.copyfile(log, copy.with_name("copy-wal"))
+            rollback = self.path.with_name(f"{self.path.name}-journal")
+            if rollback.exists():
+                shutil.copyfile(rollback, copy.with_name("copy-journal"))
             with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
                 faults = [row[0] for row in connection.execute("PRAGMA integrity_check")]
                 if faults != ["ok"]:
@@ -237,7 +238,7 @@ class Journal:
         connection = sqlite3.connect(self.path, isolation_level=None, timeout=0, check_same_thread=False)
         try:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA journal_mode = TRUNCATE")
             connection.execute("PRAGMA synchronous = FULL")
         except BaseException:
             connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -175,20 +176,29 @@ def test_a_damaged_file_is_named_and_not_touched(
     assert isinstance(caught.value, SchedulerError)
 
 
-def test_damage_in_a_log_left_by_a_crash_is_not_taken_for_records(tmp_path: Path) -> None:
-    """SQLite drops log frames whose checksum is wrong: what was committed before them is what counts."""
-    path = tmp_path / "j"
-    journal = Journal(path)
-    journal.append("default", RECORDS[:1])
-    journal.append("default", RECORDS[1:2])
-    crashed = tmp_path / "crashed"
+def test_a_commit_that_a_crash_cut_short_is_as_if_it_had_never_begun(tmp_path: Path) -> None:
+    path, crashed = tmp_path / "j", tmp_path / "crashed"
+    with Journal(path) as journal:
+        journal.append("default", RECORDS[:1])
     crashed.mkdir()
-    (crashed / "j").write_bytes(path.read_bytes())
-    log = path.with_name("j-wal").read_bytes()
-    (crashed / "j-wal").write_bytes(log[:-100] + bytes(100))
-    journal.close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as half_done:
+        half_done.execute("PRAGMA cache_size = 1")  # so that pages reach the file before the commit
+        half_done.execute("BEGIN")
+        rows = [("default", "x" * 500, 0)] * 200
+        half_done.executemany("INSERT INTO records (job_id, record, checksum) VALUES (?, ?, ?)", rows)
+        for name in ("j", "j-journal"):
+            (crashed / name).write_bytes((tmp_path / name).read_bytes())
+        assert len((crashed / "j").read_bytes()) > 200 * 500
     with Journal(crashed / "j") as recovered:
         assert recovered.load("default") == [RECORDS[0]]
+
+
+def test_what_was_committed_lies_in_the_one_file(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j") as journal:
+        journal.append("default", RECORDS)
+        (tmp_path / "copy").write_bytes((tmp_path / "j").read_bytes())
+    with Journal(tmp_path / "copy") as copy:
+        assert copy.load("default") == list(RECORDS)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -146,7 +146,7 @@ def test_a_damaged_journal_is_named_and_left_as_it_is(tmp_path: Path) -> None:
         running.wait()
         for stream in streams:
             stream.end()
-    file = max(tmp_path.iterdir(), key=lambda path: path.stat().st_size)
+    file = next(path for path in tmp_path.iterdir() if path.suffix == ".sqlite")
     damaged = b"\xff" * 2048 + file.read_bytes()[2048:]
     file.write_bytes(damaged)
     done = run_scheduler("--port", "0", env=environment(**env, MS_WORKER_NUM="2"))
