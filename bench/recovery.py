@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--gpus", type=int, default=4, metavar="N", help="workers of the job on GPUs (4)")
     option("--kills", type=int, metavar="N", help="workers to kill (20, or 5 on GPUs)")
     option("--scheduler-kills", type=int, default=20, metavar="N", help="schedulers to kill, tcp (20)")
+    option(
+        "--chaos-s", type=float, default=0, metavar="S", help="then kill without mercy for so long, tcp (0)"
+    )
     option("--epochs", type=int, default=0, metavar="N", help="of the digits, tcp (10 a kill, at least 20)")
     option(
         "--pace-ms", type=float, default=20, help="least time of a step while there is harm to do, tcp (20)"

@@ -40,6 +40,8 @@ def measure(options: argparse.Namespace, directory: Path, say: Say) -> dict[str,
         results["worker_kills"] = _worker_kills(options, directory / "workers", say)
     if options.scheduler_kills:
         results["scheduler_kills"] = _scheduler_kills(options, directory / "scheduler", say)
+    if options.chaos_s:
+        results["chaos"] = _chaos(options, directory / "chaos", say)
     results["load_at_end"] = os.getloadavg()
     results["summary"] = _summary(results)
     return results
@@ -49,12 +51,12 @@ class Digits(Job):
     """The digits, learnt by ``train.py``; slowed down while there is harm to do.
 
     Args:
-        options: workers, pace_ms.
         directory: for keys, logs and records; is made.
-        epochs: how many.
+        workers: MS_WORKER_NUM.
         worker_min: MS_WORKER_MIN.
+        epochs: how many.
+        pace_s: least time of a step, until :meth:`finish`; 0: none.
         say: shows progress.
-        pace_s: least time of a step.
     """
 
     def __init__(
@@ -275,6 +277,22 @@ def _kill_both(job: Digits, chance: random.Random) -> dict[str, Any]:
     return {"scheduler_start_to_next_step_s": round(step - back, 3), "world": len(survivors)}
 
 
+def _chaos(options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
+    from bench.recovery_chaos import harm
+
+    with Digits(
+        directory,
+        workers=options.workers,
+        worker_min=2,
+        epochs=options.epochs or max(20, int(10 * options.chaos_s)),
+        pace_s=options.pace_ms / 1000,
+        say=say,
+    ) as job:
+        result = harm(job, options.chaos_s, random.Random(options.seed))
+        say(f"chaos: {result}")
+        return result
+
+
 # ---------------------------------------------------------------- results
 
 
@@ -295,6 +313,9 @@ def _summary(results: dict[str, Any]) -> dict[str, Any]:
         }
         summary["worker_killed_in_absence"] = absent["worker_killed_in_absence"]
     summary["did_not_hold"] = _broken(harmed, absent)
+    chaos = results.get("chaos")
+    if chaos and not (chaos["exact"] and chaos["none_twice"]):
+        summary["did_not_hold"].append("every step is finished, by each process once, in chaos")
     return summary
 
 
