@@ -83,6 +83,7 @@ class Session:
         """
         self._client.start()
         try:
+            self.backend.prepare(-1 if self.settings.spare else self.device.ordinal)
             self._enter()
         except BaseException as error:
             self.release(finished=False, reason=reason_of(error))
@@ -143,10 +144,8 @@ class Session:
 
     def _ordinal(self, local_rank: int) -> int:
         device = self.device
-        if device.visible_count == 0:
-            return -1
-        if device.ordinal >= 0:
-            return device.ordinal
+        if device.visible_count == 0 or device.ordinal >= 0:
+            return device.ordinal if device.visible_count else -1
         if self._first_ordinal is None:  # local ranks move up when others die; the arrays stay where they are
             self._first_ordinal = local_rank % device.visible_count
         return self._first_ordinal

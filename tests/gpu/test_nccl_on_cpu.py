@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.gpu.stand_in import fake_cupy
 from worker.communicators import nccl_handles
 from worker.communicators.base import Membership, Peer, ReduceOp
+from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, reader_of
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
@@ -280,3 +282,69 @@ def test_async_is_refused_within_a_group_which_ends_all_the_same(comm: NcclCommu
     with pytest.raises(CommunicatorError, match="async_op"), comm.group():
         comm.all_reduce(array, array, ReduceOp.SUM, async_op=True)
     assert calls_of(comm) == [("group_start",), ("group_end",)]
+
+
+# ---------------------------------------------------------------- before joining
+
+
+class SlowDevices:
+    """CuPy whose context takes until ``ready`` is set; counts who made which."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ready, self.used = threading.Event(), list[tuple[int, str]]()
+        fake: Any = fake_cupy(SimpleNamespace(ptr=77))
+        fake.cuda.Device = lambda index: SimpleNamespace(use=lambda: self._use(index))
+        fake.cuda.runtime = SimpleNamespace(free=lambda pointer: None, getDevice=lambda: self.used[-1][0])
+        monkeypatch.setitem(sys.modules, "cupy", fake)
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        monkeypatch.setattr(nccl_handles, "load_bindings", lambda: LoadedNccl(polls=0))
+
+    def _use(self, index: int) -> None:
+        self.ready.wait(30)
+        self.used.append((index, threading.current_thread().name))
+
+
+class LoadedNccl(FakeNccl):
+    def get_version(self) -> int:
+        return 22809
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: name
+
+
+def test_the_gpu_is_made_ready_while_the_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = SlowDevices(monkeypatch)
+    backend = NcclBackend()
+    backend.prepare(2)  # returns, though the device is not there yet
+    assert devices.used == []
+    threading.Timer(0.05, devices.ready.set).start()
+    comm = backend.connect(membership([""]), timeout_s=5, cancelled=lambda: None)
+    name = threading.current_thread().name
+    assert [used for used in devices.used if used[1] != name] == [(2, "muster-nccl-prepare")]
+    assert devices.used[0] == (2, "muster-nccl-prepare")
+    comm.close()
+    backend.close()
+
+
+def test_a_gpu_that_is_not_known_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = SlowDevices(monkeypatch)
+    devices.ready.set()
+    backend = NcclBackend()
+    backend.prepare(-1)
+    backend.close()
+    assert devices.used == []
+
+
+def test_what_fails_beforehand_is_told_when_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = SlowDevices(monkeypatch)
+
+    def broken(index: int) -> None:
+        raise RuntimeError("no such device")
+
+    devices._use = broken  # type: ignore[method-assign]
+    devices.ready.set()
+    backend = NcclBackend(device_index=7)
+    backend.prepare(0)
+    with pytest.raises(CommunicatorError, match="GPU 7 cannot be used on this host: no such device"):
+        backend.connect(membership([""]), timeout_s=5, cancelled=lambda: None)
+    backend.close()

@@ -177,6 +177,15 @@ class Backend(abc.ABC):
 
     name: str
 
+    def prepare(self, device_index: int) -> None:
+        """Begins, before joining, what takes long and needs no peers. Returns at once and never raises.
+
+        Args:
+            device_index: this worker's GPU as CUDA counts in this process; -1: not known yet, or a spare's,
+                which may wait for long and holds no memory of a GPU meanwhile.
+        """
+        return
+
     @abc.abstractmethod
     def open_endpoint(self, address: str) -> str:
         """Prepares to be reached by peers; called once, before joining.

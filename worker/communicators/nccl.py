@@ -8,8 +8,11 @@ from worker.communicators import nccl_handles as handles
 from worker.communicators.base import Backend, Membership
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
-from worker.communicators.nccl_streams import use_device
+from worker.communicators.nccl_streams import Preparation, use_device
 from worker.communicators.nccl_work import PreMultipliedSum
+
+_PREPARATION_S = 10.0
+"""How long a process that ends waits for a preparation under way."""
 
 __all__ = ["NcclBackend", "NcclCommunicator", "PreMultipliedSum"]
 
@@ -30,6 +33,12 @@ class NcclBackend(Backend):
         self.facts = {"nccl": f"{version // 10000}.{version // 100 % 100}.{version % 100}"}
         self._device_index = device_index
         self._presence: Presence | None = None
+        self._preparation: Preparation | None = None
+
+    def prepare(self, device_index: int) -> None:
+        """Loads CuPy or torch and makes the GPU's context while this worker joins."""
+        if self._preparation is None:
+            self._preparation = Preparation(self._device_index if self._device_index >= 0 else device_index)
 
     def open_endpoint(self, address: str) -> str:
         """Opens the port on which this worker says whether it is building a communicator."""
@@ -45,6 +54,8 @@ class NcclBackend(Backend):
         self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
     ) -> NcclCommunicator:
         """Builds the communicator of a generation; see :class:`~worker.communicators.base.Backend`."""
+        if self._preparation is not None:
+            self._preparation.wait()
         own = membership.peers[membership.rank]
         device = use_device(own.device_index if self._device_index < 0 else self._device_index)
         if self._presence is not None:
@@ -62,6 +73,8 @@ class NcclBackend(Backend):
 
     def close(self) -> None:
         """Stops answering peers; idempotent."""
+        if self._preparation is not None:  # an interpreter that ends meanwhile could crash
+            self._preparation.wait(_PREPARATION_S)
         if self._presence is not None:
             self._presence.close()
             self._presence = None
