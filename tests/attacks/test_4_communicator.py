@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -130,7 +131,7 @@ def test_an_insider_without_the_unique_id_is_challenged_and_never_let_in(
 ) -> None:
     """The certificate is a member's own: only the unique id is missing."""
     context = client_ssl_context(field.pki.credentials("client"))
-    challenged = 0
+    challenged, before = 0, refusals(field)
     for port in ports:
         for to_rank in range(3):
             with connected(port) as plain, context.wrap_socket(plain) as sock:
@@ -143,6 +144,16 @@ def test_an_insider_without_the_unique_id_is_challenged_and_never_let_in(
                 proof = {"guessed": os.urandom(32), "reflected": theirs, "empty": bytes(32)}[kind]
                 assert answer(sock, PROOF.pack(proof, bytes(32))) == b""
     assert challenged >= 3
+    until = time.monotonic() + 30
+    while refusals(field) < before + challenged:  # the place is taken as well, so only the log tells why
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def refusals(field: Field) -> int:
+    """How often the workers have said that somebody does not know the unique id."""
+    logs = [(field.directory / f"victim-{rank}.log").read_text() for rank in range(3)]
+    return sum(log.count("does not know the unique id of generation 1") for log in logs)
 
 
 # ---------------------------------------------------------------- between the members
