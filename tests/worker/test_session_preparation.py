@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rendezvous.v1 import rendezvous_pb2 as pb
 from tests.worker.scripted import ScriptedConnector, StubBackend, Thread, scripted_session
 from worker.core.messages import Device
 from worker.host import DeviceChoice
@@ -31,5 +32,6 @@ def test_the_device_is_prepared_before_the_job_forms(spare: bool, ordinal: int, 
     line.form(join)
     opening.result()
     assert backend.prepared == [prepared]
-    session.release(finished=False)
-    assert backend.closed
+    releasing = Thread(session.release)
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    releasing.result()
