@@ -10,10 +10,11 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from worker.config import SecurityContext, load_settings
 from worker.errors import NotInitializedError, SettingsError, WorkerError
@@ -35,6 +36,7 @@ class _Process:
         self.context = SecurityContext()
         self.session: Session | None = None
         self.hooked = False
+        self.exit_code: str | int | None = None
 
 
 _process = _Process()
@@ -210,7 +212,7 @@ def _set_up_log(level: str) -> None:
 
 
 def _hook_exit() -> None:
-    """Ends the session with the process: finished at a normal end, failed at an exception."""
+    """Ends the session with the process: finished at a normal end, failed at an exception or exit code."""
     if _process.hooked:
         return
     _process.hooked = True
@@ -220,6 +222,13 @@ def _hook_exit() -> None:
         abandon(error)  # first: the peers learn at once
         previous(kind, error, trace)
 
+    def on_exit(code: str | int | None = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            _process.exit_code = code  # at the very end nothing else tells it, and it is no exception
+        leave(code)
+
+    leave = sys.exit
+    sys.exit = on_exit
     sys.excepthook = on_exception
     atexit.register(_at_exit)
 
@@ -235,5 +244,9 @@ def abandon(error: BaseException) -> None:
 
 
 def _at_exit() -> None:
-    with contextlib.suppress(WorkerError):
-        release()
+    code = _process.exit_code
+    if code is None or code == 0:
+        with contextlib.suppress(WorkerError):
+            release()
+    else:
+        abandon(SystemExit(f"exit code {code}" if isinstance(code, int) else code))

@@ -68,6 +68,16 @@ def test_a_script_that_just_ends_has_finished(pki: Pki, tmp_path: Path) -> None:
         assert sched.wait() == 0
 
 
+def test_a_script_that_exits_with_a_code_has_not_finished(pki: Pki, tmp_path: Path) -> None:
+    with scheduler(**pki.env()) as sched, company(tmp_path, sched, pki) as hired:
+        first, second = hired.form(2)
+        first.tell("worker.all_reduce(1.0)")
+        second.tell("__import__('sys').exit(7)")
+        assert "exit code 7" in first.answer()
+        assert second.process.wait(30) == 7
+        assert "exit code 7" in sched.await_log("exit code 7")
+
+
 def test_workers_wait_for_a_scheduler_that_starts_later(pki: Pki, tmp_path: Path) -> None:
     with scheduler(**pki.env()) as first:
         port = first.port
