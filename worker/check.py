@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from worker import launch_fork
 from worker.core import check_rules as rules
 from worker.core.foreign_launchers import translate
 from worker.errors import SettingsError, WorkerError
@@ -68,6 +69,12 @@ def main(argv: Sequence[str]) -> int:
 
         own = ["--size-mib", str(options.size_mib), "--partners", str(options.partners)]
         return launch_command.main([*rest, "--", sys.executable, "-m", "worker", "check", *own])
+    code = _as_worker(options, rest)
+    # All is said and released. gRPC's own threads can make the interpreter hang at its end, rarely.
+    return launch_fork.leave(code)
+
+
+def _as_worker(options: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         if rest:
             raise SettingsError(f"A worker's check has no option {rest[0]!r}; --help shows those there are.")
