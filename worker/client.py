@@ -203,8 +203,9 @@ class Client:
             self.dismissal = LeaveGranted(sentence(f"This worker leaves the job: {notice.reason}"))
         elif isinstance(notice, e.Interrupt):
             self.pending = None
+            over = f"Generation {notice.generation} is over: "  # a suspension's reason says so itself
             self._interruption = MembershipChanged(
-                sentence(f"Generation {notice.generation} is over: {notice.reason}"),
+                sentence(over + notice.reason.removeprefix(over)),
                 generation=notice.generation,
                 lost=notice.lost,
             )
@@ -305,8 +306,7 @@ class Client:
 
     def check(self, generation: int) -> None:
         """Raises why the generation is over, if it is."""
-        error = self.change_of(generation)
-        if error is not None:
+        if (error := self.change_of(generation)) is not None:
             raise error
 
     def next_build(self) -> e.Build:

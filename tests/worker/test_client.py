@@ -13,7 +13,7 @@ from tests.worker.scripted import ScriptedConnector, Thread, stub_communicator
 from worker.client import Client
 from worker.core import events as e
 from worker.core.membership import Membership
-from worker.core.messages import Assignment, Quiesce
+from worker.core.messages import Assignment, Quiesce, Suspended
 from worker.errors import MembershipChanged, NotInitializedError, WorkerError
 
 
@@ -125,6 +125,12 @@ def test_a_communicator_of_a_generation_that_is_over_is_aborted_at_once(
     running.adopt(1, late)
     assert isinstance(late.error, MembershipChanged)
     assert not running.built(1)
+
+
+def test_a_suspension_says_once_that_the_generation_is_over(running: Client) -> None:
+    running.post(e.Received(1, Suspended(1, "Generation 1 is over: rank 0 left. Waiting.", 30.0)))
+    with pytest.raises(MembershipChanged, match=r"^Generation 1 is over: rank 0 left\. Waiting\."):
+        running.check(1)
 
 
 def test_communicators_are_taken_youngest_first_and_after_their_abort(running: Client) -> None:
