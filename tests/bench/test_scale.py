@@ -50,7 +50,12 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for size in (10, 100):
         figures = dict.fromkeys(plot_scale.TIMES, size / 100)
-        report: dict[str, object] = {"workers": size, "scheduler_bytes_per_worker": 1e5, "heartbeats_per_s": size, **figures}
+        report: dict[str, object] = {
+            "workers": size,
+            "scheduler_bytes_per_worker": 1e5,
+            "heartbeats_per_s": size,
+            **figures,
+        }
         machine = {"cores": 2, "cpu": "a CPU", "python": "3.11", "load_before": 0.5, "date": "2026-01-02T03"}
         report |= {"scheduler_cpu_share_of_one_core": 0.1, "machine": machine}
         (tmp_path / f"scale_{size}.json").write_text(json.dumps(report))
