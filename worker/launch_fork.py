@@ -31,10 +31,25 @@ WARM_MODULES = (
     "worker.process",
     "worker.collectives",
     "worker.communicators.tcp",
+    "worker.check_facts",
+    "worker.core.check_names",
 )
 """What a CPU worker imports between ``import worker`` and its first collective, gRPC excepted."""
 
-WARM_WITH_TLS = ("worker.channel", "certs.preflight", "grpc", "grpc.experimental", "encodings.idna")
+WARM_WITH_TLS = (
+    "worker.channel",
+    "certs.expiry",
+    "certs.grpc_credentials",
+    "certs.memory",
+    "certs.preflight",
+    "certs.watcher",
+    "cryptography.hazmat.backends.openssl.backend",
+    "grpc",
+    "grpc._channel",
+    "grpc.experimental",
+    "encodings.ascii",
+    "encodings.idna",
+)
 
 
 def refusal(command: Sequence[str], env: Mapping[str, str]) -> str:
@@ -65,6 +80,8 @@ def _same_interpreter(program: str, env: Mapping[str, str]) -> bool:
 def _shadowed(directory: Path) -> str:
     """A file beside the script that ``import`` would have found, had the launcher not loaded another."""
     for entry in directory.iterdir():
+        if entry.name == "__main__.py":  # nobody imports that by its name
+            continue
         module = sys.modules.get(entry.stem if entry.suffix == ".py" else entry.name)
         origin = getattr(module, "__file__", None)
         if origin and not Path(origin).resolve().is_relative_to(directory):

@@ -148,3 +148,12 @@ def test_a_script_whose_neighbour_would_be_hidden_is_not_forked(here: Place) -> 
     assert code == 0
     assert "argparse.py beside the script" in err
     assert out == f"[0] {here.directory / 'apart' / 'argparse.py'}\n"
+
+
+def test_a_script_of_a_package_that_can_be_run_is_forked_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    (tmp_path / "__main__.py").touch()
+    assert refusal([sys.executable, str(script)], {}) == ""
+    (tmp_path / "json.py").touch()
+    assert "json.py" in refusal([sys.executable, str(script)], {})
