@@ -24,6 +24,12 @@ def stop(world: World, worker: Worker) -> None:
     worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 9.0))
 
 
+def hang(world: World, worker: Worker) -> None:
+    """The training thread stands still between two steps; the process lives and sends its heartbeats."""
+    worker.busy_until = world.loop.now + world.rng.choice((5.0, 25.0))
+    world.judge.disturbed(worker.busy_until)
+
+
 def cut(world: World, worker: Worker) -> None:
     """The network to the scheduler is cut for a while; keepalive may notice before it is back."""
     pause = world.rng.choice((0.5, 3.0, 10.0))
@@ -83,7 +89,8 @@ def peer_trouble(world: World, worker: Worker) -> None:
 
 
 EVERYTHING: tuple[Fault, ...] = (
-    kill, kill, kill, kill, stop, cut, blip, crash, drain, request_leave, expel, extra, twin, peer_trouble,
+    kill, kill, kill, kill, stop, hang, cut, blip, crash, drain, request_leave, expel, extra, twin,
+    peer_trouble,
 )  # fmt: skip
 BY_KIND: dict[str, tuple[Fault, ...]] = {
     "calm": (),

@@ -48,6 +48,7 @@ class Judge:
         self.redone = 0
         self.anew = False
         self.disturbed_at = 0.0
+        self.formed_at = 0.0
 
     def fault(self, what: str) -> NoReturn:
         """A promise was broken."""
@@ -57,9 +58,9 @@ class Judge:
         if not holds:
             self.fault(what)
 
-    def disturbed(self) -> None:
-        """Something happened that may change the group."""
-        self.disturbed_at = self.world.loop.now
+    def disturbed(self, until: float = 0.0) -> None:
+        """Something happened, or goes on until then, that may change the group."""
+        self.disturbed_at = max(self.disturbed_at, self.world.loop.now, until)
 
     # ------------------------------------------------------------ records
 
@@ -130,6 +131,7 @@ class Judge:
             self.expect(not abrupt, f"a step is broken without need: {record.reason}")
         self.anew = self.anew or (record.state_source_rank < 0 and self.formed is not None)
         self.formed, self.finished = record, set()
+        self.formed_at = self.world.loop.now
         self.established = self.suspended = False
         now = {(x.candidate.node_id, x.candidate.incarnation): x.rank for x in members}
         self.since = {p: self.since.get(p, record.generation) for p in (*self.since, *now)}
@@ -238,6 +240,18 @@ class Judge:
             if process is not None and self.newest_stream.get(process) == event.session:
                 gone = self.claims.get(process[0]) != process[1]
                 self.expect(gone, f"{process} is gone, and keeps its claim")
+
+        self._check_planned_change()
+
+    def _check_planned_change(self) -> None:
+        """A planned change that a worker holds up gives way to one that interrupts."""
+        formed = self.formed
+        if formed is None or formed.switch_after_step < 0 or self.established or self.suspended:
+            return
+        if self.outcome is None:
+            held_up_for = self.world.loop.now - max(self.formed_at, self.world.scheduler.up_since)
+            limit = self.world.scenario.settings.stall_timeout_s + 5.0
+            self.expect(held_up_for < limit, f"a planned change is held up for {held_up_for:.1f} s")
 
     def check_recovery(self, job: Job, records: list[v.Record]) -> None:
         """What the disk says is what the machine knew."""

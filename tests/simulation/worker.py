@@ -34,6 +34,7 @@ class Worker:
         self.stream: Stream | None = None
         self.cut_until = 0.0
         self.stopped_until = 0.0
+        self.busy_until = 0.0
         self.doing = "entering"
         self.place: m.Assignment | None = None
         self.waiting_for: tuple[object, ...] | None = None
@@ -110,8 +111,9 @@ class Worker:
         self.world.loop.after(self.world.rng.random() * 0.01, self._unless_stopped, action)
 
     def _unless_stopped(self, action: Callable[[], None]) -> None:
-        if self.world.loop.now < self.stopped_until:
-            self.world.loop.at(self.stopped_until, self._unless_stopped, action)
+        until = max(self.stopped_until, self.busy_until)
+        if self.world.loop.now < until:
+            self.world.loop.at(until, self._unless_stopped, action)
         elif self.alive:
             action()
 
@@ -125,7 +127,8 @@ class Worker:
 
     def _mint(self, notice: e.MintUniqueIds) -> None:
         ids = self.world.mint(notice.generation, notice.count, self)
-        self._soon(lambda: self.post(e.UniqueIdsMinted(notice.generation, ids)))
+        minted = e.UniqueIdsMinted(notice.generation, ids)  # by a thread that is not the training's
+        self.world.loop.after(self.world.rng.random() * 0.01, self.post, minted)
 
     def _build(self, notice: e.Build) -> None:
         place = notice.assignment
@@ -211,6 +214,8 @@ class Worker:
         if self.step >= self.world.scenario.steps:
             self.finished = True
             self.say_goodbye(finished=True)
+        elif self.world.loop.now < self.busy_until:
+            self.world.loop.at(self.busy_until, self._ask_again)
         else:
             self.post(e.StepStarting(self.step))
 
