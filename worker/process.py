@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ log = logging.getLogger("muster.worker")
 
 T = TypeVar("T")
 NAME_SERVICE_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+EXIT_LIMIT_S = 120
 
 
 class _Process:
@@ -243,6 +245,16 @@ def abandon(error: BaseException) -> None:
             session.release(finished=False, reason=reason_of(error))
 
 
+def limit_exit(limit_s: int = EXIT_LIMIT_S) -> None:
+    """Lets the system end this process (SIGALRM) if the interpreter has not ended by then.
+
+    gRPC was seen, rarely, to wait for ever while the interpreter takes its modules apart.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(limit_s)
+
+
 def _at_exit() -> None:
     code = _process.exit_code
     if code is None or code == 0:
@@ -250,3 +262,4 @@ def _at_exit() -> None:
             release()
     else:
         abandon(SystemExit(f"exit code {code}" if isinstance(code, int) else code))
+    limit_exit()

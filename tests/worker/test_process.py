@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,3 +141,19 @@ def test_a_failed_init_leaves_nothing_behind() -> None:
     env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_TOPO_TIMEOUT": "1", "MS_BACKEND": "tcp"}
     done = run(code, MS_SCHED_PORT="1", **env)
     assert done.stdout == "unreachable\nunreachable\nnone\n", done.stderr
+
+
+def test_an_interpreter_that_does_not_end_is_ended() -> None:
+    script = """
+import atexit, threading
+from worker.process import limit_exit
+
+class Endless:
+    def __del__(self):
+        threading.Event().wait()
+
+endless = Endless()
+atexit.register(limit_exit, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == -signal.SIGALRM
