@@ -241,6 +241,9 @@ class Client:
             self.post(e.Received(number, m.Refused(m.RefusalCode.MALFORMED, str(error))))
         except (OSError, WireError) as error:
             self.post(e.StreamLost(number, str(getattr(error, "strerror", None) or error)))
+        except Exception as error:  # a fault of ours must not leave the worker waiting for nobody
+            log.exception("fault on the scheduler's stream; connecting again")
+            self.post(e.StreamLost(number, f"{type(error).__name__}: {error}"))
         finally:
             with self._lock:
                 done = self._streams.pop(number, None)
@@ -250,9 +253,10 @@ class Client:
     def _run_mint(self, notice: e.MintUniqueIds) -> None:
         try:
             self.post(e.UniqueIdsMinted(notice.generation, self._mint(notice.count)))
-        except WorkerError as error:
+        except Exception as error:
+            failure = error if isinstance(error, WorkerError) else WorkerError(f"No unique ids: {error!r}.")
             with self._lock:
-                self.failure = error
+                self.failure = failure
                 self._changed.notify_all()
 
     def _abort(self, error: Exception) -> None:

@@ -22,6 +22,7 @@ def kill(world: World, worker: Worker) -> None:
 def stop(world: World, worker: Worker) -> None:
     """SIGSTOP, and SIGCONT after a while."""
     worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 9.0))
+    world.judge.disturbed(worker.stopped_until)
 
 
 def hang(world: World, worker: Worker) -> None:
@@ -34,6 +35,7 @@ def cut(world: World, worker: Worker) -> None:
     """The network to the scheduler is cut for a while; keepalive may notice before it is back."""
     pause = world.rng.choice((0.5, 3.0, 10.0))
     worker.cut_until = world.loop.now + pause
+    world.judge.disturbed(worker.cut_until)  # what was on its way arrives then
     if worker.stream is not None and pause > 2.0 and world.rng.random() < 0.7:
         world.loop.after(world.rng.uniform(1.0, pause), world.network.break_up, worker.stream, "keepalive")
 

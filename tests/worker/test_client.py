@@ -19,7 +19,7 @@ from worker.errors import MembershipChanged, NotInitializedError, WorkerError
 
 class Mint:
     def __init__(self) -> None:
-        self.error: WorkerError | None = None
+        self.error: Exception | None = None
         self.thread = ""
 
     def __call__(self, count: int) -> tuple[bytes, ...]:
@@ -103,9 +103,21 @@ def test_ids_are_minted_off_the_training_thread(connector: ScriptedConnector) ->
     made.close()
 
 
-def test_ids_that_cannot_be_minted_end_the_wait(connector: ScriptedConnector) -> None:
+def test_a_fault_on_the_stream_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
+    connector = ScriptedConnector(ValueError("unforeseen"))
+    made = client(connector)
+    made.start()
+    connector.next_line().hear("join")  # connected again
+    made.close()
+    assert "fault on the scheduler's stream" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerError("no network interface for NCCL"), RuntimeError("no network interface for NCCL")]
+)
+def test_ids_that_cannot_be_minted_end_the_wait(connector: ScriptedConnector, error: Exception) -> None:
     mint = Mint()
-    mint.error = WorkerError("no network interface for NCCL")
+    mint.error = error
     made = client(connector, mint)
     made.start()
     line = connector.next_line()
