@@ -31,7 +31,7 @@ def test_mpirun(tmp_path: Path) -> None:
             timeout=90,
         )
         assert done.returncode == 0, done.stdout + done.stderr + sched.log
-        reports = [json.loads(line) for line in re.findall(r"\{\"rank\".*\}$", done.stdout, re.M)]
+        reports = [json.loads(line) for line in re.findall(r"\{\"rank\"[^{}]*\}", done.stdout)]
         reports.sort(key=lambda report: int(report["rank"]))
         assert [report["rank"] for report in reports] == [0, 1, 2]
         assert [report["local"] for report in reports] == [[0, 3], [1, 3], [2, 3]]
