@@ -7,6 +7,7 @@ Therefore a plain socket asks first: is somebody there, does it speak what we sp
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import ssl
@@ -69,6 +70,20 @@ class Connector(Protocol):
         """
 
 
+@functools.cache
+def _keep_library_up() -> None:
+    """Leaves the end of gRPC's library to the system, which ends the process.
+
+    Processes were seen, rarely, to wait for ever while the interpreter takes its modules apart, with no other
+    thread left: where gRPC shuts itself down. An object that is never freed keeps that from being run.
+    """
+    import ctypes
+
+    from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(cygrpc.CompletionQueue()))
+
+
 class GrpcConnector:
     """Opens streams over gRPC, over mutual TLS where there is a keyring."""
 
@@ -114,6 +129,7 @@ class GrpcConnector:
 
         from certs.grpc_credentials import CLIENT_OPTIONS
 
+        _keep_library_up()
         options = [*CLIENT_OPTIONS, ("grpc.max_receive_message_length", 64 << 20)]
         address = self._settings.scheduler_address
         if credentials is None:
