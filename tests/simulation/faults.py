@@ -27,7 +27,7 @@ def stop(world: World, worker: Worker) -> None:
 
 def hang(world: World, worker: Worker) -> None:
     """The training thread stands still between two steps; the process lives and sends its heartbeats."""
-    worker.busy_until = world.loop.now + world.rng.choice((5.0, 25.0))
+    worker.busy_until = world.loop.now + world.rng.choice((5.0, 20.0))
     world.judge.disturbed(worker.busy_until)
 
 

@@ -250,7 +250,7 @@ class Judge:
             return
         if self.outcome is None:
             held_up_for = self.world.loop.now - max(self.formed_at, self.world.scheduler.up_since)
-            limit = self.world.scenario.settings.stall_timeout_s + 5.0
+            limit = self.world.scenario.settings.stall_timeout_s + 3.0
             self.expect(held_up_for < limit, f"a planned change is held up for {held_up_for:.1f} s")
 
     def check_recovery(self, job: Job, records: list[v.Record]) -> None:
