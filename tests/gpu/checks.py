@@ -21,6 +21,7 @@ from worker.errors import (
     FormationTimeoutError,
     MembershipChanged,
 )
+from worker.sharded_optimizer import ShardedOptimizer
 from worker.torch_data_parallel import DataParallel
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -277,6 +278,29 @@ def check_compression(comm: Any) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(ours, alone, strict=True))
     for a, b in zip(ours, alone, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def check_sharded_optimizer(comm: Any) -> tuple[int, int]:
+    """AdamW in parts ends where the undivided one does on whole batches; returns bytes held and undivided."""
+    exact()
+    kind = torch.optim.AdamW
+    parts = net()
+    sharded = ShardedOptimizer(parts, comm, lambda part: kind(part, lr=1e-3, eps=1e-3, fused=True))
+    alone = net()
+    whole = kind(alone.parameters(), lr=1e-3, eps=1e-3, fused=True)
+    for step in range(20):
+        images, labels = data(step, 16)
+        mine = slice(comm.rank, None, comm.world_size)
+        for model, optimizer, rows in ((parts, sharded, mine), (alone, whole, slice(None))):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+            optimizer.step()
+    for one, other in zip(parts.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    held, undivided = sharded.state_bytes()
+    assert undivided == held * comm.world_size
+    assert undivided >= 8 * sum(parameter.numel() for parameter in alone.parameters())
+    return held, undivided
 
 
 def losses_of(comm: Any, capture: bool, steps: int = 12) -> tuple[list[float], Any]:

@@ -37,6 +37,7 @@ def fleet(request: Any) -> Iterator[Fleet]:
         checks.check_groups,
         checks.check_data_parallel,
         checks.check_compression,
+        checks.check_sharded_optimizer,
         checks.check_capture,
         checks.check_bf16_weights,
         checks.check_capture_falls_back,
