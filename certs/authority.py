@@ -4,6 +4,7 @@
 ca.key      the authority's key, PKCS#8, encrypted with the password
 chain.crt   only under another authority: this one's certificate, then those above it
 crl.pem     what is revoked (crl_path)
+.lock       held while crl.pem is replaced
 issued/     a copy of every certificate issued, by serial number
 """
 
@@ -48,7 +49,7 @@ from certs.fields import (
     list_number,
     usages,
 )
-from certs.files import read_file, write_file
+from certs.files import locked, read_file, write_file
 from certs.identity import Identity
 from certs.records import read_lists
 
@@ -125,7 +126,7 @@ class Authority:
     ) -> int:
         """Signs a new revocation list with the entries so far and more, and puts it into crl.pem.
 
-        Lists of other authorities in that file stay.
+        Lists of other authorities in that file stay. Two at once take turns, so that none loses an entry.
 
         Args:
             serials: serial numbers of certificates to revoke.
@@ -135,7 +136,10 @@ class Authority:
         Returns:
             the number of revoked certificates in the list.
         """
-        now = now or utc_now()
+        with locked(self.directory):
+            return self._replace_list(serials, days, now or utc_now())
+
+    def _replace_list(self, serials: Iterable[int], days: int, now: datetime.datetime) -> int:
         before = self._own_list()
         entries = {entry.serial_number: entry.revocation_date_utc for entry in before or ()}
         entries.update({serial: entries.get(serial, now) for serial in serials})

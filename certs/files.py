@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from certs.errors import FileError
@@ -66,3 +69,28 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = Tr
         ) from None
     except OSError as error:
         raise FileError(f"{str(path)!r} cannot be written: {error.strerror}.") from None
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Waits for other processes that hold this directory, and keeps them out meanwhile; not reentrant.
+
+    For changes that read a file before they replace it. The system lets go when a process dies; the empty
+    file ``.lock`` stays, because whoever removed it would take it from under those that wait.
+
+    Raises:
+        FileError: the directory cannot be written.
+    """
+    path = directory / ".lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise FileError(f"{str(path)!r} cannot be opened: {error.strerror}.") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise FileError(f"{str(path)!r} cannot be locked: {error.strerror}.") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from certs.__main__ import main
+from certs.authority import open_authority
 from certs.config import load_config
 from certs.errors import RevokedError
 from certs.store import load_configured, load_credentials
@@ -330,3 +332,39 @@ def test_an_intermediate_authority_by_the_command_line(directory: Path, tmp_path
     (below / "crl.pem").write_bytes((below / "crl.pem").read_bytes() + (directory / "crl.pem").read_bytes())
     with pytest.raises(RevokedError):
         load_configured(config, "worker", {}, password=PASSWORD)
+
+
+REVOKING = """
+import sys
+from certs.__main__ import main
+from certs.authority import open_authority
+
+print("ready", flush=True)
+sys.stdin.readline()
+for serial in sys.argv[2:]:
+    assert main(["revoke", "--dir", sys.argv[1], "--serial", serial]) == 0
+"""
+
+
+def test_revocations_at_once_lose_none(directory: Path) -> None:
+    """Each replaces the list that it has read: without taking turns they would undo one another's."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", REVOKING, str(directory)]
+    serials = [[f"{process:x}{number:02x}" for number in range(12)] for process in range(1, 5)]
+    with contextlib.ExitStack() as at_end:
+        processes = []
+        for mine in serials:
+            made = subprocess.Popen(
+                [*command, *mine], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            processes.append(at_end.enter_context(made))
+            at_end.callback(made.kill)
+        for each in processes:
+            assert each.stdout is not None and each.stdout.readline() == "ready\n"
+        for each in processes:
+            assert each.stdin is not None
+            each.stdin.write("go\n")
+            each.stdin.flush()
+        assert [each.communicate(timeout=60) and each.returncode for each in processes] == [0, 0, 0, 0]
+    revoked = {f"{entry.serial_number:x}" for entry in open_authority(directory, PASSWORD).revoked()}
+    assert revoked == {serial for mine in serials for serial in mine}
