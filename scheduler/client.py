@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +21,16 @@ if TYPE_CHECKING:
 SERVICE = "rendezvous.v1.Rendezvous"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 2.0
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 
 
 class UnreachableError(SchedulerError):
     """Nobody answers at the scheduler's address."""
+
+
+class TlsNeededError(UnreachableError):
+    """The scheduler speaks TLS, and this side has no config.json."""
 
 
 class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own word, handed on
@@ -58,6 +64,7 @@ class Client:
         role: str = "operator",
     ) -> None:
         self._job_id = address.job_id
+        self._address = address
         self._where = show(address.host, address.port)
         self._channel = self._connect(address, env, certificate, role)
 
@@ -120,8 +127,23 @@ class Client:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"The scheduler at {self._where} did not answer within {TIMEOUT_S:g} s.")
         if code is grpc.StatusCode.UNAVAILABLE:
-            return self._unreachable(details)
+            return self._tls_needed() or self._unreachable(details)
         return RefusedByScheduler(details or code.name, code=code.name)
+
+    def _tls_needed(self) -> TlsNeededError | None:
+        """Why a call without TLS did not get through, if that is why."""
+        from certs.probe import Spoken, spoken_at
+
+        address = self._address
+        if address.config_path is not None:
+            return None
+        with contextlib.suppress(OSError):
+            if spoken_at(address.host, address.port, PROBE_TIMEOUT_S) is Spoken.TLS:
+                return TlsNeededError(
+                    f"The scheduler at {self._where} speaks TLS, and no config.json is set here.",
+                    remedy="Set MS_CONFIG_FILE, or give --config.",
+                )
+        return None
 
     def _unreachable(self, reason: object) -> UnreachableError:
         return UnreachableError(

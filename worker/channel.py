@@ -6,11 +6,8 @@ Therefore a plain socket asks first: is somebody there, does it speak what we sp
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import socket
-import ssl
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 _METHOD = "/rendezvous.v1.Rendezvous/Session"
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
 class DeniedError(Exception):
@@ -140,41 +136,19 @@ class GrpcConnector:
 
     def _probe_plaintext(self) -> None:
         """Checks that a plaintext HTTP/2 server answers; one that wants TLS would only hang up."""
-        where = (self._settings.scheduler_host, self._settings.scheduler_port)
-        with socket.create_connection(where, timeout=CONNECT_TIMEOUT_S) as probe:
-            answer = b""
-            with contextlib.suppress(ConnectionError):
-                probe.sendall(_HTTP2_HELLO)
-                answer = probe.recv(9)
-        if len(answer) >= 4 and answer[3] == 4 and answer[0] != 0x15:  # a SETTINGS frame
-            return
-        if answer[:2] == b"\x15\x03" or _speaks_tls(where):
+        from certs.probe import Spoken, spoken_at
+
+        settings = self._settings
+        spoken = spoken_at(settings.scheduler_host, settings.scheduler_port, CONNECT_TIMEOUT_S)
+        if spoken is Spoken.TLS:
             raise DeniedError(
-                f"The scheduler at {self._settings.scheduler_address} demands TLS, and this worker has no"
+                f"The scheduler at {settings.scheduler_address} demands TLS, and this worker has no"
                 " config.json. Set MS_CONFIG_FILE to one with a certificate of this job"
                 " (python -m certs issue).",
                 by_scheduler=False,
             )
-        raise ConnectionResetError("the connection was closed before anything was said")
-
-
-def _speaks_tls(where: tuple[str, int]) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is sent: it is only asked whether TLS is spoken
-    context.set_alpn_protocols(["h2"])
-    try:
-        with (
-            socket.create_connection(where, timeout=CONNECT_TIMEOUT_S) as plain,
-            context.wrap_socket(plain),
-        ):
-            return True
-    except ssl.SSLEOFError:
-        return False
-    except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")
-    except OSError:
-        return False
+        if spoken is Spoken.NOTHING:
+            raise ConnectionResetError("the connection was closed before anything was said")
 
 
 class _GrpcStream:

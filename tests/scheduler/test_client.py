@@ -12,7 +12,7 @@ from certs.errors import CertificateError, NameMismatchError
 from certs.identity import Identity
 from scheduler.client import Client, RefusedByScheduler, UnreachableError
 from scheduler.config import Address
-from tests.scheduler.processes import Pki, Scheduler, run_scheduler, scheduler
+from tests.scheduler.processes import Pki, Scheduler, environment, run_scheduler, scheduler
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,28 @@ def test_a_certificate_for_another_host_is_not_believed(own_pki: Pki) -> None:
 def test_a_scheduler_of_another_authority_is_not_believed(running: Scheduler, own_pki: Pki) -> None:
     with pytest.raises(CertificateError, match="not trusted here"):
         Client(address(own_pki, running.port), own_pki.env())
+
+
+@pytest.mark.parametrize("command", [("status",), ("health",), ("drain", "node-0")])
+def test_a_command_without_tls_is_told_that_the_scheduler_speaks_it(
+    running: Scheduler, command: tuple[str, ...]
+) -> None:
+    asked = run_scheduler(*command, env=environment(MS_SCHED_PORT=str(running.port)))
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert asked.stderr == (
+        f"scheduler: The scheduler at {running.target} speaks TLS, and no config.json is set here. "
+        "Set MS_CONFIG_FILE, or give --config.\n"
+    )
+
+
+@pytest.mark.parametrize("command", [("status",), ("health",), ("drain", "node-0")])
+def test_a_command_with_tls_is_told_that_the_scheduler_does_not_speak_it(
+    pki: Pki, command: tuple[str, ...]
+) -> None:
+    with scheduler() as plain:
+        asked = plain.command(*command, **pki.env())
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert asked.stderr.startswith(f"scheduler: {plain.target} does not speak TLS. ")
 
 
 def test_health_by_the_schedulers_own_certificate(running: Scheduler, pki: Pki) -> None:

@@ -1,0 +1,61 @@
+"""What a server speaks, asked without gRPC, which says only "Socket closed" to whoever speaks the other."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+import ssl
+
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS_FRAME, _ALERT = 4, b"\x15\x03"
+
+
+class Spoken(enum.Enum):
+    """What a server speaks."""
+
+    PLAINTEXT = "HTTP/2 without TLS"
+    TLS = "TLS"
+    NOTHING = "nothing: it hung up"
+
+
+def spoken_at(host: str, port: int, timeout_s: float) -> Spoken:
+    """Asks a server whether it speaks TLS; nothing is said that needs a secret.
+
+    Args:
+        host: host name or address of the server.
+        port: its port.
+        timeout_s: limit for each of the at most two connections, in seconds.
+
+    Raises:
+        OSError: nobody listens there, or does not answer in time.
+    """
+    with socket.create_connection((host, port), timeout=timeout_s) as plain:
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            plain.sendall(_HTTP2_HELLO)
+            answer = plain.recv(9)
+    if len(answer) >= 4 and answer[3] == _SETTINGS_FRAME and answer[0] != _ALERT[0]:
+        return Spoken.PLAINTEXT
+    if answer[:2] == _ALERT or _shakes_hands(host, port, timeout_s):
+        return Spoken.TLS
+    return Spoken.NOTHING
+
+
+def _shakes_hands(host: str, port: int, timeout_s: float) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent: it is only asked whether TLS is spoken
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host, port), timeout=timeout_s) as plain,
+            context.wrap_socket(plain),
+        ):
+            return True
+    except ssl.SSLEOFError:
+        return False
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
