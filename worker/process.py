@@ -136,18 +136,23 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
     """
     settings = load_settings(env, context)
     _set_up_log(settings.log_level)
+    from worker.host import UnresolvedHostError, choose_device, describe_host, node_identity
+
+    device = choose_device(settings)
+    name = backend or settings.backend or _default_backend(device.visible_count)
+    if name == "nccl" and not settings.spare:  # a spare may wait for long, and holds no GPU meanwhile
+        from worker.communicators.cuda_context import begin_context
+
+        begin_context(device.ordinal)  # beside all that follows: it takes as long
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from worker.channel import GrpcConnector
     from worker.check_facts import bind_libraries, join_facts
     from worker.communicators import create_backend
     from worker.core.messages import Profile
-    from worker.host import UnresolvedHostError, choose_device, describe_host, node_identity
     from worker.session import Session, new_incarnation
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError)
-    device = choose_device(settings)
     bind_libraries(settings.interface)
-    name = backend or settings.backend or _default_backend(device.visible_count)
     plane = create_backend(name, tls=keyring, job_id=settings.job_id, allow_insecure=settings.allow_insecure)
     profile = Profile(
         job_id=settings.job_id,
