@@ -16,6 +16,8 @@ COMMANDS = {
     "allreduce": "AllReduce: time and bandwidth, on the CPU or, with --backend nccl, on GPUs",
     "formation": "start of the command to all workers through one AllReduce and exit",
     "train": "training steps per second",
+    "loss-curve": "loss of ResNet-50 by step, against DistributedDataParallel",
+    "sharded": "memory and step time with the optimizer's state divided among the ranks",
     "start": "start of a worker to its first AllReduce",
     "recovery": "loss of a worker to the next good step",
     "scale": "many workers at one scheduler",

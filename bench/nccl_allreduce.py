@@ -25,44 +25,60 @@ SIZES = (4, 1024, 64 * 1024, 2**20, 16 * 2**20, GRADIENT_BYTES, 2**28, 2**30, 2*
 _BURST = 200
 
 
+KINDS = ("muster", "muster-cupy", "torch")
+
+
 def measure(
-    communicator: Any, *, kind: str, sizes: tuple[int, ...], init_file: str = ""
-) -> list[dict[str, Any]]:
+    communicator: Any, *, sizes: tuple[int, ...], init_file: str = ""
+) -> dict[str, list[dict[str, Any]]]:
     """Runs in each process of a fleet: times in-place AllReduce of float32 by size in bytes.
+
+    All kinds take turns, round by round, so that what the machine does meanwhile meets all of them.
 
     Args:
         communicator: ours.
-        kind: "muster", "muster-cupy" or "torch".
         sizes: in bytes.
         init_file: where torch.distributed's processes meet.
     """
-    call, make, synchronize, barrier = _caller(communicator, kind, init_file)
-    rows = []
+    callers = {kind: _caller(communicator, kind, init_file) for kind in KINDS}
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for size in sizes:
-        array = make(size // 4)
-        for _ in range(5):
-            call(array)
-        synchronize()
-        iterations = 20 if size >= 2**28 else _BURST
-        issues, totals = [], []
-        for _ in range(3 if size >= 2**28 else 7):
-            barrier()
-            begin = time.perf_counter()
-            for _ in range(iterations):
-                call(array)
-            issued = time.perf_counter()
-            synchronize()
-            totals.append((time.perf_counter() - begin) / iterations)
-            issues.append((issued - begin) / iterations)
-        rows.append(
-            {"bytes": size, "issue_us": min(issues) * 1e6, "time_us": statistics.median(totals) * 1e6}
-        )
-        del array
-    if kind == "torch":
-        import torch
+        arrays = {kind: make(size // 4) for kind, (_, make, _, _) in callers.items()}
+        iterations, rounds = (20, 5) if size >= 2**28 else (_BURST, 15)
+        taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        for turn in range(rounds):
+            for kind in turned(KINDS, turn):
+                taken[kind].append(_burst(callers[kind], arrays[kind], iterations))
+        for kind, times in taken.items():
+            issue_us, time_us = (statistics.median(each) * 1e6 for each in zip(*times, strict=True))
+            all_us = [round(t * 1e6, 2) for _, t in times]
+            rows[kind].append({"bytes": size, "issue_us": issue_us, "time_us": time_us, "rounds_us": all_us})
+        del arrays
+    import torch
 
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
     return rows
+
+
+def turned(kinds: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    """Another one begins in each round: none always follows the same."""
+    start = turn % len(kinds)
+    return kinds[start:] + kinds[:start]
+
+
+def _burst(caller: tuple[Any, Any, Any, Any], array: Any, iterations: int) -> tuple[float, float]:
+    """Seconds per call until all are issued, and until all are done."""
+    call, _, synchronize, barrier = caller
+    for _ in range(5):
+        call(array)
+    synchronize()
+    barrier()
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        call(array)
+    issued = time.perf_counter()
+    synchronize()
+    return (issued - begin) / iterations, (time.perf_counter() - begin) / iterations
 
 
 def _caller(communicator: Any, kind: str, init_file: str) -> tuple[Any, Any, Any, Any]:
@@ -152,9 +168,9 @@ def run(*, gpus: int, sizes: tuple[int, ...], nccl_tests: Path | None, json_path
     kinds: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as directory, Fleet(gpus, timeout_s=240) as fleet:
         machine = fleet.run(describe_machine)[0]
-        for kind in ("muster", "muster-cupy", "torch"):
-            per_rank = fleet.run(measure, kind=kind, sizes=sizes, init_file=f"{directory}/meet")
-            kinds[kind] = add_bus_bandwidth(_slowest(per_rank), gpus)
+        per_rank = fleet.run(measure, sizes=sizes, init_file=f"{directory}/meet")
+        for kind in KINDS:
+            kinds[kind] = add_bus_bandwidth(_slowest([rows[kind] for rows in per_rank]), gpus)
     if nccl_tests:
         kinds["nccl-tests"] = add_bus_bandwidth(run_nccl_tests(nccl_tests, gpus, sizes), gpus)
     for kind, rows in kinds.items():

@@ -78,7 +78,7 @@ def speed(
         "reason": getattr(step, "reason", None),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
-    _tear_down(step, variant)
+    tear_down(step, variant)
     return result
 
 
@@ -87,21 +87,41 @@ def _make_step(
 ) -> tuple[Any, list[Any]]:
     import torch
 
-    from examples.resnet import resnet50
-    from worker.capture import capture_step
-    from worker.torch_data_parallel import DataParallel
-
+    model, optimizer = make_model(communicator, variant, bucket_mib=bucket_mib, init_file=init_file)
     device = torch.device("cuda", communicator.device_index)
-    torch.manual_seed(0)
-    ours, quick = variant.startswith("muster"), variant in _QUICK
-    module = resnet50(fast=quick or variant.endswith("fast-stem")).to(
-        device, memory_format=torch.channels_last
-    )
     generator = torch.Generator(device).manual_seed(communicator.rank)
     images = torch.randn(batch, 3, 224, 224, device=device, generator=generator)
     images = images.to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, 10, (batch,), device=device, generator=generator)
-    if ours:
+    step = make_step(model, optimizer, variant)
+    if variant.startswith("muster") and variant != "muster-eager":
+        return _Bound(step, images, labels), []
+    return lambda: step(images, labels), []
+
+
+def make_model(
+    communicator: Any, variant: str, *, bucket_mib: float = 64, init_file: str = ""
+) -> tuple[Any, Any]:
+    """ResNet-50 of seed 0 on this rank's GPU, made parallel as ``variant`` says, and its optimizer.
+
+    Args:
+        communicator: ours.
+        variant: one of :data:`VARIANTS`.
+        bucket_mib: our gradient buckets.
+        init_file: where the processes of DistributedDataParallel meet.
+    """
+    import torch
+
+    from examples.resnet import resnet50
+    from worker.torch_data_parallel import DataParallel
+
+    device = torch.device("cuda", communicator.device_index)
+    torch.manual_seed(0)
+    quick = variant in _QUICK
+    module = resnet50(fast=quick or variant.endswith("fast-stem")).to(
+        device, memory_format=torch.channels_last
+    )
+    if variant.startswith("muster"):
         if variant != "muster-eager":
             module.compile_stages()
         model: Any = DataParallel(
@@ -113,27 +133,41 @@ def _make_step(
             first_bytes=int(bucket_mib * 2**20),
         )
     else:
-        model = _ddp(communicator, module, init_file, compiled=variant != "ddp")
+        model = _ddp(communicator, module, init_file, compiled=variant.startswith("ddp-compiled"))
     optimizer = torch.optim.SGD(
         model.master_parameters() if quick else model.parameters(), lr=0.01, momentum=0.9, fused=True
     )
+    return model, optimizer
+
+
+def make_step(model: Any, optimizer: Any, variant: str, *, exact: bool = False) -> Any:
+    """A function of images and labels that trains one step and returns the loss, as ``variant`` says.
+
+    Args:
+        model: as :func:`make_model` made it.
+        optimizer: likewise.
+        variant: one of :data:`VARIANTS`.
+        exact: everything in float32.
+    """
+    import torch
+
+    from worker.capture import capture_step
 
     def loss_of(images: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(model(images).float(), labels)
 
-    if ours and variant != "muster-eager":
-        captured = capture_step(loss_of, model, optimizer, autocast=None if quick else torch.bfloat16)
-        return _Bound(captured, images, labels), []
+    if variant.startswith("muster") and variant != "muster-eager":
+        return capture_step(loss_of, model, optimizer, autocast=None if variant in _QUICK else torch.bfloat16)
 
-    def eager() -> Any:
+    def eager(images: Any, labels: Any) -> Any:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=not exact):
             loss = loss_of(images, labels)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    return eager, []
+    return eager
 
 
 class _Bound:
@@ -146,6 +180,9 @@ class _Bound:
     @property
     def reason(self) -> str | None:
         return self.step.reason  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        self.step.release()
 
     def __call__(self) -> Any:
         # The batch lies in the graph's own buffers once it is captured; no copy is part of the step then.
@@ -200,11 +237,12 @@ def _profile(step: Any, path: str) -> None:
     Path(path).write_text(table)
 
 
-def _tear_down(step: Any, variant: str) -> None:
+def tear_down(step: Any, variant: str) -> None:
+    """Frees what a step holds, so that the next variant finds the GPU as this one did."""
     import torch
 
-    if isinstance(step, _Bound):
-        step.step.release()
+    if hasattr(step, "release"):  # a captured step
+        step.release()
     del step
     torch._dynamo.reset()
     gc.collect()

@@ -72,19 +72,12 @@ class ShardedOptimizer:
         self._part = torch.nn.Parameter(self._flat[begin : begin + length].clone())
         self._part.grad = torch.zeros_like(self._part)
         self.inner = make([self._part])
+        self.zero_grad()
 
     def step(self) -> None:
         """Reduces the gradients, updates this rank's part and gathers everybody's."""
         communicator = self._communicator
-        present = [
-            (view, parameter.grad)
-            for view, parameter in zip(self._views, self._parameters, strict=True)
-            if parameter.grad is not None
-        ]
-        if len(present) < len(self._parameters):
-            self._gradients.zero_()
-        if present:
-            torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        self._collect()
         part = self._part.grad
         communicator.reduce_scatter(
             array_of(communicator, self._gradients), array_of(communicator, part), self._op
@@ -95,9 +88,19 @@ class ShardedOptimizer:
         )
 
     def zero_grad(self) -> None:
-        """Forgets the module's gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Sets the module's gradients to zero; backward adds to them in place."""
+        self._gradients.zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def _collect(self) -> None:
+        """Takes gradients that do not lie in the flat tensor, because somebody else has set them."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+            parameter.grad = view
 
     @property
     def param_groups(self) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import nccl_allreduce, plot
+from bench import loss_curve, nccl_allreduce, plot
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = ("nccl-allreduce", "train", "scaling")
@@ -29,6 +29,18 @@ def test_nccl_tests_output_is_read(tmp_path: Path) -> None:
     )
     binary.chmod(0o755)
     assert nccl_allreduce.run_nccl_tests(binary, 4, (4194304,)) == [{"bytes": 4194304, "time_us": 46.5}]
+
+
+def test_curves_are_compared_smoothed() -> None:
+    wave = [step % 2 * 1.0 for step in range(12)]
+    assert loss_curve.smoothed(wave) == [0.5, 0.5, 0.5]
+    later = [*wave[:11], wave[11] + 1]
+    assert loss_curve.difference(wave, later) == pytest.approx({"largest": 0.1, "mean": 0.1 / 3})
+
+
+def test_each_round_begins_with_another() -> None:
+    turns = [nccl_allreduce.turned(("a", "b", "c"), turn) for turn in range(4)]
+    assert turns == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b"), ("a", "b", "c")]
 
 
 def test_lines_are_drawn_from_reports() -> None:

@@ -84,6 +84,33 @@ def test_an_unused_parameter_counts_as_zero() -> None:
     assert all(run_ranks(2, one))
 
 
+def test_gradients_need_no_memory_beside_the_flat_ones() -> None:
+    """Backward adds in place, also after somebody has set the module's gradients to None."""
+    images, labels = BATCHES[0]
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        optimizer = ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(part, lr=1.0))
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        for repeat in range(2):
+            flat = [parameter.grad.data_ptr() for parameter in net.parameters()]
+            loss_function(net(images), labels).backward()
+            loss_function(net(images), labels).backward()  # accumulates
+            assert [parameter.grad.data_ptr() for parameter in net.parameters()] == flat
+            if repeat == 0:
+                net.zero_grad(set_to_none=True)
+                loss_function(net(images), labels).backward()  # once only: the two before are forgotten
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: before[name] - value for name, value in net.state_dict().items()}
+
+    alone = linear_net()
+    loss_function(alone(images), labels).backward()
+    for moved in run_ranks(2, one):
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(moved[name], parameter.grad, rtol=0, atol=1e-5)
+
+
 def test_parameters_of_several_dtypes_are_refused() -> None:
     net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()])
     with pytest.raises(ArrayError, match="one dtype"):

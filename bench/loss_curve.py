@@ -1,0 +1,102 @@
+"""ResNet-50's loss, step by step: ours, DistributedDataParallel, and DistributedDataParallel in float32.
+
+Same seeds, same batches of scikit-learn's handwritten digits (real data), enlarged to 64x64. What bfloat16
+alone does to the curve is seen between the two runs of DistributedDataParallel; ours should not differ from
+its bfloat16 run by more than they differ from one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from bench.gpu_fleet import Fleet
+from bench.gpu_machine import describe_machine as describe_gpu
+from bench.train import make_model, make_step, tear_down
+
+CURVES = ("muster", "ddp", "ddp-float32")
+WINDOW = 10
+"""Steps over which curves are averaged before they are compared."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--gpus", type=int, default=4, help="world size (4)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (200)")
+    parser.add_argument("--batch", type=int, default=32, help="images per GPU (32)")
+
+
+def curve(communicator: Any, *, name: str, steps: int, batch: int, init_file: str) -> list[float]:
+    """Runs in each process of a fleet: trains and returns the loss of each step, averaged over ranks."""
+    import torch
+
+    from worker.communicators.base import ReduceOp
+
+    exact = name == "ddp-float32"
+    variant = "ddp" if exact else name
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    torch.backends.cudnn.allow_tf32 = not exact
+    model, optimizer = make_model(communicator, variant, init_file=init_file)
+    step = make_step(model, optimizer, variant, exact=exact)
+    images, labels = _digits(torch.float32 if exact else torch.bfloat16)
+    order = torch.Generator().manual_seed(0)
+    losses = torch.zeros(steps, device=images.device)
+    for number in range(steps):
+        rows = torch.randperm(len(labels), generator=order)[communicator.rank :: communicator.world_size]
+        chosen = rows[:batch].to(images.device)
+        losses[number] = step(images[chosen].contiguous(memory_format=torch.channels_last), labels[chosen])
+    communicator.all_reduce(losses, losses, ReduceOp.MEAN)
+    result: list[float] = losses.tolist()
+    tear_down(step, variant)
+    return result
+
+
+def _digits(dtype: Any) -> tuple[Any, Any]:
+    """1,797 digits, (1797, 3, 64, 64) on the GPU, with the same values in either dtype."""
+    import torch
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    small = torch.from_numpy(data.images).float().cuda()[:, None] / 8 - 1
+    large = torch.nn.functional.interpolate(small, size=(64, 64), mode="bilinear").expand(-1, 3, -1, -1)
+    return large.to(torch.bfloat16).to(dtype), torch.from_numpy(data.target).cuda()
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Means over :data:`WINDOW` consecutive steps."""
+    return [sum(losses[i : i + WINDOW]) / WINDOW for i in range(len(losses) - WINDOW + 1)]
+
+
+def difference(one: list[float], other: list[float]) -> dict[str, float]:
+    """Largest and mean difference of two curves, smoothed."""
+    gaps = [abs(a - b) for a, b in zip(smoothed(one), smoothed(other), strict=True)]
+    return {"largest": max(gaps), "mean": sum(gaps) / len(gaps)}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures and returns the results."""
+    curves: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory, Fleet(options.gpus, timeout_s=240) as fleet:
+        machine = fleet.run(describe_gpu)[0]
+        for name in CURVES:
+            settings = {"steps": options.steps, "batch": options.batch, "init_file": f"{directory}/meet"}
+            curves[name] = fleet.run(curve, name=name, **settings)[0]
+    return {
+        "gpus": options.gpus,
+        "batch_per_gpu": options.batch,
+        "machine": machine,
+        "losses": curves,
+        "muster_to_ddp": difference(curves["muster"], curves["ddp"]),
+        "ddp_to_its_float32": difference(curves["ddp"], curves["ddp-float32"]),
+    }
+
+
+def report(results: dict[str, Any], show: Callable[[str], None] = print) -> None:
+    """Prints the results for people."""
+    for name, losses in results["losses"].items():
+        show(f"{name:12} first {losses[0]:.4f}  last {WINDOW} on average {smoothed(losses)[-1]:.4f}")
+    for name in ("muster_to_ddp", "ddp_to_its_float32"):
+        gap = results[name]
+        show(f"{name}: differs by {gap['mean']:.4f} on average, {gap['largest']:.4f} at most")
