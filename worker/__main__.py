@@ -19,7 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check.main(arguments[1:])
     from worker import launch_command
 
-    return launch_command.main(arguments[1:] if arguments[:1] == ["run"] else arguments)
+    try:
+        return launch_command.main(arguments[1:] if arguments[:1] == ["run"] else arguments)
+    except SystemExit as error:  # perhaps of a script in a fork of this process
+        if "worker.process" in sys.modules:
+            from worker.process import note_exit
+
+            note_exit(error.code)
+        raise
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from _sitebuiltins import Quitter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -38,7 +39,8 @@ class _Process:
         self.context = SecurityContext()
         self.session: Session | None = None
         self.hooked = False
-        self.exit_code: str | int | None = None
+        self.exit: SystemExit | None = None
+        self.interrupted = False
 
 
 _process = _Process()
@@ -98,22 +100,20 @@ def init(backend: str | None = None) -> Session:
     """
     if _process.session is not None and not _process.session.released:
         return _process.session
-    session = open_session(os.environ, _process.context, backend)
-    _process.session = session
     _hook_exit()
     try:
+        _process.session = session = open_session(os.environ, _process.context, backend)
         session.open()
-    except BaseException:
-        _process.session = None
+    except KeyboardInterrupt:
+        _process.interrupted = True
         raise
     return session
 
 
 def release() -> None:
     """Says that this worker has finished, and frees everything. Does nothing without a session."""
-    session, _process.session = _process.session, None
-    if session is not None:
-        session.release()
+    if _process.session is not None:
+        _process.session.release()
 
 
 def current() -> Session:
@@ -227,27 +227,45 @@ def _hook_exit() -> None:
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         abandon(error)  # first: the peers learn at once
-        previous(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and previous is sys.__excepthook__ and _was_interrupted():
+            print("interrupted", file=sys.stderr)  # no traceback; Python goes on to end by SIGINT
+        else:
+            previous(kind, error, trace)
 
     def on_exit(code: str | int | None = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            _process.exit_code = code  # at the very end nothing else tells it, and it is no exception
+        note_exit(code)
         leave(code)
 
-    leave = sys.exit
+    def on_quit(self: Quitter, code: str | int | None = None) -> NoReturn:
+        note_exit(code)
+        quit_with(self, code)
+
+    leave, quit_with = sys.exit, Quitter.__call__
     sys.exit = on_exit
+    Quitter.__call__ = on_quit  # type: ignore[method-assign]  # exit() and quit()
     sys.excepthook = on_exception
     atexit.register(_at_exit)
 
 
-def abandon(error: BaseException) -> None:
-    """Tells the scheduler that this worker failed, and why. Never raises."""
-    session, _process.session = _process.session, None
-    if session is not None:
-        from worker.session import reason_of
+def note_exit(code: str | int | None) -> None:
+    """Notes the code that the main thread is about to exit with: SystemExit itself reaches no hook.
 
-        with contextlib.suppress(WorkerError):
-            session.release(finished=False, reason=reason_of(error))
+    Called by whatever raises it, or sees it pass; a script's own ``raise SystemExit`` is seen by a ``with``
+    block of the session, and by the launcher that has forked it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _process.exit = SystemExit(code)
+
+
+def _was_interrupted() -> bool:
+    """Whether Ctrl-C met ``init`` or a session: a script without either keeps its traceback."""
+    session = _process.session
+    return _process.interrupted or (session is not None and session.interrupted)
+
+
+def abandon(error: BaseException) -> None:
+    """Tells the scheduler that this worker failed, and why. Never raises; Ctrl-C cuts the goodbye short."""
+    _end(error)
 
 
 def limit_exit(limit_s: int = EXIT_LIMIT_S) -> None:
@@ -261,10 +279,11 @@ def limit_exit(limit_s: int = EXIT_LIMIT_S) -> None:
 
 
 def _at_exit() -> None:
-    code = _process.exit_code
-    if code is None or code == 0:
-        with contextlib.suppress(WorkerError):
-            release()
-    else:
-        abandon(SystemExit(f"exit code {code}" if isinstance(code, int) else code))
+    _end(_process.exit)
     limit_exit()
+
+
+def _end(error: BaseException | None) -> None:
+    if _process.session is not None:
+        with contextlib.suppress(WorkerError, KeyboardInterrupt):
+            _process.session.end(error)

@@ -43,6 +43,7 @@ class Session:
         settings: what this worker was told at its start.
         device: the device chosen for it.
         backend: the data plane.
+        interrupted: Ctrl-C ended it, or came while it ended.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Session:
         self.settings = settings
         self.device = device
         self.backend = backend
+        self.interrupted = False
         self._profile = profile
         self._recorder = CollectiveLog()
         self._groups = Groups()
@@ -352,6 +354,26 @@ class Session:
             if self._released:
                 return
             self._released = True
+        try:
+            self._depart(finished, reason)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise
+
+    def end(self, error: BaseException | None) -> None:
+        """Releases as what ended the script or block tells: without an error it has finished.
+
+        Args:
+            error: what ended it. SystemExit says how in its code: with 0 or none it has finished, too.
+        """
+        if isinstance(error, KeyboardInterrupt) and not self._released:
+            self.interrupted = True
+        if error is None or is_good_exit(error):
+            self.release()
+        else:
+            self.release(finished=False, reason=reason_of(error))
+
+    def _depart(self, finished: bool, reason: str) -> None:
         if finished:
             self._leave_generation()
         self._client.leave(finished=finished, reason=reason or ("finished" if finished else "gave up"))
@@ -372,7 +394,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Releases; an exception means that the training is not finished."""
-        self.release(finished=error is None, reason="" if error is None else reason_of(error))
+        self.end(error)
 
 
 def new_incarnation() -> int:
@@ -395,5 +417,14 @@ def reason_of(error: BaseException) -> str:
     """An exception in one line, fit for the scheduler's log."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted from the keyboard"
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"exit code {error.code}"
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def is_good_exit(error: BaseException) -> bool:
+    """Whether this is a SystemExit without a code or with 0; Python ends with 1 on whatever is no integer."""
+    return isinstance(error, SystemExit) and (
+        error.code is None or (isinstance(error.code, int) and error.code == 0)
+    )

@@ -246,6 +246,17 @@ def test_sigterm_lets_a_worker_leave_at_a_step_boundary(pki: Pki, tmp_path: Path
         check_final(job, [first, third])
 
 
+def test_ctrl_c_ends_a_training_with_one_line(pki: Pki, tmp_path: Path) -> None:
+    with training(tmp_path, pki, 1) as job:
+        only = job.start("0", *LONG)
+        only.await_line("epoch: 2 ")
+        only.process.send_signal(signal.SIGINT)
+        assert only.finish() == -signal.SIGINT
+        assert only.log.read_text().endswith("\ninterrupted\n")
+        assert "Traceback" not in only.log.read_text()
+        job.scheduler.await_log("left: interrupted from the keyboard")
+
+
 def test_below_the_minimum_survivors_wait_then_save_and_leave_with_the_reason(
     pki: Pki, tmp_path: Path
 ) -> None:

@@ -1,0 +1,127 @@
+"""How a script ends is what the scheduler hears, and what the person who watches it sees."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scheduler.processes import WAIT_S, Scheduler, environment, scheduler
+
+BEGIN = "import signal, sys, threading, worker\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+CTRL_C = "signal.raise_signal(signal.SIGINT)"
+DONE = "has completed the training"
+
+
+@contextlib.contextmanager
+def start(running: Scheduler, *command: str, size: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """Starts a worker; it is killed at the end, should it live then."""
+    process = subprocess.Popen(
+        command,
+        env=environment(MS_ROLE="MS_WORKER", MS_WORKER_NUM=str(size), MS_SCHED_PORT=str(running.port)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def script(code: str) -> tuple[str, ...]:
+    """The command that runs a script with these lines."""
+    return (sys.executable, "-W", "error", "-c", BEGIN + code)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """Its exit code and what it wrote to stderr, without the log."""
+    _, errors = process.communicate(timeout=WAIT_S)
+    return process.returncode, [line for line in errors.splitlines() if " muster.worker " not in line]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "told"),
+    [
+        ("with worker.init(): raise SystemExit(3)", 3, "left: exit code 3"),
+        ("with worker.init(): raise SystemExit('no data')", 1, "left: SystemExit: no data"),
+        ("with worker.init(): raise SystemExit(0)", 0, DONE),
+        ("with worker.init(): raise SystemExit", 0, DONE),
+        ("worker.init(); exit(4)", 4, "left: exit code 4"),
+        ("worker.init(); quit()", 0, DONE),
+        ("worker.init(); sys.exit(5)", 5, "left: exit code 5"),
+        ("worker.init(); sys.exit(0)", 0, DONE),
+    ],
+)
+def test_an_exit_with_a_code_has_failed_and_any_other_finished(code: str, exit_code: int, told: str) -> None:
+    with scheduler(MS_WORKER_NUM="1") as running, start(running, *script(code)) as process:
+        running.await_log(told)
+        assert ended(process)[0] == exit_code
+
+
+@pytest.mark.parametrize(("code", "told"), [(6, "left: exit code 6"), (0, DONE)])
+def test_the_launcher_sees_the_code_with_which_a_fork_of_it_exits(
+    code: int, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(f"import worker\nworker.init()\nraise SystemExit({code})\n")
+    launch = ("-m", "worker", "-n", "2", "--start", "fork", "--log-dir", str(tmp_path), "--", sys.executable)
+    command = (sys.executable, *launch, str(tmp_path / "train.py"))
+    with scheduler() as running, start(running, *command) as process:
+        running.await_log(told)
+        code_seen, said = ended(process)
+        assert code_seen == code
+        assert "starting each worker afresh" not in " ".join(said)
+
+
+WATCHED = """
+def watch():
+    while not session._recorder.hanging_s():
+        threading.Event().wait(0.01)
+    print("hangs", flush=True)
+
+session = worker.init()
+threading.Thread(target=watch, daemon=True).start()
+worker.all_reduce(1.0)
+"""
+
+
+def test_ctrl_c_in_a_collective_says_so_in_one_line() -> None:
+    with (
+        scheduler() as running,
+        start(running, *script(WATCHED), size=2) as first,
+        start(running, *script("worker.init(); signal.pause()"), size=2),
+    ):
+        assert first.stdout is not None and first.stdout.readline() == "hangs\n"
+        first.send_signal(signal.SIGINT)
+        assert ended(first) == (-signal.SIGINT, ["interrupted"])
+        running.await_log("left: interrupted from the keyboard")
+
+
+def test_ctrl_c_while_others_are_missing_says_so_in_one_line() -> None:
+    with scheduler() as running, start(running, *script("worker.init()"), size=2) as process:
+        running.await_log("1 of 2 workers is in")
+        process.send_signal(signal.SIGINT)
+        assert ended(process) == (-signal.SIGINT, ["interrupted"])
+        running.await_log("left: interrupted from the keyboard")
+
+
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        (f"with worker.init(): {CTRL_C}", "interrupted"),
+        (f"worker.init(); worker.release(); {CTRL_C}", "KeyboardInterrupt"),
+        (f"sys.excepthook = lambda *_: print('mine', file=sys.stderr); worker.init(); {CTRL_C}", "mine"),
+        ("worker.init(); raise ValueError('mine')", "ValueError: mine"),
+    ],
+)
+def test_only_what_ctrl_c_does_to_a_session_loses_its_traceback(code: str, last: str) -> None:
+    with scheduler(MS_WORKER_NUM="1") as running, start(running, *script(code)) as process:
+        _, errors = ended(process)
+    assert errors[-1] == last
+    assert (errors[0] == "Traceback (most recent call last):") == (last not in ("interrupted", "mine"))
