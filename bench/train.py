@@ -100,7 +100,7 @@ def _make_step(
 
 
 def make_model(
-    communicator: Any, variant: str, *, bucket_mib: float = 64, init_file: str = ""
+    communicator: Any, variant: str, *, bucket_mib: float = 64, init_file: str = "", lr: float = 0.01
 ) -> tuple[Any, Any]:
     """ResNet-50 of seed 0 on this rank's GPU, made parallel as ``variant`` says, and its optimizer.
 
@@ -109,6 +109,7 @@ def make_model(
         variant: one of :data:`VARIANTS`.
         bucket_mib: our gradient buckets.
         init_file: where the processes of DistributedDataParallel meet.
+        lr: learning rate.
     """
     import torch
 
@@ -135,7 +136,7 @@ def make_model(
     else:
         model = _ddp(communicator, module, init_file, compiled=variant.startswith("ddp-compiled"))
     optimizer = torch.optim.SGD(
-        model.master_parameters() if quick else model.parameters(), lr=0.01, momentum=0.9, fused=True
+        model.master_parameters() if quick else model.parameters(), lr=lr, momentum=0.9, fused=True
     )
     return model, optimizer
 
