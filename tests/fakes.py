@@ -323,6 +323,9 @@ class ElasticFakeSession:
     def report(self, step: int, samples_per_s: float) -> None:
         self.reports.append(step)
 
+    def expect_leave(self) -> None:
+        return
+
     def request_leave(self, reason: str) -> None:
         self.leave_reasons.append(reason)
         self.world.plan(leaver=self)

@@ -25,6 +25,8 @@ from worker.wire import WireError, decode, encode
 log = logging.getLogger("muster.worker")
 
 CLOSE_TIMEOUT_S = 2.0
+LEAVE_ALONE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
+LOOK_S = 1.0  # how often it is looked whether that time is over
 HANG_S = 5.0  # of a collective, after which a worker without scheduler may be cut off
 _QUIET = (e.StepGranted, e.StepHeld)
 
@@ -39,6 +41,7 @@ class Client:
         recent: the last collectives, for heartbeats; only the very last while the training goes on.
         hanging_s: for how long the oldest collective under way has been so.
         clock: monotonic seconds.
+        leave_alone_s: how long a worker that is to leave waits for a lost scheduler's consent.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Client:
         recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
         hanging_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
+        leave_alone_s: float = LEAVE_ALONE_S,
     ) -> None:
         self._core = core
         self._connector = connector
@@ -57,6 +61,8 @@ class Client:
         self._recent = recent
         self._hanging_s = hanging_s
         self._clock = clock
+        self._leave_alone_s = leave_alone_s
+        self._leave_wanted_at: float | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
@@ -95,6 +101,14 @@ class Client:
         with self._lock:
             self._clear()
         self.post(e.Renewed(incarnation, data_address))
+
+    def expect_leave(self) -> None:
+        """Notes that this worker is to leave: if no scheduler can let it go, it soon goes without.
+
+        Callable from a signal handler, wherever that interrupts this thread: it takes no lock.
+        """
+        if self._leave_wanted_at is None:
+            self._leave_wanted_at = self._clock()
 
     def leave(self, *, finished: bool, reason: str) -> bool:
         """Says goodbye and waits until that is heard, or its deadline is over."""
@@ -160,13 +174,29 @@ class Client:
             with self._lock:
                 if self._closed:
                     return
+                self._leave_alone_if_due()
                 wait_s = None if self._deadline is None else self._deadline - self._clock()
                 if wait_s is None or wait_s > 0:
-                    self._timer.wait(wait_s)
+                    away = self._core.is_away  # a signal handler cannot wake this thread
+                    self._timer.wait(min(wait_s or LOOK_S, LOOK_S) if away else wait_s)
                     continue
             if self._core.is_away:
                 self.post(e.CollectivesStuck(self._hanging_s() > HANG_S))
             self.post(e.Tick())
+
+    def _leave_alone_if_due(self) -> None:
+        """Ends the membership of a worker that is to leave while there is no scheduler to plan it."""
+        since = self._leave_wanted_at
+        if since is None or self.failure is not None or not self._core.is_away:
+            return
+        if self._clock() >= since + self._leave_alone_s:
+            self.failure = LeaveGranted(
+                "This worker leaves the job as asked, by itself: the scheduler cannot be reached.", alone=True
+            )
+            log.warning("%s", self.failure)
+            self._abort(self.failure)
+            self._news += 1
+            self._changed.notify_all()
 
     def _carry_out(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
         """Takes note of one notice, under the lock; appends what must happen outside it."""

@@ -115,6 +115,14 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
     """This worker leaves the job as it, or an operator, asked: the others go on without it.
 
     The step under way is finished and shared; what is left to do is ``session.release(finished=False)``.
+
+    Attributes:
+        alone: there was no scheduler to agree with: the step under way may be broken, and the others may be
+            unable to go on.
     """
 
     exit_code = 0
+
+    def __init__(self, message: str, *, alone: bool = False) -> None:
+        super().__init__(message)
+        self.alone = alone

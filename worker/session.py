@@ -232,9 +232,18 @@ class Session:
     def request_leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
 
-        Callable from a signal handler's thread; the others re-form without an abort.
+        Callable from any thread; the others re-form without an abort. If the scheduler is lost and does not
+        come back within seconds, LeaveGranted comes all the same, with ``alone``, also amid a step.
         """
+        self.expect_leave()
         self._client.post(e.LeaveRequested(reason))
+
+    def expect_leave(self) -> None:
+        """Says early that ``request_leave`` will follow; callable from a signal handler.
+
+        So a wait for a lost scheduler, which comes between the two, ends as well.
+        """
+        self._client.expect_leave()
 
     # ------------------------------------------------------------ change
 

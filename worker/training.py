@@ -69,6 +69,9 @@ class ElasticSession(Protocol):
     def request_leave(self, reason: str) -> None:
         """Asks to be let go at a step boundary."""
 
+    def expect_leave(self) -> None:
+        """Says early, perhaps in a signal handler, that it will ask."""
+
     def rejoin(self) -> None:
         """Enters the next generation."""
 
@@ -115,7 +118,7 @@ class Step:
             self._loop._recover()
             return True
         if isinstance(error, LeaveGranted):
-            self._loop._go()
+            self._loop._go(alone=error.alone)
             return True
         self._loop._save_at_the_end(error)
         return False
@@ -127,8 +130,8 @@ class ElasticLoop:
     At its start, and after each change, those without state or behind get it from the member that is
     furthest. Planned changes (a worker that leaves or comes) happen between steps. A worker that was declared
     dead while it was stopped, say, asks for a place as a newcomer. On SIGTERM this worker asks to leave and
-    stops at the step boundary that the scheduler names. When the group cannot go on, the state is saved and
-    the reason raised.
+    stops at the step boundary that the scheduler names, or by itself, with the state saved, while there is no
+    scheduler. When the group cannot go on, the state is saved and the reason raised.
 
     Args:
         session: this worker's place in the job.
@@ -183,6 +186,7 @@ class ElasticLoop:
     def leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary. Callable from a signal handler."""
         self._leave_reason = self._leave_reason or reason
+        self.session.expect_leave()
         if self._waiting:
             raise _LeaveNow
 
@@ -207,8 +211,8 @@ class ElasticLoop:
         try:
             action()
             return True
-        except LeaveGranted:
-            self._go()
+        except LeaveGranted as granted:
+            self._go(alone=granted.alone)
         except WorkerError as error:
             if not _is_change(error):
                 self._save_at_the_end(error)
@@ -224,8 +228,8 @@ class ElasticLoop:
                 if not (self.left or self._closed):
                     self._share()
                 return
-            except LeaveGranted:
-                self._go()
+            except LeaveGranted as granted:
+                self._go(alone=granted.alone)
                 return
             except (MembershipChanged, RefusedError) as error:
                 if not _is_change(error):
@@ -264,8 +268,10 @@ class ElasticLoop:
         self._last_finish = self._clock()
 
     def _go(self, *, alone: bool = False) -> None:
-        """Ends the loop; the last one to hold the state puts it on disk."""
+        """Ends the loop; the last one to hold the state, for all that is known, puts it on disk."""
         self.left = True
+        if alone:
+            self.state.roll_back()  # of a step that it cannot finish with the others
         if alone or self.session.world_size == 1:
             self._save()
 

@@ -246,6 +246,22 @@ def test_sigterm_lets_a_worker_leave_at_a_step_boundary(pki: Pki, tmp_path: Path
         check_final(job, [first, third])
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sigterm_without_a_scheduler_saves_and_leaves(pki: Pki, tmp_path: Path, workers: int) -> None:
+    """Alone it trains on meanwhile; of two, one waits to be told that the other is dead."""
+    with training(tmp_path, pki, workers) as job:
+        leaver, *others = [job.start(str(rank), "--epochs", "100000") for rank in range(workers)]
+        for trainer in (leaver, *others):
+            trainer.await_line("epoch: 2 ")
+        job.scheduler.signal(signal.SIGKILL)
+        for other in others:
+            other.process.send_signal(signal.SIGKILL)
+        leaver.process.send_signal(signal.SIGTERM)
+        assert leaver.finish() == 0
+        assert "leaves the job as asked, by itself" in leaver.log.read_text()
+        assert checkpoint.find(tmp_path / "checkpoints")[0].step >= 2 * STEPS_PER_EPOCH
+
+
 def test_ctrl_c_ends_a_training_with_one_line(pki: Pki, tmp_path: Path) -> None:
     with training(tmp_path, pki, 1) as job:
         only = job.start("0", *LONG)

@@ -14,7 +14,13 @@ from worker.client import Client
 from worker.core import events as e
 from worker.core.membership import Membership
 from worker.core.messages import Assignment, Quiesce, Suspended
-from worker.errors import MembershipChanged, NotInitializedError, WorkerError
+from worker.errors import (
+    LeaveGranted,
+    MembershipChanged,
+    NotInitializedError,
+    PeerLostError,
+    WorkerError,
+)
 
 
 class Mint:
@@ -31,7 +37,7 @@ class Mint:
 
 def client(connector: ScriptedConnector, mint: Mint | None = None, **timing: float) -> Client:
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
-    return Client(core, connector, mint=mint or Mint())
+    return Client(core, connector, mint=mint or Mint(), leave_alone_s=0.0)
 
 
 @pytest.fixture
@@ -153,6 +159,33 @@ def test_communicators_are_taken_youngest_first_and_after_their_abort(running: C
     assert running.take_communicators() == [part, world]
     assert isinstance(world.error, MembershipChanged) and isinstance(part.error, MembershipChanged)
     assert running.take_communicators() == []
+
+
+def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Client) -> None:
+    communicator = stub_communicator()
+    running.adopt(1, communicator)
+    asking = Thread(lambda: running.verdict(1, 0, PeerLostError("Rank 0 is gone.", rank=0)))
+    running.post(e.StreamLost(1, "it was killed"))
+    running.expect_leave()
+    granted = asking.result()
+    assert isinstance(granted, LeaveGranted) and granted.alone
+    with pytest.raises(LeaveGranted):
+        running.start_step(1, 1)
+    running.settle_aborts()
+    assert communicator.error is granted
+
+
+def test_who_is_to_leave_waits_for_a_scheduler_that_is_there(running: Client) -> None:
+    running.expect_leave()
+    running.start_step(0, 1)
+    running.post(e.StreamLost(1, "it was killed"))
+    with pytest.raises(LeaveGranted):
+        Thread(lambda: endless(running)).result()
+
+
+def endless(running: Client) -> None:
+    while True:
+        running.start_step(1, 1)
 
 
 def test_closing_frees_a_thread_that_waits_at_a_step_boundary(running: Client) -> None:
