@@ -143,7 +143,7 @@ def test_tls_trouble_reaches_the_operator_in_words(running: Scheduler, foreign: 
     assert "not trusted here" in done.stderr
     done = run_scheduler("status", env=environment(MS_SCHED_PORT=port))
     assert done.returncode == 1
-    assert "both sides use TLS" in done.stderr
+    assert f"127.0.0.1:{port} speaks TLS" in done.stderr
 
 
 @pytest.mark.parametrize(
