@@ -26,7 +26,8 @@ from scheduler.core.job import Job
 from scheduler.errors import BindError, JobFailedError
 from scheduler.health import GuardedHealth
 from scheduler.jobs import Jobs, Storage
-from scheduler.logs import LOG, AuditLog, Recorder
+from scheduler.logs import LOG, Recorder
+from scheduler.refusals import ThinnedAuditLog
 from scheduler.security import Security, check_may_listen
 from scheduler.service import SERVICE, Limits, Service
 
@@ -63,7 +64,7 @@ async def run(settings: SchedulerSettings, security: Security | None) -> int:
     if check_may_listen(settings, addresses, tls=security is not None):
         LOG.warning("INSECURE: no TLS beyond loopback; whoever reaches this port can join and read the ids")
     _raise_file_limit()
-    audit = AuditLog(settings.audit_log_path) if settings.audit_log_path else None
+    audit = ThinnedAuditLog(settings.audit_log_path, loop) if settings.audit_log_path else None
     recorder = Recorder(audit)
     jobs = _jobs(settings, loop, recorder)
     await jobs.open()
