@@ -58,15 +58,15 @@ def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
         env, config_path=options.config, serve=options.serve, port=options.port, bind_host=options.bind
     )
     from scheduler import logs
+    from scheduler.native_stderr import handshakes_watched
     from scheduler.security import load_security
 
     logs.set_up(settings.log_level)
-    security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
-    # At INFO gRPC tells of each handshake that fails; it cannot say whose.
-    os.environ.setdefault("GRPC_VERBOSITY", "INFO" if settings.log_level == "DEBUG" else "ERROR")
-    from scheduler.server import main as serve
+    with handshakes_watched(os.environ, tls=settings.config_path is not None) as watch:
+        security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
+        from scheduler.server import main as serve
 
-    return serve(settings, security)
+        return serve(settings, security, watch)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scheduler.errors import SettingsError
+from scheduler.handshakes import REASONS
 from scheduler.wire import printable
 
 if TYPE_CHECKING:
     from scheduler.access import Caller
     from scheduler.driver import Note
+    from scheduler.thinning import Line
 
 LOG = logging.getLogger("scheduler")
 AUDITED = frozenset(("joined", "left", "lost", "refused", "denied", "expelled", "drained", "expired"))
@@ -103,6 +105,8 @@ class Recorder:
     def __init__(self, audit: AuditLog | None = None) -> None:
         self._audit = audit
         self.refusals: Counter[str] = Counter()
+        # All keys from the begin: another thread counts, and what is being read must not grow.
+        self.failed_handshakes: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     def note(self, note: Note) -> None:
         """Records what a job's driver saw."""
@@ -126,9 +130,27 @@ class Recorder:
         """Records an operator's drain."""
         self._record("drained", sentence, "", {"job_id": job_id, "node_id": node_id, **_who(caller)})
 
+    def handshake_failed(self, line: Line, *, quiet: bool) -> None:
+        """Records TLS handshakes that failed; in a thread of its own, unlike all others.
+
+        Args:
+            line: what to say; whoever counts has counted before.
+            quiet: for debugging only: the other side just hung up, as probes and port scans do.
+        """
+        facts: dict[str, object] = {"call": "handshake", "peer": line.peer}
+        if line.count > 1:
+            facts["count"] = line.count
+        if quiet:
+            LOG.debug("denied %s", fields(code=line.reason, **facts, text=line.text))
+        else:
+            self._write("denied", line.text, line.reason, facts)
+
     def _record(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
         if kind in ("refused", "denied", "expelled"):
             self.refusals[code or kind] += 1
+        self._write(kind, text, code, facts)
+
+    def _write(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
         level = logging.WARNING if kind in _LOUD else logging.INFO
         if LOG.isEnabledFor(level):
             LOG.log(level, "%s %s", kind, fields(code=code, **facts, text=text))

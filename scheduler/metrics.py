@@ -65,6 +65,12 @@ class SchedulerCollector:
         for code, count in sorted(self._recorder.refusals.items()):
             refusals.add_metric([code], count)
         yield refusals
+        handshakes = CounterMetricFamily(
+            "muster_failed_handshakes", "TLS handshakes that failed.", labels=["reason"]
+        )
+        for reason, count in sorted(self._recorder.failed_handshakes.items()):
+            handshakes.add_metric([reason], count)
+        yield handshakes
 
     def _expiry(self) -> Iterator[Metric]:
         if self._security is None:

@@ -27,6 +27,7 @@ from scheduler.errors import BindError, JobFailedError
 from scheduler.health import GuardedHealth
 from scheduler.jobs import Jobs, Storage
 from scheduler.logs import LOG, Recorder
+from scheduler.native_stderr import HandshakeWatch
 from scheduler.refusals import ThinnedAuditLog
 from scheduler.security import Security, check_may_listen
 from scheduler.service import SERVICE, Limits, Service
@@ -46,8 +47,15 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 
-async def run(settings: SchedulerSettings, security: Security | None) -> int:
+async def run(
+    settings: SchedulerSettings, security: Security | None, watch: HandshakeWatch | None = None
+) -> int:
     """Serves until the own job is over or a signal comes.
+
+    Args:
+        settings: what to serve, and where.
+        security: certificates; None for plaintext.
+        watch: learns of the handshakes that fail; None where nobody does.
 
     Returns:
         The exit code: 0 when the own job ended well (or, serving several, on a signal), 128 + the
@@ -68,10 +76,14 @@ async def run(settings: SchedulerSettings, security: Security | None) -> int:
     recorder = Recorder(audit)
     jobs = _jobs(settings, loop, recorder)
     await jobs.open()
+    if watch is not None:
+        watch.report_to(recorder)
     try:
         return await _serve(settings, security, addresses, jobs, recorder, stop)
     finally:
         await jobs.close()
+        if watch is not None:
+            watch.finish_reports()
         if audit is not None:
             audit.close()
 
@@ -239,9 +251,9 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def main(settings: SchedulerSettings, security: Security | None) -> int:
+def main(settings: SchedulerSettings, security: Security | None, watch: HandshakeWatch | None = None) -> int:
     """Runs the scheduler in this process; see :func:`run`."""
     try:
-        return asyncio.run(run(settings, security))
+        return asyncio.run(run(settings, security, watch))
     finally:
         sys.stdout.flush()

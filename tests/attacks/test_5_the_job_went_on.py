@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.attacks.field import WORKERS, Field, environment_of, memory_of, start_victims
+from tests.attacks.test_1_transport import HALF_HANDSHAKES
 from tests.scheduler.processes import PASSWORD, scheduler
 
 MB = 1 << 20
@@ -125,6 +127,19 @@ def test_whoever_was_in_stands_in_the_audit_log(field: Field, losses: list[str])
         assert mine[-1] == "left"
     assert all({"time", "event", "text"} <= entry.keys() for entry in entries)
     assert ((field.directory / "audit.jsonl").stat().st_mode & 0o777) == 0o600
+
+
+def test_handshakes_that_failed_are_in_the_log_as_few_lines_and_in_its_counts_all(
+    field: Field, losses: list[str]
+) -> None:
+    entries = [entry for entry in field.audit() if entry.get("call") == "handshake"]
+    first, last = (dt.datetime.fromisoformat(entries[index]["time"]) for index in (0, -1))
+    assert 2 <= len(entries) <= 2 + (last - first).total_seconds() / 10  # all attacks are of one address
+    assert sum(entry.get("count", 1) for entry in entries) >= HALF_HANDSHAKES
+    text = " ".join(entry["text"] for entry in entries)
+    for reason in ("timed_out", "expired", "not_yet_valid", "unknown_ca", "no_tls", "plaintext_http"):
+        assert reason in text or any(entry["code"] == reason for entry in entries), reason
+    assert "handshaker" not in field.running.log
 
 
 def test_figures(field: Field, losses: list[str]) -> None:

@@ -183,17 +183,6 @@ def test_a_wrong_password_is_one_sentence_and_not_shown(own_pki: Pki) -> None:
     assert "WRONG-ONE" not in done.stderr
 
 
-def test_a_failed_handshake_is_told_when_debugging(pki: Pki, foreign: Pki) -> None:
-    own = foreign.credentials("client")
-    trusting = (pki.directory / "ca.crt").read_bytes()
-    tls = grpc.ssl_channel_credentials(trusting, own.key_pem, own.cert_chain_pem)
-    with scheduler(**pki.env(), MS_LOG_LEVEL="DEBUG") as running:
-        with grpc.secure_channel(running.target, tls) as over:
-            status = pb_grpc.RendezvousStub(over).Status
-            assert error_of(lambda: status(pb.StatusRequest()))[0] == "UNAVAILABLE"
-        assert "CERTIFICATE_VERIFY_FAILED" in running.await_log("Handshake failed")
-
-
 # ---------------------------------------------------------------- revocation and rotation
 
 
