@@ -20,9 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TextIO
 
-from scheduler import last_words
 from scheduler.handshakes import HUNG_UP, Failure, TraceReader
-from scheduler.last_words import write_all
 from scheduler.logs import LOG, Recorder
 from scheduler.thinning import Line, Thinner
 
@@ -37,9 +35,8 @@ _GATHER_S = 0.02
 def handshakes_watched(env: MutableMapping[str, str], *, tls: bool) -> Iterator[HandshakeWatch | None]:
     """Has gRPC trace handshakes, and reads that, for as long as the context lasts.
 
-    Enter it before grpc is imported, which reads the environment then, and before a key is loaded: it forks
-    (see :mod:`scheduler.last_words`). Whoever set GRPC_VERBOSITY or GRPC_TRACE himself gets what he asked
-    for, and no watch.
+    Enter it before grpc is imported, which reads the environment then. Whoever set GRPC_VERBOSITY or
+    GRPC_TRACE himself gets what he asked for, and no watch.
     """
     watch = None
     if tls and not {"GRPC_VERBOSITY", "GRPC_TRACE"} & env.keys():
@@ -65,10 +62,12 @@ class HandshakeWatch:
         self._closed = threading.Event()
         self._real = os.dup(2)
         self._pipe, writing = _make_pipe()
-        self._waiting = last_words.stand_by(self._pipe, self._real)
         os.dup2(writing, 2)
         os.close(writing)
         self._streams = _Streams(self._real)
+        # Should C code abort, its last line may stay in the pipe; where it was, is told all the same.
+        self._traced_crashes = faulthandler.is_enabled()
+        faulthandler.enable(file=self._real)
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()
 
@@ -87,13 +86,15 @@ class HandshakeWatch:
 
     def close(self) -> None:
         """Puts everything back as it was; no line that was written is lost."""
-        last_words.dismiss(self._waiting)
         os.dup2(self._real, 2)
         with self._lock:
             self._closed.set()
             self._drain()
             write_all(self._real, self._reader.rest())
+        faulthandler.disable()
         self._streams.restore()
+        if self._traced_crashes:
+            faulthandler.enable()
         self._thread.join(_JOIN_S)  # the pipe has ended; unless a child inherited it, which may live on
         if not self._thread.is_alive():
             os.close(self._pipe)
@@ -177,7 +178,7 @@ def _make_pipe() -> tuple[int, int]:
 
 
 class _Streams:
-    """What Python itself writes to descriptor 2, led elsewhere: ``sys.stderr``, the log, faulthandler."""
+    """What Python itself writes to descriptor 2, led elsewhere: ``sys.stderr`` and the log."""
 
     def __init__(self, to: int) -> None:
         self._old, self._new = sys.stderr, sys.stderr
@@ -206,5 +207,10 @@ def _exchange(old: TextIO, new: TextIO) -> None:
     for handler in (*LOG.handlers, *logging.getLogger().handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)
-    if faulthandler.is_enabled():
-        faulthandler.enable(file=new)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes all of it, or gives up: that nobody reads our errors is no reason to stop."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(fd, data) :]
