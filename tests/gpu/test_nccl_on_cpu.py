@@ -17,6 +17,7 @@ from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, reader_of
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
+from worker.communicators.nccl_tuning import fewest_ctas
 from worker.communicators.nccl_work import scalar_bytes
 from worker.errors import ArrayError, CommunicatorError, FormationTimeoutError, MembershipChanged
 
@@ -154,6 +155,56 @@ def test_a_newer_generation_ends_the_wait() -> None:
     with pytest.raises(MembershipChanged):
         nccl_handles.create_root(nccl, membership(["", ""]), waiting(60, cancelled=lambda: change))
     assert nccl.aborted
+
+
+class SplittingNccl(FakeNccl):
+    """Keeps the configuration of what is split off."""
+
+    def __init__(self) -> None:
+        super().__init__(polls=0)
+        self.configs: list[dict[str, Any]] = []
+        nccl = self
+
+        class Config:
+            def __init__(self) -> None:
+                nccl.configs.append(vars(self))
+
+            @property
+            def ptr(self) -> int:
+                return 1
+
+        self.Config = Config  # type: ignore[assignment]
+
+    def comm_split(self, parent: Any, color: int, key: int, config: int) -> str:
+        return f"child of {parent}"
+
+
+@pytest.mark.parametrize(
+    ("min_ctas", "config"),
+    [(None, {"blocking": 1}), (32, {"blocking": 1, "min_ctas": 32, "max_ctas": 64})],
+)
+def test_a_split_asks_for_as_many_ctas_as_it_is_told(min_ctas: int | None, config: dict[str, int]) -> None:
+    nccl = SplittingNccl()
+    child = nccl_handles.split_child(nccl, "it", color=0, key=0, waiting=waiting(60), min_ctas=min_ctas)
+    assert child == "child of it"
+    assert nccl.configs == [config]
+
+
+@pytest.mark.parametrize(
+    ("model", "hosts", "nvls", "ctas"),
+    [
+        ("NVIDIA H200", 1, "0", 32),
+        ("NVIDIA H200", 2, "0", None),  # the network decides there
+        ("NVIDIA H200", 1, "1", None),  # not measured
+        ("NVIDIA H200", 1, None, None),
+        ("NVIDIA L4", 1, "0", None),
+    ],
+)
+def test_ctas_are_asked_for_only_where_more_were_measured_to_help(
+    model: str, hosts: int, nvls: str | None, ctas: int | None
+) -> None:
+    env = {} if nvls is None else {"NCCL_NVLS_ENABLE": nvls}
+    assert fewest_ctas(model, hosts=hosts, env=env) == ctas
 
 
 # ---------------------------------------------------------------- the communicator, with a recording NCCL
@@ -294,7 +345,11 @@ class SlowDevices:
         self.ready, self.used = threading.Event(), list[tuple[int, str]]()
         fake: Any = fake_cupy(SimpleNamespace(ptr=77))
         fake.cuda.Device = lambda index: SimpleNamespace(use=lambda: self._use(index))
-        fake.cuda.runtime = SimpleNamespace(free=lambda pointer: None, getDevice=lambda: self.used[-1][0])
+        fake.cuda.runtime = SimpleNamespace(
+            free=lambda pointer: None,
+            getDevice=lambda: self.used[-1][0],
+            getDeviceProperties=lambda index: {"name": b"NVIDIA H200"},
+        )
         monkeypatch.setitem(sys.modules, "cupy", fake)
         monkeypatch.delitem(sys.modules, "torch", raising=False)
         monkeypatch.setattr(nccl_handles, "load_bindings", lambda: LoadedNccl(polls=0))

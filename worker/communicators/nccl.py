@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from worker.communicators import nccl_handles as handles
 from worker.communicators.base import Backend, Membership
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
-from worker.communicators.nccl_streams import Preparation, use_device
+from worker.communicators.nccl_streams import Preparation, device_model, use_device
+from worker.communicators.nccl_tuning import fewest_ctas
 from worker.communicators.nccl_work import PreMultipliedSum
 
 _PREPARATION_S = 10.0
@@ -65,11 +67,20 @@ class NcclBackend(Backend):
         )
         root = handles.create_root(self._nccl, membership, waiting)
         try:
-            comm = handles.split_child(self._nccl, root, color=0, key=membership.rank, waiting=waiting)
+            ctas = fewest_ctas(
+                device_model(device),
+                hosts=len({peer.host_id for peer in membership.peers}),
+                env=os.environ,
+            )
+            comm = handles.split_child(
+                self._nccl, root, color=0, key=membership.rank, waiting=waiting, min_ctas=ctas
+            )
         except Exception:
             handles.abort(self._nccl, root)
             raise
-        return NcclCommunicator(self._nccl, comm, root, membership, device=device, timeout_s=timeout_s)
+        return NcclCommunicator(
+            self._nccl, comm, root, membership, device=device, timeout_s=timeout_s, min_ctas=ctas
+        )
 
     def close(self) -> None:
         """Stops answering peers; idempotent."""

@@ -37,9 +37,18 @@ class NcclCommunicator(Communicator, ArrayReading):
     name = "nccl"
 
     def __init__(
-        self, nccl: Any, comm: Any, root: Any | None, membership: Membership, *, device: int, timeout_s: float
+        self,
+        nccl: Any,
+        comm: Any,
+        root: Any | None,
+        membership: Membership,
+        *,
+        device: int,
+        timeout_s: float,
+        min_ctas: int | None = None,
     ) -> None:
         self._nccl = nccl
+        self._min_ctas = min_ctas
         self._comm = comm
         self._root = root
         self.membership = membership
@@ -229,14 +238,22 @@ class NcclCommunicator(Communicator, ArrayReading):
         parent = self._comm if self._root is None else self._root
         color, key = (0, own.rank) if member else (handles.NO_COLOR, 0)
         try:
-            comm = handles.split_child(self._nccl, parent, color=color, key=key, waiting=waiting)
+            comm = handles.split_child(
+                self._nccl, parent, color=color, key=key, waiting=waiting, min_ctas=self._min_ctas
+            )
         except Exception as error:
             self.abort(error)
             raise
         if comm is None:
             return None
         child = NcclCommunicator(
-            self._nccl, comm, None, own, device=self.device_index, timeout_s=self.timeout_s
+            self._nccl,
+            comm,
+            None,
+            own,
+            device=self.device_index,
+            timeout_s=self.timeout_s,
+            min_ctas=self._min_ctas,
         )
         self._children.append(child)
         return child

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from worker.communicators.base import Membership, Peer
+from worker.communicators.nccl_tuning import MOST_CTAS
 from worker.errors import CommunicatorError, FormationTimeoutError
 
 IN_PROGRESS = 7
@@ -100,16 +101,28 @@ def create_root(nccl: Any, membership: Membership, waiting: Waiting) -> Any:
     return comm
 
 
-def split_child(nccl: Any, parent: Any, *, color: int, key: int, waiting: Waiting) -> Any | None:
+def split_child(
+    nccl: Any, parent: Any, *, color: int, key: int, waiting: Waiting, min_ctas: int | None = None
+) -> Any | None:
     """Splits a blocking communicator off ``parent``; every rank of ``parent`` must take part.
 
     Where it raises, ``parent`` is to be aborted.
+
+    Args:
+        nccl: the bindings.
+        parent: a nonblocking communicator.
+        color: ranks with one colour get one communicator; NO_COLOR: none.
+        key: order of the ranks.
+        waiting: what ends the wait.
+        min_ctas: the fewest CTAs that its kernels may use; None: NCCL's choice.
 
     Returns:
         The new communicator, or None with ``color`` NO_COLOR.
     """
     config = nccl.Config()
     config.blocking = 1
+    if min_ctas is not None:
+        config.min_ctas, config.max_ctas = min_ctas, MOST_CTAS
     try:
         child = nccl.comm_split(parent, color, key, config.ptr)
     except nccl.NCCLError as error:

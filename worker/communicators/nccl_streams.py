@@ -154,6 +154,16 @@ def use_device(index: int) -> int:
         ) from error
 
 
+def device_model(index: int) -> str:
+    """The GPU's name, as the driver gives it."""
+    library = loaded_library()
+    module = importlib.import_module(library)
+    if library == "torch":
+        return str(module.cuda.get_device_name(index))
+    name = module.cuda.runtime.getDeviceProperties(index)["name"]
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
 class Preparation:
     """Loads the array library and makes the CUDA context in a thread, while this process joins its job.
 
