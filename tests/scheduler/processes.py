@@ -78,8 +78,12 @@ class Pki:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a test's process: nothing of Muster's but what the test says."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("MS_")}
+    """The environment of a test's process: nothing of Muster's but what the test says.
+
+    Nor gRPC's log level, which a scheduler's ``main`` has set if another test has called it in this process.
+    """
+    dropped = ("MS_", "GRPC_VERBOSITY", "GRPC_TRACE")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     return kept | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | changes
 
 
