@@ -66,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     init = commands.add_parser("init", help="make an authority, certificates for all roles, and config.json")
     _add_directory(init, "to make everything in")
-    init.add_argument("--job", default=ANY_JOB, help="job that the certificates are for (default: any job)")
+    init.add_argument(
+        "--job",
+        default=ANY_JOB,
+        help="the only job that all three certificates are for (default: any; a worker of one job may then"
+        " enter every other job under this authority)",
+    )
     _add_hosts(init, "the scheduler is reached by, besides this host's own")
     _add_days(init)
     init.add_argument(

@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 
-from certs.authority import Issued, create_authority, open_authority, renew_authority
+from certs.authority import Authority, Issued, create_authority, open_authority, renew_authority
 from certs.certificates import issued_by, name_of, parse_certificates, to_pem, utc_now
 from certs.errors import ConfigError, FileError, IdentityError, PasswordError, UntrustedError
 from certs.fields import check_days, host_names
@@ -26,6 +26,7 @@ from certs.show import as_text, describe_file
 from certs.store import is_pem, read_p12
 
 Environment = Mapping[str, str]
+MAX_SERIAL = (1 << 159) - 1  # 20 octets, the first bit 0: RFC 5280
 
 
 def init(options: argparse.Namespace, env: Environment) -> None:
@@ -42,7 +43,7 @@ def init(options: argparse.Namespace, env: Environment) -> None:
     identities = {
         "server.p12": _identity(options.job, "scheduler"),
         "client.p12": _identity(options.job, "worker"),
-        "operator.p12": _identity(ANY_JOB, "operator"),
+        "operator.p12": _identity(options.job, "operator"),
     }
     secrets_by_role = {each.role: _role_password(each.role, env, password) for each in identities.values()}
     host_names(hosts), check_days(options.days)  # whatever is wrong shows before anything is written
@@ -119,18 +120,33 @@ def revoke(options: argparse.Namespace, env: Environment) -> None:
     chosen = [_leaf(path, _passwords(options, env, password)) for path in options.files]
     chosen += find_issued(options.dir, options.node, options.fingerprint)
     for certificate in chosen:
-        if certificate.issuer != authority.certificate.subject:
-            raise UntrustedError(
-                f"{name_of(certificate)} was not issued by the authority in {str(options.dir)!r}."
-            )
-    serials = [certificate.serial_number for certificate in chosen] + [
-        _serial(text) for text in options.serial
-    ]
+        _check_revocable(certificate, authority)
+    serials = [each.serial_number for each in chosen] + [_serial(text) for text in options.serial]
+    for each in (authority.certificate, *authority.roots):
+        if each.serial_number in serials:
+            raise _own_authority(each)
     count = authority.write_revocations(serials, days=options.days)
     for certificate in chosen:
         print(f"revoked: {name_of(certificate)}, serial {certificate.serial_number:x}")
     crl = options.dir / "crl.pem"
     print(f"{crl}: {count} revoked, good for {options.days} days; copy it to crl_path on all hosts.")
+
+
+def _check_revocable(certificate: x509.Certificate, authority: Authority) -> None:
+    if certificate.issuer != authority.certificate.subject:
+        raise UntrustedError(
+            f"{name_of(certificate)} was not issued by the authority in {str(authority.directory)!r}."
+        )
+    if certificate.subject == certificate.issuer:
+        raise _own_authority(certificate)
+
+
+def _own_authority(certificate: x509.Certificate) -> ConfigError:
+    """Nobody asks an authority's own list about the authority."""
+    return ConfigError(
+        f"{name_of(certificate)} is the authority itself, and no list of its own can revoke it.",
+        remedy="Take a root out of ca_cert_path on all hosts; the authority above revokes any other.",
+    )
 
 
 def _leaf(path: Path, passwords: Iterable[bytes]) -> x509.Certificate:
@@ -141,9 +157,12 @@ def _leaf(path: Path, passwords: Iterable[bytes]) -> x509.Certificate:
 
 def _serial(text: str) -> int:
     try:
-        return int(text.replace(":", ""), 16)
+        serial = int(text.replace(":", ""), 16)
     except ValueError:
-        raise ConfigError(f"--serial is {text[:100]!r}; legal are hexadecimal numbers.") from None
+        serial = 0
+    if not 1 <= serial <= MAX_SERIAL:
+        raise ConfigError(f"--serial is {text[:100]!r}; legal are hexadecimal numbers from 1 to 2^159-1.")
+    return serial
 
 
 def _open_p12(
@@ -199,6 +218,8 @@ def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]
     print(f"Scheduler: MS_CONFIG_FILE={config} {server} python -m scheduler")
     print(f"Workers:   MS_CONFIG_FILE={config} {client} python train.py")
     print("Other hosts need config.json, ca.crt, crl.pem and their own .p12; ca.key stays here.")
+    if options.job == ANY_JOB:
+        print("Their holders may enter every job under this authority; --job NAME binds them to one.")
 
 
 def _source(variable: str, options: argparse.Namespace, env: Environment) -> str:

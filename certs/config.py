@@ -111,6 +111,27 @@ def config_warnings(config: SecurityConfig) -> list[str]:
     return found
 
 
+def settings_changes(before: SecurityConfig, after: SecurityConfig) -> tuple[list[str], list[str]]:
+    """What differs between two readings of the file, for the log of a process that runs.
+
+    Returns:
+        sentences about what is in force now, and sentences about what needs a restart.
+    """
+    notes = [
+        f"{after.path}: {key} is now {_shown_setting(getattr(after, key))}"
+        for key in KEYS
+        if key != "cipher_list" and getattr(after, key) != getattr(before, key)
+    ]
+    restart = f"{after.path}: cipher_list has changed; it is read at the start only, so that needs a restart."
+    return notes, [restart] if after.cipher_list != before.cipher_list else []
+
+
+def _shown_setting(value: Path | int | None) -> str:
+    if value is None:
+        return "empty"
+    return str(value) if isinstance(value, Path) else json.dumps(value)
+
+
 def apply_cipher_list(config: SecurityConfig) -> None:
     """Hands the cipher list to gRPC, which reads it only once, when it is imported.
 

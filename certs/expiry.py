@@ -59,23 +59,31 @@ def expiry_warnings(
 
 
 class ExpiryReminder:
-    """Repeats the warnings once a day.
+    """Repeats each warning once a day; one about a renewed certificate does not wait for that."""
 
-    Args:
-        warning_days: ``cert_expire_warning_time_in_day`` of the configuration.
-    """
+    def __init__(self) -> None:
+        self._said: dict[tuple[str, Expiry], datetime.datetime] = {}
 
-    def __init__(self, warning_days: int) -> None:
-        self._warning_days = warning_days
-        self._last: datetime.datetime | None = None
+    def due(
+        self, credentials: Credentials, warning_days: int, now: datetime.datetime | None = None
+    ) -> list[str]:
+        """The warnings that were not said within the last day.
 
-    def due(self, credentials: Credentials, now: datetime.datetime | None = None) -> list[str]:
-        """The warnings, the first time and whenever a day has passed; nothing in between."""
+        Args:
+            credentials: those in force.
+            warning_days: ``cert_expire_warning_time_in_day`` of the configuration in force.
+            now: the time; by default the current one.
+        """
         now = now or utc_now()
-        if self._last is not None and now - self._last < DAY:
-            return []
-        self._last = now
-        return expiry_warnings(credentials, self._warning_days, now)
+        ending = {
+            (credentials.fingerprint, each): each
+            for each in expiries(credentials, warning_days)
+            if now >= each.warn_from
+        }
+        said = {key: at for key, at in self._said.items() if key in ending and now - at < DAY}
+        due = [each for key, each in ending.items() if key not in said]
+        self._said = dict.fromkeys(ending, now) | said
+        return [_sentence(credentials, each, now) for each in due]
 
 
 def _sentence(credentials: Credentials, each: Expiry, now: datetime.datetime) -> str:

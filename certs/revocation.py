@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from certs.certificates import MAX_CHAIN, UNREADABLE, WEAK_HASHES, printable, utc_now
 from certs.errors import RevocationListError, RevokedError
+from certs.fields import list_number
 from certs.peer import Link, link_of
 
 _BEGIN = b"-----BEGIN X509 CRL-----"
@@ -28,6 +29,20 @@ class RevocationList:
     this_update: datetime.datetime
     next_update: datetime.datetime
     serials: frozenset[int] = field(repr=False)
+    number: int = 0  # 0: it has none
+
+    @property
+    def key(self) -> ListKey:
+        """Whose list it is: two authorities of one name have different keys."""
+        return self.issuer, self.issuer_key_id
+
+    @property
+    def age(self) -> tuple[int, datetime.datetime]:
+        """Greater for the newer of two lists of one authority."""
+        return self.number, self.this_update
+
+
+ListKey = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,47 @@ class Revocations:
             _check_list_dates(each, now)
 
 
+def lists_by_key(revocations: Revocations | None) -> dict[ListKey, tuple[RevocationList, ...]]:
+    """The lists of each authority."""
+    found: dict[ListKey, tuple[RevocationList, ...]] = {}
+    for each in () if revocations is None else revocations.lists:
+        found[each.key] = (*found.get(each.key, ()), each)
+    return found
+
+
+def keep_newest(
+    new: Revocations, newest: Mapping[ListKey, tuple[RevocationList, ...]]
+) -> tuple[Revocations, list[RevocationListError]]:
+    """Goes back to no older list: whoever puts an old file there would let the revoked in again.
+
+    Args:
+        new: what a file has now.
+        newest: the newest lists of each authority that this process has had in force.
+
+    Returns:
+        What to put in force, newer lists in place of older ones; and a complaint about each authority whose
+        lists went back.
+    """
+    lists: list[RevocationList] = []
+    complaints = []
+    for key, found in lists_by_key(new).items():
+        had = newest.get(key, ())
+        last, best = max((each.age for each in had), default=None), max(found, key=lambda one: one.age)
+        if last is None or best.age >= last:
+            lists += found
+            continue
+        lists += had
+        complaints.append(
+            RevocationListError(
+                f"crl_path has an older revocation list of {best.name} (number {best.number} of"
+                f" {best.this_update:%Y-%m-%d %H:%M} UTC) than the one known here (number {last[0]} of"
+                f" {last[1]:%Y-%m-%d %H:%M} UTC); the newer one stays in force.",
+                remedy="Copy the authority's newest crl.pem there; only a restart forgets the newer one.",
+            )
+        )
+    return replace(new, lists=tuple(lists)), complaints
+
+
 def load_revocations(pem: bytes, authorities: Sequence[x509.Certificate], source: str) -> Revocations:
     """Reads one or several PEM revocation lists and checks their signatures; dates are checked on use.
 
@@ -126,6 +182,7 @@ def _read_list(pem: bytes, authorities: Sequence[x509.Certificate], what: str) -
             crl.next_update_utc,
         )
         serials = frozenset(entry.serial_number for entry in crl)
+        number = list_number(crl)
     except UNREADABLE as error:
         raise RevocationListError(f"{what} cannot be read.", remedy=_REMEDY) from error
     if critical:
@@ -137,7 +194,9 @@ def _read_list(pem: bytes, authorities: Sequence[x509.Certificate], what: str) -
         raise RevocationListError(f"{what} is signed with {digest.name.upper()}.", remedy=_REMEDY)
     if next_update is None:
         raise RevocationListError(f"{what} does not say how long it is good.", remedy=_REMEDY)
-    return RevocationList(name, crl.issuer.public_bytes(), _key_id(issuer), this_update, next_update, serials)
+    return RevocationList(
+        name, crl.issuer.public_bytes(), _key_id(issuer), this_update, next_update, serials, number
+    )
 
 
 def _signer(

@@ -5,34 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from certs.config import SecurityConfig, load_config
 from certs.errors import CertificateError, RevocationListError
 from certs.passwords import password_for
-from certs.revocation import Revocations
+from certs.revocation import ListKey, RevocationList, Revocations, keep_newest, lists_by_key
+from certs.rotation import (
+    Change,
+    InForce,
+    change_between,
+    kept_under,
+    own_problem,
+    refusal,
+    same_certificate,
+    unused,
+)
 from certs.store import Credentials, load_credentials, revocations_for
 
 _Signature = tuple[tuple[str, tuple[int, int, int, int] | None], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What a poll found.
-
-    Attributes:
-        credentials: what is in force now.
-        new_certificate: whether key, certificate or authorities changed; then new connections must use them.
-        new_revocations: whether the revocation lists changed; then every joined peer must be checked again.
-        problems: what was wrong with the new files; what they should have replaced stays in force, except for
-            revocation lists, which fail closed.
-    """
-
-    credentials: Credentials
-    new_certificate: bool
-    new_revocations: bool
-    problems: tuple[CertificateError, ...] = ()
 
 
 class CredentialsWatcher:
@@ -45,6 +36,11 @@ class CredentialsWatcher:
         role: ``scheduler``, ``worker`` or ``operator``.
         env: where the password is looked for, at every load; a rotated password file works.
         password: the password, if it is not in the environment.
+        job: the job that a renewed certificate must be for, too; None for any.
+
+    Attributes:
+        config: the configuration in force; of it ``cipher_list`` alone counts from the next start on.
+        credentials: the certificate, authorities and revocation lists in force.
 
     Raises:
         CertificateError: something is wrong at the start; the kind and the words say what.
@@ -57,17 +53,21 @@ class CredentialsWatcher:
         env: Mapping[str, str],
         *,
         password: bytes | None = None,
+        job: str | None = None,
     ) -> None:
         self._role = role
         self._env = env
         self._password = password
+        self.job = job
         self.config: SecurityConfig = load_config(config_path)
-        self._seen = self._signature()
+        self._ciphers = self.config.cipher_list
+        self._seen = _signature(self.config, role)
         base = self._load(self.config)
         if self.config.crl_path is not None:
             base = dataclasses.replace(base, revocations=revocations_for(base, self.config.crl_path))
         base.peer(base.cert_chain_pem)
         self.credentials: Credentials = base
+        self._newest: dict[ListKey, tuple[RevocationList, ...]] = lists_by_key(base.revocations)
 
     def poll(self) -> Change | None:
         """Looks for changed files.
@@ -75,50 +75,58 @@ class CredentialsWatcher:
         Returns:
             None if nothing that counts changed since the last call.
         """
-        # The signature is taken before the files are read: a change in between is found by the next call.
-        seen = self._signature()
+        seen = _signature(self.config, self._role)
         if seen == self._seen:
             return None
         self._seen = seen
-        before = self.credentials
-        base, problems = self._reload()
-        revocations = self._revocations(base, problems)
-        self.credentials = dataclasses.replace(base, revocations=revocations)
-        try:
-            self.credentials.peer(base.cert_chain_pem)
-        except RevocationListError:
-            pass  # said already
-        except CertificateError as error:
-            problems.append(error)
-        change = Change(
-            credentials=self.credentials,
-            new_certificate=(base.key_pem, base.cert_chain_pem, base.ca_pem)
-            != (before.key_pem, before.cert_chain_pem, before.ca_pem),
-            new_revocations=revocations != before.revocations,
-            problems=tuple(problems),
-        )
-        return change if change.new_certificate or change.new_revocations or problems else None
+        before = InForce(self.config, self.credentials)
+        problems: list[CertificateError] = []
+        config = self._read_config(problems)
+        # Every signature is taken before its file is read: a change in between is found by the next call.
+        self._seen = seen[:1] + _signature(config, self._role)[1:]
+        credentials = self._choose(config, problems)
+        own = own_problem(credentials)
+        if own is not None:
+            problems.append(own)
+        self._newest |= lists_by_key(credentials.revocations)
+        self.config, self.credentials = config, credentials
+        return change_between(before, InForce(config, credentials), problems)
 
-    def _reload(self) -> tuple[Credentials, list[CertificateError]]:
+    def _read_config(self, problems: list[CertificateError]) -> SecurityConfig:
         try:
-            config = load_config(self.config.path)
-            base = self._load(config)
+            return load_config(self.config.path)
         except CertificateError as error:
-            words = f"New certificates are not used, the old ones stay in force: {error.message}"
-            return self.credentials, [type(error)(words, remedy=error.remedy)]
-        if _files(config, self._role) != _files(self.config, self._role):
-            self._seen = ()  # other files now: the next call looks at them
-        self.config = config
-        return base, []
+            words = f"The new configuration is not used, the old one stays in force: {error.message}"
+            problems.append(type(error)(words, remedy=error.remedy))
+            return self.config
 
-    def _revocations(self, base: Credentials, problems: list[CertificateError]) -> Revocations | None:
-        if self.config.crl_path is None:
-            return None
+    def _choose(self, config: SecurityConfig, problems: list[CertificateError]) -> Credentials:
+        """The certificate that is in force from now on, with its revocation lists."""
+        old = kept_under(config, self.credentials)
         try:
-            return revocations_for(base, self.config.crl_path)
+            new = self._load(config)
         except CertificateError as error:
-            problems.append(error)
-            return Revocations(problem=error.message)
+            problems.append(unused(error))
+            new = old
+        credentials, complaints = self._with_lists(config, new)
+        refused = None if same_certificate(new, old) else refusal(credentials, self._role, self.job)
+        if refused is not None:
+            problems.append(refused)
+            # With its own authorities, too: lists of others would not be believed.
+            credentials, complaints = self._with_lists(config, old)
+        problems.extend(complaints)
+        return credentials
+
+    def _with_lists(
+        self, config: SecurityConfig, base: Credentials
+    ) -> tuple[Credentials, list[RevocationListError]]:
+        if config.crl_path is None:
+            return dataclasses.replace(base, revocations=None), []
+        try:
+            lists, complaints = keep_newest(revocations_for(base, config.crl_path), self._newest)
+        except RevocationListError as error:
+            lists, complaints = Revocations(problem=error.message), [error]
+        return dataclasses.replace(base, revocations=lists), complaints
 
     def _load(self, config: SecurityConfig) -> Credentials:
         password = self._password or password_for(self._role, self._env, None)
@@ -128,16 +136,15 @@ class CredentialsWatcher:
             config.ca_cert_path,
             purpose="server" if self._role == "scheduler" else "client",
             require_identity=config.require_identity,
-            cipher_list=config.cipher_list,
+            cipher_list=self._ciphers,  # as gRPC's: those of the start
         )
 
-    def _signature(self) -> _Signature:
-        return tuple((str(file), _stat(file)) for file in _files(self.config, self._role))
 
-
-def _files(config: SecurityConfig, role: str) -> list[Path]:
+def _signature(config: SecurityConfig, role: str) -> _Signature:
+    """What tells whether a file was replaced; config.json's comes first."""
     crls = [] if config.crl_path is None else [config.crl_path]
-    return [config.path, config.cert_path(role), config.ca_cert_path, *crls]
+    files = [config.path, config.cert_path(role), config.ca_cert_path, *crls]
+    return tuple((str(file), _stat(file)) for file in files)
 
 
 def _stat(file: Path) -> tuple[int, int, int, int] | None:

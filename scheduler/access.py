@@ -47,7 +47,7 @@ class Access:
 
     Args:
         tls: whether the port demands certificates; without it everybody who reaches it may do everything.
-        require_identity: whether a certificate must name job and role.
+        require_identity: says at every call whether a certificate must name job and role.
         revocations: gives the revocation lists in force, None for none.
         wall_clock: the time of day, for expiry.
     """
@@ -56,7 +56,7 @@ class Access:
         self,
         *,
         tls: bool,
-        require_identity: bool = True,
+        require_identity: Callable[[], bool] = lambda: True,
         revocations: Callable[[], Revocations | None] = lambda: None,
         wall_clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.timezone.utc),
     ) -> None:
@@ -80,7 +80,7 @@ class Access:
         if len(pems) != 1:
             raise UnauthenticatedError("The caller showed no certificate.")
         try:
-            certificate = peer_of_pem(bytes(pems[0]), require_identity=self._require_identity)
+            certificate = peer_of_pem(bytes(pems[0]), require_identity=self._require_identity())
             certificate.check(self._revocations(), self._wall_clock())
         except CertificateError as error:
             raise UnauthenticatedError(error.message, remedy=error.remedy) from error

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from certs.config import apply_cipher_list, load_config
-from certs.errors import CertificateError, IdentityError
+from certs.errors import IdentityError
 from scheduler.config import SchedulerSettings
 from scheduler.errors import SettingsError
 from scheduler.listen import is_loopback
@@ -18,26 +18,29 @@ if TYPE_CHECKING:
     from certs.config import SecurityConfig
     from certs.expiry import Expiry
     from certs.revocation import Revocations
+    from certs.rotation import Change
     from certs.store import Credentials
-    from certs.watcher import Change, CredentialsWatcher
+    from certs.watcher import CredentialsWatcher
 
 
 class Security:
     """What is in force: configuration, credentials, revocation lists. Follows the files when polled.
 
     Args:
-        watcher: reads and checks the files.
-        job_id: the scheduler's own job, which a new certificate must be for as well.
+        watcher: reads and checks the files, for the scheduler's role and own job.
     """
 
-    def __init__(self, watcher: CredentialsWatcher, job_id: str) -> None:
+    def __init__(self, watcher: CredentialsWatcher) -> None:
         from certs.expiry import ExpiryReminder
 
         self._watcher = watcher
-        self._job_id = job_id
-        self._reminder = ExpiryReminder(watcher.config.cert_expire_warning_time_in_day)
-        self.credentials: Credentials = watcher.credentials
-        check_is_scheduler(self.credentials, job_id)
+        self._reminder = ExpiryReminder()
+        check_is_scheduler(watcher.credentials, watcher.job)
+
+    @property
+    def credentials(self) -> Credentials:
+        """The certificate and authorities in force."""
+        return self._watcher.credentials
 
     @property
     def config(self) -> SecurityConfig:
@@ -48,34 +51,28 @@ class Security:
         """The revocation lists in force."""
         return self._watcher.credentials.revocations
 
-    def poll(self) -> tuple[Change | None, list[CertificateError]]:
+    def require_identity(self) -> bool:
+        """Whether callers' certificates must name job and role now."""
+        return self.config.require_identity
+
+    def poll(self) -> Change | None:
         """Looks for changed files; call it in one thread only.
 
         Returns:
             What changed, and what is wrong with it. A certificate that is not a scheduler's is such a
             wrong: the old one stays in force.
         """
-        change = self._watcher.poll()
-        if change is None:
-            return None, []
-        problems = list(change.problems)
-        if change.new_certificate:
-            try:
-                check_is_scheduler(change.credentials, self._job_id)
-                self.credentials = change.credentials
-            except IdentityError as error:
-                problems.append(error)
-        return change, problems
+        return self._watcher.poll()
 
     def expiries(self) -> Iterable[Expiry]:
-        """What ends when."""
+        """What ends when, of what is in force."""
         from certs.expiry import expiries
 
-        return expiries(self._watcher.credentials, self.config.cert_expire_warning_time_in_day)
+        return expiries(self.credentials, self.config.cert_expire_warning_time_in_day)
 
     def expiry_warnings(self) -> list[str]:
-        """Sentences about what ends soon; once a day."""
-        return self._reminder.due(self._watcher.credentials)
+        """Sentences about what ends soon; once a day each."""
+        return self._reminder.due(self.credentials, self.config.cert_expire_warning_time_in_day)
 
 
 def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Security | None:
@@ -94,11 +91,11 @@ def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Securi
     forbid_core_files()
     password = prompted_password("scheduler", env)
     return Security(
-        CredentialsWatcher(settings.config_path, "scheduler", env, password=password), settings.job_id
+        CredentialsWatcher(settings.config_path, "scheduler", env, password=password, job=settings.job_id)
     )
 
 
-def check_is_scheduler(credentials: Credentials, job_id: str) -> None:
+def check_is_scheduler(credentials: Credentials, job_id: str | None) -> None:
     """Refuses to serve with a certificate that workers would refuse.
 
     Raises:

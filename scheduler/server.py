@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from certs.config import config_warnings
 from certs.grpc_credentials import SERVER_OPTIONS, RotatingServerCredentials
+from certs.rotation import Change
 from scheduler import listen, systemd
 from scheduler.access import Access
 from scheduler.config import SchedulerSettings
@@ -117,7 +118,7 @@ async def _serve(
 ) -> int:
     access = Access(
         tls=security is not None,
-        require_identity=security is None or security.config.require_identity,
+        require_identity=security.require_identity if security is not None else lambda: True,
         revocations=security.revocations if security is not None else lambda: None,
     )
     limits = Limits(sessions_per_host=settings.max_streams_per_host)
@@ -215,23 +216,29 @@ async def _follow_files(security: Security, tls: RotatingServerCredentials, serv
     loop = asyncio.get_running_loop()
     while True:
         try:
-            change, problems = await loop.run_in_executor(None, security.poll)
+            change = await loop.run_in_executor(None, security.poll)
         except Exception:
             LOG.exception("fault while reading the certificates; those in force stay")
-            change, problems = None, []
-        for problem in problems:
-            LOG.error("%s", problem)
-        if change is not None and change.new_certificate:
-            tls.update(security.credentials)
-            LOG.info("new certificate %s %s", security.credentials.identity, security.credentials.fingerprint)
-        if change is not None and change.new_revocations:
-            if not problems:
-                LOG.info("new revocation lists are in force")
-            await service.expel_revoked()
+            change = None
+        if change is not None:
+            await _put_in_force(change, tls, service)
         for sentence in security.expiry_warnings():
             LOG.warning("%s", sentence)
         service.report_expired()
         await asyncio.sleep(FOLLOW_INTERVAL_S)
+
+
+async def _put_in_force(change: Change, tls: RotatingServerCredentials, service: Service) -> None:
+    if change.new_certificate or change.new_authorities:
+        tls.update(change.credentials)
+    for problem in change.problems:
+        LOG.error("%s", problem)
+    for sentence in change.warnings:
+        LOG.warning("%s", sentence)
+    for sentence in change.notes:
+        LOG.info("%s", sentence)
+    if change.new_revocations:
+        await service.expel_revoked()
 
 
 def _start_metrics(

@@ -108,7 +108,8 @@ def test_the_options_of_documented_launches_exist(
 
 def test_every_variable_and_key_that_is_read_is_documented() -> None:
     readme = (ROOT / "README.md").read_text()
-    code = "\n".join((ROOT / name).read_text() for name in ("scheduler/config.py", "worker/config.py"))
+    files = ("scheduler/config.py", "worker/config.py", "certs/commands.py")
+    code = "\n".join((ROOT / name).read_text() for name in files)
     variables = {
         name.removesuffix("_") for name in re.findall(r'"(MS_[A-Z_]+|RANK_TABLE_FILE|DEVICE_ID)"', code)
     }

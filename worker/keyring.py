@@ -21,23 +21,20 @@ log = logging.getLogger("muster.worker")
 class Keyring:
     """Gives the credentials in force; every new connection asks for them.
 
-    Renewed certificates, authorities and revocation lists count from the next connection on, whether to
-    the scheduler or to a peer. A bad file leaves the old ones in force and says so; bad revocation lists
-    let nobody in.
+    Renewed certificates, authorities, revocation lists and settings count from the next connection on,
+    whether to the scheduler or to a peer. A bad file leaves the old ones in force and says so; bad
+    revocation lists let nobody in.
 
     Args:
-        watcher: reads and checks the files.
-        job_id: the job that a renewed certificate must be for, too.
+        watcher: reads and checks the files, for the worker's role and job.
     """
 
-    def __init__(self, watcher: CredentialsWatcher, job_id: str) -> None:
+    def __init__(self, watcher: CredentialsWatcher) -> None:
         from certs.expiry import ExpiryReminder
 
         self._watcher = watcher
-        self._job_id = job_id
         self._lock = threading.Lock()
-        self._reminder = ExpiryReminder(watcher.config.cert_expire_warning_time_in_day)
-        self._credentials: Credentials = watcher.credentials
+        self._reminder = ExpiryReminder()
 
     def __call__(self) -> Credentials:
         """The credentials in force now. Costs a few ``stat`` calls unless a file changed; never raises."""
@@ -46,7 +43,7 @@ class Keyring:
                 self._follow()
             except Exception:
                 log.exception("Fault while reading the certificates; those in force stay.")
-            return self._credentials
+            return self._watcher.credentials
 
     def has_revoked(self, peer: Peer) -> bool:
         """Whether a peer that was let in is revoked by now.
@@ -70,20 +67,13 @@ class Keyring:
         if change is not None:
             for problem in change.problems:
                 log.error("%s", problem)
-            self._take(change.credentials, new_certificate=change.new_certificate)
-        for sentence in self._reminder.due(self._credentials):
+            for sentence in change.warnings:
+                log.warning("%s", sentence)
+            for sentence in change.notes:
+                log.info("%s", sentence)
+        days = self._watcher.config.cert_expire_warning_time_in_day
+        for sentence in self._reminder.due(self._watcher.credentials, days):
             log.warning("%s", sentence)
-
-    def _take(self, new: Credentials, *, new_certificate: bool) -> None:
-        from dataclasses import replace
-
-        reason = new.identity.may(role="worker", job=self._job_id)
-        if reason is not None:
-            log.error("The new certificate is not used, the old one stays in force: %s", reason)
-            new = replace(self._credentials, revocations=new.revocations)
-        elif new_certificate:
-            log.info("new certificate %s %s", new.identity, new.fingerprint)
-        self._credentials = new
 
 
 def load_keyring(settings: Settings, env: Mapping[str, str]) -> Keyring | None:
@@ -110,7 +100,7 @@ def load_keyring(settings: Settings, env: Mapping[str, str]) -> Keyring | None:
         apply_cipher_list(config)
         password = settings.client_password or prompted_password("worker", env)
         keyring = Keyring(
-            CredentialsWatcher(settings.config_path, "worker", env, password=password), settings.job_id
+            CredentialsWatcher(settings.config_path, "worker", env, password=password, job=settings.job_id)
         )
     except ConfigError as error:
         raise SettingsError(error.message, remedy=error.remedy) from error

@@ -148,14 +148,35 @@ def test_a_bad_revocation_list_lets_nobody_in_and_ends_nobody(field: Field, kind
         words = _await_code(field, "UNAUTHENTICATED")[1]
         assert "evocation list" in words or "crl" in words
     finally:
-        path.write_bytes(good)
+        if kind == "out of date":  # a newer list than the good one, which is not gone back to
+            field.pki.authority.write_revocations()
+        else:
+            path.write_bytes(good)
     assert _await_code(field, "OK")[0] == "OK"
 
 
-def _await_code(field: Field, wanted: str) -> tuple[str, str]:
+def test_an_older_list_does_not_let_the_revoked_in_again(field: Field) -> None:
+    path = field.pki.directory / "crl.pem"
+    field.pki.issue("late", Identity("default", "worker"))
+    older = path.read_bytes()
+    field.pki.authority.write_revocations([field.serial("late")])
+    newer = path.read_bytes()
+    assert "was revoked" in _await_code(field, "UNAUTHENTICATED", "late")[1]
+    path.write_bytes(older)
+    try:
+        assert "the newer one stays in force" in field.running.await_log("older revocation list")
+        with field.channel("late") as over:
+            status = pb_grpc.RendezvousStub(over).Status
+            code, words = error_of(lambda: status(pb.StatusRequest(), timeout=30))
+        assert (code, "was revoked" in words) == ("UNAUTHENTICATED", True)
+    finally:
+        path.write_bytes(newer)
+
+
+def _await_code(field: Field, wanted: str, name: str = "operator") -> tuple[str, str]:
     """Asks for status until it is answered so; the scheduler looks at its files twice a second."""
     until = time.monotonic() + 30
-    with field.channel("operator") as over:
+    with field.channel(name) as over:
         status = pb_grpc.RendezvousStub(over).Status
         while True:
             try:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from certs.__main__ import main
 from certs.authority import open_authority
@@ -75,7 +76,7 @@ def test_a_fresh_machine_has_what_it_needs_after_init(tmp_path: Path) -> None:
     assert load_configured(config, "scheduler", found).identity.uri() == "muster://resnet/scheduler"
     assert load_configured(config, "worker", found).identity.uri() == "muster://resnet/worker"
     operator = load_credentials(tmp_path / "c" / "operator.p12", password.encode(), config.ca_cert_path)
-    assert operator.identity.uri() == "muster://*/operator"
+    assert operator.identity.uri() == "muster://resnet/operator"
 
 
 def test_init_names_all_hosts(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +141,10 @@ def test_issue_binds_to_job_and_node(directory: Path, capsys: pytest.CaptureFixt
         (["issue", "--node", ".."], "The node name"),
         (["issue", "--node", ""], "1 to 128 characters"),
         (["revoke", "--serial", "xyz"], "--serial is 'xyz'"),
+        (["revoke", "--serial", "0"], "hexadecimal numbers from 1 to 2^159-1"),
+        (["revoke", "--serial=-5"], "--serial is '-5'"),
+        (["revoke", "--serial", "f" * 60], "hexadecimal numbers from 1 to 2^159-1"),
+        (["revoke", "--serial", f"{2**159:x}"], "hexadecimal numbers from 1 to 2^159-1"),
         (["revoke", "--node", "nobody"], "no certificate bound to the node 'nobody'"),
         (["revoke", "--fingerprint", "AB"], "16 hexadecimal digits"),
         (["renew"], "Nothing to renew"),
@@ -273,9 +278,7 @@ def test_revoke_by_file_node_serial_and_fingerprint(
     assert main(["revoke", *base, "--fingerprint", loaded[2].fingerprint]) == 0
     assert "3 revoked" in capsys.readouterr().out
     assert main(["revoke", *base, "--serial", "AB:CD"]) == 0
-    assert (
-        main(["revoke", *base, str(directory / "ca.crt"), "--days", "9"]) == 0
-    )  # the root: harmless, but legal
+    assert main(["revoke", *base, "--serial", f"{2**159 - 1:x}", "--days", "9"]) == 0
     for i in (1, 2, 3):
         with pytest.raises(RevokedError):
             load_credentials(
@@ -295,6 +298,37 @@ def test_revoke_without_a_certificate_renews_the_list(
     assert main(["revoke", "--dir", str(directory), "--days", "30"]) == 0
     assert "0 revoked, good for 30 days" in capsys.readouterr().out
     assert (directory / "crl.pem").read_bytes() != before
+
+
+def test_the_root_is_not_said_to_be_revoked_because_nobody_would_look(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (directory / "crl.pem").read_bytes()
+    root = directory / "ca.crt"
+    former = tmp_path / "former.crt"
+    former.write_bytes(root.read_bytes())
+    assert main(["renew", "--dir", str(directory), "--ca"]) == 0
+    new_serial = f"{x509.load_pem_x509_certificate(root.read_bytes()).serial_number:x}"
+    capsys.readouterr()
+    for named in ([str(root)], [str(former)], ["--serial", new_serial]):
+        assert main(["revoke", "--dir", str(directory), *named]) == 2
+        told = capsys.readouterr()
+        assert "is the authority itself" in told.err and "ca_cert_path" in told.err
+        assert "revoked" not in told.out
+    assert (directory / "crl.pem").read_bytes() == before
+
+
+def test_init_says_that_certificates_for_any_job_open_every_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MS_CERTS_PASSWORD", PASSWORD.decode())
+    assert main(["init", "--dir", str(tmp_path / "any")]) == 0
+    assert "enter every job under this authority; --job NAME" in capsys.readouterr().out
+    assert main(["init", "--dir", str(tmp_path / "one"), "--job", "resnet"]) == 0
+    assert "every job" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["init", "--help"])
+    assert "enter every other job" in " ".join(capsys.readouterr().out.split())
 
 
 def test_others_certificates_are_neither_revoked_nor_renewed(

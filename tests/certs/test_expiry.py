@@ -48,9 +48,26 @@ def test_seconds_for_the_metric(server: Credentials) -> None:
 
 
 def test_the_reminder_speaks_at_start_and_daily(server: Credentials) -> None:
-    reminder = ExpiryReminder(90)
+    reminder = ExpiryReminder()
     start = server.not_after - 10 * DAY
-    assert len(reminder.due(server, start)) == 1
-    assert reminder.due(server, start + DAY * 0.99) == []
-    assert len(reminder.due(server, start + DAY)) == 1
-    assert reminder.due(server, start + DAY * 1.5) == []
+    assert len(reminder.due(server, 90, start)) == 1
+    assert reminder.due(server, 90, start + DAY * 0.99) == []
+    assert len(reminder.due(server, 90, start + DAY)) == 1
+    assert reminder.due(server, 90, start + DAY * 1.5) == []
+
+
+def test_a_renewed_certificate_is_warned_about_at_once(server: Credentials) -> None:
+    reminder = ExpiryReminder()
+    start = server.not_after - 10 * DAY
+    assert len(reminder.due(server, 90, start)) == 1
+    short = dataclasses.replace(server, fingerprint="AB:CD", not_after=start + DAY / 12)
+    [warning] = reminder.due(short, 90, start + DAY / 1000)
+    assert "AB:CD" in warning and "ends on" in warning
+    assert reminder.due(short, 90, start + DAY / 500) == []
+
+
+def test_a_longer_warning_time_counts_at_once(server: Credentials) -> None:
+    reminder = ExpiryReminder()
+    start = server.not_after - 100 * DAY
+    assert reminder.due(server, 90, start) == []
+    assert len(reminder.due(server, 180, start)) == 1

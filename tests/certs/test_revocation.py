@@ -17,7 +17,7 @@ from certs.authority import Authority, create_authority
 from certs.errors import RevocationListError, RevokedError
 from certs.identity import Identity
 from certs.peer import peer_of_pem
-from certs.revocation import Revocations, load_revocations
+from certs.revocation import Revocations, keep_newest, lists_by_key, load_revocations
 from certs.store import load_credentials
 from tests.certs.making import DAY, NOW, PASSWORD, Pki, certificate, pem
 
@@ -30,6 +30,7 @@ def signed(
     end: datetime.datetime = NOW + DAY,
     key: Any = None,
     extension: x509.ExtensionType | None = None,
+    number: int | None = None,
 ) -> bytes:
     draft = x509.CertificateRevocationListBuilder(authority.certificate.subject, start, end)
     for serial in serials:
@@ -37,6 +38,8 @@ def signed(
         draft = draft.add_revoked_certificate(entry)
     if extension is not None:
         draft = draft.add_extension(extension, critical=True)
+    if number is not None:
+        draft = draft.add_extension(x509.CRLNumber(number), critical=False)
     return draft.sign(key or authority.key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
@@ -134,6 +137,43 @@ def test_several_lists_of_one_authority_add_up(pki: Pki) -> None:
         with pytest.raises(RevokedError):
             check(revocations, each)
     check(revocations, certificate(pki.authority))  # the newer one is in date
+
+
+@pytest.mark.parametrize(
+    ("had", "found", "back"),
+    [
+        ({"number": 5}, {"number": 4}, True),
+        ({"number": 5}, {"number": 5}, False),
+        ({"number": 5}, {"number": 6, "start": NOW - 2 * DAY}, False),
+        ({"number": 5}, {}, True),
+        ({}, {"number": 1}, False),
+        ({}, {"start": NOW - 2 * DAY}, True),
+        ({"start": NOW - 2 * DAY}, {}, False),
+    ],
+)
+def test_an_older_list_does_not_take_the_place_of_a_newer(
+    pki: Pki, had: dict[str, Any], found: dict[str, Any], back: bool
+) -> None:
+    before = load(signed(pki.authority, (1,), **had), pki.authority)
+    after = load(signed(pki.authority, (2,), **found), pki.authority)
+    kept, complaints = keep_newest(after, lists_by_key(before))
+    assert kept.lists == (before if back else after).lists
+    assert len(complaints) == back
+    if back:
+        assert "older revocation list of CN=Muster CA" in str(complaints[0])
+        assert "the newer one stays in force" in str(complaints[0])
+
+
+def test_each_authority_has_numbers_of_its_own(pki: Pki, foreign: Pki) -> None:
+    def lists(own: int, others: int) -> Revocations:
+        text = signed(pki.authority, number=own) + signed(foreign.authority, number=others)
+        return load(text, pki.authority, foreign.authority)
+
+    kept, complaints = keep_newest(lists(8, 1), lists_by_key(lists(7, 2)))
+    assert sorted(each.number for each in kept.lists) == [2, 8]
+    assert len(complaints) == 1 and "number 1" in str(complaints[0])
+    kept, complaints = keep_newest(lists(9, 2), {})
+    assert (len(kept.lists), complaints) == (2, [])
 
 
 def test_authorities_of_one_name_are_told_apart_by_key(tmp_path: Path) -> None:

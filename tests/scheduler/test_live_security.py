@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from certs.identity import Identity
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from tests.certs.making import KEY, certificate, key_pem, pem
 from tests.scheduler.processes import (
+    PASSWORD,
     Pki,
     Scheduler,
     Stream,
@@ -175,6 +178,17 @@ def test_what_weakens_the_scheduler_is_said_at_its_start(own_pki: Pki) -> None:
         assert "'OLD-ONE'" in running.await_log("cipher_list")
 
 
+def test_a_certificate_that_ends_soon_is_told_while_the_scheduler_runs(own_pki: Pki) -> None:
+    with scheduler(**own_pki.env()) as running:
+        running.await_log("certificate muster://default/scheduler")
+        soon = own_pki.authority.issue(Identity("default", "scheduler"), ("127.0.0.1",), days=5)
+        replacement = own_pki.directory / "staged.p12"
+        replacement.write_bytes(soon.p12(PASSWORD))
+        replacement.replace(own_pki.directory / "server.p12")
+        end = own_pki.credentials("server").not_after
+        assert "WARNING" in running.await_log(f"{end:%Y-%m-%d}")
+
+
 def test_a_wrong_password_is_one_sentence_and_not_shown(own_pki: Pki) -> None:
     env = own_pki.env() | {"MS_SERVER_PASSWORD": "WRONG-ONE"}
     done = run_scheduler("--port", "0", env=environment(**env, MS_WORKER_NUM="2"))
@@ -281,8 +295,52 @@ def test_a_renewed_certificate_serves_new_connections_and_drops_no_stream(own_pk
             assert error.details() == "The scheduler is stopping."
 
 
+def test_only_a_certificate_that_peers_would_take_is_put_in_force(own_pki: Pki) -> None:
+    own_pki.authority.write_revocations()
+    own_pki.write_config(crl_path="crl.pem")
+    first = own_pki.credentials("server")
+    with (
+        scheduler("--serve", **own_pki.env(), MS_WORKER_NUM="") as running,
+        channel(running.target, pinned(own_pki, first.leaf_pem)) as over,
+    ):
+        own_pki.issue("revoked", Identity("default", "scheduler"), ("127.0.0.1",))
+        own_pki.authority.write_revocations([serial(own_pki, "revoked")])
+        running.await_log("new revocation lists are in force")
+        (own_pki.directory / "revoked.p12").replace(own_pki.directory / "server.p12")
+        assert "the old ones stay in force" in running.await_log("was revoked by")
+        own_pki.issue("bad", Identity("default", "worker")).replace(own_pki.directory / "server.p12")
+        assert "the old ones stay in force" in running.await_log("has the role worker")
+        # Whoever knows only the first one is still served, and health answers on a new connection.
+        health: Any = health_pb2_grpc.HealthStub(over)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == 1
+        own_pki.issue("good", Identity("default", "scheduler"), ("127.0.0.1",))
+        good = own_pki.credentials("good")
+        (own_pki.directory / "good.p12").replace(own_pki.directory / "server.p12")
+        assert good.fingerprint in running.await_log("new certificate muster://")
+        assert running.log.count("new certificate muster://") == 1
+
+
+def test_a_changed_configuration_is_obeyed_or_refused_in_words(own_pki: Pki) -> None:
+    own_pki.write_config(require_identity=False)
+    leaf = certificate(own_pki.authority, uris=(), key=KEY)
+    nobody = pinned(own_pki, own_pki.credentials("server").leaf_pem)
+    nobody = dataclasses.replace(nobody, key_pem=key_pem(KEY), cert_chain_pem=pem(leaf), leaf_pem=pem(leaf))
+    with (
+        scheduler("--serve", **own_pki.env(), MS_WORKER_NUM="") as running,
+        channel(running.target, nobody) as over,
+    ):
+        health: Any = health_pb2_grpc.HealthStub(over)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == 1
+        own_pki.write_config(require_identity=False, typo=1)
+        assert "the old one stays in force" in running.await_log("ERROR")
+        assert health.Check(health_pb2.HealthCheckRequest()).status == 1
+        own_pki.write_config(cipher_list="ECDHE-ECDSA-AES256-GCM-SHA384")
+        running.await_log("require_identity is now true")
+        assert "WARNING" in running.await_log("cipher_list has changed")
+        code, words = error_of(lambda: health.Check(health_pb2.HealthCheckRequest()))
+        assert (code, "names no job and role" in words) == ("UNAUTHENTICATED", True)
+
+
 def pinned(pki: Pki, leaf_pem: bytes) -> Any:
     """Credentials that accept exactly one server certificate."""
-    import dataclasses
-
     return dataclasses.replace(pki.credentials("client"), ca_pem=leaf_pem)

@@ -11,13 +11,17 @@ import pytest
 from certs.errors import IdentityError
 from certs.identity import Identity
 from certs.watcher import CredentialsWatcher
+from scheduler.access import Access
 from scheduler.config import load_settings
+from scheduler.errors import UnauthenticatedError
 from scheduler.security import Security, check_is_scheduler, load_security
+from tests.certs.making import certificate, pem
 from tests.scheduler.processes import PASSWORD, Pki, environment
+from tests.scheduler.test_access import Context
 
 
 def security(pki: Pki) -> Security:
-    return Security(CredentialsWatcher(pki.config, "scheduler", pki.env()), "default")
+    return Security(CredentialsWatcher(pki.config, "scheduler", pki.env(), job="default"))
 
 
 def test_without_a_configuration_there_is_no_tls() -> None:
@@ -37,23 +41,51 @@ def test_the_certificate_must_be_a_schedulers_of_the_job(pki: Pki, job: str, goo
 
 
 def test_nothing_changed(pki: Pki) -> None:
-    assert security(pki).poll() == (None, [])
+    assert security(pki).poll() is None
 
 
 def test_a_new_certificate_is_taken_and_one_for_another_role_is_not(own_pki: Pki) -> None:
     watched = security(own_pki)
     first = watched.credentials
     own_pki.issue("server", Identity("default", "scheduler"), ("127.0.0.1",))
-    change, problems = watched.poll()
+    change = watched.poll()
     assert change is not None
-    assert problems == []
+    assert change.problems == ()
+    assert [note.startswith("new certificate muster://default/scheduler ") for note in change.notes] == [True]
     assert watched.credentials.fingerprint == own_pki.credentials("server").fingerprint
     second = watched.credentials
     assert second.fingerprint != first.fingerprint
-    own_pki.issue("server", Identity("elsewhere", "scheduler"), ("127.0.0.1",))
-    change, problems = watched.poll()
-    assert [type(problem) for problem in problems] == [IdentityError]
-    assert watched.credentials is second
+    ends = list(watched.expiries())
+    rejected = own_pki.authority.issue(Identity("elsewhere", "scheduler"), ("127.0.0.1",), days=5)
+    (own_pki.directory / "server.p12").write_bytes(rejected.p12(PASSWORD))
+    change = watched.poll()
+    assert change is not None
+    assert [type(problem) for problem in change.problems] == [IdentityError]
+    assert "the old ones stay in force" in str(change.problems[0])
+    assert (change.new_certificate, change.notes) == (False, ())
+    assert watched.credentials == second
+    assert list(watched.expiries()) == ends
+    assert watched.expiry_warnings() == []
+
+
+def test_settings_count_from_the_next_call_on(own_pki: Pki) -> None:
+    own_pki.write_config(require_identity=False)
+    watched = security(own_pki)
+    access = Access(tls=True, require_identity=watched.require_identity)
+    nobody = Context(pem(certificate(own_pki.authority, uris=())))
+    caller = access.authenticate(nobody)
+    assert caller.certificate is not None
+    assert caller.certificate.identity.legacy
+    assert watched.expiry_warnings() == []
+    own_pki.write_config(cert_expire_warning_time_in_day=180)
+    short = own_pki.authority.issue(Identity("default", "scheduler"), ("127.0.0.1",), days=100)
+    (own_pki.directory / "server.p12").write_bytes(short.p12(PASSWORD))
+    change = watched.poll()
+    assert change is not None
+    assert change.problems == ()
+    with pytest.raises(UnauthenticatedError, match="names no job and role"):
+        access.authenticate(nobody)
+    assert len(watched.expiry_warnings()) == 1
 
 
 def test_new_lists_are_in_force_at_once(own_pki: Pki) -> None:
@@ -63,10 +95,10 @@ def test_new_lists_are_in_force_at_once(own_pki: Pki) -> None:
     before = watched.revocations()
     assert before is not None
     own_pki.authority.write_revocations([12345])
-    change, problems = watched.poll()
+    change = watched.poll()
     assert change is not None
     assert change.new_revocations
-    assert problems == []
+    assert change.problems == ()
     after = watched.revocations()
     assert after is not None
     assert [12345 in each.serials for each in (*before.lists, *after.lists)] == [False, True]

@@ -10,6 +10,7 @@ import pytest
 from cryptography import x509
 
 from certs.identity import Identity
+from certs.peer import peer_of_pem
 from tests.scheduler.processes import Pki
 from worker.communicators import create_backend
 from worker.config import Settings
@@ -56,7 +57,40 @@ def test_a_certificate_of_another_role_or_job_is_not(
 ) -> None:
     before = keyring().fingerprint
     replace(pki, identity)
-    assert keyring().fingerprint == before
+    with caplog.at_level(logging.INFO):
+        assert keyring().fingerprint == before
+    assert "the old ones stay in force" in caplog.text
+    assert "new certificate muster://" not in caplog.text
+
+
+def test_a_revoked_certificate_is_not_but_the_list_that_says_so_is(
+    keyring: Keyring, pki: Pki, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = keyring().fingerprint
+    pki.issue("staged", Identity("default", "worker"))
+    pki.authority.write_revocations([serial(pki, "staged")])
+    revoked = peer_of_pem(pki.credentials("staged").leaf_pem)
+    (pki.directory / "staged.p12").replace(pki.directory / "client.p12")
+    with caplog.at_level(logging.INFO):
+        assert keyring().fingerprint == before
+    assert "the old ones stay in force" in caplog.text
+    assert "new certificate muster://" not in caplog.text
+    assert keyring.has_revoked(revoked)
+
+
+def test_new_settings_are_in_force_and_told(
+    keyring: Keyring, pki: Pki, caplog: pytest.LogCaptureFixture
+) -> None:
+    fingerprint = keyring().fingerprint
+    pki.write_config(crl_path="crl.pem", require_identity=False, cipher_list="ECDHE-ECDSA-AES128-GCM-SHA256")
+    with caplog.at_level(logging.INFO):
+        assert not keyring().require_identity
+    assert "require_identity is now false" in caplog.text
+    assert "cipher_list has changed" in caplog.text and "needs a restart" in caplog.text
+    pki.write_config(crl_path="crl.pem")
+    assert keyring().require_identity
+    pki.config.write_text("{")
+    assert keyring().fingerprint == fingerprint
     assert "the old one stays in force" in caplog.text
 
 
