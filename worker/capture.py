@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from worker.communicators.base import Communicator, ReduceOp
-from worker.errors import SettingsError, WorkerError
+from worker.errors import ArrayError, SettingsError, WorkerError
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.2
@@ -76,6 +76,10 @@ class TrainingStep:
         Returns:
             The loss of this rank's samples, a 0-dim tensor that the next step overwrites. The host does not
             wait for it.
+
+        Raises:
+            ArrayError: with ``accumulate``, the tensors' first axes differ.
+            SettingsError: there is no batch.
         """
         if not batch:
             batch = self._take_fed()
@@ -129,25 +133,36 @@ class TrainingStep:
 
     def _body(self, *batch: Any) -> Any:
         self._optimizer.zero_grad(set_to_none=True)
-        parts = list(zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True))
+        parts = self._parts(batch)
+        no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
         total = None
-        for number, part in enumerate(parts, 1):
-            last = number == len(parts)
-            alone = (
-                contextlib.nullcontext()
-                if last
-                else getattr(self._model, "no_sync", contextlib.nullcontext)()
-            )
-            with alone:
+        for number, (share, part) in enumerate(parts, 1):
+            with contextlib.nullcontext() if number == len(parts) else no_sync():
                 with self._precision():
                     loss = self._loss(*part)
-                loss = loss / len(parts) if len(parts) > 1 else loss
+                loss = loss * share if len(parts) > 1 else loss
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         self._optimizer.step()
         return total
+
+    def _parts(self, batch: tuple[Any, ...]) -> list[tuple[float, tuple[Any, ...]]]:
+        """The parts of a batch, each with its share of the samples: the last part may be smaller."""
+        if self._accumulate == 1:
+            return [(1.0, batch)]
+        lengths = {len(tensor) if tensor.dim() else 0 for tensor in batch}
+        if len(lengths) != 1 or lengths == {0}:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch)
+            raise ArrayError(
+                f"accumulate={self._accumulate} cuts all tensors of a batch along their first axis,"
+                f" which must be as long in each; these have the shapes {shapes}.",
+                remedy="What is no part of the batch can be bound by the loss function.",
+            )
+        count = lengths.pop()
+        cut = zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True)
+        return [(len(part[0]) / count, part) for part in cut]
 
     def _precision(self) -> Any:
         if self._autocast is None:
@@ -290,13 +305,15 @@ def capture_step(
     ``step.reason`` says why.
 
     Args:
-        loss: gets the batch, calls the model, returns a scalar; must not read the GPU (``item()``, ``if`` on
-            a tensor).
+        loss: gets the batch, calls the model, returns a scalar, a mean over the samples; must not read the
+            GPU (``item()``, ``if`` on a tensor).
         model: a :class:`worker.DataParallel`, or a bare module in a job of one.
         optimizer: of torch; ``SGD(fused=True)`` or ``AdamW(fused=True, capturable=True)`` are fast.
         autocast: dtype of mixed precision, or None.
         clip_norm: clip the averaged gradient to this norm.
-        accumulate: cut each batch into so many parts, and reduce once.
+        accumulate: cut each batch along the first axis into so many parts (fewer where it is too short),
+            and reduce once. Parts count by their samples, so a loss that is a mean over them gives what the
+            whole batch would.
         warmup_steps: eager steps before the capture, at least 2.
         capture: False: always run eagerly.
         strict: raise :class:`CaptureError` instead of running eagerly.
