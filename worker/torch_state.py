@@ -17,6 +17,7 @@ from worker.communicators.base import Array, Communicator
 from worker.sharding import ShardedSampler
 from worker.state import TrainingState
 from worker.torch_data_parallel import DataParallel
+from worker.torch_optimizer_state import make_optimizer_state
 from worker.torch_transfer import array_of, gather_rows, pieces
 
 
@@ -36,10 +37,13 @@ class TorchTrainingState(TrainingState):
 
     Args:
         model: made with ``elastic=True``.
-        optimizer: of torch; its state is made now (zeros, as a first step finds it).
+        optimizer: of torch; its state is made now, as its first step would make it.
         sampler: deals out the samples.
         samples_per_rank: keep this number per rank whatever the number of ranks, so that shapes, and with
             them captured graphs and tuned kernels, stay the same; None: keep the global batch.
+
+    Raises:
+        SettingsError: the optimizer's state cannot be made before a first step, or is not all tensors.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class TorchTrainingState(TrainingState):
         *,
         samples_per_rank: int | None = None,
     ) -> None:
-        _make_optimizer_state(optimizer)
+        make_optimizer_state(optimizer)
         super().__init__(dict(_tensors(model, optimizer)), sampler)
         self._model = model
         self._optimizer = optimizer
@@ -177,25 +181,6 @@ def _tensors(model: DataParallel, optimizer: Any) -> Iterator[tuple[str, Any]]:
             for key, value in sorted(optimizer.state[parameter].items()):
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer.{number}.{index}.{key}", value
-
-
-def _make_optimizer_state(optimizer: Any) -> None:
-    """Most optimizers make their state in the first step: one without gradient and rate makes zeros."""
-    if any(optimizer.state.values()):
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for values in optimizer.state.values():
-        for value in values.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
 
 
 def _is_number(value: Any) -> bool:
