@@ -131,7 +131,7 @@ class Job(Reception):
             worker_min=ledger.opened.worker_min if ledger.opened else self.settings.worker_min,
             workers=tuple(workers),
             missing=self._missing(),
-            reason=self._reason,
+            reason=self._state_reason(),
         )
 
     # ------------------------------------------------------------ word from members
@@ -215,10 +215,10 @@ class Job(Reception):
     def _drain_requested(self, event: v.DrainRequested, now: float) -> None:
         claim = self._ledger.claims.get(event.node_id)
         if claim is None or self.phase is Phase.ENDED:
-            self._say(f"Job {self.job_id} has no worker with node id {event.node_id}.")
+            self._mention(f"Job {self.job_id} has no worker with node id {event.node_id}.")
             return
         if claim.leaving is not None:
-            self._say(f"{upper_first(who(claim.candidate))} is leaving already: {claim.leaving}.")
+            self._mention(f"{upper_first(who(claim.candidate))} is leaving already: {claim.leaving}.")
         refusal = v.Refused(
             v.RefusalCode.EXPELLED, f"{upper_first(who(claim.candidate))} was drained: {event.reason}."
         )

@@ -77,7 +77,7 @@ class Machine(JobState):
         if len(self._built) == len(self._ledger.ranks):
             self._commit(v.GroupEstablished(self._ledger.generation))
             self._tell_members(v.GroupBuilt(self._ledger.generation))
-            self._say(f"Generation {self._ledger.generation} stands with {self._size()}.")
+            self._say(self._standing())
             return True
         if self._suspicion_due(now) or self._switch_overdue(now):
             return True

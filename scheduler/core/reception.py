@@ -51,11 +51,11 @@ class Reception(Machine):
         if refusal is not None and self._may_free_up(refusal, candidate):
             self._held_back[event.session] = event
             if not again:
-                self._say(f"{upper_first(who(candidate))} waits until it is clear who comes back.")
+                self._mention(f"{upper_first(who(candidate))} waits until it is clear who comes back.")
             return
         if refusal is not None:
             self._messages.append((event.session, refusal))
-            self._say(refusal.sentence)
+            self._mention(refusal.sentence)
             return
         if self._ledger.opened is None:
             self._commit(v.JobOpened(self.job_id, *admission.sizes(self.settings, candidate)))
@@ -73,14 +73,16 @@ class Reception(Machine):
     def _remark(self, candidate: v.Candidate) -> None:
         """Warns of what is odd about this worker, of each thing once."""
         for topic, sentence in admission.remarks(self._ledger, candidate):
-            if topic not in self._remarked:
-                self._remarked.add(topic)
-                self._say(f"Warning: {sentence}")
+            self._warn_once(topic, sentence)
         host = candidate.host
-        known = self._machines.setdefault(host.name, host.id)
-        if known != host.id and f"host {host.name}" not in self._remarked:
-            self._remarked.add(f"host {host.name}")
-            self._say(f"Warning: several machines are named {host.name}; give each a host name of its own.")
+        if self._machines.setdefault(host.name, host.id) != host.id:
+            sentence = f"several machines are named {host.name}; give each a host name of its own."
+            self._warn_once(f"host {host.name}", sentence)
+
+    def _warn_once(self, topic: str, sentence: str) -> None:
+        if topic not in self._remarked:
+            self._remarked.add(topic)
+            self._mention(f"Warning: {sentence}")
 
     def _may_free_up(self, refusal: v.Refused, candidate: v.Candidate) -> bool:
         """Whether the place may be that of a worker that has not come back since the scheduler's restart."""
@@ -123,7 +125,7 @@ class Reception(Machine):
         self._greet(node_id, now)
         if self.phase is Phase.FORMING:
             self._tell(node_id, self._waiting_message())
-        self._say(f"{upper_first(who(event.candidate, self._ledger.rank_of(node_id)))} is back.")
+        self._mention(f"{upper_first(who(event.candidate, self._ledger.rank_of(node_id)))} is back.")
 
     def _greet(self, node_id: str, now: float) -> None:
         ledger, settings = self._ledger, self.settings

@@ -90,8 +90,12 @@ class JobState:
             self._tell(claim.candidate.node_id, message)
 
     def _say(self, sentence: str) -> None:
-        self._reasons.append(sentence)
+        self._mention(sentence)
         self._reason = sentence
+
+    def _mention(self, sentence: str) -> None:
+        """Says what happened to somebody; what the job's state is put down to stays."""
+        self._reasons.append(sentence)
 
     def _remove(self, node_id: str, reason: str, *, finished: bool = False) -> None:
         claim = self._ledger.claims[node_id]
@@ -134,6 +138,14 @@ class JobState:
 
     def _size(self) -> str:
         return count(len(self._ledger.ranks), "member")
+
+    def _standing(self) -> str:
+        return f"Generation {self._ledger.generation} stands with {self._size()}."
+
+    def _state_reason(self) -> str:
+        """What the state is put down to; while all is well, news of single workers do not hide that."""
+        all_in = self.phase is Phase.RUNNING and not self._ledger.finished
+        return self._standing() if all_in and not self._stalled and self._suspicion is None else self._reason
 
     def _building_sentence(self) -> str:
         late = [

@@ -179,15 +179,19 @@ def test_a_second_join_on_one_stream_loses_the_place(over: grpc.Channel) -> None
     stream.end()
 
 
-def test_a_second_process_with_the_node_id_is_refused_while_the_first_lives(over: grpc.Channel) -> None:
+def test_a_second_process_with_the_node_id_is_refused_while_the_first_lives(
+    over: grpc.Channel, plain: Scheduler
+) -> None:
     streams = form(over, 2, job_id="double")
     thief = Stream(over)
     thief.put(join("node-1", job_id="double", incarnation=5))
     refused = thief.next("refused").refused
     assert refused.code == pb.REFUSAL_CODE_NODE_ID_TAKEN
     thief.end()
+    plain.await_log("refused code=node_id_taken job_id=double")
     reply = pb_grpc.RendezvousStub(over).Status(pb.StatusRequest(job_id="double"))
     assert [worker.state for worker in reply.workers] == ["member", "member"]
+    assert reply.reason == "Generation 1 stands with 2 members."
     for stream in streams:
         stream.call.cancel()
 

@@ -158,6 +158,58 @@ def test_two_machines_with_one_name_are_warned_of() -> None:
     assert "Warning" not in reasons(join(1, "a", 3), join(2, "b", 3))
 
 
+STANDS = "Generation 1 stands with 2 members."
+
+
+def running(settings: v.Settings = SETTINGS) -> tuple[Job, list[v.Record]]:
+    job = Job("red", settings)
+    return job, history(job, join(1, "a"), join(2, "b"), v.BuiltReported(1, 1), v.BuiltReported(2, 1))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        join(3, "c"),
+        join(3, "c", 7),
+        join(3, "a", incarnation=9),
+        v.DrainRequested("nobody", "maintenance"),
+    ],
+)
+def test_what_is_refused_is_said_but_is_not_the_reason_of_a_running_job(event: v.Event) -> None:
+    job, _ = running()
+    decision = job.step(event, 1.0)
+    assert decision.reason and decision.reason != STANDS
+    assert job.view(1.0).reason == STANDS
+
+
+def test_what_is_refused_is_not_the_reason_of_a_job_that_forms_stalls_or_waits() -> None:
+    job = Job("red", SETTINGS)
+    history(job, join(1, "a"), join(2, "b", 7))
+    assert job.view(0.0).reason == "1 of 2 workers is in: a; missing: 1 worker."
+    job, _ = running(replace(SETTINGS, node_timeout_s=100.0))
+    job.step(v.Heard(1, 1, 4, 5, 1.0, ()), 0.0)
+    job.step(v.Tick(), 60.0)
+    stalled = job.view(60.0).reason
+    assert stalled and stalled != STANDS
+    job.step(join(3, "c"), 61.0)
+    assert job.view(61.0).reason == stalled
+    job.step(v.SessionLost(1, "killed"), 62.0)
+    suspended = job.view(62.0).reason
+    job.step(join(4, "c", 7), 63.0)
+    assert job.view(63.0).reason == suspended
+    assert "Generation 1 is over" in suspended
+
+
+def test_a_running_job_says_that_it_stands_whoever_comes_goes_or_restarts() -> None:
+    job, records = running(replace(SETTINGS, spares=1))
+    spare = join(3, "s")
+    job.step(replace(spare, candidate=replace(spare.candidate, spare=True)), 1.0)
+    assert job.view(1.0).reason == STANDS
+    job.step(v.SessionLost(3, "killed"), 1.0)
+    assert job.view(1.0).reason == STANDS
+    assert Job.recover("red", SETTINGS, records, 1.0).view(1.0).reason == STANDS
+
+
 def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_answer() -> None:
     settings = replace(SETTINGS, worker_num=1)
     records = history(Job("red", settings), join(1, "a", 1))
