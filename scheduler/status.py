@@ -178,18 +178,21 @@ def show(reply: pb.StatusReply, out: TextIO) -> None:
 
 
 def _row(worker: pb.WorkerStatus) -> list[str]:
-    device = worker.device.kind + (f":{worker.device.index}" if worker.device.index >= 0 else "")
-    model = f" {worker.device.model}" if worker.device.model else ""
     return [
         str(worker.rank) if worker.rank >= 0 else "-",
         worker.node_id,
         _host(worker),
-        device + model,
+        _device(worker.device),
         worker.state,
         f"{worker.silent_s:.1f} s ago",
         str(worker.step),
         f"{worker.samples_per_s:,.1f}",
     ]
+
+
+def _device(device: pb.Device) -> str:
+    index = f":{device.index}" if device.index >= 0 else ""
+    return " ".join(filter(None, (f"{device.kind}{index}", device.pci_bus_id, device.model)))
 
 
 def _host(worker: pb.WorkerStatus) -> str:

@@ -4,8 +4,9 @@ The first rule that applies holds for the whole generation:
 
 1. a rank table: ranks follow the table;
 2. all node ids are integers in range: ranks follow the ids (they *are* the ranks in a full job);
-3. topology: label, host and device in natural order, so that the ranks of one host are contiguous and
-   hosts with one label are neighbours.
+3. topology: hosts by label and name in natural order, the workers of a host by device index, so that the
+   ranks of one host are contiguous, hosts with one label are neighbours, and local ranks follow device
+   indexes. The PCI bus id decides only between equal indexes, then the launcher's index, then the node id.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from scheduler.core.values import Candidate, Member, RankTable, RankTableEntry
+from scheduler.core.values import Candidate, Host, Member, RankTable, RankTableEntry
 
 NaturalKey = tuple[tuple[int, int, str, str], ...]
+Place = tuple[bool, NaturalKey, NaturalKey]
 
 _INTEGER = re.compile(r"0|[1-9][0-9]{0,8}")
 _NUMBER = re.compile(r"([0-9]+)")
@@ -82,7 +84,8 @@ def in_order(candidates: Iterable[Candidate], *, limit: int, table: RankTable | 
         return sorted(pool, key=lambda candidate: _table_rank(ranks, candidate))
     if all_integers((candidate.node_id for candidate in pool), limit):
         return sorted(pool, key=lambda candidate: int(candidate.node_id))
-    return sorted(pool, key=_topology_key)
+    places = _places(pool)
+    return sorted(pool, key=lambda candidate: _topology_key(candidate, places[candidate.host.id]))
 
 
 def assign(ordered: Sequence[Candidate]) -> tuple[Member, ...]:
@@ -103,12 +106,31 @@ def _table_rank(ranks: dict[tuple[str, int], int], candidate: Candidate) -> int:
     return min(ranks.get((name, index), len(ranks)) for name in (host.address, host.name, host.id))
 
 
-def _topology_key(candidate: Candidate) -> tuple[NaturalKey, NaturalKey, str, int, str, int, NaturalKey]:
-    host, device = candidate.host, candidate.device
+def _places(pool: Iterable[Candidate]) -> dict[str, Place]:
+    """One place for each host id: workers that tell different labels or names of it must stay together.
+
+    The smallest label counts, and no label only where no worker has one.
+    """
+    places: dict[str, Place] = {}
+    for host in (candidate.host for candidate in pool):
+        told = _told_place(host)
+        places[host.id] = min(told, places.get(host.id, told))
+    return places
+
+
+def _told_place(host: Host) -> Place:
+    return not host.topology, natural_key(host.topology), natural_key(host.name)
+
+
+def _topology_key(
+    candidate: Candidate, place: Place
+) -> tuple[NaturalKey, NaturalKey, str, int, str, int, NaturalKey]:
+    device = candidate.device
+    _, label, name = place
     return (
-        natural_key(host.topology),
-        natural_key(host.name),
-        host.id,
+        label,
+        name,
+        candidate.host.id,
         device.index,
         device.pci_bus_id,
         candidate.local_index,

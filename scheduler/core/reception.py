@@ -21,6 +21,7 @@ class Reception(Machine):
         self._silence_due: float | None = None
         self._remarked: set[str] = set()
         self._machines: dict[str, str] = {}
+        self._labels: dict[str, str] = {}
 
     def _joined(self, event: v.Joined, now: float, *, again: bool = False) -> None:
         candidate = event.candidate
@@ -78,6 +79,13 @@ class Reception(Machine):
         if self._machines.setdefault(host.name, host.id) != host.id:
             sentence = f"several machines are named {host.name}; give each a host name of its own."
             self._warn_once(f"host {host.name}", sentence)
+        label = self._labels.setdefault(host.id, host.topology)
+        if label != host.topology:
+            one, other = sorted((label or admission.UNSET, host.topology or admission.UNSET))
+            sentence = (
+                f"workers of host {host.name} came with MS_TOPOLOGY {one} and {other}; give all the same."
+            )
+            self._warn_once(f"label {host.id}", sentence)
 
     def _warn_once(self, topic: str, sentence: str) -> None:
         if topic not in self._remarked:

@@ -21,7 +21,7 @@ REPLY = pb.StatusReply(
             host_id="id-a",
             rank=0,
             local_rank=0,
-            device=pb.Device(kind="cuda", index=1, model="NVIDIA H200"),
+            device=pb.Device(kind="cuda", index=1, pci_bus_id="0000:1b:00.0", model="NVIDIA H200"),
             silent_s=0.25,
             step=1200,
             samples_per_s=16983.25,
@@ -45,7 +45,7 @@ def test_json_has_null_for_what_is_not_given_yet() -> None:
     assert shown["workers"][0]["device"] == {
         "kind": "cuda",
         "index": 1,
-        "pci_bus_id": "",
+        "pci_bus_id": "0000:1b:00.0",
         "model": "NVIDIA H200",
     }
     assert shown["workers"][1]["last_collective"] is None
@@ -58,7 +58,8 @@ def test_the_table_names_all_and_takes_names_literally() -> None:
     text = out.getvalue()
     assert "job job: running, generation 3, 1 of 4 ranks, at least 2, scheduler up 1:02:05" in text
     row = next(line for line in text.splitlines() if "node-a" in line)
-    for cell in ("alpha (10.0.0.1), rack1", "cuda:1 NVIDIA H200", "member", "0.2 s ago", "1200", "16,983.2"):
+    device = "cuda:1 0000:1b:00.0 NVIDIA H200"
+    for cell in ("alpha (10.0.0.1), rack1", device, "member", "0.2 s ago", "1200", "16,983.2"):
         assert cell in row
     assert "[bold]x[/bold]" in text
     assert "missing: [red]node-d[/red]" in text

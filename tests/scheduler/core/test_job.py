@@ -158,6 +158,39 @@ def test_two_machines_with_one_name_are_warned_of() -> None:
     assert "Warning" not in reasons(join(1, "a", 3), join(2, "b", 3))
 
 
+def with_label(event: v.Joined, label: str) -> v.Joined:
+    host = v.Host("id-h", "h", "10.0.0.1", label)
+    return replace(event, candidate=replace(event.candidate, host=host))
+
+
+def test_two_labels_of_one_host_are_worth_one_warning() -> None:
+    said = reasons(
+        with_label(join(1, "a", 3), "r2"),
+        with_label(join(2, "b", 3), ""),
+        with_label(join(3, "c", 3), "r1"),
+    )
+    assert said.count("Warning") == 1
+    assert "Warning: workers of host h came with MS_TOPOLOGY (unset) and r2; give all the same." in said
+    one = reasons(with_label(join(1, "a", 3), "r1"), with_label(join(2, "b", 3), "r1"), join(3, "c", 3))
+    assert "Warning" not in one
+
+
+def test_a_host_with_two_labels_has_the_same_ranks_after_a_restart() -> None:
+    settings = replace(SETTINGS, worker_num=3, worker_min=2)
+    job = Job("red", settings)
+    labels = ("b", "a", "b")
+    joins = [with_label(join(n, f"w{n}", 3), label) for n, label in enumerate(labels)]
+    records = history(job, *joins, *(v.BuiltReported(n, 1) for n in range(3)))
+    again = Job.recover("red", settings, records, 0.0)
+    for number, event in enumerate(joins):  # under new streams
+        rank = job._ledger.rank_of(event.candidate.node_id)
+        again.step(replace(event, session=number + 3, held_generation=1, held_rank=rank, built=True), 0.0)
+    for each, gone in ((job, 0), (again, 3)):
+        each.step(v.SessionLost(gone, "killed"), 1.0)
+    after = [[(w.candidate.node_id, w.rank) for w in each.view(1.0).workers] for each in (job, again)]
+    assert after[0] == after[1] == [("w1", 0), ("w2", 1)]
+
+
 STANDS = "Generation 1 stands with 2 members."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,13 @@ def pools(draw: st.DrawFn) -> list[v.Candidate]:
         host = by_id.setdefault(host.id, host)
         pool.append(candidate(node_id, host, draw(devices), draw(st.integers(-1, 3))))
     return pool
+
+
+@st.composite
+def quarrelsome_pools(draw: st.DrawFn) -> list[v.Candidate]:
+    """Workers that tell different labels, names and addresses of one host id."""
+    pool = draw(pools())
+    return [replace(one, host=replace(draw(hosts), id=one.host.id)) for one in pool]
 
 
 def ranked(pool: list[v.Candidate], limit: int = 13) -> tuple[v.Member, ...]:
@@ -71,6 +79,37 @@ def test_by_topology_hosts_are_contiguous_and_labels_adjacent(pool: list[v.Candi
     for one, other in itertools.pairwise(members):
         if one.candidate.host.id == other.candidate.host.id:
             assert one.candidate.device.index <= other.candidate.device.index
+
+
+@given(quarrelsome_pools(), st.randoms())
+def test_a_host_stays_together_whatever_its_workers_tell_of_it(
+    pool: list[v.Candidate], chance: random.Random
+) -> None:
+    members = ranked(pool, limit=0)
+    assert runs([m.candidate.host.id for m in members]) == len({c.host.id for c in pool})
+    shuffled = pool[:]
+    chance.shuffle(shuffled)
+    assert ranked(shuffled, limit=0) == members
+
+
+def labelled(*workers: tuple[str, str, str]) -> list[str]:
+    """Node ids in order of rank of workers on one device each: node id, host, label."""
+    pool = [
+        candidate(node_id, v.Host(host, host, "a", label), v.Device(index=index))
+        for index, (node_id, host, label) in enumerate(workers)
+    ]
+    return [member.candidate.node_id for member in ranked(pool)]
+
+
+def test_a_host_with_two_labels_counts_under_the_smaller_one() -> None:
+    torn = [("w0", "h", "b"), ("w1", "h", "a"), ("w2", "h", "b"), ("w3", "h", "a")]
+    assert labelled(*torn) == ["w0", "w1", "w2", "w3"]
+    assert labelled(("y0", "g", "aa"), *torn, ("x0", "i", "a")) == ["w0", "w1", "w2", "w3", "x0", "y0"]
+
+
+def test_a_label_that_only_some_workers_of_a_host_tell_is_the_hosts() -> None:
+    alpha = [("w0", "alpha", ""), ("w1", "alpha", "r2")]
+    assert labelled(*alpha, ("x0", "beta", "r1"), ("y0", "gamma", "")) == ["y0", "x0", "w0", "w1"]
 
 
 @given(st.permutations(range(8)), st.integers(1, 8))
@@ -120,6 +159,13 @@ def test_two_hosts_with_one_name_stay_apart() -> None:
     assert [(m.candidate.host.id, m.local_rank, m.local_world_size) for m in members] == [
         ("A", 0, 2), ("A", 1, 2), ("B", 0, 2), ("B", 1, 2),
     ]  # fmt: skip
+
+
+def test_the_device_index_decides_before_the_pci_bus_id() -> None:
+    host = v.Host("h", "h", "a")
+    buses = ("c1", "81", "41")
+    pool = [candidate(f"w{i}", host, v.Device("cuda", i, f"0000:{bus}:00")) for i, bus in enumerate(buses)]
+    assert [m.candidate.node_id for m in ranked(pool[::-1])] == ["w0", "w1", "w2"]
 
 
 def test_devices_with_one_index_go_by_pci_order() -> None:
