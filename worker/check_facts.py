@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from worker import __version__
-from worker.core.check_names import MUST_AGREE_NCCL, SOFT
+from worker.core.check_names import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL, SOFT
 
-PACKAGES = ("numpy", "grpcio", "protobuf", "cryptography", "torch", "nccl4py")
-GUESSED = {
-    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12"),
+PROJECTS = {
+    **{name: (name,) for name in ("numpy", "grpcio", "protobuf", "cryptography", "torch", "nccl4py")},
+    "cupy": ("cupy_cuda13x", "cupy_cuda12x", "cupy"),
+    "nccl": ("nvidia_nccl_cu13", "nvidia_nccl_cu12"),
+    "cuda": ("nvidia_cuda_runtime", "nvidia_cuda_runtime_cu13", "nvidia_cuda_runtime_cu12"),
 }
+"""Of each package that is compared, the projects that may install it; the first one found counts."""
+_INSTALLED = re.compile(r"([\w.]+)-([\w.+!]{1,64})(?:-.*)?\.(?:dist|egg)-info", re.ASCII)
 _DRIVER = re.compile(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)\s", re.M)
 
 
-def join_facts(backend: str, plane: Any, env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+def join_facts(
+    backend: str,
+    plane: Any,
+    env: Mapping[str, str],
+    root: Path = Path("/"),
+    path: Iterable[str] | None = None,
+) -> dict[str, str]:
     """The facts that a worker sends when it joins.
 
     The scheduler refuses a worker in which one of them differs from the others', and warns only about
@@ -35,11 +44,13 @@ def join_facts(backend: str, plane: Any, env: Mapping[str, str], root: Path = Pa
         plane: the data plane; may have ``facts`` of its own.
         env: the process's environment.
         root: where ``proc`` lies.
+        path: folders in which packages are installed; None: those of this process.
     """
     facts = {"muster": __version__, **getattr(plane, "facts", {})}
     if backend == "nccl":
         told = {name: env.get(name, "") for name in MUST_AGREE_NCCL}
         facts |= {name: value[:256] for name, value in told.items() if value and value.isprintable()}
+        facts |= package_versions(MUST_AGREE_LIBRARIES, path)
         driver = driver_version(root)
         if driver:
             facts[f"{SOFT}driver"] = driver
@@ -61,7 +72,7 @@ def all_facts(env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "driver": driver_version(root),
-        **_package_versions(),
+        **package_versions(PROJECTS),
         **{name: env[name] for name in sorted(env) if name.startswith("NCCL_")},
     }
     gpus = gpu_models(root)
@@ -90,21 +101,29 @@ def gpu_models(root: Path = Path("/")) -> list[str]:
     return models or ["unknown" for path in root.glob("dev/nvidia[0-9]*") if path.name[6:].isdigit()]
 
 
-def _package_versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
+def package_versions(names: Iterable[str], path: Iterable[str] | None = None) -> dict[str, str]:
+    """The versions of installed packages, from the names of their metadata folders.
 
-    def find(names: tuple[str, ...]) -> str:
-        for name in names:
-            try:
-                return version(name)
-            except PackageNotFoundError:
-                continue
-        return ""
+    ``importlib.metadata`` would take longer to import than all of this takes.
 
-    found = {name: find((name,)) for name in PACKAGES} | {
-        name: find(names) for name, names in GUESSED.items()
-    }
-    return {name: value for name, value in found.items() if value}
+    Args:
+        names: of :data:`PROJECTS`.
+        path: folders to look in; None: ``sys.path``.
+
+    Returns:
+        Those that are installed, by name.
+    """
+    installed: dict[str, str] = {}
+    for folder in sys.path if path is None else path:
+        try:
+            listed = os.listdir(folder or ".")  # noqa: PTH208 - iterdir() makes a Path of each
+        except OSError:  # not there, or an archive
+            continue
+        metadata = sorted(entry for entry in listed if entry.endswith("-info"))
+        for found in filter(None, map(_INSTALLED.fullmatch, metadata)):
+            installed.setdefault(found[1].replace(".", "_").lower(), found[2])
+    first = {name: next(filter(None, map(installed.get, PROJECTS[name])), "") for name in names}
+    return {name: version for name, version in first.items() if version}
 
 
 def bind_libraries(interface: str) -> None:

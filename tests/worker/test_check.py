@@ -12,8 +12,25 @@ import pytest
 import worker
 from tests.end_to_end.workers import company
 from tests.scheduler.processes import ROOT, environment, scheduler
-from worker.check_facts import all_facts, bind_libraries, driver_version, gpu_models, join_facts
-from worker.core.check_rules import clock_skews, compare, name_clashes, ranges, rounds, slow_sentences
+from worker.check_facts import (
+    PROJECTS,
+    all_facts,
+    bind_libraries,
+    driver_version,
+    gpu_models,
+    join_facts,
+    package_versions,
+)
+from worker.core.check_names import MUST_AGREE_NCCL
+from worker.core.check_rules import (
+    MUST_AGREE,
+    clock_skews,
+    compare,
+    name_clashes,
+    ranges,
+    rounds,
+    slow_sentences,
+)
 
 
 class Plane:
@@ -32,6 +49,13 @@ def machine(root: Path) -> Path:
     return root
 
 
+def folder(path: Path, *entries: str) -> str:
+    """A folder in which packages are installed."""
+    for entry in entries:
+        (path / entry).mkdir(parents=True)
+    return str(path)
+
+
 def test_what_a_worker_sends_when_it_joins(tmp_path: Path) -> None:
     env = {
         "NCCL_ALGO": "Ring",
@@ -39,11 +63,18 @@ def test_what_a_worker_sends_when_it_joins(tmp_path: Path) -> None:
         "NCCL_PROTO": "",
         "MS_CLIENT_PASSWORD": "secret",
     }
-    assert join_facts("tcp", object(), env, tmp_path) == {"muster": worker.__version__}
-    assert join_facts("nccl", Plane(), env, machine(tmp_path)) == {
+    first = folder(tmp_path / "first", "torch-2.11.0+cu128.dist-info", "torchvision-0.26.dist-info")
+    second = folder(
+        tmp_path / "second", "torch-1.0.dist-info", "cupy_cuda12x-13.4.1.dist-info", "numpy-2.4.dist-info"
+    )
+    path = [str(tmp_path / "nowhere.zip"), first, second]
+    assert join_facts("tcp", object(), env, tmp_path, path) == {"muster": worker.__version__}
+    assert join_facts("nccl", Plane(), env, machine(tmp_path), path) == {
         "muster": worker.__version__,
         "nccl": "2.28.9",
         "NCCL_ALGO": "Ring",
+        "torch": "2.11.0+cu128",
+        "cupy": "13.4.1",
         "~driver": "580.95.05",
     }
 
@@ -62,6 +93,41 @@ def test_the_join_path_imports_nothing_that_is_slow() -> None:
         env=environment(),
     )
     assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "version"),
+    [
+        ("Torch-2.11.0.dist-info", "2.11.0"),
+        ("torch-2.1-py3.10.egg-info", "2.1"),
+        ("torch-2.1-py3.10-linux-x86_64.egg-info", "2.1"),
+        ("~orch-2.1.dist-info", None),  # what pip leaves of an installation that it replaces
+        ("torch-2.1\nNCCL_ALGO=x.dist-info", None),
+        ("torch.dist-info", None),
+        ("torch-2.1", None),
+    ],
+)
+def test_versions_come_from_the_names_of_metadata_folders(
+    tmp_path: Path, entry: str, version: str | None
+) -> None:
+    assert package_versions(["torch", "cuda"], [folder(tmp_path, entry)]).get("torch") == version
+
+
+def test_the_versions_are_those_that_the_packages_tell_themselves() -> None:
+    from importlib.metadata import version
+
+    found = package_versions(PROJECTS)
+    assert {"numpy", "grpcio", "protobuf", "cryptography"} <= found.keys()
+    assert all(version(name) == found[name] for name in ("numpy", "grpcio", "protobuf", "cryptography"))
+
+
+def test_what_is_compared_at_each_join_is_refused_by_the_check_too(tmp_path: Path) -> None:
+    projects = {name: projects[-1] for name, projects in PROJECTS.items()}
+    path = folder(tmp_path / "site", *(f"{name}-1.0.dist-info" for name in projects.values()))
+    env = dict.fromkeys(MUST_AGREE_NCCL, "1")
+    facts = join_facts("nccl", Plane(), env, machine(tmp_path), [path])
+    assert {"torch", "cupy", "cuda", "nccl", *MUST_AGREE_NCCL} <= facts.keys()
+    assert {name for name in facts if not name.startswith("~")} <= MUST_AGREE
 
 
 def test_what_the_check_compares(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 SOFT = "~"
 """Begins the name of a fact whose difference is worth a warning and no more."""
 
+MUST_AGREE_LIBRARIES = ("torch", "cupy", "cuda")
+"""Libraries with which ranks that have different versions may compute, or talk, differently."""
+
 MUST_AGREE_NCCL = (
     "NCCL_ALGO",
     "NCCL_PROTO",

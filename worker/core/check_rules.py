@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from worker.core.check_names import MUST_AGREE_NCCL
+from worker.core.check_names import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
 
-MUST_AGREE = frozenset({"muster", "nccl", "cuda", "cupy", "torch", "architecture", *MUST_AGREE_NCCL})
+MUST_AGREE = frozenset({"muster", "nccl", "architecture", *MUST_AGREE_LIBRARIES, *MUST_AGREE_NCCL})
 UNSET = "(unset)"
 SKEW_LIMIT_S = 1.0
 SLOW_SHARE = 0.5
