@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -142,15 +142,23 @@ def _gather_facts(session: Session) -> list[dict[str, str]]:
     return [json.loads(row.tobytes()) for row in everyone]
 
 
-def examine(session: Session, facts: Sequence[Mapping[str, str]]) -> Result:
-    """Compares the facts, names and clocks of all ranks."""
+def examine(
+    session: Session, facts: Sequence[Mapping[str, str]], wall_clock: Callable[[], float] = time.time
+) -> Result:
+    """Compares the facts, names and clocks of all ranks; each of them calls it.
+
+    Args:
+        session: the job.
+        facts: of each rank, in order of rank.
+        wall_clock: this rank's time of day in seconds.
+    """
     import numpy as np
 
     from worker.collectives import all_gather, barrier
 
     barrier()
     begun = time.monotonic()
-    clocks = all_gather(np.array([time.time()])).ravel()
+    clocks = all_gather(np.array([wall_clock()])).ravel()
     took_s = time.monotonic() - begun
     hosts = [(member.host.id, member.host.name) for member in session.members]
     result = Result(rules.compare(facts))

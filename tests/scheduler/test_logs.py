@@ -82,6 +82,29 @@ def test_a_note_becomes_one_line_and_one_audit_entry(lines: io.StringIO, tmp_pat
     assert recorder.refusals == {"job_full": 1}
 
 
+@pytest.mark.parametrize("kind", ["joined", "left", "lost", "refused", "expelled", "expired"])
+def test_what_concerns_security_is_in_the_audit_log(kind: str, tmp_path: Path) -> None:
+    audit = AuditLog(tmp_path / "audit.jsonl")
+    Recorder(audit).note(Note(kind, "job", "why"))
+    audit.close()
+    assert json.loads((tmp_path / "audit.jsonl").read_text())["event"] == kind
+
+
+def test_an_operators_drain_is_in_the_audit_log(tmp_path: Path) -> None:
+    audit = AuditLog(tmp_path / "audit.jsonl")
+    Recorder(audit).drained("job", "node-9", Caller("10.0.0.2:7"), "new disk")
+    audit.close()
+    entry = json.loads((tmp_path / "audit.jsonl").read_text())
+    assert entry.pop("time")
+    assert entry == {
+        "event": "drained",
+        "job_id": "job",
+        "node_id": "node-9",
+        "peer": "10.0.0.2:7",
+        "text": "new disk",
+    }
+
+
 def test_the_audit_log_is_private_and_appended(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     for event in ("joined", "left"):

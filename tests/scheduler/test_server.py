@@ -115,6 +115,19 @@ def test_another_job_is_refused_where_one_is_served() -> None:
         running.await_log("code=unknown_job")
 
 
+def test_how_many_streams_one_address_may_hold_is_a_setting() -> None:
+    with scheduler(MS_MAX_STREAMS_PER_HOST="1") as running, channel(running.target) as over:
+        first, second = Stream(over), Stream(over)
+        first.put(join())
+        first.next("welcome")
+        second.put(join("node-1"))
+        error = second.end()
+        assert error is not None
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "127.0.0.1 already holds 1 streams (MS_MAX_STREAMS_PER_HOST=1)" in (error.details() or "")
+        first.call.cancel()
+
+
 # ---------------------------------------------------------------- one scheduler for what does not end it
 
 

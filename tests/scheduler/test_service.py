@@ -15,8 +15,10 @@ from rendezvous.v1 import rendezvous_pb2 as pb
 from scheduler.access import Access
 from scheduler.config import load_settings
 from scheduler.core import values as v
+from scheduler.driver import Note
 from scheduler.jobs import Jobs
 from scheduler.logs import Recorder
+from scheduler.server import _follow_files
 from scheduler.service import Limits, Service
 from tests.scheduler.fakes import FakeJob
 from tests.scheduler.processes import join
@@ -181,6 +183,44 @@ def test_a_revoked_stream_without_a_place_is_dropped_too() -> None:
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
             assert await call.details() == "it was revoked"
             assert v.Expel("node-0", "it was revoked") in rig.job.events()
+
+    go(test())
+
+
+class Unreadable:
+    """Certificates that nobody can look at any more: what is in force goes on ending all the same."""
+
+    def poll(self) -> object:
+        raise OSError("the disk is gone")
+
+    def expiry_warnings(self) -> list[str]:
+        return []
+
+
+def test_a_certificate_that_ends_while_its_stream_lives_is_told_once() -> None:
+    async def test() -> None:
+        async with served(welcome) as (rig, channel):
+            call = rig.call(channel)
+            await call.write(join("node-0"))
+            await call.read()
+            notes: list[Note] = []
+            told = asyncio.get_running_loop().create_future()
+
+            def record(note: Note) -> None:
+                notes.append(note)
+                told.set_result(None)
+
+            rig.recorder.note = record  # type: ignore[method-assign]
+            rig.service.report_expired()
+            assert notes == []
+            rig.access.expired = lambda caller: True  # type: ignore[method-assign]
+            following = asyncio.ensure_future(_follow_files(Unreadable(), None, rig.service))  # type: ignore[arg-type]
+            await asyncio.wait({told, following}, return_when=asyncio.FIRST_COMPLETED)
+            following.cancel()
+            rig.service.report_expired()
+            [only] = notes
+            assert (only.kind, only.job_id, only.session) == ("expired", "default", rig.service.sessions[1])
+            call.cancel()
 
     go(test())
 

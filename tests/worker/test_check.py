@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import worker
 from tests.end_to_end.workers import company
 from tests.scheduler.processes import ROOT, environment, scheduler
+from worker.check import Result, tell
 from worker.check_facts import (
     PROJECTS,
     all_facts,
@@ -236,6 +240,47 @@ def test_a_plane_beside_the_session_is_measured_and_its_lies_are_seen(tmp_path: 
         expected = "ok [[], [True, False, True], [1], [True, False, True]]"
         assert [each.answer() for each in workers] == [expected] * 3
         assert [each.finish() for each in workers] == [0] * 3
+
+
+def examined(tmp_path: Path, *, clocks_ahead_s: list[int], hosts: list[str]) -> list[str]:
+    """What ``examine`` warns of, the same on each of these real workers."""
+    with scheduler(MS_WORKER_NUM=str(len(hosts))) as sched, company(tmp_path, sched) as hired:
+        workers = [
+            hired.start(MS_NODE_ID=str(rank), MS_WORKER_NUM=str(len(hosts)), MS_HOST_ID=host)
+            for rank, host in enumerate(hosts)
+        ]
+        assert [each.answer() for each in workers] == [f"ok {rank}" for rank in range(len(hosts))]
+        for each, ahead_s in zip(workers, clocks_ahead_s, strict=True):
+            clock = f"lambda: __import__('time').time() + {ahead_s}"
+            examine = "__import__('worker.check').check.examine"
+            each.tell(f"{examine}(s, [{{}}] * s.world_size, {clock}).warnings")
+        answers = {each.answer() for each in workers}
+        assert [each.finish() for each in workers] == [0] * len(hosts)
+    assert len(answers) == 1
+    return list(ast.literal_eval(answers.pop().removeprefix("ok ")))
+
+
+def test_the_check_tells_clocks_that_are_off(tmp_path: Path) -> None:
+    [sentence] = examined(tmp_path, clocks_ahead_s=[0, 5000, 0], hosts=["one"] * 3)
+    assert re.match(r"The clock of rank 1 is (4999|5000|5001)\.\d s ahead of the others'", sentence)
+
+
+def test_the_check_tells_machines_that_share_a_name(tmp_path: Path) -> None:
+    [sentence] = examined(tmp_path, clocks_ahead_s=[0, 0], hosts=["one", "other"])
+    assert sentence.startswith("2 machines are named ")
+    assert sentence.endswith(": ranks 0 and 1; give each a host name of its own.")
+
+
+def test_everything_that_was_found_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    host = SimpleNamespace(id="one", name="alpha")
+    session: Any = SimpleNamespace(members=[SimpleNamespace(rank=rank, host=host) for rank in range(2)])
+    facts = [{"nccl": "2.28", "muster": "1"}, {"nccl": "2.27", "muster": "1"}]
+    tell(session, facts, Result(compare(facts), warnings=["A clock is off."], errors=["Wrong numbers."]))
+    told = capsys.readouterr().out
+    assert "2 ranks on 1 host" in told and "the same everywhere: muster 1" in told
+    assert "warning: A clock is off." in told and "refused: Wrong numbers." in told
+    assert re.search(r"refused +\S* *nccl +\S* *2\.28", told)
+    assert told.rstrip().endswith("not ready to train: make equal what is refused above")
 
 
 def run(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
