@@ -6,12 +6,13 @@
 # DATA_PATH    folder with the CIFAR-10 binary files (cifar-10-batches-bin)
 # ARGUMENT...  handed to the training script
 # Environment: WORKERS (default: one per GPU), SCRIPT (default: -m examples.resnet50_cifar10),
-#              KEYS (folder of the certificates, made if it is not there), PYTHON.
+#              KEYS (folder of the certificates, made if it is not there), PYTHON. A folder made here holds the
+#              authority too: good for this host alone, not to be copied to others (run_gpu_cluster.sh).
 # Logs: device/worker_<rank>.log; rank 0 is shown here.
 set -eu
 
 if [ $# -lt 1 ] || [ ! -d "$1" ]; then
-    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 DATA_PATH=$(cd "$1" && pwd)

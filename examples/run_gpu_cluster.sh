@@ -8,13 +8,15 @@
 # SCHED_HOST   the scheduler's address, the same on every host
 # Environment: MS_WORKER_NUM (workers of all hosts together, 8), LOCAL_WORKERS (of this host, all of them),
 #              MS_SCHED_PORT (6667), SCRIPT (-m examples.resnet50_cifar10), ARGS, PYTHON, and
-#              KEYS (.muster), the folder made by: python -m certs init --dir KEYS --hosts SCHED_HOST
-#              --password-file KEYS/password; copy it to every host.
+#              KEYS (.muster), the folder with config.json, ca.crt, crl.pem, client.p12 and password; on the
+#              scheduler's host also server.p12. All are made, on a machine of yours that does not train, by:
+#              python -m certs init --dir KEYS --hosts SCHED_HOST --password-file KEYS/password
+#              Copy no others: whoever has ca.key can be anybody. deploy/README.md: a password for each role.
 # Logs: device/worker_<number on this host>.log and device/scheduler.log.
 set -eu
 
 if [ $# -lt 2 ] || [ ! -d "$1" ]; then
-    sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,17s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 DATA_PATH=$(cd "$1" && pwd)
@@ -26,19 +28,23 @@ keys=$(cd "${KEYS:-.muster}" && pwd)
 
 export MS_WORKER_NUM="${MS_WORKER_NUM:-8}" MS_SCHED_HOST="$2" MS_SCHED_PORT="${MS_SCHED_PORT:-6667}"
 export MS_CONFIG_FILE="$keys/config.json"
+# One password for all files, or one for each role.
+password_of() {
+    if [ -f "$keys/$1-password" ]; then echo "$keys/$1-password"; else echo "$keys/password"; fi
+}
 rm -rf device
 mkdir device
 echo "start training"
 
 if [ "${3:-}" = scheduler ]; then
-    MS_ROLE=MS_SCHED MS_SERVER_PASSWORD_FILE="$keys/password" \
+    MS_ROLE=MS_SCHED MS_SERVER_PASSWORD_FILE="$(password_of server)" \
         "$python" -m scheduler > device/scheduler.log 2>&1 &
     started=$!
 fi
 i=0
 while [ "$i" -lt "${LOCAL_WORKERS:-$MS_WORKER_NUM}" ]; do
     # shellcheck disable=SC2086 # SCRIPT and ARGS may be several words
-    MS_ROLE=MS_WORKER MS_LOCAL_INDEX=$i MS_CLIENT_PASSWORD_FILE="$keys/password" \
+    MS_ROLE=MS_WORKER MS_LOCAL_INDEX=$i MS_CLIENT_PASSWORD_FILE="$(password_of client)" \
         "$python" ${SCRIPT:--m examples.resnet50_cifar10} ${ARGS:-} > "device/worker_$i.log" 2>&1 &
     started="${started:-} $!"
     i=$((i + 1))

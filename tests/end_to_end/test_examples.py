@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,31 @@ def test_run_gpu_cluster_needs_nothing_but_the_variables(data: Path, tmp_path: P
     assert sorted(logs) == ["scheduler.log", "worker_0.log", "worker_1.log"]
     assert LOSS.search(logs["worker_0.log"])
     assert "has completed the training" in logs["scheduler.log"]
+
+
+def test_run_gpu_cluster_needs_no_more_files_than_it_says(data: Path, tmp_path: Path) -> None:
+    usage = run(tmp_path, "run_gpu_cluster.sh").stderr
+    [listed] = re.findall(r"the folder with (.*?) All are made", usage.replace("\n", " "))
+    names = set(re.findall(r"[\w.]+\.(?:json|crt|pem|p12)|password", listed))
+    assert names == {"config.json", "ca.crt", "crl.pem", "client.p12", "server.p12", "password"}
+    made, keys = tmp_path / "made", tmp_path / "keys"
+    made.mkdir()
+    keys.mkdir()
+    passwords = {
+        f"MS_{side.upper()}_PASSWORD_FILE": str(made / f"{side}-password") for side in ("server", "client")
+    }
+    for path in passwords.values():
+        Path(path).write_text(f"{path}\n")
+    init = ("certs", "init", "--dir", str(made), "--password-file", str(made / "password"))
+    subprocess.run(
+        [sys.executable, "-m", *init], env=environment(**passwords), check=True, capture_output=True
+    )
+    for name in (*names - {"password"}, "server-password", "client-password"):  # one for each role
+        shutil.copy(made / name, keys)
+    env = {"KEYS": str(keys), "MS_WORKER_NUM": "1", "ARGS": " ".join(ARGUMENTS[:-2])}
+    port = free_port("127.0.0.1")
+    done = run(tmp_path, "run_gpu_cluster.sh", str(data), "127.0.0.1", "scheduler", MS_SCHED_PORT=port, **env)
+    assert done.returncode == 0, (done.stderr, [path.read_text() for path in (tmp_path / "device").iterdir()])
 
 
 @pytest.mark.parametrize("script", ["run_gpu.sh", "run_gpu_cluster.sh"])
