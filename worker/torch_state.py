@@ -18,6 +18,7 @@ from worker.sharding import ShardedSampler
 from worker.state import TrainingState
 from worker.torch_data_parallel import DataParallel
 from worker.torch_optimizer_state import make_optimizer_state
+from worker.torch_random import RandomState
 from worker.torch_transfer import array_of, gather_rows, pieces
 
 
@@ -32,8 +33,10 @@ class TorchTrainingState(TrainingState):
             with step:
                 loss = train_step(images[step.batch.indices], labels[step.batch.indices])
 
-    What is drawn at random within a step is best drawn from (seed, step, rank): torch's own generators are
-    not part of the state.
+    Of torch's default generators, the CPU's and this GPU's, each rank keeps its own: a step that is redone
+    draws what it drew before (what is drawn after a step counts towards the next). Whoever takes up a run,
+    as a newcomer or from a checkpoint, seeds them anew from its initial seed, its rank and the step.
+    Generators of your own are not part of the state: seed them from (seed, step, rank).
 
     Args:
         model: made with ``elastic=True``.
@@ -60,6 +63,8 @@ class TorchTrainingState(TrainingState):
         self._optimizer = optimizer
         self._samples_per_rank = samples_per_rank
         self._kept: list[Any] = []
+        self._random = RandomState(model.device)
+        self._takes_up = False
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -80,6 +85,7 @@ class TorchTrainingState(TrainingState):
             torch.cuda.synchronize(self._model.device)
         if self._kept:
             torch._foreach_copy_(list(self.arrays.values()), self._kept)
+            self._random.put_back()
 
     def enter(self, communicator: Communicator, source: int) -> None:
         """See :class:`TrainingState`."""
@@ -89,8 +95,12 @@ class TorchTrainingState(TrainingState):
         self._model.join(communicator, source)
         if not self._kept:
             self._keep()
+        if self._takes_up:
+            self._takes_up = False
+            self._random.begin(communicator.rank, self.step)
 
     def _keep(self) -> None:
+        self._random.keep()
         tensors = list(self.arrays.values())
         if self._kept:
             torch._foreach_copy_(self._kept, tensors)
@@ -109,7 +119,9 @@ class TorchTrainingState(TrainingState):
 
     def restore(self, description: str) -> None:
         """See :class:`TrainingState`; the arrays have been put in place before."""
+        steps_before = self.step
         super().restore(description)
+        self._takes_up |= steps_before == 0 < self.step
         for group, values in zip(
             self._optimizer.param_groups, json.loads(description)["groups"], strict=True
         ):
