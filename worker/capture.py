@@ -186,12 +186,9 @@ class TrainingStep:
     def _obstacle(self) -> str | None:
         if self._device.type != "cuda":
             return f"the module is on the {self._device.type}"
-        for group in self._optimizer.param_groups:
-            if "capturable" in group and not group["capturable"]:
-                kind = type(self._optimizer).__name__
-                return f"{kind} reads its step count on the host: make it with capturable=True"
-        if isinstance(self._optimizer, torch.optim.LBFGS):
-            return "LBFGS decides on the host how often to evaluate the loss"
+        bound = host_bound(self._optimizer)
+        if bound is not None:
+            return bound
         communicator = getattr(self._model, "communicator", None)
         if communicator is not None and not hasattr(communicator, "before_end"):
             return f'the backend "{communicator.name}" cannot be captured'
@@ -214,6 +211,7 @@ class TrainingStep:
                 loss = self._body(*static)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
+            _free_generator(self._device)
         if not self._all_succeeded(error is None):
             graph.reset()
             self._optimizer.zero_grad(set_to_none=True)
@@ -339,6 +337,27 @@ def capture_step(
         capture=capture,
         strict=strict,
     )
+
+
+def host_bound(optimizer: Any) -> str | None:
+    """Why no graph can hold this optimizer's step: what it needs of the host; None: nothing that is known."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS decides on the host how often to evaluate the loss"
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            if not group["capturable"]:
+                return f"{kind} reads its step count on the host: make it with capturable=True"
+        elif type(optimizer).__module__.startswith("torch.optim") and not group.get("fused"):
+            remedy = ": make it with fused=True" if "fused" in group else ""
+            return f"{kind} reads its learning rate on the host{remedy}"
+    return None
+
+
+def _free_generator(device: Any) -> None:
+    """After a capture that broke off: torch leaves the GPU's generator in it, and refuses the next draw."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _nothing() -> None:

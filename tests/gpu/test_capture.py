@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
-from worker.capture import CaptureError, capture_step  # noqa: E402
+from worker.capture import CaptureError, capture_step, host_bound  # noqa: E402
 from worker.errors import ArrayError, SettingsError  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 
@@ -119,3 +119,31 @@ def test_a_batch_that_was_fed_before_is_trained_on() -> None:
 def test_arguments_out_of_range_are_refused(options: dict[str, int], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         step_of(linear_net(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("SGD", {"lr": 0.1}, "SGD reads its learning rate on the host: make it with fused=True"),
+        ("SGD", {"lr": 0.1, "fused": True}, None),
+        ("Adafactor", {}, "Adafactor reads its learning rate on the host"),
+        ("AdamW", {"fused": True}, "AdamW reads its step count on the host: make it with capturable=True"),
+        ("AdamW", {"fused": True, "capturable": True}, None),
+        ("NAdam", {"capturable": True}, None),
+        ("LBFGS", {}, "LBFGS decides on the host how often to evaluate the loss"),
+    ],
+)
+def test_optimizers_that_need_the_host_in_each_step_are_known(
+    kind: str, options: dict[str, Any], words: str | None
+) -> None:
+    make = getattr(torch.optim, kind, None)
+    if make is None:
+        pytest.skip(f"this torch has no {kind}")
+    assert host_bound(make([torch.nn.Parameter(torch.zeros(2, 2))], **options)) == words
+
+
+def test_another_library_s_optimizer_is_given_a_try() -> None:
+    class Own(torch.optim.SGD):  # type: ignore[misc,name-defined]
+        pass
+
+    assert host_bound(Own([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
