@@ -126,9 +126,7 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: worker.Sess
                 losses.clear()
             if step.batch.last and session.rank == 0:
                 checkpoints.save()
-    if loop.left:
-        session.release(finished=False, reason="left as asked")
-    elif data.classes:
+    if data.classes and not loop.left:
         output = net.forward(xp.asarray(data.scaled(data.test_x, args.dtype)))[-1]
         out.line(f"test accuracy: {float((output.argmax(axis=1) == xp.asarray(data.test_y)).mean()):.4f}")
 

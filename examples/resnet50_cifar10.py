@@ -171,10 +171,8 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
             checkpoints.save()
         if ends:
             break
-    if loop.left:
-        session.release(finished=False, reason="left as asked")
-        return
-    report(args, session, out, timed / (time.monotonic() - since))
+    if not loop.left:
+        report(args, session, out, timed / (time.monotonic() - since))
 
 
 def report(args: argparse.Namespace, session: worker.Session, out: Progress, speed: float) -> None:

@@ -116,6 +116,10 @@ class FakeCommunicator(Communicator):
     def barrier(self) -> None:
         self._issue("barrier", None, 0, lambda parts: None, False)
 
+    @property
+    def is_aborted(self) -> bool:
+        return self._meeting.error is not None
+
     def abort(self, error: Exception) -> None:
         self._meeting.abort(error)
 
@@ -205,10 +209,17 @@ def membership_changed(generation: int) -> MembershipChanged:
 
 
 class ElasticWorld:
-    """Plays the scheduler for threads: members die, come and leave, generations follow each other."""
+    """Plays the scheduler for threads: members die, come and leave, generations follow each other.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many members there are at first.
+        least: MS_WORKER_MIN: a planned change that would leave fewer suspends the job.
+    """
+
+    def __init__(self, size: int, *, least: int = 1) -> None:
         self.changed = threading.Condition()
+        self.least = least
+        self.dismissed: list[ElasticFakeSession] = []
         self.generation = 0
         self.members: list[ElasticFakeSession] = []
         self.switch_after: int | None = None
@@ -238,6 +249,13 @@ class ElasticWorld:
             self._planned_newcomers = [newcomer] if newcomer else []
             return newcomer
 
+    def come(self) -> ElasticFakeSession:
+        """One comes while the job is suspended, which goes on with it."""
+        with self.changed:
+            newcomer = self._member()
+            self._form([*self.members, newcomer], [newcomer])
+            return newcomer
+
     def end(self, error: Exception) -> None:
         """The job cannot go on: every rejoin raises ``error``."""
         with self.changed:
@@ -264,8 +282,17 @@ class ElasticWorld:
 
     def switch(self) -> None:
         """The planned change happens, once."""
-        if self.switch_after is not None:
-            self._form(self._planned + self._planned_newcomers, self._planned_newcomers)
+        if self.switch_after is None:
+            return
+        staying = self._planned + self._planned_newcomers
+        if len(staying) >= self.least:
+            self._form(staying, self._planned_newcomers)
+            return
+        # Those who stay wait in rejoin() for others, with the step under way given up.
+        self.dismissed += [member for member in self.members if member not in staying]
+        self.members[0].offered[0].abort(membership_changed(self.generation))
+        self.members, self.switch_after = staying, None
+        self.changed.notify_all()
 
 
 class ElasticFakeSession:
@@ -280,6 +307,7 @@ class ElasticFakeSession:
         self.started = 0
         self.reports: list[int] = []
         self.leave_reasons: list[str] = []
+        self.left = False
         self._entered: tuple[FakeCommunicator, int, tuple[int, ...]] | None = None
 
     @property
@@ -315,8 +343,8 @@ class ElasticFakeSession:
             if switch_after is not None and step >= switch_after:
                 self.world.switch()
             if self not in self.world.members:
-                raise LeaveGranted("This worker leaves the job.")
-            if self.offered is not self.entered:
+                raise LeaveGranted("This worker leaves the job.", alone=self in self.world.dismissed)
+            if self.offered is not self.entered or self.communicator.is_aborted:
                 raise membership_changed(self.communicator.membership.generation)
             self.started = step + 1
 
@@ -330,14 +358,21 @@ class ElasticFakeSession:
         self.leave_reasons.append(reason)
         self.world.plan(leaver=self)
 
+    def note_left(self) -> None:
+        self.left = True
+
     def rejoin(self) -> None:
         with self.world.changed:
             self.world.changed.wait_for(
                 lambda: (
-                    self.world.final_error or (hasattr(self, "offered") and self.offered is not self._entered)
+                    self.world.final_error
+                    or self in self.world.dismissed
+                    or (hasattr(self, "offered") and self.offered is not self._entered)
                 ),
                 timeout=60,
             )
+            if self in self.world.dismissed:
+                raise LeaveGranted("This worker leaves the job.", alone=True)
             if self.world.final_error:
                 raise self.world.final_error
             self._entered = self.offered

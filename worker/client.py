@@ -110,6 +110,11 @@ class Client:
         if self._leave_wanted_at is None:
             self._leave_wanted_at = self._clock()
 
+    @property
+    def leave_granted(self) -> bool:
+        """Whether this worker leaves as asked."""
+        return self.dismissal is not None or isinstance(self.failure, LeaveGranted)
+
     def leave(self, *, finished: bool, reason: str) -> bool:
         """Says goodbye and waits until that is heard, or its deadline is over."""
         self.post(e.Goodbye(finished, reason))

@@ -114,11 +114,11 @@ class GroupError(WorkerError, ValueError):
 class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
     """This worker leaves the job as it, or an operator, asked: the others go on without it.
 
-    The step under way is finished and shared; what is left to do is ``session.release(finished=False)``.
+    The step under way is finished and shared; what is left to do is ``session.release()``.
 
     Attributes:
-        alone: there was no scheduler to agree with: the step under way may be broken, and the others may be
-            unable to go on.
+        alone: it leaves at once, since there is no scheduler, or too few would be left to form the next
+            generation: the step under way may be broken, and the others may be unable to go on.
     """
 
     exit_code = 0

@@ -6,6 +6,7 @@ from worker.core import events as e
 from worker.errors import (
     FormationTimeoutError,
     JobEndedError,
+    LeaveGranted,
     RefusedError,
     SchedulerUnreachableError,
     SecurityError,
@@ -25,6 +26,8 @@ def failure_of(notice: e.Failed) -> WorkerError:
         )
     if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
         return FormationTimeoutError(text)
+    if notice.kind is e.FailureKind.LEAVE:
+        return LeaveGranted(text, alone=True)
     if notice.kind is e.FailureKind.JOB_ENDED:
         return JobEndedError(text, ok=notice.ok)
     return RefusedError(text, code=notice.code.name)

@@ -111,7 +111,7 @@ def init(backend: str | None = None) -> Session:
 
 
 def release() -> None:
-    """Says that this worker has finished, and frees everything. Does nothing without a session."""
+    """Says that this worker has finished, or left as asked, and frees everything; idempotent."""
     if _process.session is not None:
         _process.session.release()
 

@@ -65,6 +65,7 @@ class Session:
         self._assignment: m.Assignment | None = None
         self._first_ordinal: int | None = None
         self._released = False
+        self._left = False
         self._release_lock = threading.Lock()
         timing = e.Timing(
             topo_timeout_s=settings.topo_timeout_s, reconnect_timeout_s=settings.reconnect_timeout_s
@@ -215,7 +216,7 @@ class Session:
 
         Raises:
             MembershipChanged: the generation is over; ``rejoin()`` and go on from ``step``.
-            LeaveGranted: this worker has left as asked; ``release(finished=False)`` and exit.
+            LeaveGranted: this worker leaves as asked; ``release()`` and exit.
             WorkerError: the membership is over for good.
         """
         self._client.start_step(step, self._place.generation)
@@ -244,6 +245,10 @@ class Session:
         So a wait for a lost scheduler, which comes between the two, ends as well.
         """
         self._client.expect_leave()
+
+    def note_left(self) -> None:
+        """Says that this worker leaves before the training's end: ``release()`` must not call it finished."""
+        self._left = True
 
     # ------------------------------------------------------------ change
 
@@ -352,28 +357,32 @@ class Session:
         """Whether :meth:`release` was called."""
         return self._released
 
-    def release(self, *, finished: bool = True, reason: str = "") -> None:
+    def release(self, *, finished: bool | None = None, reason: str = "") -> None:
         """Says goodbye and frees everything; idempotent.
 
         Args:
             finished: the training is complete. False tells the others at once that this worker is gone.
+                None: it is complete unless this worker leaves as asked.
             reason: why, in words, for the scheduler's log.
         """
         with self._release_lock:
             if self._released:
                 return
             self._released = True
+        if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
+            finished = not (self._left or self._client.leave_granted)
+            reason = reason or ("finished" if finished else "left as asked")
         try:
-            self._depart(finished, reason)
+            self._depart(finished, reason or ("finished" if finished else "gave up"))
         except KeyboardInterrupt:
             self.interrupted = True
             raise
 
     def end(self, error: BaseException | None) -> None:
-        """Releases as what ended the script or block tells: without an error it has finished.
+        """Releases as what ended the script or block tells: without an error, as ``release()`` does.
 
         Args:
-            error: what ended it. SystemExit says how in its code: with 0 or none it has finished, too.
+            error: what ended it. SystemExit says how in its code: 0 or none is no error.
         """
         if isinstance(error, KeyboardInterrupt) and not self._released:
             self.interrupted = True
@@ -385,7 +394,7 @@ class Session:
     def _depart(self, finished: bool, reason: str) -> None:
         if finished:
             self._leave_generation()
-        self._client.leave(finished=finished, reason=reason or ("finished" if finished else "gave up"))
+        self._client.leave(finished=finished, reason=reason)
         self._client.close()
         if not finished:
             error = NotInitializedError("The session was released.")

@@ -72,6 +72,9 @@ class ElasticSession(Protocol):
     def expect_leave(self) -> None:
         """Says early, perhaps in a signal handler, that it will ask."""
 
+    def note_left(self) -> None:
+        """Says that this worker leaves before the training's end."""
+
     def rejoin(self) -> None:
         """Enters the next generation."""
 
@@ -102,14 +105,17 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Counts the step, or recovers from a change of members; other errors pass."""
-        if error is None:
-            try:
-                self._loop._finish(self)
-                return False
-            except WorkerError as late:
-                if not _is_change(late):
-                    raise
-                error = late
+        if error is not None:
+            return self._overcome(error)
+        try:
+            self._loop._finish(self)
+        except WorkerError as late:
+            if not self._overcome(late):
+                raise
+        return False
+
+    def _overcome(self, error: BaseException) -> bool:
+        """Whether the loop goes on, or ends well, after what broke the step."""
         if _is_change(error):
             if (
                 self._loop.state.rng is not None and self._rng is not None
@@ -130,8 +136,9 @@ class ElasticLoop:
     At its start, and after each change, those without state or behind get it from the member that is
     furthest. Planned changes (a worker that leaves or comes) happen between steps. A worker that was declared
     dead while it was stopped, say, asks for a place as a newcomer. On SIGTERM this worker asks to leave and
-    stops at the step boundary that the scheduler names, or by itself, with the state saved, while there is no
-    scheduler. When the group cannot go on, the state is saved and the reason raised.
+    stops at the step boundary that the scheduler names; or at once, with the state saved, while there is no
+    scheduler, or if too few would be left to go on. When the group cannot go on for another reason, the
+    state is saved and that reason raised.
 
     Args:
         session: this worker's place in the job.
@@ -257,7 +264,7 @@ class ElasticLoop:
         finally:
             self._waiting = False
 
-    def _save_at_the_end(self, error: BaseException | None) -> None:
+    def _save_at_the_end(self, error: BaseException) -> None:
         """Puts the last finished step on disk if this worker's membership is over for good."""
         if isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not self.is_over:
             self.state.roll_back()
@@ -270,6 +277,7 @@ class ElasticLoop:
     def _go(self, *, alone: bool = False) -> None:
         """Ends the loop; the last one to hold the state, for all that is known, puts it on disk."""
         self.left = True
+        self.session.note_left()
         if alone:
             self.state.roll_back()  # of a step that it cannot finish with the others
         if alone or self.session.world_size == 1:

@@ -227,7 +227,7 @@ def _refused(body: pb.Refused) -> m.Refused:
 
 
 def _ended(body: pb.Ended) -> m.Ended:
-    return m.Ended(body.ok, _text(body.reason))
+    return m.Ended(body.ok, _text(body.reason), body.leave)
 
 
 def _group_built(body: pb.GroupBuilt) -> m.GroupBuilt:

@@ -324,12 +324,14 @@ class Refused(_message.Message):
     def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("ok", "reason")
+    __slots__ = ("ok", "reason", "leave")
     OK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     ok: bool
     reason: str
-    def __init__(self, ok: bool = ..., reason: _Optional[str] = ...) -> None: ...
+    leave: bool
+    def __init__(self, ok: bool = ..., reason: _Optional[str] = ..., leave: bool = ...) -> None: ...
 
 class GroupBuilt(_message.Message):
     __slots__ = ("generation",)

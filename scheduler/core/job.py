@@ -210,7 +210,7 @@ class Job(Reception):
     def _leave_requested(self, event: v.LeaveRequested, now: float) -> None:
         claim = self._claim_behind(event.session, now)
         if claim is not None:
-            self._plan_leave(claim, event.reason, v.Ended(True, f"You leave: {event.reason}."))
+            self._plan_leave(claim, event.reason)
 
     def _drain_requested(self, event: v.DrainRequested, now: float) -> None:
         claim = self._ledger.claims.get(event.node_id)
@@ -219,12 +219,9 @@ class Job(Reception):
             return
         if claim.leaving is not None:
             self._mention(f"{upper_first(who(claim.candidate))} is leaving already: {claim.leaving}.")
-        refusal = v.Refused(
-            v.RefusalCode.EXPELLED, f"{upper_first(who(claim.candidate))} was drained: {event.reason}."
-        )
-        self._plan_leave(claim, event.reason, refusal)
+        self._plan_leave(claim, event.reason)
 
-    def _plan_leave(self, claim: Claim, reason: str, farewell: v.Refused | v.Ended) -> None:
+    def _plan_leave(self, claim: Claim, reason: str) -> None:
         """A member leaves at the next step boundary; anybody else at once."""
         node_id, phase = claim.candidate.node_id, self.phase
         rank = self._ledger.rank_of(node_id)
@@ -234,7 +231,7 @@ class Job(Reception):
             self._commit(v.LeavePlanned(node_id, claim.candidate.incarnation, reason))
             self._say(f"{upper_first(who(claim.candidate, rank))} will leave at a step boundary: {reason}.")
         else:
-            self._dismiss(claim, farewell, f"left: {reason}")
+            self._dismiss(claim, self._farewell(reason), f"left: {reason}")
             self._say(f"{upper_first(who(claim.candidate))} has left: {reason}.")
 
     def _expel(self, event: v.Expel, now: float) -> None:

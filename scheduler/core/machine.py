@@ -205,7 +205,7 @@ class Machine(JobState):
         assert ledger.opened is not None
         self._commit(v.GenerationEnded(ledger.generation, reason))
         for claim in [claim for claim in ledger.claims.values() if claim.leaving is not None]:
-            self._dismiss(claim, v.Ended(True, "You leave as planned."), "left as planned")
+            self._dismiss(claim, self._farewell(claim.leaving or ""), "left as planned")
         survivors = [claim.candidate for claim in ledger.living_members()]
         sentence = (
             f"Generation {ledger.generation} is over: {reason}. {count(len(survivors), 'member')} left "
@@ -216,7 +216,12 @@ class Machine(JobState):
         self._say(sentence)
         return True
 
-    def _dismiss(self, claim: Claim, message: v.Refused | v.Ended, reason: str) -> None:
+    @staticmethod
+    def _farewell(reason: str) -> v.Ended:
+        """The last word to a worker that leaves as asked where no next generation gives it leave."""
+        return v.Ended(True, f"This worker leaves the job: {reason}.", leave=True)
+
+    def _dismiss(self, claim: Claim, message: v.Ended, reason: str) -> None:
         """Tells a worker its last word and takes its claim away."""
         self._tell(claim.candidate.node_id, message)
         self._remove(claim.candidate.node_id, f"{who(claim.candidate)} {reason}")

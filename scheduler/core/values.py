@@ -248,10 +248,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job is over, or the answer to a goodbye. Final: the adapter closes the stream after it."""
+    """The job is over, or the answer to a goodbye. Final: the adapter closes the stream after it.
+
+    ``leave``: only for the receiver, which leaves as asked and at once; the job may go on.
+    """
 
     ok: bool
     reason: str
+    leave: bool = False
 
 
 Message = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended

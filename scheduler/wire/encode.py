@@ -48,7 +48,7 @@ def _change_or_end(message: v.Suspended | v.Quiesce | v.Refused | v.Ended) -> pb
         return pb.SchedulerMessage(
             refused=pb.Refused(code=pb.RefusalCode.Name(message.code), sentence=message.sentence)
         )
-    return pb.SchedulerMessage(ended=pb.Ended(ok=message.ok, reason=message.reason))
+    return pb.SchedulerMessage(ended=pb.Ended(ok=message.ok, reason=message.reason, leave=message.leave))
 
 
 def _assignment(message: v.Assignment) -> pb.Assignment:

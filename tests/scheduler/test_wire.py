@@ -294,6 +294,10 @@ def test_assignment_comes_through_whole() -> None:
         ),
         (v.Quiesce(3, "drain"), pb.SchedulerMessage(quiesce=pb.Quiesce(generation=3, reason="drain"))),
         (v.Ended(True, "done"), pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="done"))),
+        (
+            v.Ended(True, "you leave", leave=True),
+            pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="you leave", leave=True)),
+        ),
     ],
 )
 def test_every_message_reaches_the_wire(message: v.Message, expected: pb.SchedulerMessage) -> None:

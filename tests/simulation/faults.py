@@ -58,9 +58,12 @@ def drain(world: World, worker: Worker) -> None:
 
 
 def request_leave(world: World, worker: Worker) -> None:
-    """SIGTERM."""
+    """SIGTERM: whoever has no step to finish goes at once, as the elastic loop does."""
     world.leavers.add(worker.node_id)
-    worker.post(e.LeaveRequested("SIGTERM"))
+    if worker.doing == "entering":
+        worker.say_goodbye(finished=False)
+    else:
+        worker.post(e.LeaveRequested("SIGTERM"))
 
 
 def expel(world: World, worker: Worker) -> None:

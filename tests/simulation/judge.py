@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from scheduler.core import values as v
 from scheduler.core.job import Job
 from tests.simulation.scenario import NODE_TIMEOUT_S
+from worker.core import events as e
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
@@ -99,6 +100,8 @@ class Judge:
         if process in self.since:
             self.retired.add(process)
         if record.finished:
+            left = self.world.steps_left(process)
+            self.expect(not left, f"{process} is said to have finished, with {left} steps to do")
             self.finished.add(record.node_id)
             self.completed.add(process)
             self.finishing = True
@@ -285,6 +288,14 @@ class Judge:
         self.expect(step <= self.steps_done, f"step {step} was done, {self.steps_done} is next")
         self.redone += step < self.steps_done and not self.anew
         self.steps_done = max(self.steps_done, step + 1)
+
+    def failed(self, worker: Worker, notice: e.Failed) -> None:
+        """A worker learns that its membership is over."""
+        over = self.outcome is not None or self.finishing
+        told_ended = notice.kind is e.FailureKind.JOB_ENDED
+        self.expect(over or not told_ended, f"{worker} is told that the job has ended: {notice.sentence}")
+        if notice.kind is e.FailureKind.LEAVE:
+            self.expect(worker.node_id in self.world.leavers, f"{worker} leaves, and nobody asked it to")
 
     # ------------------------------------------------------------ the end
 

@@ -91,7 +91,7 @@ def unrecorded(kind: type) -> Make:
 def unapplied_unless_running(right: Any) -> Any:
     """State that is written beside apply(): recovery does not see it."""
 
-    def plan_leave(self: job.Job, claim: ledger.Claim, reason: str, farewell: Any) -> None:
+    def plan_leave(self: job.Job, claim: ledger.Claim, reason: str) -> None:
         claim.leaving = reason
 
     return plan_leave
@@ -220,6 +220,14 @@ def speaks_after_the_end(right: Any) -> Any:
     return left
 
 
+def every_goodbye_is_finished(right: Any) -> Any:
+    return lambda self, event, now: right(self, replace(event, finished=True), now)
+
+
+def leave_as_end(right: Any) -> Any:
+    return staticmethod(lambda reason: v.Ended(True, reason))
+
+
 # ---------------------------------------------------------------- codecs and workers
 
 
@@ -293,6 +301,8 @@ MUTANTS: dict[str, Mutant] = {
     "regroups for no reason": Mutant(job.Job, "_tick", regroups_at_ticks),
     "time-outs ignored": Mutant(machine.Machine, "_timed_out", instead(lambda *a: False)),
     "a message after the last one": Mutant(job.Job, "_left", speaks_after_the_end),
+    "every goodbye counts as finished": Mutant(job.Job, "_left", every_goodbye_is_finished),
+    "a leave told as the job's end": Mutant(machine.Machine, "_farewell", leave_as_end),
     "held-back joins forgotten": Mutant(reception.Reception, "_retry_held_back", instead(nothing)),
     "rank off by one on the wire": Mutant(
         scheduler_encode.AssignmentEncoder, "encode", rank_off_by_one

@@ -27,6 +27,8 @@ QUICKLY_CAUGHT = (
     "silence ignored",
     "suspicions ignored",
     "a message after the last one",
+    "every goodbye counts as finished",
+    "a leave told as the job's end",
     "rank off by one on the wire",
     "worker comes back as another",
 )

@@ -171,6 +171,7 @@ class Worker:
             self.say_goodbye(finished=False)
 
     def _failed(self, notice: e.Failed) -> None:
+        self.world.judge.failed(self, notice)
         self.ended_by = f"{notice.kind.value}: {notice.sentence}"
         self.exit()
 

@@ -88,6 +88,11 @@ class World:
     def has_state(self, process: tuple[str, int]) -> bool:
         return any((w.node_id, w.incarnation) == process and w.has_state for w in self.processes)
 
+    def steps_left(self, process: tuple[str, int]) -> int:
+        """How many steps a process has still to do."""
+        (worker,) = (w for w in self.processes if (w.node_id, w.incarnation) == process)
+        return max(0, self.scenario.steps - worker.step)
+
     # ------------------------------------------------------------ processes
 
     def start(self, node_id: str, *, spare: bool = False) -> Worker:

@@ -9,6 +9,7 @@ from worker.core.messages import RefusalCode
 from worker.errors import (
     FormationTimeoutError,
     JobEndedError,
+    LeaveGranted,
     RefusedError,
     SchedulerUnreachableError,
     SecurityError,
@@ -38,6 +39,12 @@ def test_a_refusal_names_its_code() -> None:
     found = failure_of(e.Failed(e.FailureKind.REFUSED, "full", RefusalCode.JOB_FULL))
     assert isinstance(found, RefusedError)
     assert found.code == "JOB_FULL"
+
+
+def test_a_leave_that_waits_for_nobody_is_one_alone() -> None:
+    found = failure_of(e.Failed(e.FailureKind.LEAVE, "you leave"))
+    assert isinstance(found, LeaveGranted)
+    assert (found.alone, found.exit_code) == (True, 0)
 
 
 def test_a_job_that_ended_well_is_no_failure_of_the_process() -> None:

@@ -360,6 +360,40 @@ def test_release_says_finished_and_is_idempotent(stage: Stage) -> None:
         stage.session.step_boundary(1)
 
 
+def goodbye(session: Session, line: Line) -> tuple[bool, str]:
+    """What a release without arguments says: finished or not, and why."""
+    releasing = Thread(session.release)
+    leave = line.hear("leave")
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    releasing.result()
+    return leave.finished, leave.reason
+
+
+def test_who_has_left_does_not_say_finished(stage: Stage) -> None:
+    stage.session.note_left()
+    assert goodbye(stage.session, stage.line) == (False, "left as asked")
+
+
+def test_who_is_granted_leave_does_not_say_finished(stage: Stage) -> None:
+    stage.line.say(quiesce=pb.Quiesce(generation=1, reason="node n0 leaves"))
+    stage.line.hear("quiesced")
+    stage.line.assign(stage.join, 2, -1, switch_after_step=0)
+    with pytest.raises(LeaveGranted):
+        stage.session.step_boundary(0)
+    assert goodbye(stage.session, stage.line) == (False, "left as asked")
+
+
+def test_a_leave_where_too_few_remain_ends_a_collective_and_the_session(stage: Stage) -> None:
+    stage.communicator.behave = StubCommunicator.hang
+    hanging = stage.all_reduce()
+    assert stage.communicator.entered.wait(20)
+    stage.line.say(ended=pb.Ended(ok=True, reason="This worker leaves the job: SIGTERM.", leave=True))
+    with pytest.raises(LeaveGranted, match="leaves the job: SIGTERM") as caught:
+        hanging.result()
+    assert caught.value.alone
+    stage.session.release()
+
+
 def test_a_block_that_fails_says_why(stage: Stage) -> None:
     def body() -> None:
         with stage.session:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes import ElasticFakeSession, ElasticWorld, membership_changed
 from worker.communicators.base import ReduceOp
-from worker.errors import FormationTimeoutError, JobEndedError, MembershipChanged
+from worker.errors import FormationTimeoutError, JobEndedError, LeaveGranted, MembershipChanged
 from worker.sharding import ShardedSampler
 from worker.state import StateMismatchError, TrainingState
 from worker.state_transfer import share_state
@@ -79,8 +79,9 @@ class Job:
         size: int,
         plan: dict[tuple[int, int, str], Action] | None = None,
         run_only: Sequence[int] | None = None,
+        least: int = 1,
     ) -> None:
-        self.world = ElasticWorld(size)
+        self.world = ElasticWorld(size, least=least)
         self._plan = dict(plan or {})
         self._threads = ThreadPoolExecutor(32)
         self._futures: list[Future[Worker]] = []
@@ -301,6 +302,7 @@ def test_sigterm_finishes_the_step_and_leaves_while_the_others_go_on() -> None:
     job = Job(3, run_only=(1, 2))
     leaver = in_main_thread(job, 0)
     assert leaver.loop.left
+    assert leaver.session.left, "its release would say that the training is finished"
     assert leaver.session.leave_reasons == ["SIGTERM"]
     assert leaver.session.reports[:7] == list(range(1, 8))
     assert leaver.saves == []
@@ -314,6 +316,38 @@ def test_the_last_worker_saves_before_it_leaves() -> None:
     leaver = in_main_thread(Job(1, run_only=()), 0)
     assert leaver.loop.left
     assert leaver.saves == [7]
+
+
+def test_a_worker_without_which_the_group_is_too_small_saves_and_leaves_while_the_others_wait() -> None:
+    job = Job(2, run_only=(1,), least=2)
+    leaver = in_main_thread(job, 0)
+    assert leaver.loop.left
+    assert leaver.session.left
+    assert leaver.saves == [leaver.state.step]
+    job.start(job.world.come())
+    stayers = job.survivors()
+    assert len(stayers) == 2
+    check_like_undisturbed(stayers)
+
+
+def test_a_drain_that_leaves_too_few_reaches_a_worker_that_waits_for_members() -> None:
+    world = ElasticWorld(2, least=2)
+    drained, other = world.members
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (3, "before"):
+            world.plan(leaver=drained)
+            with world.changed:
+                world.switch()
+
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(Worker(other, lambda *_: None, make_state()).run)
+        leaver = Worker(drained, fault, make_state()).run()
+        world.end(FormationTimeoutError("1 of 2 is left."))
+        with pytest.raises(FormationTimeoutError):
+            waiting.result(60)
+    assert leaver.loop.left
+    assert leaver.saves == [3]
 
 
 def test_sigterm_while_waiting_for_members_ends_at_once_with_a_checkpoint() -> None:
@@ -335,7 +369,78 @@ def test_sigterm_while_waiting_for_members_ends_at_once_with_a_checkpoint() -> N
 
     leaver = Worker(session, fault, make_state()).run()
     assert leaver.loop.left
+    assert leaver.session.left
     assert leaver.saves == [3]
+
+
+class Journal(TrainingState):
+    """A state that notes when it is rolled back and saved."""
+
+    def __init__(self) -> None:
+        state = make_state()
+        super().__init__(state.arrays, state.sampler, rng=state.rng)
+        self.notes: list[str] = []
+
+    def roll_back(self) -> None:
+        self.notes.append("rolled back")
+
+
+def end_at_step_3(error: Exception) -> list[str]:
+    """What becomes of the state of a worker whose fourth step breaks with ``error``."""
+    (session,) = ElasticWorld(1).members
+    state = Journal()
+    loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
+    with contextlib.suppress(JobEndedError):
+        for step in loop:
+            with step:
+                if state.step == 3:
+                    raise error
+    return state.notes
+
+
+@pytest.mark.parametrize(
+    "error", [JobEndedError("an operator ended it"), LeaveGranted("You leave.", alone=True)]
+)
+def test_what_a_broken_step_left_in_the_state_is_taken_back_before_it_is_saved(error: Exception) -> None:
+    assert end_at_step_3(error)[-2:] == ["rolled back", "saved 3"]
+
+
+def test_a_step_that_turns_out_broken_at_its_end_may_still_end_in_a_leave() -> None:
+    class Late(Journal):
+        def commit(self) -> None:
+            if self.step == 3:
+                raise LeaveGranted("You leave.", alone=True)
+
+    (session,) = ElasticWorld(1).members
+    state = Late()
+    loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
+    for step in loop:
+        with step:
+            pass
+    assert loop.left
+    assert state.notes[-2:] == ["rolled back", "saved 3"]
+
+
+def test_who_is_asked_twice_to_leave_ends_at_once() -> None:
+    class AtOnceError(Exception):
+        """Plays the end that the script's own handler, or the system, makes."""
+
+    def own(number: int, frame: object) -> None:
+        raise AtOnceError
+
+    (session,) = ElasticWorld(1).members
+    loop = ElasticLoop(session, make_state(), epochs=EPOCHS)
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(AtOnceError):
+            for step in loop:
+                with step:
+                    signal.raise_signal(signal.SIGTERM)
+                    signal.raise_signal(signal.SIGTERM)
+        assert loop.state.step == 0
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_rate_is_this_workers_own() -> None:

@@ -116,6 +116,7 @@ def test_a_heartbeat_keeps_the_newest_collectives() -> None:
             m.Refused(m.RefusalCode.JOB_FULL, "full"),
         ),
         ({"ended": pb.Ended(ok=True, reason="all done")}, m.Ended(True, "all done")),
+        ({"ended": pb.Ended(ok=True, reason="go", leave=True)}, m.Ended(True, "go", leave=True)),
     ],
 )
 def test_what_the_scheduler_says(part: dict[str, object], expected: m.Incoming) -> None:

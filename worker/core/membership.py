@@ -235,6 +235,8 @@ class Membership(Lifecycle):
     def _on_ended(self, message: m.Ended) -> None:
         if self._goodbye is not None:
             self._finish_leaving(heard=True)
+        elif message.leave:
+            self._fail(e.FailureKind.LEAVE, message.reason)
         elif self._seen or message.ok:
             self._fail(e.FailureKind.JOB_ENDED, message.reason, ok=message.ok)
         else:

@@ -235,10 +235,14 @@ class Refused(Value):
 
 
 class Ended(Value):
-    """The job is over, or the answer to a goodbye. Final."""
+    """The job is over, or the answer to a goodbye. Final.
+
+    ``leave``: only for this worker, which leaves as asked and at once; the job may go on.
+    """
 
     ok: bool
     reason: str
+    leave: bool = False
 
 
 Incoming = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended

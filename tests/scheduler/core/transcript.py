@@ -54,7 +54,8 @@ def show_message(message: v.Message) -> str:
         return f"Quiesce g{message.generation}: {message.reason}"
     if isinstance(message, v.Refused):
         return f"Refused {message.code.name}: {message.sentence}"
-    return f"Ended {'well' if message.ok else 'badly'}: {message.reason}"
+    how = "leave" if message.leave else "well" if message.ok else "badly"
+    return f"Ended {how}: {message.reason}"
 
 
 def show_record(record: v.Record) -> str:

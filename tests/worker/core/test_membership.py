@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.worker.core.machine import Machine, assignment, member
@@ -111,6 +113,13 @@ class TestEndings:
         w = Machine().welcomed()
         w.hear(m.Ended(True, "all finished"))
         assert w.notice(e.Failed) == e.Failed(e.FailureKind.JOB_ENDED, "all finished", ok=True)
+
+    @pytest.mark.parametrize("begin", [Machine.welcomed, Machine.running])
+    def test_a_leave_as_asked_is_no_end_of_the_job(self, begin: Callable[[Machine], Machine]) -> None:
+        w = begin(Machine())
+        w.hear(m.Ended(True, "you leave", leave=True))
+        assert w.notice(e.Failed) == e.Failed(e.FailureKind.LEAVE, "you leave")
+        assert w.feed(e.Goodbye(False, "left")).notices == (e.Left(heard=False),)
 
     def test_a_job_that_never_formed_timed_out(self) -> None:
         w = Machine().welcomed()

@@ -1,0 +1,33 @@
+"""A worker script of the README's lines and nothing more: the elastic loop, then a plain release.
+
+Prints each step's number, at last the step that it has come to and whether it has left. The file named by the
+first argument gets the step of each checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import worker
+from worker.sharding import ShardedSampler
+from worker.state import TrainingState
+from worker.training import ElasticLoop
+
+STEP_S = 0.02  # so that there are steps left when a test does something
+
+session = worker.init()
+weights = np.zeros(10, np.float32)
+state = TrainingState({"weights": weights}, ShardedSampler(1000, 10, seed=0))
+loop = ElasticLoop(session, state, epochs=2, save=lambda: Path(sys.argv[1]).write_text(str(state.step)))
+for step in loop:
+    with step:
+        gradient = worker.all_reduce(np.ones(10, np.float32), op="mean")
+        time.sleep(STEP_S)
+        weights -= 0.1 * gradient
+    print(state.step, flush=True)
+print("end", state.step, "left" if loop.left else "done", flush=True)
+worker.release()

@@ -1,0 +1,135 @@
+"""Workers that are asked to leave, by SIGTERM or a drain, and run nothing but the README's lines."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scheduler.processes import WAIT_S, Scheduler, environment, scheduler
+
+STEPS = 200
+COMPLETED = "has completed the training"
+
+pytestmark = pytest.mark.timeout(90, method="signal")
+
+
+class Worker:
+    """One process of ``plain_loop``."""
+
+    def __init__(self, directory: Path, running: Scheduler, node_id: str, **env: str) -> None:
+        self.node_id = node_id
+        self.saved = directory / f"saved_{node_id}"
+        self._log = directory / f"{node_id}.log"
+        variables = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": node_id, "MS_SCHED_PORT": str(running.port)}
+        with self._log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.end_to_end.plain_loop", str(self.saved)],
+                env=environment(**variables, **env),
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def await_step(self, number: int) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.split()[0] == str(number):
+                return
+        raise AssertionError(f"it ended with {self.process.wait(WAIT_S)}:\n{self.log}")
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and last line."""
+        assert self.process.stdout is not None
+        last = self.process.stdout.read().rpartition("end ")[2].strip()
+        return self.process.wait(WAIT_S), last
+
+
+class Workers:
+    """The workers of one test."""
+
+    def __init__(self, directory: Path, running: Scheduler, **env: str) -> None:
+        self._directory, self._running, self._env = directory, running, env
+        self.all: list[Worker] = []
+
+    def start(self, node_id: str, **env: str) -> Worker:
+        self.all.append(Worker(self._directory, self._running, node_id, **self._env, **env))
+        return self.all[-1]
+
+    def close(self) -> None:
+        for each in self.all:
+            each.process.kill()
+            each.process.wait(WAIT_S)
+            assert each.process.stdout is not None
+            each.process.stdout.close()
+
+
+@contextlib.contextmanager
+def job(directory: Path, size: int, least: int, **env: str) -> Iterator[tuple[Scheduler, Workers]]:
+    """A scheduler, and workers that are killed at the end."""
+    sizes = {"MS_WORKER_NUM": str(size), **({"MS_WORKER_MIN": str(least)} if least < size else {})}
+    with scheduler(**sizes, **env) as running:
+        workers = Workers(directory, running, **sizes)
+        with contextlib.closing(workers):
+            yield running, workers
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "drain"])
+def test_a_leave_below_the_minimum_is_granted_and_the_others_wait_for_a_replacement(
+    how: str, tmp_path: Path
+) -> None:
+    with job(tmp_path, 2, 2) as (running, workers):
+        leaver, stayer = workers.start("0"), workers.start("1")
+        leaver.await_step(5)
+        if how == "SIGTERM":
+            leaver.process.send_signal(signal.SIGTERM)
+        else:
+            assert running.command("drain", "0").returncode == 0
+        code, last = leaver.end()
+        assert (code, last.split()[1]) == (0, "left"), leaver.log
+        assert leaver.saved.read_text() == last.split()[0]
+        running.await_log("MS_WORKER_MIN is 2; waiting")
+        replacement = workers.start("2")
+        assert [each.end() for each in (stayer, replacement)] == [(0, f"{STEPS} done")] * 2, stayer.log
+        assert running.wait() == 0
+        assert "node 0 on host" not in running.await_log(COMPLETED)
+        assert not stayer.saved.exists()
+
+
+def test_who_leaves_while_it_waits_for_members_has_not_completed_the_training(tmp_path: Path) -> None:
+    with job(tmp_path, 2, 2) as (running, workers):
+        leaver, victim = workers.start("0"), workers.start("1")
+        leaver.await_step(5)
+        victim.process.kill()
+        running.await_log("MS_WORKER_MIN is 2; waiting")
+        leaver.process.send_signal(signal.SIGTERM)
+        code, last = leaver.end()
+        assert (code, last.split()[1]) == (0, "left"), leaver.log
+        assert leaver.saved.read_text() == last.split()[0]
+        running.await_log("INFO left job_id=")
+        assert COMPLETED not in running.log
+        others = [workers.start("0"), workers.start("1")]
+        assert [each.end() for each in others] == [(0, f"{STEPS} done")] * 2, others[0].log
+        assert running.wait() == 0
+
+
+def test_who_leaves_beside_one_that_dies_does_not_end_the_training_of_the_others(tmp_path: Path) -> None:
+    with job(tmp_path, 3, 2) as (running, workers):
+        leaver, victim, stayer = (workers.start(str(number)) for number in range(3))
+        leaver.await_step(5)
+        leaver.process.send_signal(signal.SIGTERM)
+        victim.process.kill()
+        code, last = leaver.end()
+        assert (code, last.split()[1]) == (0, "left"), leaver.log
+        replacement = workers.start("1")
+        assert [each.end() for each in (stayer, replacement)] == [(0, f"{STEPS} done")] * 2, running.log
+        assert running.wait() == 0
