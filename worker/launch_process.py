@@ -72,7 +72,7 @@ class Child:
 
     @property
     def label(self) -> str:
-        """Rank, or index on this host, or ``scheduler``."""
+        """Rank, or host and index on it, or ``scheduler``."""
         return self.recipe.label
 
     def pump(self, show: Callable[[Child, Sequence[bytes]], None], *, stamp: bool) -> bool:
@@ -174,7 +174,8 @@ def _open_log(recipe: Recipe) -> int:
         f"# in {os.getcwd()} on {os.uname().nodename}, {timestamp().decode()}",  # noqa: PTH109
         *(f"# {line}" for line in environment_dump(recipe.environment(os.environ))),
     ]
-    log = os.open(recipe.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # For its owner only: what a program prints, or is called with, may be secret.
+    log = os.open(recipe.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(log, ("\n".join(head) + "\n").encode())
     return log
 

@@ -11,7 +11,7 @@ _SHOWN_PREFIXES = (
     *("SLURM_", "OMPI_COMM_", "PMI_", "PYTHON", "LD_LIBRARY", "VIRTUAL_ENV"),
 )
 _SHOWN_NAMES = ("DEVICE_ID", "RANK_TABLE_FILE", "DATA_PATH", "PATH", "LANG", "LC_ALL", "JOB_COMPLETION_INDEX")
-_SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
+_SECRET_WORDS = ("PASS", "PWD", "SECRET", "TOKEN", "KEY", "CRED", "JWT", "AUTH")
 
 
 def environment_dump(env: Mapping[str, str]) -> list[str]:
@@ -26,7 +26,7 @@ def environment_dump(env: Mapping[str, str]) -> list[str]:
 
 
 def parse_tail(text: str, labels: Sequence[str]) -> frozenset[str]:
-    """Reads ``--tail``: ``all``, ``none`` or a comma-separated list of labels.
+    """Reads ``--tail``: ``all``, ``none`` or a comma-separated list of labels and numbers.
 
     A rank that runs on another host is no mistake; a word that is no label is.
     """

@@ -15,13 +15,21 @@ def test_the_dump_shows_what_matters_and_no_secret() -> None:
         "NCCL_DEBUG": "INFO",
         "AWS_SECRET_ACCESS_KEY": "hunter2",
         "MS_API_TOKEN": "hunter2",
+        "SLURM_JWT": "hunter2",
+        "MS_PROXY_AUTH": "hunter2",
+        "NVIDIA_DB_PASS": "hunter2",
+        "PYTHON_REGISTRY_CREDS": "hunter2",
         "HOME": "/root",
     }
     assert environment_dump(env) == [
         "MS_API_TOKEN=(set)",
         "MS_CLIENT_PASSWORD=(set)",
+        "MS_PROXY_AUTH=(set)",
         "MS_WORKER_NUM=2",
         "NCCL_DEBUG=INFO",
+        "NVIDIA_DB_PASS=(set)",
+        "PYTHON_REGISTRY_CREDS=(set)",
+        "SLURM_JWT=(set)",
     ]
 
 
