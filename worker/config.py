@@ -117,7 +117,7 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
         worker_address=_host(read, "MS_WORKER_ADDRESS", ""),
         local_index=read.integer("MS_LOCAL_INDEX", -1, 0, MAX_DEVICES - 1),
         backend=read.choice("MS_BACKEND", "", BACKENDS),
-        visible_devices=_visible_devices(env),
+        visible_devices=visible_devices(env),
         device_id=read.integer("DEVICE_ID", -1, 0, MAX_DEVICES - 1),
         config_path=config_path,
         client_password=password,
@@ -251,8 +251,15 @@ def _short(variable: str, value: str, limit: int, *, blanks: bool = False) -> st
     return value
 
 
-def _visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """CUDA's rule: unset: all; the list ends at the first entry that is no device."""
+def visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Reads CUDA_VISIBLE_DEVICES by CUDA's rule: the list ends at the first entry that is no device.
+
+    Returns:
+        Indices without leading zeros, and identities (``GPU-...``, ``MIG-...``), in order; None: not set.
+
+    Raises:
+        SettingsError: a device stands there twice, whereupon CUDA would show none; or a wild index.
+    """
     raw = env.get("CUDA_VISIBLE_DEVICES")
     if raw is None:
         return None
@@ -261,7 +268,14 @@ def _visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
         is_index = entry.isascii() and entry.isdigit()
         if not is_index and not entry.startswith(("GPU-", "MIG-")):
             break
-        devices.append(entry)
+        name = (entry.lstrip("0") or "0") if is_index else entry
+        if is_index and (len(name) > 9 or int(name) >= MAX_DEVICES):
+            raise SettingsError(
+                f"CUDA_VISIBLE_DEVICES must name devices from 0 to {MAX_DEVICES - 1}; it is {raw[:80]!r}."
+            )
+        if name in devices:
+            raise SettingsError(f"CUDA_VISIBLE_DEVICES is {raw[:80]!r}; it names device {name[:80]!r} twice.")
+        devices.append(name)
     return tuple(devices)
 
 

@@ -169,9 +169,10 @@ def _ordinal(settings: Settings, count: int) -> int:
 
 
 def _nvidia_devices(root: Path) -> list[tuple[str, str]]:
-    """(PCI bus id, model) of each GPU, in the order of their device files."""
-    count = sum(1 for path in root.glob("dev/nvidia[0-9]*") if path.name[6:].isdigit())
-    if not count:
+    """(PCI bus id, model) of each GPU, in the order of their device files; a container may have but some."""
+    names = (path.name[6:] for path in root.glob("dev/nvidia[0-9]*"))
+    minors = sorted(int(name) for name in names if name.isdigit())
+    if not minors:
         return []
     known: dict[int, tuple[str, str]] = {}
     for file in root.glob("proc/driver/nvidia/gpus/*/information"):
@@ -179,4 +180,4 @@ def _nvidia_devices(root: Path) -> list[tuple[str, str]]:
             pairs = (line.partition(":") for line in file.read_text(encoding="utf-8").splitlines())
             facts = {key.strip(): value.strip() for key, _, value in pairs}
             known[int(facts["Device Minor"])] = (facts.get("Bus Location", ""), facts.get("Model", ""))
-    return [known.get(index, ("", "")) for index in range(count)]
+    return [known.get(minor, ("", "")) for minor in minors]

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from worker.config import visible_devices
 from worker.core.launch_words import parse_numbers
 from worker.errors import SettingsError
 
@@ -26,19 +27,19 @@ def offered_devices(env: Mapping[str, str], option: str, gpus: int) -> tuple[str
         gpus: GPUs of the host.
 
     Raises:
-        SettingsError: a device is named that is not there.
+        SettingsError: a device is named that is not there, or twice.
     """
     if option == "none":
         return ()
     visible = tuple(str(index) for index in range(gpus))
-    if "CUDA_VISIBLE_DEVICES" in env and gpus:
-        narrowed = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    narrowed = visible_devices(env)  # the workers' rule; what they would refuse ends here already
+    if narrowed is not None and gpus:
         unknown = [name for name in narrowed if name.isdigit() and name not in visible]
         if unknown:
             raise SettingsError(
                 f"CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}, but this host has {_have(gpus)}."
             )
-        visible = tuple(narrowed)
+        visible = narrowed
     if option == "all":
         return visible
     chosen = tuple(str(number) for number in parse_numbers(option, "--devices"))
@@ -64,7 +65,7 @@ def _is_local(name: str) -> bool:
     """Whether an address of this name can be bound here, which only one's own can."""
     try:
         infos = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: no name service will ever know it
         return False
     for family, kind, protocol, _, address in infos:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -87,6 +87,8 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
         ("MS_BACKEND", "mpi", "nccl, tcp, gloo"),
         ("MS_LOG_LEVEL", "LOUD", "DEBUG, INFO, WARNING, ERROR"),
         ("MS_INTERFACE", "e" * 16, "15 characters"),
+        ("CUDA_VISIBLE_DEVICES", "2,2", "names device '2' twice"),
+        ("CUDA_VISIBLE_DEVICES", "9" * 5000, "from 0 to 4095"),
     ],
 )
 def test_wrong_values_are_refused_in_one_sentence(variable: str, value: str, legal: str) -> None:

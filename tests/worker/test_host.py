@@ -62,6 +62,17 @@ def test_devices_are_told_by_their_index_on_the_host(
         assert choice.device.model == "NVIDIA H200"
 
 
+def test_a_container_with_some_gpus_tells_those(tmp_path: Path) -> None:
+    machine(tmp_path, 8)
+    for minor in set(range(8)) - {3, 5}:
+        (tmp_path / "dev" / f"nvidia{minor}").unlink()
+    devices = [choose_device(settings(device_id=ordinal), tmp_path).device for ordinal in (0, 1)]
+    assert [(device.index, device.pci_bus_id) for device in devices] == [
+        (0, "0000:60:00.0"),
+        (1, "0000:40:00.0"),
+    ]
+
+
 def test_hidden_gpus_are_not_used(tmp_path: Path) -> None:
     choice = choose_device(settings(visible_devices=()), machine(tmp_path, 2))
     assert (choice.device.kind, choice.visible_count) == ("cpu", 0)

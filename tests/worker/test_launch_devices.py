@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from worker.config import visible_devices
 from worker.errors import SettingsError
 from worker.launch_devices import cores, count_gpus, free_port, local_names, offered_devices
 
@@ -27,6 +28,11 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
         ("2,3", "all", ("2", "3")),
         ("GPU-aa,GPU-bb", "all", ("GPU-aa", "GPU-bb")),
         ("", "all", ()),
+        ("-1", "all", ()),
+        ("NoDevFiles", "all", ()),
+        ("2,-1,3", "all", ("2",)),
+        ("2,,3", "all", ("2",)),
+        ("02", "all", ("2",)),
         (None, "none", ()),
         (None, "1-2", ("1", "2")),
         ("2,3", "3", ("3",)),
@@ -35,6 +41,8 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
 def test_offered_devices(visible: str | None, option: str, expected: tuple[str, ...]) -> None:
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert offered_devices(env, option, 4) == expected
+    if visible is not None and option == "all":
+        assert visible_devices(env) == expected  # what a worker makes of it
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
@@ -46,12 +54,19 @@ def test_devices_that_are_not_there_are_refused() -> None:
         offered_devices({"CUDA_VISIBLE_DEVICES": "1,4"}, "all", 4)
 
 
+@pytest.mark.parametrize("text", ["2,2", "2,02", "GPU-a,GPU-a"])
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_a_device_named_twice_is_refused(text: str, gpus: int) -> None:
+    with pytest.raises(SettingsError, match=r"CUDA_VISIBLE_DEVICES is .* twice"):
+        offered_devices({"CUDA_VISIBLE_DEVICES": text}, "all", gpus)
+
+
 def test_this_host_answers_to_its_own_names_only() -> None:
-    names = local_names(["127.0.0.1", "192.0.2.7", "no-such-host.invalid"])
+    names = local_names(["127.0.0.1", "192.0.2.7", "no-such-host.invalid", "a..b"])
     assert socket.gethostname() in names
     assert "127.0.0.1" in names
     assert "192.0.2.7" not in names
-    assert "no-such-host.invalid" not in names
+    assert not {"no-such-host.invalid", "a..b"} & names
 
 
 def test_a_free_port_can_be_bound() -> None:
