@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         if options.action == "merge":
-            table = merge_tables([(str(path), _read(path)) for path in options.files])
+            table = merge_files(options.files)
         elif options.files:
             raise SettingsError("Files are named without an action: write merge before them.")
         else:
@@ -41,6 +42,15 @@ def main(argv: Sequence[str]) -> int:
         say(str(error))
         return error.exit_code
     return 0
+
+
+def merge_files(paths: Sequence[Path]) -> Table:
+    """Joins the tables in these files, in this order.
+
+    Raises:
+        SettingsError: a file cannot be read, or holds no table.
+    """
+    return merge_tables([(str(path), read_json(path)) for path in paths])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,25 +99,44 @@ def _address(name: str) -> str:
 def _default_name(table: Table) -> str:
     servers = table["server_list"]
     count = sum(len(server["device"]) for server in servers)
-    digits = "".join(device["device_id"] for device in servers[0]["device"])
+    names = [str(device["device_id"]) for device in servers[0]["device"]]
+    digits = "".join(names) if len(names) <= 16 else f"{names[0]}-{names[-1]}"
     where = servers[0]["server_id"] if len(servers) == 1 else f"{len(servers)}hosts"
-    return f"rank_table_{count}p_{digits}_{where}.json".replace("/", "_").replace(":", "_")
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"rank_table_{count}p_{digits}_{where[:128]}.json")
 
 
-def _read(path: Path) -> object:
+def read_json(path: Path) -> object:
+    """Parses a file.
+
+    Raises:
+        SettingsError: it is not there, no JSON, or nested beyond measure.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path} cannot be read as JSON: {error}.") from error
+
+
+def to_text(table: Table) -> str:
+    """What the file of a table says.
+
+    Raises:
+        SettingsError: entries of others that merging keeps are nested beyond measure.
+    """
+    try:
+        return json.dumps(table, indent=4) + "\n"
+    except RecursionError as error:
+        raise SettingsError(f"The table is nested too deeply to be written: {error}.") from error
 
 
 def _write(path: Path, table: Table, *, force: bool) -> None:
     """Writes beside and renames, so that nobody reads half a table."""
-    if path.exists() and not force:
-        raise SettingsError(f"{path} exists already; name another with --output, or pass --force.")
+    text = to_text(table)
     part = path.with_name(f"{path.name}.part")
     try:
-        part.write_text(json.dumps(table, indent=4) + "\n", encoding="utf-8")
+        if path.exists() and not force:
+            raise SettingsError(f"{path} exists already; name another with --output, or pass --force.")
+        part.write_text(text, encoding="utf-8")
         os.replace(part, path)  # noqa: PTH105
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}.") from error

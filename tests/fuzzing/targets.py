@@ -25,6 +25,7 @@ from certs.store import load_credentials
 from rendezvous.v1 import rendezvous_pb2 as pb
 from scheduler import wire as scheduler_wire
 from scheduler.config import load_settings
+from scheduler.core.rank_table import parse_rank_table
 from scheduler.core.record_codec import RecordError, decode_record
 from scheduler.errors import MalformedError, SettingsError
 from tests.fuzzing.conversations import talk_to_job, talk_to_worker
@@ -50,9 +51,12 @@ from worker.communicators.tcp_wire import (
     proof,
     read_goodbye,
 )
-from worker.core.rank_table_file import merge_tables
+from worker.config import visible_devices
+from worker.core.launch_words import parse_address, parse_hostfile, parse_hosts, parse_numbers
+from worker.core.rank_table_file import make_table, parse_interval, ranks_of
 from worker.errors import CommunicatorError, WorkerError
 from worker.errors import SettingsError as WorkerSettingsError
+from worker.launch_ranktable import merge_files, read_json, to_text
 
 PASSWORD = b"fuzz"
 TABLE = {
@@ -70,6 +74,8 @@ TABLE = {
     "status": "completed",
     "version": "1.0",
 }
+NUMBERS = {"server_list": [{"server_id": "a", "device": [{"device_id": 0, "rank_id": 0, "keep": {"a": []}}]}]}
+EMPTY = {"server_list": [{"server_id": "a", "device": []}]}
 GROUPS = {
     "group_count": "1",
     "group_list": [
@@ -206,7 +212,8 @@ def _of_json(use: Callable[[Any], object]) -> Callable[[bytes], object]:
 
 
 def _files(directory: Path) -> list[Target]:
-    file = directory / "fuzzed"
+    file, other = directory / "fuzzed", directory / "other.json"
+    other.write_text(to_text(make_table([("other", "10.0.0.9")], (0, 1))))
 
     def from_file(load: Callable[[Path], object]) -> Callable[[bytes], object]:
         def run(data: bytes) -> object:
@@ -234,10 +241,22 @@ def _files(directory: Path) -> list[Target]:
         ),
         Target(
             "rank tables to merge",
-            _of_json(lambda table: merge_tables([("a", table), ("b", table)])),
+            from_file(lambda path: _merged([path, other])),
             (WorkerSettingsError,),
-            (json.dumps(TABLE).encode(),),
-            lambda chance: changed_json_bytes(TABLE, chance),
+            (
+                json.dumps(TABLE).encode(),
+                json.dumps(NUMBERS).encode(),
+                json.dumps(EMPTY).encode(),
+                b"[" * 20_000,
+            ),
+            lambda chance: changed_json_bytes(chance.choice((TABLE, NUMBERS)), chance),
+        ),
+        Target(
+            "rank tables to look ranks up in",
+            from_file(lambda path: ranks_of(read_json(path), ("10.0.0.1", "a"), range(4))),
+            (WorkerSettingsError,),
+            (json.dumps(TABLE).encode(), json.dumps(GROUPS).encode()),
+            lambda chance: changed_json_bytes(chance.choice((TABLE, GROUPS)), chance),
         ),
         Target(
             "journal records",
@@ -253,6 +272,35 @@ def _files(directory: Path) -> list[Target]:
             (b"secret\n", b"\n", b"\0"),
         ),
     ]
+
+
+def _merged(files: list[Path]) -> object:
+    """A merged table; the scheduler takes whatever is written."""
+    return parse_rank_table(json.loads(to_text(merge_files(files))))
+
+
+def _words() -> list[Target]:
+    """The small languages of the launcher's options and variables."""
+    decoders: tuple[tuple[str, Callable[[str], object], tuple[bytes, ...]], ...] = (
+        ("device intervals", parse_interval, (b"[0,8)", b"[ 4 , 4096 )", b"[0," + b"9" * 5000 + b")")),
+        ("host lists", parse_hosts, (b"node1:8,[::1]:4,node2",)),
+        ("hostfiles", lambda text: parse_hostfile(text, "hosts"), (b"a slots=8 # c\n\nb\n",)),
+        ("number lists", lambda text: parse_numbers(text, "--devices"), (b"4-7,9",)),
+        ("addresses", parse_address, (b"node1:6667", b"[::1]:1")),
+        (
+            "visible devices",
+            lambda text: visible_devices({"CUDA_VISIBLE_DEVICES": text}),
+            (b"0,2,-1", b"GPU-1,MIG-2"),
+        ),
+    )
+    return [
+        Target(name, _of_text(use), (WorkerSettingsError,), seeds, tokens=(b"9" * 5000, "٤".encode()))
+        for name, use, seeds in decoders
+    ]
+
+
+def _of_text(use: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda data: use(data.decode("utf-8", "surrogateescape"))  # as Python decodes arguments
 
 
 def _certificates(directory: Path) -> list[Target]:
@@ -459,4 +507,4 @@ def all_targets(directory: Path) -> list[Target]:
     Args:
         directory: for files; in memory if it is to be quick.
     """
-    return [*_wire(), *_files(directory), *_certificates(directory), *_communicator()]
+    return [*_wire(), *_files(directory), *_words(), *_certificates(directory), *_communicator()]

@@ -2,7 +2,8 @@
 
 ``mpirun``, ``srun``, ``torchrun`` and Kubernetes indexed jobs all tell a process its number and the number
 of processes, each in words of its own. :func:`translate` turns them into ``MS_*`` variables, so that a
-worker which one of them started needs nothing else than the scheduler's address.
+worker which one of them started needs nothing else than the scheduler's address; of an indexed job, which
+does not tell the number of processes, also MS_WORKER_NUM.
 """
 
 from __future__ import annotations
@@ -78,6 +79,6 @@ def node_rank(env: Mapping[str, str]) -> int | None:
         ("JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"),
     ):
         value = env.get(variable, "")
-        if env.get(marker) and value.isascii() and value.isdigit():
+        if env.get(marker) and value.isascii() and value.isdigit() and len(value) <= 9:
             return int(value)
     return None

@@ -19,8 +19,9 @@ class HostShare:
 
 
 def _whole_number(text: str, what: str, low: int, high: int) -> int:
-    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        raise SettingsError(f"{what} is {text!r}; it must be a whole number from {low} to {high}.")
+    digits = text.isascii() and text.isdigit() and len(text) <= 9  # int() refuses thousands of them
+    if not (digits and low <= int(text) <= high):
+        raise SettingsError(f"{what} is {text[:80]!r}; it must be a whole number from {low} to {high}.")
     return int(text)
 
 
@@ -35,7 +36,7 @@ def _parse_host(item: str) -> HostShare:
         name, count = item, "1"
     if not name.strip("[]") or (":" in name and not name.startswith("[")):
         raise SettingsError(f"-H has {item!r}; write HOST:COUNT, an IPv6 address as [ADDRESS]:COUNT.")
-    return HostShare(name.strip("[]"), _whole_number(count, f"The count of {name} in -H", 1, 4096))
+    return HostShare(name.strip("[]"), _whole_number(count, f"The count of {name!r} in -H", 1, 4096))
 
 
 def parse_hostfile(text: str, path: str) -> tuple[HostShare, ...]:
@@ -64,7 +65,7 @@ def _refuse_repeats(shares: Sequence[HostShare], where: str) -> tuple[HostShare,
     names = [share.name for share in shares]
     for name in names:
         if names.count(name) > 1:
-            raise SettingsError(f"{where} names {name} twice; add its counts up in one entry.")
+            raise SettingsError(f"{where} names {name!r} twice; add its counts up in one entry.")
     return tuple(shares)
 
 

@@ -1,8 +1,12 @@
-"""Writes rank tables in the server_list format: one host's devices, or several hosts' tables joined."""
+"""Rank tables as the launcher sees them: one host's devices, several hosts' tables joined, ranks looked up.
+
+What is written has the server_list format. The scheduler judges tables; what is written here it accepts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from worker.errors import SettingsError
@@ -15,12 +19,21 @@ def parse_interval(text: str) -> tuple[int, ...]:
     inner = text.strip()
     low, comma, high = inner[1:-1].partition(",")
     numbers = [part.strip() for part in (low, high)]
-    if not (inner.startswith("[") and inner.endswith(")") and comma and all(map(str.isdecimal, numbers))):
-        raise SettingsError(f'--device_num is {text!r}; write it as "[0,8)" for devices 0 to 7.')
-    first, end = map(int, numbers)
-    if not 0 <= first < end <= 4096:
+    first, end = map(_number, numbers)
+    if not (inner.startswith("[") and inner.endswith(")") and comma) or first is None or end is None:
+        raise SettingsError(f'--device_num is {text[:80]!r}; write it as "[0,8)" for devices 0 to 7.')
+    if not first < end <= 4096:
         raise SettingsError(f"--device_num is {text!r}; the first must be below the second, at most 4096.")
     return tuple(range(first, end))
+
+
+def _number(value: object) -> int | None:
+    """A number of a table, which may be a JSON number or a string of digits; None: it is neither."""
+    if isinstance(value, str):
+        return int(value) if value.isascii() and value.isdigit() and len(value) <= 9 else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value < 10**9 else None
 
 
 def make_table(hosts: Sequence[tuple[str, str]], devices: Sequence[int]) -> Table:
@@ -53,18 +66,20 @@ def merge_tables(tables: Sequence[tuple[str, object]]) -> Table:
         tables: (where it is from, the parsed JSON) of each.
 
     Raises:
-        SettingsError: a table is no server_list table, or a host stands in two of them.
+        SettingsError: there is none, one is no server_list table, or a host stands in two of them.
     """
+    if not tables:
+        raise SettingsError("There is nothing to merge: name the FILEs of the hosts after merge.")
     servers: list[dict[str, Any]] = []
     seen: dict[str, str] = {}
     rank = 0
     for where, document in tables:
         for server in _servers(where, document):
-            name = str(server["server_id"])
+            name = server["server_id"]
             if name in seen:
                 raise SettingsError(f"{where}: the host {name!r} stands in {seen[name]} too.")
             seen[name] = where
-            devices = sorted(server["device"], key=lambda device: int(device["rank_id"]))
+            devices = sorted(server["device"], key=lambda device: _number(device["rank_id"]) or 0)
             ranked = [{**device, "rank_id": str(rank + index)} for index, device in enumerate(devices)]
             servers.append({**server, "device": ranked})
             rank += len(ranked)
@@ -85,18 +100,73 @@ def _servers(where: str, document: object) -> list[Mapping[str, Any]]:
     if not isinstance(servers, list) or not servers:
         raise SettingsError(f"{where} has no server_list; only tables of that format can be merged.")
     for server in servers:
-        devices = server.get("device") if isinstance(server, dict) else None
-        if not isinstance(devices, list) or not server.get("server_id"):
-            raise SettingsError(f"{where}: each entry of server_list needs a server_id and a device list.")
-        for device in devices:
-            ranks = [
-                device.get(key) if isinstance(device, dict) else None for key in ("device_id", "rank_id")
-            ]
-            if not all(
-                isinstance(number, str) and number.isdecimal() and len(number) < 10 for number in ranks
-            ):
-                raise SettingsError(
-                    f"{where}: each device of {server['server_id']!r} needs device_id and rank_id,"
-                    " as numbers."
-                )
+        name, devices = (
+            server.get(key) if isinstance(server, dict) else None for key in ("server_id", "device")
+        )
+        if not isinstance(devices, list) or not devices or not isinstance(name, str) or not name.strip():
+            raise SettingsError(
+                f"{where}: each entry of server_list needs a server_id and a device list that is not empty."
+            )
+        _check_devices(f"{where}: the host {name!r}", devices)
     return servers
+
+
+def _check_devices(whose: str, devices: Sequence[object]) -> None:
+    seen = set()
+    for device in devices:
+        index, rank = (
+            _number(device.get(key)) if isinstance(device, dict) else None for key in ("device_id", "rank_id")
+        )
+        if index is None or rank is None:
+            raise SettingsError(f"{whose}: each device needs device_id and rank_id, as numbers.")
+        if index in seen:
+            raise SettingsError(f"{whose} has device {index} twice.")
+        seen.add(index)
+
+
+# ---------------------------------------------------------------- looking ranks up
+
+
+def ranks_of(document: object, names: Sequence[str], devices: Sequence[int]) -> tuple[int | None, ...]:
+    """The ranks that a table of either layout gives to one host's devices.
+
+    Args:
+        document: the parsed JSON; lines that make no sense are passed over, the scheduler refuses them.
+        names: what a server_id may call this host.
+        devices: index of each worker's device.
+
+    Returns:
+        The rank of each; None where the table has none, or the same for two of them.
+    """
+    lines = _lines(document)
+    found = [
+        min((lines[name, device] for name in names if (name, device) in lines), default=None)
+        for device in devices
+    ]
+    counts = Counter(found)
+    return tuple(rank if counts[rank] == 1 else None for rank in found)
+
+
+def _lines(document: object) -> dict[tuple[str, int], int]:
+    lines = {}
+    for server_id, ranked, device in _placed(document):
+        rank, index = _number(ranked.get("rank_id")), _number(device.get("device_id"))
+        if isinstance(server_id, str) and rank is not None and index is not None:
+            lines[server_id, index] = rank
+    return lines
+
+
+def _placed(document: object) -> Iterator[tuple[object, Mapping[str, object], Mapping[str, object]]]:
+    """(server_id, the object with rank_id, the object with device_id) of each line."""
+    for server in _objects(document, "server_list"):
+        for device in _objects(server, "device"):
+            yield server.get("server_id"), device, device
+    for group in _objects(document, "group_list"):
+        for instance in _objects(group, "instance_list"):
+            for device in _objects(instance, "devices"):
+                yield instance.get("server_id"), instance, device
+
+
+def _objects(parent: object, key: str) -> list[Mapping[str, object]]:
+    listed = parent.get(key) if isinstance(parent, dict) else None
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []

@@ -70,6 +70,7 @@ def test_nothing_known_gives_nothing() -> None:
         ({"JOB_COMPLETION_INDEX": "2"}, 2),
         ({"SLURM_NODEID": "3"}, None),
         ({"SLURM_STEP_ID": "0", "SLURM_NODEID": "x"}, None),
+        ({"JOB_COMPLETION_INDEX": "9" * 5000}, None),
         ({}, None),
     ],
 )

@@ -17,7 +17,9 @@ def test_hosts_with_and_without_counts_and_ipv6() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["", "node1:", "node1:0", "node1:x", "fd00::1:8", ":8", "a:2,a:3"])
+@pytest.mark.parametrize(
+    "text", ["", "node1:", "node1:0", "node1:x", "fd00::1:8", ":8", "a:2,a:3", "a:" + "9" * 5000]
+)
 def test_wrong_hosts_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="-H"):
         parse_hosts(text)
@@ -47,7 +49,7 @@ def test_numbers() -> None:
     assert parse_numbers("4-7,9", "--devices") == (4, 5, 6, 7, 9)
 
 
-@pytest.mark.parametrize("text", ["", "7-4", "1,1", "-1", "a", "1-", "5000"])
+@pytest.mark.parametrize("text", ["", "7-4", "1,1", "-1", "a", "1-", "5000", "1" * 5000])
 def test_wrong_numbers_are_refused_by_name(text: str) -> None:
     with pytest.raises(SettingsError, match="--devices"):
         parse_numbers(text, "--devices")
