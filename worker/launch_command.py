@@ -6,11 +6,12 @@ import argparse
 import getpass
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from worker import launch_devices, launch_fork, launch_options
+from worker import launch_devices, launch_fork, launch_options, launch_ranks
 from worker.core.launch_plan import WorkerPlan, plan_layout, plan_workers
 from worker.core.launch_report import parse_tail
 from worker.core.launch_words import DEFAULT_PORT, parse_address
@@ -25,7 +26,7 @@ _SERVER_PASSWORD, _CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 def main(argv: Sequence[str]) -> int:
     """Launches and returns the exit code. In a forked worker it runs the worker's script instead."""
     try:
-        launch = Launch(launch_options.parse(argv), dict(os.environ))
+        launch = Launch(launch_options.parse(argv), dict(os.environ), launch_devices.count_gpus())
     except SettingsError as error:
         say(str(error))
         return error.exit_code
@@ -49,33 +50,42 @@ class Launch:
     Args:
         options: from :func:`worker.launch_options.parse`.
         env: the launcher's environment.
+        gpus: how many GPUs the host has.
 
     Raises:
         SettingsError: something is asked for that cannot be.
     """
 
-    def __init__(self, options: argparse.Namespace, env: Mapping[str, str]) -> None:
+    def __init__(self, options: argparse.Namespace, env: Mapping[str, str], gpus: int) -> None:
         self._options = options
         self._env = env
         self._asked = ""
         self.warm = False
         request = launch_options.request(options, env)
-        self._devices = launch_devices.offered_devices(env, options.devices, launch_devices.count_gpus())
-        here = launch_devices.local_names(host.name for host in request.hosts)
+        self._meeting = request.meeting
+        self._devices = launch_devices.offered_devices(env, options.devices, gpus)
+        here = launch_devices.local_names(
+            filter(None, [request.meeting, *(host.name for host in request.hosts)])
+        )
         self.layout = plan_layout(request, here=here, devices=len(self._devices))
         self.command = _resolved(options.command, env)
         host, port = self._scheduler_address()
         self._common = {"MS_SCHED_HOST": host, "MS_SCHED_PORT": port, **self._job_variables()}
-        self.workers = plan_workers(
-            self.layout,
-            env,
-            common={**self._common, **self._device_variables()},
-            devices=len(self._devices),
-            cores=launch_devices.cores() if options.bind_cores else (),
-        )
+        self.workers = self._planned()
         labels = [worker.label for worker in self.workers]
         self._shown = parse_tail(options.tail, [*labels, "scheduler"])
         _prepare(options.log_dir)
+
+    def _planned(self) -> tuple[WorkerPlan, ...]:
+        workers = plan_workers(
+            self.layout,
+            self._env,
+            common={**self._common, **self._device_variables()},
+            host=socket.gethostname(),
+            devices=len(self._devices),
+            cores=launch_devices.cores() if self._options.bind_cores else (),
+        )
+        return launch_ranks.with_table_ranks(workers, self._env)
 
     def policy(self) -> Policy:
         """How the launcher is to act when processes end."""
@@ -87,6 +97,8 @@ class Launch:
     def scheduler_recipe(self) -> Recipe | None:
         """The scheduler of this host, if it is to run here."""
         if not (self._options.scheduler and self.layout.first_host):
+            if self._meeting:  # should no host have that address, this is all that tells why nothing starts
+                say(f"the scheduler is not started here: {self._meeting} is no address of this host")
             return None
         env = {
             **self._common,
@@ -96,7 +108,8 @@ class Launch:
         }
         argv = (sys.executable, "-m", "scheduler")
         hidden = self._hidden(_SERVER_PASSWORD, _CLIENT_PASSWORD)
-        return self._recipe("scheduler", argv, env, hidden, "scheduler.log")
+        shown = "scheduler" in self._shown
+        return self._recipe("scheduler", argv, env, hidden, "scheduler.log", shown=shown)
 
     def worker_recipes(self) -> list[Recipe]:
         """The workers of this host. Imports what they share if they are to be forked."""
@@ -116,6 +129,7 @@ class Launch:
             log,
             cores=worker.cores,
             forked=forked,
+            shown=bool(self._shown & {worker.label, worker.number}),
         )
 
     def _recipe(
@@ -126,13 +140,13 @@ class Launch:
         removed: frozenset[str],
         log: str,
         *,
+        shown: bool,
         cores: tuple[int, ...] = (),
         forked: bool = False,
     ) -> Recipe:
         path = self._options.log_dir / log
         path.unlink(missing_ok=True)
-        quiet = label not in self._shown
-        return Recipe(label, tuple(argv), env, path, removed, cores, forked, quiet)
+        return Recipe(label, tuple(argv), env, path, removed, cores, forked, quiet=not shown)
 
     def _prepare_fork(self) -> bool:
         start = self._options.start

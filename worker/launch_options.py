@@ -8,15 +8,20 @@ from pathlib import Path
 
 from worker.core.foreign_launchers import node_rank
 from worker.core.launch_plan import Request
-from worker.core.launch_words import HostShare, parse_hostfile, parse_hosts
+from worker.core.launch_words import HostShare, parse_address, parse_hostfile, parse_hosts
 from worker.errors import SettingsError
 
 DESCRIPTION = """\
 Starts the workers of a training job on this host, and the scheduler if asked, and sees them to their end.
 Each worker gets its environment (MS_ROLE, MS_WORKER_NUM, MS_LOCAL_INDEX, MS_NODE_ID, the scheduler's
-address, its device) and a log of its own, LOG_DIR/worker_<rank>.log. When one fails, the others are ended
-and the launch ends with that one's exit code and last lines. No ssh: on several hosts, type the same
-command on each."""
+address, its device) and a log of its own, LOG_DIR/worker_<rank>.log. Where the rank is not known beforehand
+(--nnodes without --node-rank, or a node id of one's own) that is LOG_DIR/worker_<host>_<index>.log. When one
+fails, the others are ended and the launch ends with that one's exit code and last lines. No ssh: on several
+hosts, type the same command on each.
+
+other commands:
+  python -m worker check [options]      form the job without training, and say what differs or is slow
+  python -m worker ranktable [options]  write a rank table, or merge those of several hosts"""
 
 EXAMPLES = """\
 examples:
@@ -42,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="python -m worker [options] -- COMMAND [ARGUMENT...]\n       python -m worker ranktable --help",
+        usage="python -m worker [options] -- COMMAND [ARGUMENT...]\n"
+        "       python -m worker check --help\n       python -m worker ranktable --help",
         allow_abbrev=False,
     )
     _add_counts(made.add_argument_group("how many, and where"))
@@ -89,7 +95,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--scheduler",
         action="store_true",
-        help="start the scheduler too (of several listed hosts, on the first)",
+        help="start the scheduler too (of several hosts on the first; without numbers, where --join leads)",
     )
     group.add_argument(
         "--join", metavar="HOST:PORT", help="where the scheduler runs (or MS_SCHED_HOST and _PORT)"
@@ -121,7 +127,8 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         "--tail",
         default="0,scheduler",
         metavar="LIST",
-        help="whose output to show here: all, none, or such as 0,3,scheduler (default: 0,scheduler)",
+        help="whose output to show here: all, none, or ranks such as 0,3,scheduler; where ranks are not "
+        "known beforehand, indices on this host (default: 0,scheduler)",
     )
     group.add_argument("--timestamps", action="store_true", help="put the time before every line")
     group.add_argument(
@@ -141,8 +148,8 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 65_536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 65536")
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 0 < int(text) <= 65_536):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number from 1 to 65536")
     return int(text)
 
 
@@ -177,13 +184,22 @@ def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
     rank = options.node_rank
     if rank is None and options.nnodes > 1:
         rank = node_rank(env)
+    hosts = _hosts(options)
+    by_address = options.scheduler and options.nnodes > 1 and rank is None and not hosts
     return Request(
         workers=options.workers,
         per_node=options.nproc_per_node,
         nodes=options.nnodes,
         node_rank=rank,
-        hosts=_hosts(options),
+        hosts=hosts,
+        meeting=_scheduler_host(options, env) if by_address else "",
     )
+
+
+def _scheduler_host(options: argparse.Namespace, env: Mapping[str, str]) -> str:
+    if options.join is not None:
+        return parse_address(options.join)[0]
+    return env.get("MS_SCHED_HOST", "").strip("[]")
 
 
 def _hosts(options: argparse.Namespace) -> tuple[HostShare, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,6 +50,48 @@ def test_workers_run_and_their_logs_tell_where(here: Place, start: str) -> None:
     assert "# MS_NODE_ID=1\n" in whole
     assert "# MS_CLIENT_PASSWORD=(set)\n" in whole
     assert "hunter2" not in whole
+
+
+@both_starts
+def test_logs_are_for_their_owner_only(here: Place, start: str) -> None:
+    script = here.script("import os\nos.umask(0)")
+    old = os.umask(0)  # the launcher inherits it: the most that a file can be opened to others
+    try:
+        here.run("-n", "2", "--start", start, command=(PYTHON, script), SLURM_JWT="eyJsecret")
+    finally:
+        os.umask(old)
+    logs = sorted((here.directory / "device").iterdir())
+    assert [(log.name, log.stat().st_mode & 0o777) for log in logs] == [
+        ("worker_0.log", 0o600),
+        ("worker_1.log", 0o600),
+    ]
+    assert not any("eyJsecret" in log.read_text() for log in logs)
+
+
+def test_hosts_that_share_a_directory_write_logs_of_their_own(here: Place) -> None:
+    options = ("--nnodes", "2", "--nproc-per-node", "2", "--join", "127.0.0.1:6667")
+    code, out, _ = here.run(*options, command=("sh", "-c", "echo I am $MS_LOCAL_INDEX"))
+    host = socket.gethostname()
+    assert code == 0
+    assert sorted(path.name for path in (here.directory / "device").iterdir()) == [
+        f"worker_{host}_0.log",
+        f"worker_{host}_1.log",
+    ]
+    assert out == f"[{host}_0] I am 0\n"  # by default the first of each host
+
+
+def test_a_hostfile_says_how_many_workers_this_host_takes(here: Place) -> None:
+    (here.directory / "hosts").write_text("127.0.0.1 slots=3\n192.0.2.1 slots=4\n")
+    code, out, err = here.run(
+        *("--hostfile", "hosts", "--tail", "all"), command=("sh", "-c", "echo $MS_WORKER_NUM")
+    )
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[0] 7", "[1] 7", "[2] 7"]
+
+
+def test_the_job_id_reaches_the_workers(here: Place) -> None:
+    _, out, _ = here.run("-n", "1", "--job-id", "night", command=("sh", "-c", "echo $MS_JOB_ID"))
+    assert out == "[0] night\n"
 
 
 @both_starts
@@ -246,6 +290,7 @@ def test_a_bare_script_is_run_by_this_python(here: Place) -> None:
         (("-n", "1", "--devices", "900"), ("true",), "--devices asks for 900"),
         (("-n", "2", "--min-workers", "3"), ("true",), "--min-workers is 3"),
         (("--nnodes", "2", "--nproc-per-node", "1", "--scheduler"), ("true",), "--join HOST:PORT"),
+        (("-H", "a..b:1"), ("true",), "not in the host list"),
     ],
 )
 def test_mistakes_end_with_one_sentence(
@@ -256,6 +301,22 @@ def test_mistakes_end_with_one_sentence(
     assert words in err
     assert err.startswith("muster: ")
     assert err.count("\n") == 1
+
+
+def test_a_device_named_twice_is_refused_before_anything_starts(here: Place) -> None:
+    code, _, err = here.run("-n", "1", command=("true",), CUDA_VISIBLE_DEVICES="2,2")
+    assert (code, err) == (2, "muster: CUDA_VISIBLE_DEVICES is '2,2'; it names device '2' twice.\n")
+    assert not (here.directory / "device").exists()
+
+
+def test_the_help_names_the_other_commands(here: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    from worker.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for words in ("python -m worker check", "python -m worker ranktable", "worker_<host>_<index>.log"):
+        assert words in text.partition("options:")[0].partition("\n\n")[2]
 
 
 def test_without_any_scheduler_nothing_starts(here: Place) -> None:

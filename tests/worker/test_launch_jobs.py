@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,31 @@ def test_the_shares_of_two_hosts_make_one_job(here: Place) -> None:
     assert code == 0, err
     assert second.wait(timeout=60) == 0
     assert [here.log(label).splitlines()[-1] for label in "0123"] == [f"{rank} 4 15.0" for rank in range(4)]
+
+
+@pytest.mark.parametrize(("meeting", "starts"), [("127.0.0.1", True), ("192.0.2.1", False)])
+def test_of_hosts_without_numbers_the_one_that_is_joined_starts_the_scheduler(
+    here: Place, meeting: str, starts: bool
+) -> None:
+    port = free_port("127.0.0.1")
+    options = ("--nnodes", "2", "--nproc-per-node", "1", "--scheduler", "--join", f"{meeting}:{port}")
+    code, _, err = here.run(*options, command=("true",))
+    assert code == 0, err
+    assert (here.directory / "device" / "scheduler.log").exists() == starts
+    assert ("not started here: 192.0.2.1 is no address of this host" in err) != starts
+
+
+def test_logs_and_tail_go_by_the_ranks_of_a_rank_table(here: Place) -> None:
+    ranks = [{"device_id": device, "rank_id": 1 - device} for device in (0, 1)]
+    table = {"server_list": [{"server_id": "127.0.0.1", "device": ranks}], "status": "completed"}
+    (here.directory / "table.json").write_text(json.dumps(table))
+    script = here.script(SUM)
+    code, out, err = here.run(
+        "-n", "2", "--scheduler", "--tail", "0", command=(PYTHON, script), RANK_TABLE_FILE="table.json"
+    )
+    assert code == 0, err
+    assert [here.log(label).splitlines()[-1] for label in "01"] == ["0 2 3.0", "1 2 3.0"]
+    assert out.splitlines()[-1] == "[0] 0 2 3.0"
 
 
 def test_a_host_list_starts_the_share_of_this_host(here: Place) -> None:

@@ -6,7 +6,8 @@ The launcher (:mod:`worker.launch`) looks at the machine, calls :func:`plan_layo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from worker.core.launch_words import HostShare
@@ -32,12 +33,23 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker of this host. ``label`` names its log file and its lines on the terminal."""
+    """One worker of this host. ``rank`` is None where only the scheduler will tell it."""
 
     index: int
-    label: str
+    rank: int | None
+    host: str
     env: Mapping[str, str]
     cores: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Names its log file and its lines on the terminal; hosts that share a directory differ in it."""
+        return f"{self.host}_{self.index}" if self.rank is None else str(self.rank)
+
+    @property
+    def number(self) -> str:
+        """What ``--tail`` calls it: its rank, or its index on this host where the rank is not known."""
+        return str(self.index if self.rank is None else self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +61,19 @@ class Request:
     nodes: int = 0
     node_rank: int | None = None
     hosts: tuple[HostShare, ...] = field(default=())
+    meeting: str = ""
+    """The scheduler's host, where hosts without a number must find out which of them it is."""
 
 
 # ---------------------------------------------------------------- who starts where
 
 
-def plan_layout(request: Request, *, here: Iterable[str], devices: int) -> Layout:
+def plan_layout(request: Request, *, here: Collection[str], devices: int) -> Layout:
     """Decides how many workers this host starts and what their ranks are.
 
     Args:
         request: the options.
-        here: the names and addresses by which a host list may mean this host.
+        here: the names and addresses by which a host list, or ``--join``, may mean this host.
         devices: GPUs this host offers; 0 when it has none.
 
     Raises:
@@ -68,7 +82,7 @@ def plan_layout(request: Request, *, here: Iterable[str], devices: int) -> Layou
     if request.hosts:
         layout = _layout_of_hosts(request, set(here))
     elif request.nodes > 1:
-        layout = _layout_of_nodes(request, devices)
+        layout = _layout_of_nodes(request, here, devices)
     else:
         layout = _layout_of_one_host(request, devices)
     if devices and layout.local_size > devices:
@@ -94,7 +108,7 @@ def _layout_of_one_host(request: Request, devices: int) -> Layout:
     return Layout(count, count, 0)
 
 
-def _layout_of_nodes(request: Request, devices: int) -> Layout:
+def _layout_of_nodes(request: Request, here: Collection[str], devices: int) -> Layout:
     nodes, rank = request.nodes, request.node_rank
     if rank is not None and not 0 <= rank < nodes:
         raise SettingsError(f"--node-rank is {rank}; with --nnodes {nodes} it must be from 0 to {nodes - 1}.")
@@ -106,7 +120,8 @@ def _layout_of_nodes(request: Request, devices: int) -> Layout:
             f"-n is {request.workers}, but {nodes} hosts with {per_node} workers make {per_node * nodes}."
         )
     first = None if rank is None else rank * per_node
-    return Layout(per_node * nodes, per_node, first, first_host=rank in (None, 0))
+    meets_here = not request.meeting or request.meeting in here
+    return Layout(per_node * nodes, per_node, first, first_host=meets_here if rank is None else rank == 0)
 
 
 def _layout_of_hosts(request: Request, here: set[str]) -> Layout:
@@ -153,6 +168,7 @@ def plan_workers(
     env: Mapping[str, str],
     *,
     common: Mapping[str, str],
+    host: str = "localhost",
     devices: int = 0,
     cores: Sequence[int] = (),
 ) -> tuple[WorkerPlan, ...]:
@@ -162,6 +178,7 @@ def plan_workers(
         layout: from :func:`plan_layout`.
         env: the launcher's own environment; what the user set there is kept where it makes sense.
         common: variables that all workers get (the scheduler's address, the config file).
+        host: this host's name, for the labels of workers whose rank is not known.
         devices: how many GPUs the host offers; each worker takes the one of its local index.
         cores: cores to spread over the workers, in order; empty to leave them alone.
 
@@ -170,7 +187,7 @@ def plan_workers(
     """
     plans = []
     for index in range(layout.local_size):
-        rank = None if layout.first_rank is None else layout.first_rank + index
+        rank = _own_rank(index, layout, env)
         own = {
             **common,
             **_thread_limits(layout.local_size, env),
@@ -181,12 +198,22 @@ def plan_workers(
         }
         if devices and not (layout.local_size == 1 and env.get("DEVICE_ID")):
             own["DEVICE_ID"] = str(index)
-        plans.append(
-            WorkerPlan(
-                index, str(index if rank is None else rank), own, _share(cores, index, layout.local_size)
-            )
-        )
+        part = _share(cores, index, layout.local_size)
+        plans.append(WorkerPlan(index, rank, _in_file_names(host), own, part))
     return tuple(plans)
+
+
+def _own_rank(index: int, layout: Layout, env: Mapping[str, str]) -> int | None:
+    """The rank that the launcher itself decides, by a node id that is the rank; else None."""
+    if layout.world_size == 1:
+        return 0
+    if layout.first_rank is None or env.get("MS_NODE_ID") or env.get("RANK_TABLE_FILE"):
+        return None
+    return layout.first_rank + index
+
+
+def _in_file_names(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host)
 
 
 def _thread_limits(local_size: int, env: Mapping[str, str]) -> dict[str, str]:

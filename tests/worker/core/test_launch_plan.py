@@ -63,6 +63,13 @@ def test_hosts_by_number() -> None:
     assert layout(Request(nodes=2), devices=8) == Layout(16, 8, None)
 
 
+def test_hosts_without_numbers_meet_where_the_address_is() -> None:
+    for here, first in (("a", True), ("b", False)):
+        assert layout(Request(nodes=2, per_node=1, meeting="a"), here=here).first_host == first
+    # A number that was given decides alone: the address may be one that leads here by translation.
+    assert layout(Request(nodes=2, per_node=1, node_rank=0, meeting="a"), here="b").first_host
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -93,21 +100,23 @@ def test_workers_get_their_place_in_the_environment() -> None:
 
 
 def test_unknown_ranks_leave_node_ids_to_the_worker() -> None:
-    (first, _) = plan_workers(Layout(4, 2, None), {}, common={})
-    assert first.label == "0"
+    (first, second) = plan_workers(Layout(4, 2, None), {}, common={}, host="node/1")
+    assert (first.label, second.label, second.number) == ("node_1_0", "node_1_1", "1")
     assert "MS_NODE_ID" not in first.env
 
 
 def test_a_rank_table_leaves_node_ids_to_the_worker() -> None:
-    (first, _) = plan_workers(Layout(2, 2, 0), {"RANK_TABLE_FILE": "table.json"}, common={})
+    (first, _) = plan_workers(Layout(2, 2, 0), {"RANK_TABLE_FILE": "table.json"}, common={}, host="h")
     assert "MS_NODE_ID" not in first.env
+    assert (first.rank, first.label) == (None, "h_0")
 
 
 def test_a_node_id_of_the_user_is_kept_and_told_apart() -> None:
     (alone,) = plan_workers(Layout(1, 1, 0), {"MS_NODE_ID": "left"}, common={})
     assert "MS_NODE_ID" not in alone.env
-    (_, second) = plan_workers(Layout(2, 2, 0), {"MS_NODE_ID": "pod-3"}, common={})
+    (_, second) = plan_workers(Layout(2, 2, 0), {"MS_NODE_ID": "pod-3"}, common={}, host="h")
     assert second.env["MS_NODE_ID"] == "pod-3-1"
+    assert (alone.label, second.label) == ("0", "h_1")  # of one worker the rank is known, of pod-3-1 not
 
 
 def test_a_lone_worker_keeps_the_device_the_user_chose() -> None:

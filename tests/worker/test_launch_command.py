@@ -1,0 +1,98 @@
+"""What a launch hands to its processes, worked out for machines other than this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.worker.test_host import machine
+from worker import launch_options
+from worker.core.launch_plan import WorkerPlan
+from worker.launch_command import Launch
+from worker.launch_ranks import with_table_ranks
+
+ENV = {"MS_SCHED_PORT": "6667", "PATH": "/usr/bin:/bin"}
+
+
+def launch(directory: Path, *options: str, gpus: int = 0, **env: str) -> Launch:
+    """A launch of ``true`` that is not carried out."""
+    line = [*options, "--log-dir", str(directory), "--start", "exec", "--", "true"]
+    return Launch(launch_options.parse(line), {**ENV, **env}, gpus)
+
+
+@pytest.mark.parametrize(
+    ("options", "visible", "offered"),
+    [
+        (("--devices", "4-5"), None, "4,5"),
+        (("--devices", "6,2"), "2,4,6", "6,2"),
+        (("--devices", "none", "-n", "2"), None, ""),
+        (("-n", "2"), "2,3", "2,3"),
+    ],
+)
+def test_the_devices_asked_for_are_those_that_workers_see(
+    tmp_path: Path, options: tuple[str, ...], visible: str | None, offered: str
+) -> None:
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    recipes = launch(tmp_path, *options, gpus=8, **env).worker_recipes()
+    seen = [recipe.environment(env) for recipe in recipes]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == [offered, offered]
+    assert [each.get("DEVICE_ID") for each in seen] == (["0", "1"] if offered else [None, None])
+
+
+def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> None:
+    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night")
+    scheduler = made.scheduler_recipe()
+    assert scheduler is not None
+    recipes = [scheduler, *made.worker_recipes()]
+    assert [recipe.env["MS_JOB_ID"] for recipe in recipes] == ["night"] * 3
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "meeting"),
+    [
+        ("--nnodes 2 --scheduler --join [fd00::1]:7000", {}, "fd00::1"),
+        ("--nnodes 2 --scheduler", {"MS_SCHED_HOST": "[fd00::1]"}, "fd00::1"),
+        ("--nnodes 2 --scheduler --join a", {"SLURM_STEP_ID": "0", "SLURM_NODEID": "1"}, ""),
+        ("--nnodes 2 --scheduler --join a --node-rank 1", {}, ""),
+        ("--nnodes 2 --scheduler --join a -H b:1,c:1", {}, ""),
+        ("--nnodes 2 --join a", {}, ""),
+        ("-n 2 --scheduler --join a", {}, ""),
+    ],
+)
+def test_the_address_decides_only_where_nothing_numbers_the_hosts(
+    line: str, env: dict[str, str], meeting: str
+) -> None:
+    options = launch_options.parse([*line.split(), "--", "true"])
+    assert launch_options.request(options, env).meeting == meeting
+
+
+@pytest.mark.parametrize(
+    ("tail", "shown"),
+    [("0", ["node_0"]), ("node_1", ["node_1"]), ("all", ["node_0", "node_1"]), ("7", [])],
+)
+def test_unknown_ranks_are_shown_by_index_or_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str, shown: list[str]
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    made = launch(tmp_path, "-n", "4", "--nnodes", "2", "--join", "127.0.0.1:6667", "--tail", tail)
+    assert [recipe.label for recipe in made.worker_recipes() if not recipe.quiet] == shown
+
+
+def test_a_rank_table_is_read_as_the_scheduler_will(tmp_path: Path) -> None:
+    devices = [{"device_id": str(device), "rank_id": rank} for rank, device in enumerate((3, 2))]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"server_list": [{"server_id": "10.9.9.9", "device": devices}]}))
+    env = {"RANK_TABLE_FILE": str(table), "MS_WORKER_ADDRESS": "10.9.9.9", "CUDA_VISIBLE_DEVICES": "2,3"}
+    common = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}
+    plans = [WorkerPlan(i, None, "host", {**common, "DEVICE_ID": str(i)}) for i in (0, 1)]
+    root = machine(tmp_path, 4)
+    assert [worker.label for worker in with_table_ranks(plans, env, root)] == ["1", "0"]
+    for change in (
+        {"MS_WORKER_ADDRESS": "10.9.9.8"},  # a host that the table does not name
+        {"MS_WORKER_ADDRESS": "no address"},  # what the worker itself will refuse
+        {"RANK_TABLE_FILE": str(tmp_path)},  # what the scheduler will refuse
+    ):
+        ranked = with_table_ranks(plans, {**env, **change}, root)
+        assert [worker.label for worker in ranked] == ["host_0", "host_1"]
