@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from worker.collectives import get_local_rank_size as get_local_rank_size
     from worker.collectives import get_rank as get_rank
     from worker.collectives import get_world_rank_from_group_rank as get_world_rank_from_group_rank
+    from worker.collectives import group as group
     from worker.collectives import recv as recv
     from worker.collectives import reduce as reduce
     from worker.collectives import reduce_scatter as reduce_scatter
     from worker.collectives import scatter as scatter
     from worker.collectives import send as send
+    from worker.communicators.nccl_work import PreMultipliedSum as PreMultipliedSum
     from worker.errors import ArrayError as ArrayError
     from worker.errors import CollectiveMismatchError as CollectiveMismatchError
     from worker.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -65,8 +67,9 @@ _NAMES = {
     "worker.collectives": (
         "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
         " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_rank"
-        " get_world_rank_from_group_rank recv reduce reduce_scatter scatter send"
+        " get_world_rank_from_group_rank group recv reduce reduce_scatter scatter send"
     ),
+    "worker.communicators.nccl_work": "PreMultipliedSum",
     "worker.errors": (
         "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
         " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"

@@ -1,8 +1,11 @@
 """Collectives and groups of the default session, for scripts: arrays in, arrays out.
 
 Arrays are C-contiguous: NumPy with the backends ``tcp`` and ``gloo``; CuPy, torch or whatever has
-``__cuda_array_interface__`` with ``nccl``. Numbers and lists become NumPy arrays. Every rank of a group
-must call the same collectives in the same order with the same dtype and shape.
+``__cuda_array_interface__`` or DLPack with ``nccl``. Numbers and lists become NumPy arrays. Every rank of a
+group must call the same collectives in the same order with the same dtype and shape.
+
+Only ``broadcast`` and ``recv`` write into the array that they are given. The others return a new array, or
+fill ``out``, which for ``all_reduce`` and ``reduce`` may be the array itself.
 
 All of them raise, besides what they say:
     NotInitializedError: there is no session.
@@ -15,11 +18,14 @@ All of them raise, besides what they say:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from worker.array_facts import dtype_of, new_like, readable, shape_of, writable
 from worker.communicators.base import Array, Communicator, ReduceOp, Work
-from worker.errors import ArrayError, GroupError
+from worker.communicators.nccl_work import PreMultipliedSum
+from worker.errors import ArrayError, CommunicatorError, GroupError
 from worker.process import current
 
 
@@ -49,13 +55,17 @@ class Pending:
 
 
 def all_reduce(
-    x: Array, op: str = "sum", group: str | None = None, out: Array | None = None, async_op: bool = False
+    x: Array,
+    op: str | PreMultipliedSum = "sum",
+    group: str | None = None,
+    out: Array | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Combines ``x`` of all ranks, element by element; all ranks get the result.
 
     Args:
         x: any shape, the same on all ranks.
-        op: "sum", "mean", "min", "max" or "prod".
+        op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`worker.PreMultipliedSum`.
         group: name of a group; None: all ranks.
         out: where the result goes, of x's shape and dtype; may be x itself. None: a new array.
         async_op: return at once with a :class:`Pending`.
@@ -63,29 +73,34 @@ def all_reduce(
     Returns:
         The result, of x's shape and dtype; with ``async_op`` a :class:`Pending` of it.
     """
-    communicator, x = _communicator(group), _array(x)
-    out = _output(out, x, _shape(x))
-    return _finish(communicator.all_reduce(x, out, _op(op), async_op=async_op), out, async_op)
+    communicator, x = _begin(group, x)
+    target = _output(communicator, out, x, shape_of(x))
+    return _finish(
+        communicator.all_reduce(x, target, _op(op, communicator), async_op=async_op), target, async_op, out
+    )
 
 
 def reduce(
     x: Array,
     root: int = 0,
-    op: str = "sum",
+    op: str | PreMultipliedSum = "sum",
     group: str | None = None,
     out: Array | None = None,
     async_op: bool = False,
 ) -> Any:
     """As :func:`all_reduce`, but only ``root`` (a rank within the group) gets the result; others None."""
-    communicator, x = _communicator(group), _array(x)
-    out = _output(out, x, _shape(x)) if communicator.rank == root else None
-    return _finish(communicator.reduce(x, out, _op(op), root, async_op=async_op), out, async_op)
+    communicator, x = _begin(group, x)
+    target = _output(communicator, out, x, shape_of(x)) if communicator.rank == root else None
+    return _finish(
+        communicator.reduce(x, target, _op(op, communicator), root, async_op=async_op), target, async_op, out
+    )
 
 
 def broadcast(x: Array, root: int = 0, group: str | None = None, async_op: bool = False) -> Any:
     """Copies ``x`` of ``root`` (a rank within the group) into ``x`` of all ranks, in place; returns it."""
-    communicator, x = _communicator(group), _array(x)
-    return _finish(communicator.broadcast(x, root, async_op=async_op), x, async_op)
+    communicator, given = _begin(group, x)
+    result = given if _are_numbers(x) else x
+    return _finish(communicator.broadcast(given, root, async_op=async_op), result, async_op)
 
 
 def all_gather(x: Array, group: str | None = None, out: Array | None = None, async_op: bool = False) -> Any:
@@ -100,19 +115,23 @@ def all_gather(x: Array, group: str | None = None, out: Array | None = None, asy
     Returns:
         An array of shape (ranks * n, ...); of shape (ranks,) for scalars.
     """
-    communicator, x = _communicator(group), _array(x)
-    out = _output(out, x, _gathered(x, communicator.world_size))
-    return _finish(communicator.all_gather(x, out, async_op=async_op), out, async_op)
+    communicator, x = _begin(group, x)
+    target = _output(communicator, out, x, _gathered(x, communicator.world_size))
+    return _finish(communicator.all_gather(x, target, async_op=async_op), target, async_op, out)
 
 
 def reduce_scatter(
-    x: Array, op: str = "sum", group: str | None = None, out: Array | None = None, async_op: bool = False
+    x: Array,
+    op: str | PreMultipliedSum = "sum",
+    group: str | None = None,
+    out: Array | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Combines ``x`` of all ranks and gives rank r the r-th part along the first axis.
 
     Args:
         x: of shape (n, ...), n divisible by the number of ranks.
-        op: "sum", "mean", "min", "max" or "prod".
+        op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`worker.PreMultipliedSum`.
         group: name of a group; None: all ranks.
         out: of shape (n / ranks, ...). None: a new array.
         async_op: return at once with a :class:`Pending`.
@@ -120,18 +139,24 @@ def reduce_scatter(
     Returns:
         An array of shape (n / ranks, ...).
     """
-    communicator, x = _communicator(group), _array(x)
-    out = _output(out, x, _part("reduce_scatter", x, communicator.world_size))
-    return _finish(communicator.reduce_scatter(x, out, _op(op), async_op=async_op), out, async_op)
+    communicator, x = _begin(group, x)
+    target = _output(communicator, out, x, _part("reduce_scatter", x, communicator.world_size))
+    return _finish(
+        communicator.reduce_scatter(x, target, _op(op, communicator), async_op=async_op),
+        target,
+        async_op,
+        out,
+    )
 
 
 def gather(
     x: Array, root: int = 0, group: str | None = None, out: Array | None = None, async_op: bool = False
 ) -> Any:
     """As :func:`all_gather`, but only ``root`` (a rank within the group) gets the result; others None."""
-    communicator, x = _communicator(group), _array(x)
-    out = _output(out, x, _gathered(x, communicator.world_size)) if communicator.rank == root else None
-    return _finish(communicator.gather(x, out, root, async_op=async_op), out, async_op)
+    communicator, x = _begin(group, x)
+    mine = communicator.rank == root
+    target = _output(communicator, out, x, _gathered(x, communicator.world_size)) if mine else None
+    return _finish(communicator.gather(x, target, root, async_op=async_op), target, async_op, out)
 
 
 def scatter(
@@ -157,11 +182,13 @@ def scatter(
     communicator = _communicator(group)
     if x is None and (out is None or communicator.rank == root):
         raise ArrayError("scatter needs x on its root, and x or out on the other ranks.")
-    if x is not None:
-        x = _array(x)
-        out = _output(out, x, _part("scatter", x, communicator.world_size))
+    if x is None:
+        target = writable(out, communicator.name)
+    else:
+        x = readable(x, communicator.name)
+        target = _output(communicator, out, x, _part("scatter", x, communicator.world_size))
     send = x if communicator.rank == root else None
-    return _finish(communicator.scatter(send, out, root, async_op=async_op), out, async_op)
+    return _finish(communicator.scatter(send, target, root, async_op=async_op), target, async_op, out)
 
 
 def all_to_all(x: Array, group: str | None = None, out: Array | None = None, async_op: bool = False) -> Any:
@@ -176,25 +203,57 @@ def all_to_all(x: Array, group: str | None = None, out: Array | None = None, asy
     Returns:
         An array of x's shape.
     """
-    communicator, x = _communicator(group), _array(x)
+    communicator, x = _begin(group, x)
     _part("all_to_all", x, communicator.world_size)
-    out = _output(out, x, _shape(x))
-    return _finish(communicator.all_to_all(x, out, async_op=async_op), out, async_op)
+    target = _output(communicator, out, x, shape_of(x))
+    return _finish(communicator.all_to_all(x, target, async_op=async_op), target, async_op, out)
 
 
 def send(x: Array, peer: int, group: str | None = None, async_op: bool = False) -> Any:
     """Sends ``x`` to rank ``peer`` of the group, which calls :func:`recv` with the same dtype and size."""
-    return _finish(_communicator(group).send(_array(x), peer, async_op=async_op), None, async_op)
+    communicator, x = _begin(group, x)
+    return _finish(communicator.send(x, peer, async_op=async_op), None, async_op)
 
 
 def recv(out: Array, peer: int, group: str | None = None, async_op: bool = False) -> Any:
     """Receives into ``out`` what rank ``peer`` of the group sends; returns it."""
-    return _finish(_communicator(group).recv(out, peer, async_op=async_op), out, async_op)
+    communicator = _communicator(group)
+    target = writable(out, communicator.name)
+    return _finish(communicator.recv(target, peer, async_op=async_op), out, async_op)
 
 
 def barrier(group: str | None = None) -> None:
     """Returns when every rank of the group has called it."""
     _communicator(group).barrier()
+
+
+@contextlib.contextmanager
+def group(name: str | None = None) -> Iterator[None]:
+    """Collectives of one group called inside start together, as one launch, when the block ends.
+
+    With NCCL only. They save a launch each, and a send and a receive cannot wait for one another::
+
+        with worker.group():
+            worker.send(right, (rank + 1) % size)
+            worker.recv(left, (rank - 1) % size)
+
+    Results may be used after the block, on the stream that was current in it. ``async_op`` is refused inside.
+
+    Args:
+        name: of the group whose collectives they are; None: all ranks.
+
+    Raises:
+        CommunicatorError: this backend starts each collective by itself.
+    """
+    communicator: Any = _communicator(name)
+    together = getattr(communicator, "group", None)
+    if together is None:
+        raise CommunicatorError(
+            f'The backend "{communicator.name}" starts each collective by itself.',
+            remedy="Leave group() out, and give async_op=True to what is to run side by side.",
+        )
+    with together():
+        yield
 
 
 # ---------------------------------------------------------------- ranks and groups
@@ -276,7 +335,19 @@ def _communicator(group: str | None) -> Communicator:
     return current().group(group)
 
 
-def _op(op: str) -> ReduceOp:
+def _begin(group: str | None, x: Array) -> tuple[Communicator, Array]:
+    communicator = _communicator(group)
+    return communicator, readable(x, communicator.name)
+
+
+def _op(op: str | PreMultipliedSum, communicator: Communicator) -> Any:
+    if isinstance(op, PreMultipliedSum):
+        if communicator.name != "nccl":
+            raise ArrayError(
+                f'The backend "{communicator.name}" knows no PreMultipliedSum.',
+                remedy=f'Multiply x by {op.factor:g} yourself, and use op="sum".',
+            )
+        return op
     try:
         return ReduceOp(op)
     except ValueError:
@@ -284,49 +355,41 @@ def _op(op: str) -> ReduceOp:
         raise ArrayError(f"op must be one of {legal}; it is {op!r}.") from None
 
 
-def _array(x: Array) -> Array:
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return x
-    import numpy as np
-
-    return np.asarray(x)
-
-
-def _shape(x: Array) -> tuple[int, ...]:
-    return tuple(x.shape)
+def _are_numbers(x: Any) -> bool:
+    """Whether it had to become an array first."""
+    return (
+        not hasattr(x, "shape")
+        and not hasattr(x, "__cuda_array_interface__")
+        and not hasattr(x, "__dlpack__")
+    )
 
 
 def _gathered(x: Array, size: int) -> tuple[int, ...]:
-    shape = _shape(x) or (1,)
+    shape = shape_of(x) or (1,)
     return (size * shape[0], *shape[1:])
 
 
 def _part(name: str, x: Array, size: int) -> tuple[int, ...]:
-    shape = _shape(x)
+    shape = shape_of(x)
     if not shape or shape[0] % size:
         raise ArrayError(f"{name} needs a first axis divisible by the {size} ranks; x has the shape {shape}.")
     return (shape[0] // size, *shape[1:])
 
 
-def _output(out: Array | None, like: Array, shape: tuple[int, ...]) -> Array:
+def _output(communicator: Communicator, out: Array | None, like: Array, shape: tuple[int, ...]) -> Array:
     """``out`` if it fits, or a new array of x's kind, dtype and device."""
-    if out is not None:
-        if _shape(out) != shape or out.dtype != like.dtype:
-            raise ArrayError(
-                f"out must have the shape {shape} and dtype {like.dtype};"
-                f" it has {_shape(out)} and {out.dtype}."
-            )
-        return out
-    if type(like).__module__.partition(".")[0] == "torch":
-        return like.new_empty(shape)
-    if hasattr(like, "__cuda_array_interface__"):
-        import cupy
-
-        return cupy.empty(shape, like.dtype)
-    import numpy as np
-
-    return np.empty(shape, like.dtype)
+    if out is None:
+        return new_like(like, shape)
+    target = writable(out, communicator.name)
+    if shape_of(target) != shape or dtype_of(target) != dtype_of(like):
+        raise ArrayError(
+            f"out must have the shape {shape} and dtype {dtype_of(like)};"
+            f" it has {shape_of(target)} and {dtype_of(target)}."
+        )
+    return target
 
 
-def _finish(work: Work, result: Array | None, async_op: bool) -> Any:
+def _finish(work: Work, target: Array | None, async_op: bool, out: Array | None = None) -> Any:
+    """The result, or a handle of it: what the caller gave as ``out``, if something landed there."""
+    result = target if out is None or target is None else out
     return Pending(work, result) if async_op else result

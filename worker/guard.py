@@ -6,8 +6,10 @@ last collectives for hang reports. On success it costs under a microsecond a cal
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from worker.collective_log import CollectiveLog
@@ -94,7 +96,20 @@ class GuardedCommunicator(Communicator):
     def __getattr__(self, name: str) -> Any:
         """What only this backend has."""
         value = getattr(self.inner, name)
+        if name == "group":
+            return functools.partial(self._together, value)
         return functools.partial(self._wait_for_device, value) if name == "synchronize" else value
+
+    @contextlib.contextmanager
+    def _together(self, group: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        try:
+            with group():
+                yield
+        except CommunicatorError as error:
+            explained = self.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def _wait_for_device(self, synchronize: Callable[[], None]) -> None:
         self._recorder.await_device()

@@ -55,6 +55,8 @@ def fake_cupy(current: Any) -> ModuleType:
     fake: Any = ModuleType("cupy")
     fake.int32 = "i4"
     fake.zeros = lambda count, dtype: HostArray(np.zeros(count, dtype))
+    fake.empty = lambda shape, dtype: HostArray(np.empty(shape, dtype))
+    fake.from_dlpack = lambda array: HostArray(array.__dlpack__())
     fake.cuda = SimpleNamespace(
         get_current_stream=lambda: current,
         Device=lambda index: contextlib.nullcontext(),

@@ -11,7 +11,7 @@ import pytest
 import worker
 from tests.worker.scripted import StubCommunicator, stub_communicator
 from worker import process
-from worker.errors import ArrayError, GroupError, NotInitializedError
+from worker.errors import ArrayError, CommunicatorError, GroupError, NotInitializedError
 from worker.groups import Groups
 
 
@@ -109,6 +109,64 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(
 ) -> None:
     with pytest.raises(ArrayError, match=words):
         call()
+    assert session.communicator.calls == []
+
+
+class OnGpu:
+    """Tells what it is through CUDA's interface only."""
+
+    def __init__(self) -> None:
+        facts = {"shape": (4, 3), "typestr": "<f4", "data": (4096, False), "version": 3}
+        self.__cuda_array_interface__ = facts
+
+
+class Capsule:
+    """Has DLPack and nothing else."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("it lies on a GPU")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: worker.all_reduce(X, op=worker.PreMultipliedSum(0.5)),
+            r"\"stub\" knows no .*by 0\.5 yourself",
+        ),
+        (lambda: worker.reduce(X, op=worker.PreMultipliedSum(0.5)), "knows no PreMultipliedSum"),
+        (lambda: worker.reduce_scatter(X, op=worker.PreMultipliedSum(2)), "knows no PreMultipliedSum"),
+        (lambda: worker.all_reduce(OnGpu()), r"x is a tests\.OnGpu, and .*\"stub\" takes NumPy .*need NCCL"),
+        (lambda: worker.broadcast(Capsule()), r"x is a tests\.Capsule"),
+        (lambda: worker.recv(OnGpu(), 0), r"out is a tests\.OnGpu"),
+        (lambda: worker.all_reduce(X, out=Capsule()), r"out is a tests\.Capsule"),
+        (lambda: worker.all_reduce(X, out=[0.0]), "out is a list, which cannot be filled"),
+        (lambda: worker.recv([0.0], 0), "out is a list, which cannot be filled"),
+        (lambda: worker.scatter(None, root=0, out=[0.0]), "out is a list, which cannot be filled"),
+        (lambda: worker.all_reduce(object()), "x is a object, neither an array nor numbers"),
+        (lambda: worker.all_reduce([[1], [2, 3]]), "x cannot become an array"),
+    ],
+)
+def test_what_this_backend_does_not_take_is_refused_in_words(
+    session: StubSession, call: Any, words: str
+) -> None:
+    with pytest.raises(ArrayError, match=words):
+        call()
+    assert session.communicator.calls == []
+
+
+def test_what_is_not_done_in_place_leaves_its_argument_alone_and_what_is_returns_it(
+    session: StubSession,
+) -> None:
+    assert worker.broadcast(X) is X and worker.recv(X, 0) is X
+    assert worker.all_reduce(X) is not X and worker.all_reduce(X, out=X) is X
+    assert worker.broadcast([1.0, 2.0]).shape == (2,)
+
+
+def test_several_collectives_in_one_launch_need_nccl(session: StubSession) -> None:
+    words = r'"stub" starts each collective by itself.*async_op=True'
+    with pytest.raises(CommunicatorError, match=words), worker.group():
+        worker.all_reduce(X)
     assert session.communicator.calls == []
 
 

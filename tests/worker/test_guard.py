@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -150,3 +151,20 @@ def test_the_scheduler_understands_whatever_is_noted() -> None:
     heard = decode_worker_message(sent, 1)
     assert isinstance(heard, Heard)
     assert [one.name for one in heard.recent[-2:]] == ["captured_step", "all_reduce"]
+
+
+def test_a_launch_of_several_is_explained_when_it_breaks_at_its_end() -> None:
+    @contextlib.contextmanager
+    def together() -> Iterator[None]:
+        yield
+        raise PeerLostError("reset", rank=1)
+
+    inner, verdict = stub_communicator(), Asked(CHANGED)
+    inner.group = together  # type: ignore[attr-defined]
+    with pytest.raises(MembershipChanged), guard(inner, verdict).group():
+        pass
+    assert verdict.questions[0][0] == 1
+    wrong = ArrayError("the shape")
+    with pytest.raises(ArrayError) as caught, guard(inner, verdict).group():
+        raise wrong
+    assert caught.value is wrong

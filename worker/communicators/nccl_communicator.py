@@ -186,11 +186,11 @@ class NcclCommunicator(Communicator, ArrayReading):
         """
         self.check()
         self._nccl.group_start()
-        self._grouped = True
+        outer, self._grouped = self._grouped, True
         try:
             yield
         finally:
-            self._grouped = False
+            self._grouped = outer
             self._call(self._nccl.group_end, ())
 
     def barrier(self) -> None:

@@ -18,7 +18,13 @@ class _Checked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreMultipliedSum:
-    """An operation for the reducing collectives: each rank's values times ``factor``, summed."""
+    """An operation for the reducing collectives of NCCL: each rank's values times ``factor``, summed.
+
+    ``worker.all_reduce(gradient, op=worker.PreMultipliedSum(0.5))``; for floating-point dtypes.
+
+    Attributes:
+        factor: rounded to the arrays' dtype before it is multiplied.
+    """
 
     factor: float
 
