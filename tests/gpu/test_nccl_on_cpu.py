@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tests.gpu.stand_in import fake_cupy
-from worker.communicators import nccl_handles
+from worker.communicators import nccl_communicator, nccl_handles
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, reader_of
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
 from worker.communicators.nccl_tuning import fewest_ctas
-from worker.communicators.nccl_work import scalar_bytes
+from worker.communicators.nccl_work import PreMultipliedSum, scalar_bytes
 from worker.errors import ArrayError, CommunicatorError, FormationTimeoutError, MembershipChanged
 
 
@@ -217,6 +217,12 @@ class RecordingNccl:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
+    def Config(self) -> SimpleNamespace:
+        return SimpleNamespace(ptr=1)
+
+    def comm_split(self, parent: str, color: int, key: int, config: int) -> str:
+        return f"child of {parent}"
+
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
             self.calls.append((name, *arguments))
@@ -333,6 +339,79 @@ def test_async_is_refused_within_a_group_which_ends_all_the_same(comm: NcclCommu
     with pytest.raises(CommunicatorError, match="async_op"), comm.group():
         comm.all_reduce(array, array, ReduceOp.SUM, async_op=True)
     assert calls_of(comm) == [("group_start",), ("group_end",)]
+
+
+def test_an_abort_within_a_group_waits_for_its_end(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that NCCL never sees the end of holds back all that its thread issues later."""
+    monkeypatch.setattr(nccl_communicator, "_LEAVE_WAIT_S", 60)
+    array, change = FakeArray(8, 4096), MembershipChanged("rank 1 is gone", generation=3)
+    aborting = threading.Thread(target=comm.abort, args=(change,))
+    with pytest.raises(MembershipChanged), comm.group():
+        comm.all_reduce(array, array, ReduceOp.SUM)
+        aborting.start()
+        while not comm._closed:
+            aborting.join(0.001)
+        comm.all_reduce(array, array, ReduceOp.SUM)
+    aborting.join()
+    assert comm.await_ended(10)
+    assert [call[0] for call in calls_of(comm)] == [
+        "group_start",
+        "all_reduce",
+        "group_end",
+        "comm_abort",
+        "comm_abort",
+    ]
+
+
+def test_a_change_that_comes_within_a_group_is_told_at_its_end(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_communicator, "_LEAVE_WAIT_S", 0)
+    with pytest.raises(MembershipChanged, match="rank 1 is gone"), comm.group():
+        comm.abort(MembershipChanged("rank 1 is gone", generation=3))
+    assert comm.await_ended(10)
+    assert "group_end" not in [call[0] for call in calls_of(comm)]  # too late: the communicator is gone
+
+
+def test_an_abort_reaches_the_groups_that_were_split_off(comm: NcclCommunicator) -> None:
+    child = comm.split("pair", [1, 0])
+    assert child is not None
+    grandchild = child.split("one", [child.rank])
+    assert grandchild is not None and comm.split("other", [1]) is None
+    released: list[str] = []
+    child.before_end(lambda: released.append("graph of the pair"))
+    comm.abort(MembershipChanged("rank 1 is gone", generation=3))
+    for each in (comm, child, grandchild):
+        assert each.await_ended(10)
+        with pytest.raises(MembershipChanged, match="rank 1 is gone"):
+            each.all_reduce(FakeArray(1, 1), FakeArray(1, 1), ReduceOp.SUM)
+    aborted = {call[1] for call in calls_of(comm) if call[0] == "comm_abort"}
+    assert aborted == {"comm", "root", "child of root", "child of child of root"}
+    assert released == ["graph of the pair"]
+
+
+def test_closing_ends_what_the_communicator_has_made(comm: NcclCommunicator) -> None:
+    comm._nccl.red_op_create_pre_mul_sum = lambda *arguments: 9
+    child = comm.split("pair", [0, 1])
+    assert child is not None
+    array, steps = FakeArray(8, 4096), comm._nccl.calls
+    comm.before_end(lambda: steps.append(("graph released",)))
+    child.before_end(lambda: steps.append(("child's graph released",)))
+    for factor in (0.5, 0.5, 0.25):
+        comm.all_reduce(array, array, PreMultipliedSum(factor))
+    comm.close()
+    comm.close()
+    assert [call for call in calls_of(comm) if call[0] != "all_reduce"] == [
+        ("child's graph released",),
+        ("comm_destroy", "child of root"),
+        ("graph released",),  # before the communicator whose kernels it holds
+        ("red_op_destroy", 9, "comm"),
+        ("red_op_destroy", 9, "comm"),
+        ("comm_destroy", "comm"),
+        ("comm_destroy", "root"),
+    ]
 
 
 # ---------------------------------------------------------------- before joining

@@ -89,7 +89,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         except Exception as error:
             self._fail(error)
         finally:
-            self._inside = False
+            self._inside = self._grouped
         return issued
 
     def reduce(
@@ -187,11 +187,12 @@ class NcclCommunicator(Communicator, ArrayReading):
         self.check()
         self._nccl.group_start()
         outer, self._grouped = self._grouped, True
+        self._inside = True
         try:
             yield
         finally:
             self._grouped = outer
-            self._call(self._nccl.group_end, ())
+            self._end_group()
 
     def barrier(self) -> None:
         """Returns when every rank has called it; synchronises the host."""
@@ -369,6 +370,18 @@ class NcclCommunicator(Communicator, ArrayReading):
         self._call(function, (*args, address))
         return Queued(self, library, library.mark(stream), arrays)
 
+    def _end_group(self) -> None:
+        """Also when the communicator is being aborted: this thread's next collectives would be held back."""
+        try:
+            if not self._endings:  # else the abort waited for too long, and NCCL frees what the group holds
+                self._nccl.group_end()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._inside = self._grouped
+        if self._error is not None:
+            raise self._error
+
     def _exchange(
         self, moves: list[tuple[Callable[..., Any], int, int]], count: int, dtype: int, stream: int
     ) -> None:
@@ -388,7 +401,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         except Exception as error:
             self._fail(error)
         finally:
-            self._inside = False
+            self._inside = self._grouped
 
     def _fail(self, error: Exception) -> NoReturn:
         if self._error is not None:
