@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.stand_in import fake_cupy
-from worker.communicators import nccl_communicator, nccl_handles
+from worker.communicators import nccl_communicator, nccl_handles, tcp_arrays
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, reader_of
@@ -64,6 +64,26 @@ def test_what_nccl_cannot_take_is_refused(facts: dict[str, Any], words: str) -> 
 def test_an_array_on_the_cpu_is_refused_with_the_backend_to_use() -> None:
     with pytest.raises(ArrayError, match=r'numpy\.ndarray.*"tcp"'):
         reader_of(np.zeros(3))
+
+
+def test_a_tensor_on_the_cpu_is_refused_with_what_the_other_backends_take() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(3, requires_grad=True)
+    words = r"on cpu\. Call tensor\.cuda\(\); .*\"tcp\" and \"gloo\" take tensor\.detach\(\)\.numpy\(\)"
+    with pytest.raises(ArrayError, match=words):
+        reader_of(tensor)(tensor)
+    assert tcp_arrays.checked(tensor.detach().numpy(), "x").tolist() == [1, 1, 1]
+    with pytest.raises(ArrayError, match="not a NumPy array"):
+        tcp_arrays.checked(tensor, "x")
+
+
+def test_without_the_bindings_the_package_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nccl", None)
+    monkeypatch.setitem(sys.modules, "nccl.bindings", None)
+    with pytest.raises(
+        CommunicatorError, match=r"NCCL cannot be used: .*sys\.modules\. Install muster\[cuda12\]"
+    ):
+        nccl_handles.load_bindings()
 
 
 def test_factors_are_written_in_the_dtype() -> None:

@@ -134,7 +134,7 @@ def reader_of(array: Any) -> Callable[[Any], Facts]:
         return read_dlpack
     raise ArrayError(
         f"NCCL needs an array on a GPU, not a {_kind(array)}",
-        remedy='Move it there (cupy.asarray, tensor.cuda()), or use the "tcp" backend for arrays on the CPU.',
+        remedy='Move it there (cupy.asarray, tensor.cuda()), or use the "tcp" backend for NumPy arrays.',
     )
 
 
@@ -168,7 +168,7 @@ def _refuse_torch(tensor: Any, dtype: int | None) -> NoReturn:
     if not tensor.is_cuda:
         raise ArrayError(
             f"NCCL needs a tensor on a GPU; this one is on {tensor.device}",
-            remedy='Call tensor.cuda(), or use the "tcp" or "gloo" backend for tensors on the CPU.',
+            remedy='Call tensor.cuda(); on the CPU "tcp" and "gloo" take tensor.detach().numpy().',
         )
     _refuse(tensor, dtype, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
