@@ -110,7 +110,10 @@ def check(options: argparse.Namespace) -> int:
     if not 1 <= options.size_mib <= 4096 or options.partners < 1:
         raise SettingsError("--size-mib must be from 1 to 4096, and --partners at least 1.")
     os.environ.setdefault("MS_COLLECTIVE_TIMEOUT", str(COLLECTIVE_TIMEOUT_S))
-    session = process.init("tcp")
+    try:
+        session = process.init("tcp")
+    except SystemExit:  # its code 0 would mean that all agree
+        raise WorkerError("The check was ended before all workers had come.") from None
     try:
         facts = _gather_facts(session)
         result = examine(session, facts)

@@ -128,3 +128,7 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
     def __init__(self, message: str, *, alone: bool = False) -> None:
         super().__init__(message)
         self.alone = alone
+
+
+class LeaveNow(BaseException):
+    """What a handler of SIGTERM ends a wait with, while there is no step to finish."""

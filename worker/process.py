@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from _sitebuiltins import Quitter
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from worker.config import SecurityContext, load_settings
-from worker.errors import NotInitializedError, SettingsError, WorkerError
+from worker.errors import LeaveGranted, LeaveNow, NotInitializedError, SettingsError, WorkerError
 from worker.keyring import load_keyring
 
 if TYPE_CHECKING:
@@ -97,17 +97,43 @@ def init(backend: str | None = None) -> Session:
         SchedulerUnreachableError: it did not answer within MS_TOPO_TIMEOUT.
         FormationTimeoutError: the group did not form within it; says who is missing.
         JobEndedError: the job was over before this worker, a spare, was needed.
+        SystemExit: while it waited it was asked to leave, by SIGTERM or a drain; exit code 0.
     """
     if _process.session is not None and not _process.session.released:
         return _process.session
     _hook_exit()
     try:
         _process.session = session = open_session(os.environ, _process.context, backend)
-        session.open()
+        with _leaving_on_sigterm():
+            session.open()
     except KeyboardInterrupt:
         _process.interrupted = True
         raise
+    except (LeaveNow, LeaveGranted) as asked:
+        abandon(asked)  # no news, unless the signal came when the session was just open
+        log.info("%s", asked)
+        sys.exit(0)
     return session
+
+
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end the block with LeaveNow, where it would have ended the process without a goodbye."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if not on_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # the script's own handler knows what to do
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # asked twice, it ends at once
+        raise LeaveNow("This worker leaves the job: SIGTERM.")
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def release() -> None:

@@ -16,6 +16,8 @@ from worker.core import membership as machine
 from worker.core import messages as m
 from worker.errors import (
     CommunicatorError,
+    LeaveGranted,
+    LeaveNow,
     MembershipChanged,
     NotInitializedError,
     PeerLostError,
@@ -371,7 +373,7 @@ class Session:
             self._released = True
         if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
             finished = not (self._left or self._client.leave_granted)
-            reason = reason or ("finished" if finished else "left as asked")
+            reason = reason or ("finished" if finished else "asked to leave")
         try:
             self._depart(finished, reason or ("finished" if finished else "gave up"))
         except KeyboardInterrupt:
@@ -435,6 +437,8 @@ def reason_of(error: BaseException) -> str:
     """An exception in one line, fit for the scheduler's log."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted from the keyboard"
+    if isinstance(error, LeaveNow | LeaveGranted):
+        return "asked to leave"
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return f"exit code {error.code}"
     text = " ".join(str(error).split())

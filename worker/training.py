@@ -28,6 +28,7 @@ from worker.communicators.base import Communicator
 from worker.errors import (
     JobEndedError,
     LeaveGranted,
+    LeaveNow,
     MembershipChanged,
     RefusedError,
     SchedulerUnreachableError,
@@ -195,7 +196,7 @@ class ElasticLoop:
         self._leave_reason = self._leave_reason or reason
         self.session.expect_leave()
         if self._waiting:
-            raise _LeaveNow
+            raise LeaveNow
 
     def _begin(self) -> None:
         if self._leave_reason and not self._leave_sent:
@@ -250,7 +251,7 @@ class ElasticLoop:
             self.session.rejoin()
         except (MembershipChanged, LeaveGranted):
             raise
-        except _LeaveNow:
+        except LeaveNow:
             self._go(alone=True)
         except JobEndedError:
             if not self.is_over:
@@ -304,7 +305,3 @@ def _is_change(error: BaseException | None) -> bool:
     """Whether there may be a next generation with this worker, if only as a newcomer."""
     declared_dead = isinstance(error, RefusedError) and error.code == "SUPERSEDED"
     return declared_dead or isinstance(error, MembershipChanged)
-
-
-class _LeaveNow(BaseException):
-    """SIGTERM while there is no step to finish."""

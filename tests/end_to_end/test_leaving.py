@@ -133,3 +133,33 @@ def test_who_leaves_beside_one_that_dies_does_not_end_the_training_of_the_others
         replacement = workers.start("1")
         assert [each.end() for each in (stayer, replacement)] == [(0, f"{STEPS} done")] * 2, running.log
         assert running.wait() == 0
+
+
+def test_sigterm_ends_a_worker_that_waits_for_the_group_with_a_goodbye(tmp_path: Path) -> None:
+    with job(tmp_path, 2, 2) as (running, workers):
+        waiting = workers.start("0")
+        running.await_log("1 of 2 workers is in")
+        waiting.process.send_signal(signal.SIGTERM)
+        assert waiting.end()[0] == 0, waiting.log
+        assert waiting.log.endswith("muster.worker INFO This worker leaves the job: SIGTERM.\n")
+        assert "Traceback" not in waiting.log
+        running.await_log("left: asked to leave")
+        assert "WARNING" not in running.log
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "drain"])
+def test_a_spare_that_is_asked_to_leave_ends_well(how: str, tmp_path: Path) -> None:
+    with job(tmp_path, 1, 1, MS_SPARES="1") as (running, workers):
+        only = workers.start("0")
+        only.await_step(5)
+        spare = workers.start("1", MS_WORKER_SPARE="1")
+        running.await_log("as a spare")
+        if how == "SIGTERM":
+            spare.process.send_signal(signal.SIGTERM)
+        else:
+            assert running.command("drain", "1", "--reason", "SIGTERM").returncode == 0
+        assert spare.end()[0] == 0, spare.log
+        assert spare.log.endswith("muster.worker INFO This worker leaves the job: SIGTERM.\n")
+        assert "Traceback" not in spare.log
+        assert only.end() == (0, f"{STEPS} done")
+        assert "WARNING" not in running.log

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ import pytest
 import worker
 from tests.scheduler.processes import environment
 from worker import process
+from worker.check import check
 from worker.config import SecurityContext, Settings
-from worker.errors import SecurityError, SettingsError
+from worker.errors import LeaveGranted, LeaveNow, SecurityError, SettingsError, WorkerError
 from worker.keyring import load_keyring
 
 NEED_TORCH = {"CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"}
@@ -141,6 +144,109 @@ def test_a_failed_init_leaves_nothing_behind() -> None:
     env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_TOPO_TIMEOUT": "1", "MS_BACKEND": "tcp"}
     done = run(code, MS_SCHED_PORT="1", **env)
     assert done.stdout == "unreachable\nunreachable\nnone\n", done.stderr
+
+
+class Opening:
+    """Stands for a session that waits for its place: ``wait`` plays what happens meanwhile."""
+
+    released = False
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait = wait
+        self.ended: list[BaseException | None] = []
+        self.handlers: list[object] = []
+
+    def open(self) -> None:
+        try:
+            self._wait()
+        finally:
+            self.handlers.append(signal.getsignal(signal.SIGTERM))
+
+    def end(self, error: BaseException | None) -> None:
+        self.ended.append(error)
+        self.released = True
+
+
+Begin = Callable[[Callable[[], object]], Opening]
+
+
+@pytest.fixture
+def opening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    """Makes ``init`` open such a session."""
+
+    def begin(wait: Callable[[], object]) -> Opening:
+        session = Opening(wait)
+        monkeypatch.setattr(process, "open_session", lambda *_: session)
+        monkeypatch.setattr(process, "_hook_exit", lambda: None)
+        monkeypatch.setattr(process._process, "session", None)
+        return session
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield begin
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_while_waiting_for_a_place_is_a_good_end(opening: Begin) -> None:
+    session = opening(sigterm)
+    with pytest.raises(SystemExit) as caught:
+        worker.init()
+    assert caught.value.code == 0
+    assert [type(error) for error in session.ended] == [LeaveNow]
+    assert session.handlers == [signal.SIG_DFL], "a second SIGTERM must end it at once"
+
+
+def test_a_drain_while_waiting_for_a_place_is_a_good_end(opening: Begin) -> None:
+    def drained() -> None:
+        raise LeaveGranted("This worker leaves the job: maintenance.")
+
+    session = opening(drained)
+    with pytest.raises(SystemExit) as caught:
+        worker.init()
+    assert caught.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert len(session.ended) == 1
+
+
+def test_sigterm_has_its_old_meaning_after_init(opening: Begin) -> None:
+    session = opening(lambda: None)
+    worker.init()
+    assert session.handlers != [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_scripts_own_goes_before(opening: Begin) -> None:
+    heard: list[int] = []
+
+    def own(number: int, frame: object) -> None:
+        heard.append(number)
+
+    session = opening(sigterm)
+    signal.signal(signal.SIGTERM, own)
+    worker.init()
+    assert (heard, session.ended) == ([signal.SIGTERM], [])
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_in_another_thread_signals_are_left_alone(opening: Begin) -> None:
+    session = opening(lambda: None)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(worker.init).result(60)
+    assert session.handlers == [signal.SIG_DFL]
+
+
+def test_a_check_that_is_ended_while_it_waits_does_not_say_that_all_agree(
+    opening: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MS_COLLECTIVE_TIMEOUT", "60")  # the check would set it, for good
+    opening(sigterm)
+    with pytest.raises(WorkerError, match="before all workers had come"):
+        check(argparse.Namespace(size_mib=1, partners=1))
 
 
 def test_an_interpreter_that_does_not_end_is_ended() -> None:

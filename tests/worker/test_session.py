@@ -371,7 +371,7 @@ def goodbye(session: Session, line: Line) -> tuple[bool, str]:
 
 def test_who_has_left_does_not_say_finished(stage: Stage) -> None:
     stage.session.note_left()
-    assert goodbye(stage.session, stage.line) == (False, "left as asked")
+    assert goodbye(stage.session, stage.line) == (False, "asked to leave")
 
 
 def test_who_is_granted_leave_does_not_say_finished(stage: Stage) -> None:
@@ -380,7 +380,7 @@ def test_who_is_granted_leave_does_not_say_finished(stage: Stage) -> None:
     stage.line.assign(stage.join, 2, -1, switch_after_step=0)
     with pytest.raises(LeaveGranted):
         stage.session.step_boundary(0)
-    assert goodbye(stage.session, stage.line) == (False, "left as asked")
+    assert goodbye(stage.session, stage.line) == (False, "asked to leave")
 
 
 def test_a_leave_where_too_few_remain_ends_a_collective_and_the_session(stage: Stage) -> None:
