@@ -73,7 +73,7 @@ class Session:
             topo_timeout_s=settings.topo_timeout_s, reconnect_timeout_s=settings.reconnect_timeout_s
         )
         self._client = Client(
-            machine.Membership(profile, timing, _jitter),
+            machine.Membership(profile, timing, _jitter, settings.scheduler_address),
             connector,
             mint=backend.mint_unique_ids,
             recent=self._recorder.recent,
@@ -267,6 +267,7 @@ class Session:
         place = self._place
         failure = self._client.failure
         if isinstance(failure, RefusedError) and failure.code == "SUPERSEDED":
+            log.warning("this worker has lost its place and asks for one as a newcomer: %s", failure)
             self._leave_generation()
             self._profile = self._profile.replaced(incarnation=new_incarnation())
             self._client.renew(self._profile.incarnation, self._profile.data_address)

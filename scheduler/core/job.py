@@ -256,8 +256,14 @@ class Job(Reception):
     def _session_lost(self, event: v.SessionLost, now: float) -> None:
         self._held_back.pop(event.session, None)
         node_id = self._contacts.nodes.get(event.session)
-        if node_id is not None and self.phase is not Phase.ENDED:
-            self._lose(node_id, f"is lost: its stream ended ({event.detail})")
+        if node_id is None or self.phase is Phase.ENDED:
+            return
+        silent_s = now - self._contacts.by_node[node_id].last_heard
+        if silent_s > 2 * self.settings.heartbeat_interval_s:  # a process that stands still, or a cut network
+            detail = f"not heard for {silent_s:.1f} s, until its stream ended ({event.detail})"
+        else:
+            detail = f"its stream ended ({event.detail})"
+        self._lose(node_id, f"is lost: {detail}")
 
     # ------------------------------------------------------------ time
 

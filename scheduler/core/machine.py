@@ -209,11 +209,11 @@ class Machine(JobState):
         survivors = [claim.candidate for claim in ledger.living_members()]
         sentence = (
             f"Generation {ledger.generation} is over: {reason}. {count(len(survivors), 'member')} left "
-            f"({nodes(survivors) or 'none'}), MS_WORKER_MIN is {ledger.opened.worker_min}; "
-            f"waiting up to {self.settings.topo_timeout_s:g} s for more."
+            f"({nodes(survivors) or 'none'}), MS_WORKER_MIN is {ledger.opened.worker_min}"
         )
-        self._tell_members(v.Suspended(ledger.generation, sentence, self.settings.topo_timeout_s))
-        self._say(sentence)
+        wait_s = self.settings.topo_timeout_s  # the worker puts it into words itself
+        self._tell_members(v.Suspended(ledger.generation, f"{sentence}.", wait_s))
+        self._say(f"{sentence}; waiting up to {wait_s:g} s for more.")
         return True
 
     @staticmethod

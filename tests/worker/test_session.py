@@ -292,7 +292,9 @@ def test_leaving_as_asked(stage: Stage) -> None:
     assert caught.value.exit_code == 0
 
 
-def test_who_was_declared_dead_may_come_back_as_a_newcomer(stage: Stage) -> None:
+def test_who_was_declared_dead_may_come_back_as_a_newcomer(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     stage.line.say(refused=pb.Refused(code="REFUSAL_CODE_SUPERSEDED", sentence="declared dead"))
     assert stage.communicator.aborted.wait(20)
     with pytest.raises(RefusedError, match=r"Declared dead\."):
@@ -306,6 +308,7 @@ def test_who_was_declared_dead_may_come_back_as_a_newcomer(stage: Stage) -> None
     stage.line.form(join, 3)
     rejoining.result()
     assert stage.session.generation == 3
+    assert "this worker has lost its place and asks for one as a newcomer: Declared dead." in caplog.text
 
 
 def test_a_reconnect_does_not_disturb_the_training(stage: Stage) -> None:

@@ -21,7 +21,8 @@ class Timing(Value):
             waits to be told that the membership changed.
         leave_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
             would count a worker that ended without one as lost.
-        report_interval_s: how often a line tells that the scheduler cannot be reached.
+        report_first_s, report_last_s: the first and the longest pause between two lines that tell that the
+            scheduler cannot be reached; each is twice the one before.
         retry_first_s, retry_last_s: shortest and longest pause between two attempts to connect.
         retry_share: the pause is this share of the time that the scheduler has been away.
     """
@@ -30,7 +31,8 @@ class Timing(Value):
     reconnect_timeout_s: float = 120.0
     verdict_margin_s: float = 2.0
     leave_timeout_s: float = 15.0
-    report_interval_s: float = 10.0
+    report_first_s: float = 10.0
+    report_last_s: float = 300.0
     retry_first_s: float = 0.005
     retry_last_s: float = 2.0
     retry_share: float = 0.1

@@ -16,10 +16,14 @@ class Lifecycle:
         profile: who this worker is.
         timing: deadlines.
         jitter: random numbers from [0, 1).
+        address: the scheduler's host and port, for what is told of it.
     """
 
-    def __init__(self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float]) -> None:
+    def __init__(
+        self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float], address: str = ""
+    ) -> None:
         self.profile = profile
+        self._scheduler = f"the scheduler at {address}" if address else "the scheduler"
         self._timing = timing
         self._link = Link(timing, jitter)
         self._step = 0
@@ -171,7 +175,9 @@ class Lifecycle:
     def _absence(self) -> str:
         since = self._now - (self._link.away_since or self._now)
         detail = f" ({self._link.detail})" if self._link.detail else ""
-        return f"the scheduler has not answered for {since:.0f} s{detail}; trying again."
+        give_up_at = self._give_up_at()
+        until = "training goes on" if give_up_at is None else f"for {give_up_at - self._now:.0f} s more"
+        return f"{self._scheduler} has not answered for {since:.0f} s{detail}; trying again, {until}."
 
     def _give_up(self) -> None:
         since = self._now - (self._link.away_since or self._now)
@@ -186,7 +192,7 @@ class Lifecycle:
                 f"a change of members needs the scheduler, which has been away for {since:.0f} s{detail}"
             )
         else:
-            sentence = f"the scheduler could not be reached within {since:.0f} s{detail}"
+            sentence = f"{self._scheduler} could not be reached within {since:.0f} s{detail}"
         self._fail(e.FailureKind.UNREACHABLE, sentence)
 
     # ------------------------------------------------------------ endings

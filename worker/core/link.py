@@ -32,13 +32,12 @@ class Link:
         self.away_since: float | None = None
         self.retry_at: float | None = None
         self.report_at: float | None = None
+        self._report_interval_s = 0.0
         self.detail = ""
 
     def start(self, now: float) -> int:
         """Begins an attempt at once; returns its stream number."""
-        if self.away_since is None:
-            self.away_since = now
-            self.report_at = now + self._timing.report_interval_s
+        self._note_absence(now)
         self.open = self.settled = False
         self.retry_at = None
         self.stream += 1
@@ -58,19 +57,26 @@ class Link:
         """Notes the end of a stream or attempt and plans the next; False if it is not the newest."""
         if stream != self.stream or self.retry_at is not None:
             return False
-        if self.away_since is None:
-            self.away_since = now
-            self.report_at = now + self._timing.report_interval_s
+        away_since = self._note_absence(now)
         self.open = self.settled = False
         self.detail = detail
         timing = self._timing
-        pause = max(timing.retry_first_s, timing.retry_share * (now - self.away_since))
+        pause = max(timing.retry_first_s, timing.retry_share * (now - away_since))
         self.retry_at = now + min(pause, timing.retry_last_s) * (0.5 + self._jitter())
         return True
 
+    def _note_absence(self, now: float) -> float:
+        """Since when the scheduler has been away."""
+        if self.away_since is None:
+            self.away_since = now
+            self._report_interval_s = self._timing.report_first_s
+            self.report_at = now + self._report_interval_s
+        return self.away_since
+
     def reported(self, now: float) -> None:
         """A line about the trouble was shown."""
-        self.report_at = now + self._timing.report_interval_s
+        self._report_interval_s = min(2 * self._report_interval_s, self._timing.report_last_s)
+        self.report_at = now + self._report_interval_s
 
     def close(self) -> None:
         """No further attempts."""

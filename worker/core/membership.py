@@ -22,10 +22,13 @@ class Membership(Lifecycle):
         profile: who this worker is.
         timing: deadlines.
         jitter: random numbers from [0, 1).
+        address: the scheduler's host and port, for what is told of it.
     """
 
-    def __init__(self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float]) -> None:
-        super().__init__(profile, timing, jitter)
+    def __init__(
+        self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float], address: str = ""
+    ) -> None:
+        super().__init__(profile, timing, jitter, address)
         self._handlers: dict[type, Callable[[Any], None]] = {
             e.Started: self._on_started,
             e.StreamOpened: self._on_stream_opened,
@@ -211,7 +214,8 @@ class Membership(Lifecycle):
         self._seen = self._over = message.generation
         self._next = self._ids = self._minted = None
         self._suspended = True
-        self._notices.append(e.Tell(f"{message.reason} Waiting up to {message.wait_s:.0f} s for workers."))
+        reason = message.reason.rstrip(".")
+        self._notices.append(e.Tell(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
 
     def _on_quiesce(self, message: m.Quiesce) -> None:
         if message.generation != self._seen or message.generation <= self._over:

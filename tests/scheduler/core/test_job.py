@@ -251,3 +251,23 @@ def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_an
     asks.append(v.SessionLost(4, "reset"))
     answers = [m for i, ask in enumerate(asks) for m in job.step(ask, 1.0 + i).messages]
     assert [type(message) for session, message in answers if session == 3] == [v.Refused]
+
+
+def test_a_stream_that_ends_after_silence_is_put_down_to_the_silence() -> None:
+    def lost_after(silent_s: float) -> str:
+        job = Job("red", SETTINGS)
+        job.step(join(1, "a"), 0.0)
+        return job.step(v.SessionLost(1, "reset"), silent_s).reason
+
+    assert lost_after(2.0).startswith("Node a on host host-a is lost: its stream ended (reset).")
+    assert "is lost: not heard for 2.5 s, until its stream ended (reset)." in lost_after(2.5)
+
+
+def test_a_suspension_leaves_it_to_the_worker_to_say_how_long_it_waits() -> None:
+    job = Job("red", SETTINGS)
+    history(job, join(1, "a"), join(2, "b"), v.BuiltReported(1, 1), v.BuiltReported(2, 1))
+    decision = job.step(v.SessionLost(2, "reset"), 0.0)
+    (suspended,) = (message for _, message in decision.messages if isinstance(message, v.Suspended))
+    assert suspended.wait_s == 30.0
+    assert suspended.reason.endswith("1 member left (a), MS_WORKER_MIN is 2.")
+    assert decision.reason.endswith("MS_WORKER_MIN is 2; waiting up to 30 s for more.")

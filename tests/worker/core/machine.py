@@ -47,8 +47,11 @@ def assignment(generation: int = 1, rank: int = 0, incarnation: int = 7, **chang
 class Machine:
     """Feeds a machine and keeps the last decision. ``now`` only moves when told to."""
 
-    def __init__(self, timing: e.Timing | None = None, jitter: float = 0.5, **changes: object) -> None:
-        self.core = Membership(profile(**changes), timing or e.Timing(), lambda: jitter)  # type: ignore[arg-type]
+    def __init__(
+        self, timing: e.Timing | None = None, jitter: float = 0.5, address: str = "", **changes: object
+    ) -> None:
+        who = profile(**changes)  # type: ignore[arg-type]
+        self.core = Membership(who, timing or e.Timing(), lambda: jitter, address)
         self.now = 100.0
         self.stream = 0
         self.last = e.Decision()

@@ -178,7 +178,44 @@ class TestEndings:
         assert w.notice(e.Left) == e.Left(heard=False)
 
 
+def absence(w: Machine) -> list[tuple[float, str]]:
+    """When it was told that the scheduler does not answer, in seconds since the start, until it gives up."""
+    told = []
+    while w.core.phase != "ended":
+        w.tick_at_deadline()
+        for notice in w.last.notices:
+            if isinstance(notice, e.Connect):
+                w.feed(e.StreamLost(notice.stream, "refused"))
+            elif isinstance(notice, e.Tell):
+                told.append((w.now - 100.0, notice.sentence))
+    return told
+
+
 class TestReconnecting:
+    def test_an_absence_is_told_ever_more_rarely_with_address_and_deadline(self) -> None:
+        w = Machine(e.Timing(topo_timeout_s=1800.0), address="host:6667")
+        w.feed(e.Started())
+        w.feed(e.StreamLost(1, "refused"))
+        told = absence(w)
+        assert [at for at, _ in told] == pytest.approx([10, 30, 70, 150, 310, 610, 910, 1210, 1510], abs=0.01)
+        assert told[0][1] == (
+            "the scheduler at host:6667 has not answered for 10 s (refused); trying again, for 1790 s more."
+        )
+        assert w.notice(e.Failed).sentence == (
+            "the scheduler at host:6667 could not be reached within 1800 s: refused"
+        )
+
+    def test_each_absence_is_told_of_anew(self) -> None:
+        w = Machine(address="host:6667").running()
+        for _ in range(2):
+            w.feed(e.StreamLost(w.stream, "cut"))
+            w.now += 10.0
+            w.feed(e.Tick())
+            assert w.notice(e.Tell).sentence == (
+                "the scheduler at host:6667 has not answered for 10 s (cut); trying again, training goes on."
+            )
+            w.reconnected()
+
     def test_the_pause_grows_with_the_absence_and_has_jitter(self) -> None:
         timing = e.Timing(retry_first_s=0.01, retry_last_s=2.0, retry_share=0.5)
         pauses = []
@@ -207,7 +244,7 @@ class TestReconnecting:
             w.tick_at_deadline()
             told += sum(isinstance(notice, e.Tell) for notice in w.last.notices)
         assert w.now == 130.0
-        assert told == 2  # after 10 s and after 20 s
+        assert told == 1  # after 10 s; 20 s later it ends
         failed = w.notice(e.Failed)
         assert failed.kind is e.FailureKind.UNREACHABLE
         assert "30 s" in failed.sentence and "connection refused" in failed.sentence
@@ -387,7 +424,7 @@ class TestUnplannedChange:
         w = Machine().running()
         w.hear(m.Suspended(1, "one of two is left.", 30.0))
         assert w.notice(e.Interrupt) == e.Interrupt(1, "one of two is left.", ("one of two is left.",))
-        assert "30 s" in w.notice(e.Tell).sentence
+        assert w.notice(e.Tell).sentence == "one of two is left. Waiting up to 30 s for workers."
         assert w.core.phase == "suspended"
         w.hear(m.Suspended(1, "one of two is left.", 30.0))
         assert w.last.notices == ()
