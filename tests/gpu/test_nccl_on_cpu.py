@@ -370,12 +370,13 @@ def test_an_abort_within_a_group_waits_for_its_end(
     aborting = threading.Thread(target=comm.abort, args=(change,))
     with pytest.raises(MembershipChanged), comm.group():
         comm.all_reduce(array, array, ReduceOp.SUM)
+        assert comm._inside  # until the group ends: that is what an abort waits for
         aborting.start()
         while not comm._closed:
             aborting.join(0.001)
         comm.all_reduce(array, array, ReduceOp.SUM)
     aborting.join()
-    assert comm.await_ended(10)
+    assert comm.await_ended(10) and not comm._inside
     assert [call[0] for call in calls_of(comm)] == [
         "group_start",
         "all_reduce",

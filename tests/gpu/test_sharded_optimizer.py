@@ -84,6 +84,21 @@ def test_an_unused_parameter_counts_as_zero() -> None:
     assert all(run_ranks(2, one))
 
 
+def test_a_gradient_that_was_set_to_none_is_zero_and_not_that_of_the_step_before() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        optimizer = ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(part, lr=1.0))
+        (net[0](torch.ones(1, 2)) + net[1](torch.ones(1, 2))).sum().backward()
+        before = [net[0].weight.detach().clone(), net[1].weight.detach().clone()]
+        net.zero_grad(set_to_none=True)
+        net[0](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return [before[0] - net[0].weight.detach(), before[1] - net[1].weight.detach()]
+
+    for used, unused in run_ranks(2, one):
+        assert bool((used == 1).all()) and not bool(unused.any())
+
+
 def test_gradients_need_no_memory_beside_the_flat_ones() -> None:
     """Backward adds in place, also after somebody has set the module's gradients to None."""
     images, labels = BATCHES[0]

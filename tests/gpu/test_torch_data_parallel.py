@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ torch = pytest.importorskip("torch")
 
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
 from worker.errors import ArrayError, SettingsError  # noqa: E402
+from worker.torch_buckets import GradientBucket  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
+from worker.torch_transfer import Lane  # noqa: E402
 
 
 class Branches(torch.nn.Module):  # type: ignore[misc,name-defined]
@@ -367,3 +370,142 @@ def test_every_gradient_and_weight_is_aligned() -> None:
         return [tensor.data_ptr() % 64 for tensor in tensors]
 
     assert not any(run_ranks(2, one)[0])
+
+
+class Crossed(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """Its gradients become ready in another order than the definitions suggest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(8, 2, bias=False)
+        self.first = torch.nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
+def test_buckets_follow_the_order_in_which_gradients_become_ready() -> None:
+    """Else the first bucket, which waits for the last gradient, would hold back all the others."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(Crossed(), communicator=communicator, bucket_bytes=32, first_bytes=32)
+        sent: list[int] = []
+        model.module.first.weight.register_hook(lambda gradient: sent.append(count(communicator)))
+        for _ in range(3):
+            before = count(communicator)
+            model(torch.ones(1, 4)).sum().backward()
+            sent[-1] -= before
+        return sent, [[tuple(p.shape) for p in bucket.parameters] for bucket in model._buckets]
+
+    def count(communicator: ThreadCommunicator) -> int:
+        return [name for name, _ in communicator.calls].count("all_reduce")
+
+    for sent, shapes in run_ranks(2, one):
+        assert sent == [0, 1, 1]  # reductions under way when the last gradient came
+        assert shapes == [[(2, 8)], [(8, 4)]]
+
+
+def test_all_follow_rank_zeros_order() -> None:
+    class Either(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self, flip: bool) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+            self.layers = (self.b, self.a) if flip else (self.a, self.b)
+
+        def forward(self, x: Any) -> Any:
+            return self.layers[1](self.layers[0](x))
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        module = Either(flip=communicator.rank == 0)
+        model = DataParallel(module, communicator=communicator, bucket_bytes=16, first_bytes=16)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        return [bucket.parameters[0] is module.a.weight for bucket in model._buckets]
+
+    assert run_ranks(2, one) == [[True, False]] * 2
+
+
+def test_buffers_follow_rank_zero_in_training_mode_only() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(small_net(), communicator=communicator)
+        mean = model.module[1].running_mean
+        images, labels = batch_of(4, 0)
+        loss_function(model(images), labels).backward()
+        model.eval()
+        with torch.no_grad():
+            mean.fill_(communicator.rank + 1)
+        before = len(communicator.calls)
+        loss_function(model(images), labels).backward()
+        evaluated = model.module[1].running_mean.clone(), communicator.calls[before:]
+        model.train()
+        loss_function(model(images), labels).backward()
+        return evaluated, model.module[1].running_mean.clone()
+
+    (first, first_end), (second, second_end) = run_ranks(2, one)
+    for rank, (mean, calls) in enumerate((first, second)):
+        assert bool((mean == rank + 1).all()) and {name for name, _ in calls} == {"all_reduce"}
+    assert torch.equal(first_end, second_end)
+
+
+class Streams:
+    """torch's streams, as far as a lane uses them: who waited for whom, and which is the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits: list[tuple[str, str]] = []
+        self.main, self.current = FakeStream(self, "main"), "main"
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.main)
+        monkeypatch.setattr(torch.cuda, "stream", self.within)
+
+    @contextlib.contextmanager
+    def within(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class FakeStream:
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.streams.waits.append((self.name, other.name))
+
+
+def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else nothing of it would run beside the backward pass."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(Crossed(), communicator=communicator)
+        streams, seen = Streams(monkeypatch), list[tuple[str, str]]()
+        model._lane = OnStreams(streams, seen, communicator)
+        fill = GradientBucket.fill
+
+        def noted(bucket: Any, scale: Any) -> None:
+            seen.append(("fill", streams.current))
+            fill(bucket, scale)
+
+        monkeypatch.setattr(GradientBucket, "fill", noted)
+        model(torch.ones(1, 4)).sum().backward()
+        return seen, streams.waits
+
+    seen, waits = run_ranks(1, one)[0]
+    assert seen == [("fill", "side"), ("reduce", "side")] * 2  # two buckets
+    # What is packed must be there before, and the result afterwards.
+    assert waits == [("side", "main"), ("side", "main"), ("main", "side")]
+
+
+class OnStreams(Lane):
+    """A GPU's lane whose tensors are on the CPU."""
+
+    def __init__(self, streams: Streams, seen: list[Any], communicator: ThreadCommunicator) -> None:
+        super().__init__(communicator, torch.device("cuda", 0))
+        self.streams, self.seen = streams, seen
+
+    def reduce(self, flat: Any, op: Any, *, buffers: Any = ()) -> None:
+        self.seen.append(("reduce", self.streams.current))
+
+    def capturing(self) -> bool:
+        return False

@@ -195,3 +195,17 @@ def test_the_optimizers_first_step_is_that_of_a_fresh_one(kind: str) -> None:
         each.step()
     for mine, theirs in zip(net.parameters(), fresh.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_one_that_a_captured_step_reads() -> None:
+    first, second = Member(1), Member(2)
+    for member in (first, second):
+        run_ranks(1, member.enter)
+        (group,) = member.optimizer.param_groups
+        group["lr"] = torch.tensor(0.1)
+    held = second.optimizer.param_groups[0]["lr"]
+    first.optimizer.param_groups[0]["lr"].fill_(0.025)
+    generation([first], 1)
+    generation([first, second], 0, source=0, newcomers=(1,))
+    assert second.optimizer.param_groups[0]["lr"] is held
+    assert float(held) == pytest.approx(0.025)
