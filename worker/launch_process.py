@@ -113,9 +113,13 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and everything that it started in its group."""
-        if self.returncode is None:
+        if self.returncode is not None:
+            return
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:  # it is so young that it leads no group yet
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+                os.kill(self.pid, number)
 
     def reap(self, guardian: Guardian) -> bool:
         """Collects the process if it has ended; what is left of its group ends with it."""
@@ -157,12 +161,15 @@ def spawn(recipe: Recipe, guardian: Guardian) -> Child:
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
+    # Until the new process has its own handlers, a signal to it would run the launcher's and be lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_RESET_SIGNALS, *_FORWARDED_TOO))
     pid = os.fork()
     if pid == 0:
-        _become(recipe, write_end, guardian)
+        _become(recipe, write_end, guardian, mask)
         for descriptor in (log, read_end, write_end):
             os.close(descriptor)
         raise Forked(recipe)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(write_end)
     os.set_blocking(read_end, False)
     return Child(recipe, pid, read_end, _log=log)
@@ -180,7 +187,7 @@ def _open_log(recipe: Recipe) -> int:
     return log
 
 
-def _become(recipe: Recipe, output: int, guardian: Guardian) -> None:
+def _become(recipe: Recipe, output: int, guardian: Guardian, mask: set[int | signal.Signals]) -> None:
     """In the new process: own session, streams and environment. Returns only to go on as a fork."""
     try:
         os.setsid()
@@ -188,6 +195,7 @@ def _become(recipe: Recipe, output: int, guardian: Guardian) -> None:
         signal.set_wakeup_fd(-1)
         for number in (*_RESET_SIGNALS, *_FORWARDED_TOO):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
