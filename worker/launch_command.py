@@ -27,10 +27,11 @@ def main(argv: Sequence[str]) -> int:
     """Launches and returns the exit code. In a forked worker it runs the worker's script instead."""
     try:
         launch = Launch(launch_options.parse(argv), dict(os.environ), launch_devices.count_gpus())
+        scheduler = launch.scheduler_recipe()
     except SettingsError as error:
         say(str(error))
         return error.exit_code
-    launcher = Launcher(launch.scheduler_recipe(), launch.policy())
+    launcher = Launcher(scheduler, launch.policy())
     try:
         code = launcher.run(launch.worker_recipes())
         return launch_fork.leave(code) if launch.warm else code
@@ -100,6 +101,7 @@ class Launch:
             if self._meeting:  # should no host have that address, this is all that tells why nothing starts
                 say(f"the scheduler is not started here: {self._meeting} is no address of this host")
             return None
+        self._check_port()
         env = {
             **self._common,
             **self._password(_SERVER_PASSWORD),
@@ -110,6 +112,15 @@ class Launch:
         hidden = self._hidden(_SERVER_PASSWORD, _CLIENT_PASSWORD)
         shown = "scheduler" in self._shown
         return self._recipe("scheduler", argv, env, hidden, "scheduler.log", shown=shown)
+
+    def _check_port(self) -> None:
+        """Before any worker is started: they would join whatever listens there."""
+        host, port = self._common["MS_SCHED_HOST"], self._common["MS_SCHED_PORT"]
+        if port.isdecimal() and len(port) <= 5 and launch_devices.is_taken(host, int(port)):
+            raise SettingsError(
+                f"Another process listens on port {port} of {host} already, so no scheduler can start there.",
+                remedy="If it is your job's scheduler, leave --scheduler out, else choose another port.",
+            )
 
     def worker_recipes(self) -> list[Recipe]:
         """The workers of this host. Imports what they share if they are to be forked."""

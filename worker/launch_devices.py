@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -85,3 +86,17 @@ def free_port(host: str) -> str:
 def cores() -> tuple[int, ...]:
     """The cores this process may use, in order."""
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether another process listens on this port of this host already."""
+    with contextlib.suppress(OSError, UnicodeError):  # what else is wrong with them the scheduler tells
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(address)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        return True
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.worker.test_host import machine
 from worker import launch_options
 from worker.core.launch_plan import WorkerPlan
+from worker.errors import SettingsError
 from worker.launch_command import Launch
 from worker.launch_ranks import with_table_ranks
 
@@ -96,3 +98,17 @@ def test_a_rank_table_is_read_as_the_scheduler_will(tmp_path: Path) -> None:
     ):
         ranked = with_table_ranks(plans, {**env, **change}, root)
         assert [worker.label for worker in ranked] == ["host_0", "host_1"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_no_scheduler_is_started_where_another_process_listens(tmp_path: Path, host: str) -> None:
+    """Its workers would otherwise join the stranger's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as stranger:
+        port = str(stranger.getsockname()[1])
+        taken = launch(tmp_path, "-n", "1", "--scheduler", MS_SCHED_HOST=host, MS_SCHED_PORT=port)
+        with pytest.raises(SettingsError, match=f"listens on port {port} of {host} already"):
+            taken.scheduler_recipe()
+        joining = launch(tmp_path, "-n", "1", MS_SCHED_HOST=host, MS_SCHED_PORT=port)
+        assert joining.scheduler_recipe() is None
+    assert taken.scheduler_recipe() is not None
