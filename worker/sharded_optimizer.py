@@ -32,6 +32,15 @@ class ShardedOptimizer:
     The parameters move into one flat tensor, of which every rank updates its part. So the optimizer must
     treat each element by itself, as SGD and Adam do, with one learning rate and weight decay for all.
 
+    Buffers are not synchronised: each rank keeps its own (BatchNorm's statistics), from the start. Where
+    that matters, broadcast rank 0's before evaluating and before a checkpoint.
+
+    It belongs to one generation. When a member is lost, so is its part of the state, which nobody else has,
+    and the step that broke may have updated some parts and not others. So after ``session.rejoin()`` build
+    module and optimizer anew, with the new communicator, and load what was saved: the module's
+    ``state_dict()`` and :meth:`gather_state`, with which any number of ranks goes on. An
+    :class:`~worker.training.ElasticLoop` cannot do that.
+
     Args:
         module: on one device, trainable parameters of one dtype; rank 0's parameters are taken.
         communicator: of the ranks that train together.

@@ -84,6 +84,19 @@ def test_an_unused_parameter_counts_as_zero() -> None:
     assert all(run_ranks(2, one))
 
 
+def test_each_rank_keeps_its_own_buffers() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        net[1].running_mean.fill_(communicator.rank)
+        net.eval()
+        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        net(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        return net[1].running_mean.tolist()
+
+    assert run_ranks(2, one) == [[0, 0], [1, 1]]
+
+
 def test_a_gradient_that_was_set_to_none_is_zero_and_not_that_of_the_step_before() -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])

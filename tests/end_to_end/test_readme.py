@@ -1,0 +1,109 @@
+"""The README's Python, run as it stands there by two workers, and what comes out."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scheduler.processes import ROOT, environment
+
+README = (ROOT / "README.md").read_text()
+
+
+def snippet(section: str) -> str:
+    """The one Python block of a section."""
+    [_, text] = README.split(f"\n## {section}\n")
+    [code] = re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+    return str(code)
+
+
+def run_by_two(directory: Path, *parts: str) -> None:
+    """Runs the parts as one script on two workers, over ``tcp``."""
+    script = directory / "script.py"
+    script.write_text("\n".join((*parts, 'print("checked")')))
+    launcher = [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--tail", "all", "--"]
+    done = subprocess.run(
+        [*launcher, sys.executable, str(script)],
+        cwd=directory,
+        env=environment(MS_BACKEND="tcp", MS_TOPO_TIMEOUT="60"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("] checked") == 2, done.stdout
+
+
+def test_the_script_of_your_own_averages_its_gradient(tmp_path: Path) -> None:
+    before = """
+import os
+import numpy as np
+own = gradient = np.arange(3.0) * (1 + 2 * int(os.environ["MS_LOCAL_INDEX"]))
+"""
+    after = """
+assert gradient.tolist() == [0, 2, 4], gradient
+assert own.tolist() == [0, 1, 2] or own.tolist() == [0, 3, 6], own
+"""
+    run_by_two(tmp_path, before, snippet("In your own training script"), after)
+
+
+IN_PLACE = """
+import numpy as np
+import worker
+with worker.init():
+    rank = worker.get_rank()
+    x = np.full(2, float(rank))
+    assert worker.broadcast(x, root=1) is x and x.tolist() == [1, 1]
+    x[:] = rank
+    if rank == 0:
+        worker.send(x, 1)
+    else:
+        assert worker.recv(x, 0) is x and x.tolist() == [0, 0]
+    x[:] = rank
+    for collective in (worker.all_reduce, worker.reduce, worker.all_gather, worker.gather, worker.all_to_all,
+                       worker.reduce_scatter, worker.scatter):
+        result = collective(x)
+        assert result is not x and x.tolist() == [rank] * 2, collective
+    assert worker.all_reduce(x, op="sum", out=x) is x and x.tolist() == [1, 1]
+"""
+
+
+def test_what_is_in_place_is_what_the_readme_says(tmp_path: Path) -> None:
+    words = "Only `broadcast` and `recv` change the array that they are given"
+    assert words in README
+    run_by_two(tmp_path, IN_PLACE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_the_job_with_torch_ends_where_one_process_on_the_whole_batch_does(tmp_path: Path) -> None:
+    before = """
+import copy
+import torch
+generator = torch.Generator().manual_seed(0)
+images, labels = torch.randn(128, 6, generator=generator), torch.randint(0, 3, (128,), generator=generator)
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+alone = copy.deepcopy(net)
+loss_function = torch.nn.functional.cross_entropy
+"""
+    after = """
+assert state.step == 20 and model.communicator.world_size == 2
+sampler = ShardedSampler(len(labels), batch_size=64)
+sampler.reshard(0, 1)
+plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+for _ in range(20):
+    rows = torch.as_tensor(sampler.batch().indices)
+    plain.zero_grad()
+    loss_function(alone(images[rows]), labels[rows]).backward()
+    plain.step()
+    sampler.advance()
+for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+"""
+    run_by_two(tmp_path, before, snippet("With torch"), after)
