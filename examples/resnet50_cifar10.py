@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -184,17 +183,21 @@ def report(args: argparse.Namespace, session: worker.Session, out: Progress, spe
         out.line(f"{speed:.0f} {kind}/s on {workers} workers{scaling}")
 
 
+def device_of(session: worker.Session) -> Any:
+    """This worker's GPU, made the current one: that of its place among the workers of its host."""
+    device = torch.device("cuda", session.device_ordinal)
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    return device
+
+
 def main() -> int:
     """Returns the exit code."""
     args = settings()
     cuda = torch.cuda.is_available() and not args.tiny
-    device = torch.device("cuda", int(os.environ.get("DEVICE_ID", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
     try:
         with worker.init("nccl" if cuda else "tcp") as session, Progress() as out:
-            train(args, Job(args, session, device), session, out)
+            train(args, Job(args, session, device_of(session) if cuda else torch.device("cpu")), session, out)
     except worker.WorkerError as error:
         print(f"resnet50_cifar10: {error}", file=sys.stderr)
         return error.exit_code

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from examples.cifar10_images import augment, prepare  # noqa: E402
 from examples.resnet import ResNet, resnet50  # noqa: E402
+from examples.resnet50_cifar10 import device_of  # noqa: E402
 from examples.stem_kernels import relu_pool, stem_convolution  # noqa: E402
 from worker.datasets import CIFAR10_MEAN, CIFAR10_STD  # noqa: E402
 
@@ -98,6 +101,16 @@ def test_images_are_normalised_and_resized() -> None:
     assert images.shape == (2, 3, 64, 64) and images.is_contiguous(memory_format=torch.channels_last)
     for channel, (mean, std) in enumerate(zip(CIFAR10_MEAN, CIFAR10_STD, strict=True)):
         assert float(images[0, channel, 5, 5]) == pytest.approx((0.2 - mean) / std, rel=1e-4)
+
+
+def test_each_worker_takes_the_gpu_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+    monkeypatch.delenv("DEVICE_ID", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    session: Any = SimpleNamespace(device_ordinal=2)
+    assert device_of(session) == torch.device("cuda", 2)
+    assert used == [torch.device("cuda", 2)]
 
 
 def run_example(tmp_path: Path, *arguments: str, data_path: str = "") -> str:
