@@ -393,6 +393,7 @@ def end_at_step_3(error: Exception) -> list[str]:
     with contextlib.suppress(JobEndedError):
         for step in loop:
             with step:
+                state.notes.clear()
                 if state.step == 3:
                     raise error
     return state.notes
@@ -402,7 +403,7 @@ def end_at_step_3(error: Exception) -> list[str]:
     "error", [JobEndedError("an operator ended it"), LeaveGranted("You leave.", alone=True)]
 )
 def test_what_a_broken_step_left_in_the_state_is_taken_back_before_it_is_saved(error: Exception) -> None:
-    assert end_at_step_3(error)[-2:] == ["rolled back", "saved 3"]
+    assert end_at_step_3(error) == ["rolled back", "saved 3"]
 
 
 def test_a_step_that_turns_out_broken_at_its_end_may_still_end_in_a_leave() -> None:
@@ -416,9 +417,9 @@ def test_a_step_that_turns_out_broken_at_its_end_may_still_end_in_a_leave() -> N
     loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
     for step in loop:
         with step:
-            pass
+            state.notes.clear()
     assert loop.left
-    assert state.notes[-2:] == ["rolled back", "saved 3"]
+    assert state.notes == ["rolled back", "saved 3"]
 
 
 def test_who_is_asked_twice_to_leave_ends_at_once() -> None:
