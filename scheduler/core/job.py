@@ -197,7 +197,7 @@ class Job(Reception):
             peer = who(formed.members[event.rank].candidate, event.rank)
         sentence = f"{own} could not go on with {peer}: {event.detail}"
         planned = phase is Phase.BUILDING and formed.switch_after_step >= 0
-        if event.generation == formed.generation - 1 and planned:
+        if event.generation == self._ledger.stood and planned:
             self._broken = sentence  # the others may hang in the last step before the planned switch
         elif event.generation != formed.generation or self._ledger.rank_of(claim.candidate.node_id) < 0:
             return

@@ -52,8 +52,9 @@ class Ledger:
         completed: worker processes that completed the training.
         lost: members of the current generation that are gone without having finished, with the reason.
         parted: those of them that left as planned when the job was suspended.
+        arriving: those of them that were members of no generation before; nobody had computed with them.
         finished: node ids of the current generation that completed the training.
-        ever_established: some generation stood, so that there may be state worth handing on.
+        stood: the last generation that stood; until a planned switch is made its members compute in it.
         finishing: some member of the job completed the training: nobody new is placed any more.
     """
 
@@ -66,10 +67,11 @@ class Ledger:
     completed: set[tuple[str, int]] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
     parted: set[str] = field(default_factory=set)
+    arriving: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
     finishing: bool = False
     established: bool = False
-    ever_established: bool = False
+    stood: int = 0
     suspended: str | None = None
     outcome: v.JobEnded | None = None
 
@@ -90,6 +92,11 @@ class Ledger:
     def generation(self) -> int:
         """Number of the newest generation; 0 before the first."""
         return self.formed.generation if self.formed is not None else 0
+
+    @property
+    def ever_established(self) -> bool:
+        """Whether some generation stood, so that there may be state worth handing on."""
+        return self.stood > 0
 
     def rank_of(self, node_id: str) -> int:
         """Rank of a living member of the newest generation; -1 for everybody else."""
@@ -124,7 +131,8 @@ class Ledger:
         elif isinstance(record, v.GenerationFormed):
             self._form(record)
         elif isinstance(record, v.GroupEstablished):
-            self.established = self.ever_established = True
+            self.established = True
+            self.stood = record.generation
         elif isinstance(record, v.GenerationEnded):
             self.suspended = record.reason
             self.established = False
@@ -151,6 +159,8 @@ class Ledger:
                 self.finishing = True
             else:
                 self.lost[record.node_id] = record.reason
+                if claim.since == self.generation and not self.established:
+                    self.arriving.add(record.node_id)
                 if claim.leaving is not None and self.suspended is not None:
                     self.parted.add(record.node_id)
 
@@ -162,6 +172,7 @@ class Ledger:
         self.ranks = {member.candidate.node_id: member.rank for member in record.members}
         self.lost = {}
         self.parted = set()
+        self.arriving = set()
         self.finished = set()
         self.established = False
         self.suspended = None

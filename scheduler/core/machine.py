@@ -69,10 +69,11 @@ class Machine(JobState):
 
     def _advance_building(self, now: float) -> bool:
         ledger = self._ledger
-        if ledger.lost or self._broken:
+        if self._broken or ledger.lost.keys() - ledger.arriving:
             return self._regroup(now, self._departure())
-        if ledger.finished and ledger.formed is not None:
-            # Who finished has done the last step before a planned switch; the others are still to do it.
+        if (ledger.lost or ledger.finished) and ledger.formed is not None:
+            # Who finished has done the last step before a planned switch, and who was still to arrive has no
+            # part in it; the others are still to do it.
             return self._regroup(now, self._departure(), ledger.formed.switch_after_step)
         if len(self._built) == len(self._ledger.ranks):
             self._commit(v.GroupEstablished(self._ledger.generation))

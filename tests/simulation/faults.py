@@ -61,6 +61,7 @@ def request_leave(world: World, worker: Worker) -> None:
     """SIGTERM: whoever has no step to finish goes at once, as the elastic loop does."""
     world.leavers.add(worker.node_id)
     if worker.doing == "entering":
+        world.went_between_steps.add((worker.node_id, worker.incarnation))
         worker.say_goodbye(finished=False)
     else:
         worker.post(e.LeaveRequested("SIGTERM"))

@@ -41,6 +41,7 @@ class World:
         self.newest: dict[str, Worker] = {}
         self.died_at: dict[tuple[str, int], float] = {}
         self.leavers: set[str] = set()
+        self.went_between_steps: set[tuple[str, int]] = set()
         self.restarts = 0
         self.note(f"seed {seed}: {self.scenario}")
 

@@ -271,3 +271,41 @@ def test_a_suspension_leaves_it_to_the_worker_to_say_how_long_it_waits() -> None
     assert suspended.wait_s == 30.0
     assert suspended.reason.endswith("1 member left (a), MS_WORKER_MIN is 2.")
     assert decision.reason.endswith("MS_WORKER_MIN is 2; waiting up to 30 s for more.")
+
+
+ELASTIC = v.Settings(2, 1, 0, 30.0, 5.0, 1.0)
+
+
+def switching(settings: v.Settings = ELASTIC) -> Job:
+    """A job of member a; b is to arrive after step 7: generation 3 is formed, and a still runs in 2."""
+    job = Job("red", settings)
+    history(job, join(1, "a"), join(2, "b"), v.BuiltReported(1, 1), v.BuiltReported(2, 1))
+    history(job, v.LeftCleanly(2, 1, False, "gives up"), v.BuiltReported(1, 2))
+    history(job, join(3, "b", incarnation=2), v.QuiescedReported(1, 2, 7))
+    return job
+
+
+def formed_by(job: Job, event: v.Event) -> v.GenerationFormed:
+    (record,) = [r for r in job.step(event, 0.0).records if isinstance(r, v.GenerationFormed)]
+    return record
+
+
+def test_a_newcomer_that_goes_before_it_came_breaks_no_step() -> None:
+    record = formed_by(switching(), v.LeftCleanly(3, 3, False, "gives up"))
+    assert [member.candidate.node_id for member in record.members] == ["a"]
+    assert (record.generation, record.switch_after_step) == (4, 7)
+
+
+def test_a_member_that_is_lost_before_a_switch_breaks_its_step() -> None:
+    record = formed_by(switching(), v.SessionLost(1, "reset"))
+    assert [member.candidate.node_id for member in record.members] == ["b"]
+    assert record.switch_after_step == -1
+
+
+def test_what_fails_among_those_who_switched_too_early_breaks_no_step() -> None:
+    """Only a failure in the generation that stands tells that its last step cannot be finished."""
+    job = switching()
+    formed_by(job, v.LeftCleanly(3, 3, False, "gives up"))
+    late = v.PeerSuspected(1, 3, 1, "connection reset")  # a was about to build generation 3 with the newcomer
+    assert not job.step(late, 0.0).records
+    assert formed_by(job, v.PeerSuspected(1, 2, 0, "connection reset")).switch_after_step == -1
