@@ -110,6 +110,9 @@ class Machine:
             cwd: the working directory.
         """
         every = self._mounts | dict(mounts or {})
+        for prefix in (Path(sys.base_prefix), Path(sys.prefix)):
+            if any(prefix.is_relative_to(target) for target in mounts or {}):  # a checkout in /tmp, say
+                every[str(prefix)] = prefix
         where = [str(word) for target, source in every.items() for word in (source, target)]
         path = f"/machine-bin:{os.environ['PATH']}"
         least = {"PATH": path, "HOME": "/srv", "PYTHONPATH": "/opt/muster", "PYTHONUNBUFFERED": "1"}

@@ -117,9 +117,10 @@ def test_another_job_is_refused_where_one_is_served() -> None:
 
 def test_how_many_streams_one_address_may_hold_is_a_setting() -> None:
     with scheduler(MS_MAX_STREAMS_PER_HOST="1") as running, channel(running.target) as over:
-        first, second = Stream(over), Stream(over)
+        first = Stream(over)
         first.put(join())
         first.next("welcome")
+        second = Stream(over)
         second.put(join("node-1"))
         error = second.end()
         assert error is not None
