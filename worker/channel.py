@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 _METHOD = "/rendezvous.v1.Rendezvous/Session"
+_closed_calls: deque[Any] = deque(maxlen=8)
+"""The last calls, kept from being freed at the end of the interpreter; see :func:`_keep_library_up`."""
 
 
 class DeniedError(Exception):
@@ -71,13 +74,15 @@ def _keep_library_up() -> None:
     """Leaves the end of gRPC's library to the system, which ends the process.
 
     Processes were seen, rarely, to wait for ever while the interpreter takes its modules apart, with no other
-    thread left: where gRPC shuts itself down. An object that is never freed keeps that from being run.
+    thread left: where gRPC shuts itself down, and where a freed call takes its lock, which a thread of gRPC
+    held when the interpreter stopped it. Objects that are never freed keep both from being run.
     """
     import ctypes
 
     from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(cygrpc.CompletionQueue()))
+    for kept in (cygrpc.CompletionQueue(), _closed_calls):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 class GrpcConnector:
@@ -180,6 +185,7 @@ class _GrpcStream:
             raise _translated(error) from None
 
     def close(self) -> None:
+        _closed_calls.append(self._call)
         self._outbox.put(None)
         self._call.cancel()
         self._channel.close()

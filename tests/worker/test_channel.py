@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -19,7 +22,7 @@ from certs.grpc_credentials import server_credentials
 from certs.identity import Identity
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
-from tests.scheduler.processes import Pki
+from tests.scheduler.processes import Pki, environment
 from worker.channel import DeniedError, GrpcConnector, MalformedError
 from worker.config import Settings
 from worker.keyring import load_keyring
@@ -219,3 +222,24 @@ def test_a_scheduler_that_is_revoked_meanwhile_is_left(tmp_path: Path) -> None:
         stream.close()
         with pytest.raises(DeniedError, match="was revoked"):
             looking.open(SimpleQueue())
+
+
+LOCKED = """
+import grpc, signal, threading
+from queue import SimpleQueue
+from worker.channel import _GrpcStream, _keep_library_up
+
+signal.alarm(20)
+_keep_library_up()
+stream = _GrpcStream(grpc.insecure_channel("127.0.0.1:1"), SimpleQueue(), lambda: False)
+stream.close()
+stopped = threading.Thread(target=stream._call._state.condition.acquire)
+stopped.start()
+stopped.join()
+"""
+
+
+def test_the_interpreter_ends_though_a_thread_of_grpc_was_stopped_while_it_held_a_lock() -> None:
+    done = subprocess.run([sys.executable, "-c", LOCKED], env=environment(), check=False, timeout=60)
+    assert done.returncode != -signal.SIGALRM, "it hung"
+    assert done.returncode == 0
