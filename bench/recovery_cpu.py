@@ -233,11 +233,9 @@ def kill_schedulers(job: Digits, kills: int, chance: random.Random) -> dict[str,
         job.say(f"scheduler kill {number + 1}")
         job.hold_back((number + 1) / kills * 0.8)
     noticed = [event for worker in job.workers for event in worker.follow() if event["what"] == "interrupted"]
-    steps = [step for worker in job.workers for step in worker.steps()]
-    in_order = all(
-        [step["step"] for step in worker.steps()] == list(range(1, len(worker.steps()) + 1))
-        for worker in job.workers
-    )
+    steps_of = [worker.steps() for worker in job.workers]  # read once: they train on meanwhile
+    steps = [step for done in steps_of for step in done]
+    in_order = all([step["step"] for step in done] == list(range(1, len(done) + 1)) for done in steps_of)
     pauses = [_longest_pause(worker) for worker in job.workers]
     result: dict[str, Any] = {
         "kills": kills,
