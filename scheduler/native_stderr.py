@@ -152,8 +152,9 @@ class HandshakeWatch:
         if self._recorder is None:
             return
         self._recorder.failed_handshakes[failure.reason] += 1
-        quiet = failure.reason == HUNG_UP
-        line = self._thinners[quiet].add(failure, time.monotonic())
+        quiet, now_s = failure.reason == HUNG_UP, time.monotonic()
+        self._tell(self._thinners[quiet].due(now_s), quiet=quiet)
+        line = self._thinners[quiet].add(failure, now_s)
         if line is not None:
             self._tell((line,), quiet=quiet)
 

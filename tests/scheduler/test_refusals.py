@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-from collections import Counter
 from pathlib import Path
 
-from scheduler.refusals import LINES, MAX_CALLERS, WINDOW_S, Budget, ThinnedAuditLog
+from scheduler.refusals import LINES, MAX_CALLERS, WINDOW_S, ThinnedAuditLog, caller_of
 from tests.scheduler.fakes import FakeClock
 from tests.scheduler.processes import Pki, Stream, channel, form, join, scheduler
 
@@ -16,43 +15,9 @@ def by(caller: str, code: str = "job_full") -> dict[str, object]:
     return {"certificate": caller, "peer": "10.0.0.1:5", "code": code}
 
 
-def test_each_caller_has_a_budget_of_his_own() -> None:
-    budget = Budget()
-    assert [budget.take(by("a"), 0.0) for _ in range(LINES + 2)] == [True] * LINES + [False] * 2
-    assert budget.take(by("b"), 0.0)
-    assert budget.take({"peer": "10.0.0.1:5"}, 0.0)
-    assert budget.next_s() == WINDOW_S
-
-
-def test_an_address_is_one_caller_whatever_its_ports() -> None:
-    budget = Budget()
-    taken = [budget.take({"peer": f"[::1]:{port}"}, 0.0) for port in range(LINES + 1)]
-    assert taken == [True] * LINES + [False]
-
-
-def test_a_window_that_is_over_tells_what_it_did_not_let_through() -> None:
-    budget = Budget()
-    for code in ["job_full"] * LINES + ["malformed", "job_full", "job_full"]:
-        budget.take(by("a", code), 1.0)
-    budget.take(by("b"), 2.0)
-    assert list(budget.due(WINDOW_S)) == []
-    [untold] = budget.due(WINDOW_S + 2.0)
-    assert untold.codes == Counter(job_full=2, malformed=1)
-    assert untold.who == {"certificate": "a", "peer": "10.0.0.1:5"}
-    assert budget.next_s() is None
-    assert budget.take(by("a"), WINDOW_S + 2.0)
-
-
-def test_callers_beyond_the_most_share_one_budget() -> None:
-    budget = Budget()
-    for number in range(MAX_CALLERS):
-        assert budget.take(by(f"known {number}"), 0.0)
-    taken = [budget.take(by(f"new {number}"), 0.0) for number in range(LINES + 3)]
-    assert taken == [True] * LINES + [False] * 3
-    assert budget.take(by("known 0"), 0.0)
-    [untold] = budget.due(WINDOW_S)
-    assert untold.codes.total() == 3
-    assert untold.who == {}
+def test_a_certificate_is_one_caller_wherever_it_comes_from_and_an_address_whatever_its_ports() -> None:
+    assert caller_of(by("a")) == "a"
+    assert caller_of({"peer": "[::1]:5"}) == caller_of({"peer": "[::1]:6"}) == "[::1]"
 
 
 def entries(path: Path) -> list[dict[str, object]]:
@@ -77,6 +42,18 @@ def test_the_count_is_written_when_the_window_is_over_and_at_the_end(tmp_path: P
     log.close()
     assert entries(path)[-1]["count"] == 1
     assert clock.armed() == []
+
+
+def test_callers_beyond_the_most_share_one_budget_and_are_not_named(tmp_path: Path) -> None:
+    path, clock = tmp_path / "audit.jsonl", FakeClock()
+    log = ThinnedAuditLog(path, clock)
+    for number in range(MAX_CALLERS + LINES + 3):
+        log.write("refused", by(f"caller {number}"))
+    log.close()
+    told = entries(path)
+    assert len(told) == MAX_CALLERS + LINES + 1
+    assert told[-1]["text"] == "3 more refusals of other callers within 60 s were not written (3 job_full)."
+    assert "certificate" not in told[-1]
 
 
 def test_failed_handshakes_have_been_thinned_already(tmp_path: Path) -> None:
