@@ -16,3 +16,8 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         made.silent = Stream(over)
         yield made
         made.silent.half_close()
+
+
+@pytest.fixture(autouse=True)
+def _remember_attack(field: Field, request: pytest.FixtureRequest) -> None:
+    field.attacks.add(request.node.name)

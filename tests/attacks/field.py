@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
@@ -38,6 +39,7 @@ class Field:
         silent: a session opened at the begin, on which nothing is ever said.
         memory_after: and after the last one.
         memory_peak: and at its peak.
+        attacks: the names of the tests that were run on this job until now.
     """
 
     directory: Path
@@ -49,6 +51,7 @@ class Field:
     silent: Stream | None = None
     memory_after: int = 0
     memory_peak: int = 0
+    attacks: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def port(self) -> int:

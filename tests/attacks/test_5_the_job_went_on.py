@@ -15,11 +15,13 @@ from tests.scheduler.processes import PASSWORD, scheduler
 
 MB = 1 << 20
 LEAST_STEPS = 20
+LEAST_ATTACKS = 100
 
 
 @pytest.fixture(scope="module")
 def losses(field: Field) -> list[str]:
     """Ends the job under attack in good order."""
+    assert len(field.attacks) >= LEAST_ATTACKS, "there is nothing to judge: run all of tests/attacks at once"
     while field.steps() < LEAST_STEPS:
         pass
     field.memory_after = field.memory()
