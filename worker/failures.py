@@ -1,4 +1,4 @@
-"""From what the membership machine says to the errors that a script sees."""
+"""From what the membership machine says to the errors that a script sees, and back to the log's words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from worker.errors import (
     FormationTimeoutError,
     JobEndedError,
     LeaveGranted,
+    LeaveNow,
     RefusedError,
     SchedulerUnreachableError,
     SecurityError,
@@ -37,3 +38,22 @@ def sentence(text: str) -> str:
     """Begins with a capital and ends with a full stop, so that a remedy can follow."""
     text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one line, fit for the scheduler's log."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted from the keyboard"
+    if isinstance(error, LeaveNow | LeaveGranted):
+        return "asked to leave"
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"exit code {error.code}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def is_good_exit(error: BaseException) -> bool:
+    """Whether this is a SystemExit without a code or with 0; Python ends with 1 on whatever is no integer."""
+    return isinstance(error, SystemExit) and (
+        error.code is None or (isinstance(error.code, int) and error.code == 0)
+    )

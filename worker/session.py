@@ -16,14 +16,13 @@ from worker.core import membership as machine
 from worker.core import messages as m
 from worker.errors import (
     CommunicatorError,
-    LeaveGranted,
-    LeaveNow,
     MembershipChanged,
     NotInitializedError,
     PeerLostError,
     RefusedError,
     WorkerError,
 )
+from worker.failures import is_good_exit, reason_of
 from worker.groups import WORLD, Groups
 from worker.guard import GuardedCommunicator
 
@@ -432,22 +431,3 @@ def _close(communicator: Communicator) -> None:
         communicator.close()
     except CommunicatorError as error:
         log.debug("closing a communicator: %s", error)
-
-
-def reason_of(error: BaseException) -> str:
-    """An exception in one line, fit for the scheduler's log."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted from the keyboard"
-    if isinstance(error, LeaveNow | LeaveGranted):
-        return "asked to leave"
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return f"exit code {error.code}"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
-
-
-def is_good_exit(error: BaseException) -> bool:
-    """Whether this is a SystemExit without a code or with 0; Python ends with 1 on whatever is no integer."""
-    return isinstance(error, SystemExit) and (
-        error.code is None or (isinstance(error.code, int) and error.code == 0)
-    )
