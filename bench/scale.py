@@ -123,7 +123,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         raise RuntimeError(f"The run did not end within {args.limit_s:g} s.") from None
     finally:
         scheduler.kill()
-        scheduler.wait()
+        scheduler.communicate()
         log.close()
 
 
@@ -192,7 +192,7 @@ class Crowd:
         return figures
 
     async def _prepare(self, folder: Path, password: bytes) -> None:
-        from certs.grpc_credentials import CLIENT_OPTIONS, channel_credentials
+        from certs.grpc_credentials import channel_credentials, client_options
         from certs.preflight import preflight
         from certs.store import load_credentials
 
@@ -207,7 +207,10 @@ class Crowd:
         self.parse = slim_reader()
         self.tls = channel_credentials(credentials, found.server_leaf_pem)
         # Every worker is a connection of its own, as it is for workers in processes of their own.
-        self.options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        self.options = [
+            *client_options(self.args.node_timeout_s),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
 
     # ------------------------------------------------------------ forming
 
@@ -271,37 +274,39 @@ class Crowd:
     async def _read(self, worker: Simulated) -> None:
         import grpc.aio
 
+        try:
+            while (message := await worker.call.read()) is not grpc.aio.EOF:
+                await self._take(worker, message)
+        except grpc.aio.AioRpcError as error:
+            if worker.alive:
+                self.failed(f"Worker {worker.index} lost its stream: {error.details()}")
+        else:
+            self.failed(f"The scheduler ended the stream of worker {worker.index}.")
+
+    async def _take(self, worker: Simulated, message: Any) -> None:
         from rendezvous.v1 import rendezvous_pb2 as pb
 
-        while True:
-            try:
-                message = await worker.call.read()
-            except (asyncio.CancelledError, grpc.aio.AioRpcError):
-                return
-            if message is grpc.aio.EOF:
-                return
-            kind = message.WhichOneof("body")
-            now = time.perf_counter()
-            if kind == "assignment":
-                assignment = message.assignment
-                worker.generation, worker.rank, worker.assigned_at = (
-                    assignment.generation,
-                    assignment.rank,
-                    now,
-                )
-                if worker.rank == 0:
-                    ids = [secrets.token_bytes(128) for _ in range(assignment.unique_id_count)]
-                    reply = pb.PublishUniqueIds(generation=worker.generation, unique_ids=ids)
-                    await worker.send(pb.WorkerMessage(publish_unique_ids=reply))
-            elif kind == "unique_ids":
-                worker.ids_at = now
-                await worker.send(pb.WorkerMessage(built=pb.Built(generation=message.unique_ids.generation)))
-            elif kind == "group_built" and message.group_built.generation >= self.expected_generation:
-                worker.built_at = now
-                self._one_more()
-            elif kind == "refused":
-                self.failed(f"Worker {worker.index} was refused: {message.refused.sentence}")
-                return
+        kind = message.WhichOneof("body")
+        now = time.perf_counter()
+        if kind == "assignment":
+            assignment = message.assignment
+            worker.generation, worker.rank, worker.assigned_at = (
+                assignment.generation,
+                assignment.rank,
+                now,
+            )
+            if worker.rank == 0:
+                ids = [secrets.token_bytes(128) for _ in range(assignment.unique_id_count)]
+                reply = pb.PublishUniqueIds(generation=worker.generation, unique_ids=ids)
+                await worker.send(pb.WorkerMessage(publish_unique_ids=reply))
+        elif kind == "unique_ids":
+            worker.ids_at = now
+            await worker.send(pb.WorkerMessage(built=pb.Built(generation=message.unique_ids.generation)))
+        elif kind == "group_built" and message.group_built.generation >= self.expected_generation:
+            worker.built_at = now
+            self._one_more()
+        elif kind == "refused":
+            self.failed(f"Worker {worker.index} was refused: {message.refused.sentence}")
 
     def failed(self, sentence: str) -> None:
         """Ends the run: a worker that should be in is not."""
@@ -316,7 +321,8 @@ class Crowd:
 
     def _expect(self, generation: int, count: int) -> None:
         self.expected_generation, self.waiting_for = generation, count
-        self.settled.clear()
+        if not self.failure:
+            self.settled.clear()
 
     def _one_more(self) -> None:
         self.waiting_for -= 1

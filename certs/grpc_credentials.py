@@ -8,12 +8,9 @@ import grpc
 
 from certs.store import Credentials
 
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
+_SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.ping_timeout_ms", 2_000),
-    # Clients ping every 5 s without data; the default here would end them with "Too many pings".
+    # Clients ping while there is no data; the default here would end them with "Too many pings".
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     # Two schedulers on one port would share its connections without a word.
     ("grpc.so_reuseport", 0),
@@ -24,18 +21,42 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 30_000),
 )
-"""What every server of ours sets."""
-
-CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
+_CLIENT_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Proxy variables are obeyed even for loopback otherwise.
     ("grpc.enable_http_proxy", 0),
 )
-"""What every channel of ours sets."""
+
+DEFAULT_NODE_TIMEOUT_S = 5.0
+_LEAST_PING_AFTER_S = 5.0
+_LEAST_PING_TIMEOUT_S = 2.0
+
+
+def server_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tuple[str, int], ...]:
+    """What every server of ours sets; see :func:`client_options`."""
+    return (*_keepalive(node_timeout_s), *_SERVER_OPTIONS)
+
+
+def client_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tuple[str, int], ...]:
+    """What every channel of ours sets.
+
+    Args:
+        node_timeout_s: a connection on which nothing is heard for so long counts as dead, or for 7 s if
+            that is longer.
+    """
+    return (*_keepalive(node_timeout_s), *_CLIENT_OPTIONS)
+
+
+def _keepalive(node_timeout_s: float) -> tuple[tuple[str, int], ...]:
+    """Whoever lets workers be silent for longer wants no connection ended earlier because of it."""
+    timeout_s = max(_LEAST_PING_TIMEOUT_S, 0.4 * node_timeout_s)
+    after_s = max(_LEAST_PING_AFTER_S, 0.6 * node_timeout_s)
+    return (
+        ("grpc.keepalive_time_ms", round(1000 * after_s)),
+        ("grpc.keepalive_timeout_ms", round(1000 * timeout_s)),
+        ("grpc.http2.ping_timeout_ms", round(1000 * timeout_s)),  # without it, a minute
+    )
 
 
 def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:

@@ -177,9 +177,9 @@ class Client:
             raise self._unreachable(error.strerror or error) from None
         import grpc
 
-        from certs.grpc_credentials import CLIENT_OPTIONS, channel_credentials
+        from certs.grpc_credentials import channel_credentials, client_options
 
-        options += CLIENT_OPTIONS
+        options += client_options()
         if found.name_override is not None:
             options.append(("grpc.ssl_target_name_override", found.name_override))
         return grpc.secure_channel(

@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from certs.config import config_warnings
-from certs.grpc_credentials import SERVER_OPTIONS, RotatingServerCredentials
+from certs.grpc_credentials import RotatingServerCredentials, server_options
 from certs.rotation import Change
 from scheduler import listen, systemd
 from scheduler.access import Access
@@ -37,15 +37,22 @@ MAX_REQUEST_BYTES = 1024 * 1024
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
 
-OPTIONS: Sequence[tuple[str, int]] = (
-    *SERVER_OPTIONS,
-    # A worker needs one. Each costs 33 kB, refused or not, and the allocator keeps what it has had once.
-    ("grpc.max_concurrent_streams", 8),
-    ("grpc.max_allowed_incoming_connections", 30_000),
-    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_metadata_size", 16 * 1024),
-)
+
+def grpc_options(node_timeout_s: float) -> Sequence[tuple[str, int]]:
+    """All settings of the gRPC server.
+
+    Args:
+        node_timeout_s: how long a worker may be silent; its connection lives as long.
+    """
+    return (
+        *server_options(node_timeout_s),
+        # A worker needs one. Each costs 33 kB, refused or not, and the allocator keeps what it has had once.
+        ("grpc.max_concurrent_streams", 8),
+        ("grpc.max_allowed_incoming_connections", 30_000),
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", 16 * 1024),
+    )
 
 
 async def run(
@@ -125,7 +132,7 @@ async def _serve(
     service = Service(jobs, access, recorder, settings.job_id, limits)
     tls = RotatingServerCredentials(security.credentials) if security is not None else None
     async with contextlib.AsyncExitStack() as at_end:
-        server = grpc.aio.server(options=list(OPTIONS))
+        server = grpc.aio.server(options=grpc_options(settings.node_timeout_s))
         at_end.push_async_callback(server.stop, 0.1)
         server.add_generic_rpc_handlers((service.handler(),))
         health_servicer = GuardedHealth(access, recorder)

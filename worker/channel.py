@@ -128,10 +128,13 @@ class GrpcConnector:
     def _channel(self, credentials: Any, name: str | None) -> Any:
         import grpc
 
-        from certs.grpc_credentials import CLIENT_OPTIONS
+        from certs.grpc_credentials import client_options
 
         _keep_library_up()
-        options = [*CLIENT_OPTIONS, ("grpc.max_receive_message_length", 64 << 20)]
+        options = [
+            *client_options(self._settings.node_timeout_s),
+            ("grpc.max_receive_message_length", 64 << 20),
+        ]
         address = self._settings.scheduler_address
         if credentials is None:
             return grpc.insecure_channel(address, options)

@@ -36,6 +36,12 @@ def test_too_few_workers_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         main(["scale", "--sweep", "10,x"])
 
 
+def test_a_worker_that_is_lost_ends_the_run_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    # They beat once a second, which is too seldom here.
+    assert main(["scale", "--workers", "4", "--node-timeout-s", "0.5", "--heartbeat-s", "2"]) == 1
+    assert "bench: Worker " in capsys.readouterr().err
+
+
 def test_the_slim_reader_reads_what_the_scheduler_writes() -> None:
     members = [pb.Member(rank=rank, node_id=str(rank)) for rank in range(50)]
     assignment = pb.Assignment(generation=7, rank=3, members=members, unique_id_count=2)

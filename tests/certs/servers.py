@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from certs.grpc_credentials import SERVER_OPTIONS, server_credentials
+from certs.grpc_credentials import server_credentials, server_options
 from certs.store import Credentials
 
 
@@ -21,7 +21,7 @@ def grpc_server(
 ) -> Iterator[int]:
     """A gRPC server without methods; yields its port. None makes it speak plaintext."""
     with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool, options=SERVER_OPTIONS)
+        server = grpc.server(pool, options=server_options())
         if credentials is None:
             port = server.add_insecure_port(f"{host}:0")
         else:

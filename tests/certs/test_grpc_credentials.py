@@ -17,10 +17,10 @@ import grpc
 import pytest
 
 from certs.grpc_credentials import (
-    CLIENT_OPTIONS,
-    SERVER_OPTIONS,
     RotatingServerCredentials,
     channel_credentials,
+    client_options,
+    server_options,
 )
 from certs.identity import Identity
 from certs.peer import peer_of_pem
@@ -65,14 +65,14 @@ class Feed:
 def open_channel(port: int, worker: Credentials) -> grpc.Channel:
     found = preflight("127.0.0.1", port, worker, job="job", timeout_s=10)
     return grpc.secure_channel(
-        f"127.0.0.1:{port}", channel_credentials(worker, found.server_leaf_pem), list(CLIENT_OPTIONS)
+        f"127.0.0.1:{port}", channel_credentials(worker, found.server_leaf_pem), list(client_options())
     )
 
 
 @pytest.fixture
 def rotating(server: Credentials) -> Iterator[tuple[int, RotatingServerCredentials]]:
     with ThreadPoolExecutor(4) as pool:
-        running = grpc.server(pool, options=SERVER_OPTIONS, handlers=[Echo()])
+        running = grpc.server(pool, options=server_options(), handlers=[Echo()])
         credentials = RotatingServerCredentials(server)
         port = running.add_secure_port("127.0.0.1:0", credentials.credentials)
         running.start()
@@ -111,7 +111,7 @@ def test_the_server_demands_a_certificate(
     stranger = load_credentials(foreign.path("client.p12"), PASSWORD, foreign.ca)
     bare = grpc.ssl_channel_credentials(root_certificates=server.ca_pem)
     for credentials in (bare, channel_credentials(stranger, server.leaf_pem)):
-        with grpc.secure_channel(f"127.0.0.1:{port}", credentials, list(CLIENT_OPTIONS)) as channel:
+        with grpc.secure_channel(f"127.0.0.1:{port}", credentials, list(client_options())) as channel:
             method: Any = channel.stream_stream("/echo/Echo")
             with pytest.raises(grpc.RpcError) as caught:
                 next(method(iter([b"x"]), timeout=10))
@@ -178,10 +178,22 @@ def test_the_configured_ciphers_are_in_force_in_grpc(own_pki: Pki) -> None:
 
 
 def test_the_settings_that_were_learnt_the_hard_way() -> None:
-    server, client = dict(SERVER_OPTIONS), dict(CLIENT_OPTIONS)
+    server, client = dict(server_options()), dict(client_options())
     assert server["grpc.so_reuseport"] == 0
     assert client["grpc.enable_http_proxy"] == 0
     assert client["grpc.http2.max_pings_without_data"] == 0
     # A client that pings without data as often as it does must not be ended for it.
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
     assert server["grpc.server_handshake_timeout_ms"] <= 10_000
+
+
+@pytest.mark.parametrize(
+    ("node_timeout_s", "after_ms", "timeout_ms"),
+    [(0.5, 5_000, 2_000), (5.0, 5_000, 2_000), (30.0, 18_000, 12_000)],
+)
+def test_a_connection_may_be_silent_for_as_long_as_a_worker(
+    node_timeout_s: float, after_ms: int, timeout_ms: int
+) -> None:
+    for options in (dict(server_options(node_timeout_s)), dict(client_options(node_timeout_s))):
+        assert options["grpc.keepalive_time_ms"] == after_ms
+        assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == timeout_ms

@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from certs import errors
 from certs.fields import host_names
-from certs.grpc_credentials import CLIENT_OPTIONS, channel_credentials, server_credentials
+from certs.grpc_credentials import channel_credentials, client_options, server_credentials
 from certs.identity import Identity
 from certs.peer import peer_of_pem
 from certs.preflight import Preflight, _fits, preflight
@@ -38,7 +38,7 @@ def with_leaf(server: Credentials, leaf: x509.Certificate) -> grpc.ServerCredent
 
 def call(port: int, credentials: Credentials, found: Preflight, host: str = "127.0.0.1") -> grpc.StatusCode:
     """What a call to a method that is not there ends with: UNIMPLEMENTED if TLS is up."""
-    options: list[tuple[str, int | str]] = list(CLIENT_OPTIONS)
+    options: list[tuple[str, int | str]] = list(client_options())
     if found.name_override is not None:
         options.append(("grpc.ssl_target_name_override", found.name_override))
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from scheduler import listen
-from scheduler.server import OPTIONS
+from scheduler.server import grpc_options
 from tests.scheduler.processes import (
     Pki,
     Scheduler,
@@ -339,7 +339,7 @@ def test_ipv6() -> None:
 
 
 def test_the_options_that_liveness_and_limits_rest_on() -> None:
-    options = dict(OPTIONS)
+    options = dict(grpc_options(5.0))
     assert options["grpc.so_reuseport"] == 0
     assert options["grpc.keepalive_time_ms"] == 5000
     assert options["grpc.http2.ping_timeout_ms"] == 2000
@@ -348,3 +348,4 @@ def test_the_options_that_liveness_and_limits_rest_on() -> None:
     assert options["grpc.max_connection_idle_ms"] <= 60_000
     assert options["grpc.max_receive_message_length"] == 1024 * 1024
     assert "grpc.max_connection_age_ms" not in options  # it would end living streams
+    assert dict(grpc_options(30.0))["grpc.http2.ping_timeout_ms"] == 12_000
