@@ -24,6 +24,9 @@ from worker.launch_terminal import say, write
 SCHEDULER_LINGER_S = 2.0
 """How long the scheduler may take to end after its workers, or workers after it failed."""
 
+STRAGGLING_S = 5.0
+"""How long workers may run on after one that ended well before that is told."""
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
@@ -67,6 +70,7 @@ class Launcher:
         self._interrupted = False
         self._deadline: float | None = None
         self._next_signal = signal.SIGTERM
+        self._straggling_at: float | None = None
         if scheduler is not None:
             self._scheduler = self._start(scheduler)
 
@@ -77,8 +81,7 @@ class Launcher:
         for recipe in workers:
             self._workers.append(self._start(recipe))
         while self._alive():
-            wait_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            for key, _ in self._selector.select(wait_s):
+            for key, _ in self._selector.select(self._patience_s()):
                 if isinstance(key.data, Child):
                     self._pump(key.data)
                 else:
@@ -86,8 +89,15 @@ class Launcher:
             self._reap()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._overdue()
+            if self._straggling_at is not None and time.monotonic() >= self._straggling_at:
+                self._tell_stragglers()
         self.close()
         return self._status
+
+    def _patience_s(self) -> float | None:
+        """How long nothing needs to be done unless something happens; None: for ever."""
+        ends = [end for end in (self._deadline, self._straggling_at) if end is not None]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def abandon(self) -> None:
         """Ends everything at once: the launcher itself has failed."""
@@ -157,6 +167,8 @@ class Launcher:
             self._scheduler_ended(child, code)
         elif code and not self._stopping:
             self._worker_failed(child, code)
+        elif not self._stopping:
+            self._straggling_at = time.monotonic() + STRAGGLING_S
         if not self._working():
             self._workers_done()
 
@@ -199,6 +211,14 @@ class Launcher:
         else:
             self._stopping = True
             self._give(SCHEDULER_LINGER_S, then=signal.SIGTERM)
+
+    def _tell_stragglers(self) -> None:
+        """Workers of one job end together; if not, one left early, and the others may wait for another."""
+        self._straggling_at = None
+        done = ", ".join(worker.label for worker in self._workers if worker.returncode == 0)
+        left = ", ".join(worker.label for worker in self._workers if worker.returncode is None)
+        if left and not self._stopping:
+            say(f"ended well: worker {done}; still running: worker {left}; their logs say what they wait for")
 
     # ------------------------------------------------------------ endings
 

@@ -216,6 +216,17 @@ def test_enough_workers_go_on(here: Place) -> None:
     assert here.log("0") == "enough\n"
 
 
+def test_a_worker_that_ends_long_before_the_others_is_told_once(here: Place) -> None:
+    script = here.script(HELPERS + "while ME == '0' and not os.path.exists('go'):\n    time.sleep(0.01)")
+    launch = here.start("-n", "3", command=(PYTHON, script))
+    assert launch.stderr is not None
+    note = next(line for line in launch.stderr if b"ended well" in line).decode()
+    assert "ended well: worker 1, 2; still running: worker 0; their logs say" in note
+    here.script("", "go")
+    assert b"ended well" not in launch.communicate(timeout=60)[1]
+    assert launch.returncode == 0
+
+
 @pytest.mark.parametrize(("tail", "shown"), [("all", ["0", "1"]), ("none", []), ("1", ["1"])])
 def test_tail_chooses_whose_output_is_shown(here: Place, tail: str, shown: list[str]) -> None:
     script = here.script(HELPERS + "print(ME)")
