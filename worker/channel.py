@@ -189,8 +189,8 @@ class _GrpcStream:
 
     def close(self) -> None:
         _closed_calls.append(self._call)
+        self._call.cancel()  # before the requests end, or the scheduler may end the call as a success
         self._outbox.put(None)
-        self._call.cancel()
         self._channel.close()
 
 
