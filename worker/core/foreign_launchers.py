@@ -41,12 +41,20 @@ LAUNCHERS = (
     ForeignLauncher("Kubernetes indexed job", "JOB_COMPLETION_INDEX", "", "", "JOB_COMPLETION_INDEX"),
 )
 
+# The step of the shell that salloc opens on a node. Its variables say "task 0 of all", but it is no task.
+INTERACTIVE_STEP = "4294967290"
+
 
 def detect(env: Mapping[str, str]) -> ForeignLauncher | None:
     """Finds the launcher that started this process, or None. Muster's own launcher comes before all."""
     if "MS_LOCAL_INDEX" in env:
         return None
-    return next((one for one in LAUNCHERS if env.get(one.marker) and env.get(one.rank)), None)
+    return next((one for one in LAUNCHERS if _marked(env, one.marker) and env.get(one.rank)), None)
+
+
+def _marked(env: Mapping[str, str], marker: str) -> bool:
+    value = env.get(marker)
+    return bool(value) and (marker, value) != ("SLURM_STEP_ID", INTERACTIVE_STEP)
 
 
 def translate(env: Mapping[str, str]) -> dict[str, str]:
@@ -79,6 +87,6 @@ def node_rank(env: Mapping[str, str]) -> int | None:
         ("JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"),
     ):
         value = env.get(variable, "")
-        if env.get(marker) and value.isascii() and value.isdigit() and len(value) <= 9:
+        if _marked(env, marker) and value.isascii() and value.isdigit() and len(value) <= 9:
             return int(value)
     return None

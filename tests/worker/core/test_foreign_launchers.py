@@ -59,6 +59,20 @@ def test_a_batch_script_outside_a_step_is_no_worker() -> None:
     assert translate({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}) == {}
 
 
+def test_the_shell_of_an_allocation_is_no_worker() -> None:
+    """As Slurm 22.05 sets them there for an allocation of 2 nodes with 2 tasks each."""
+    shell = {
+        "SLURM_STEP_ID": "4294967290",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "4",
+    }
+    assert translate(shell) == {}
+    assert node_rank(shell) is None
+
+
 def test_nothing_known_gives_nothing() -> None:
     assert translate({"RANK": "1", "WORLD_SIZE": "2"}) == {}
 
