@@ -33,8 +33,9 @@ All other options are the launcher's (python -m worker --help), and no command f
 
   python -m worker check -n 8 --scheduler --config keys/config.json --password-file keys/password
 
-On several hosts, type the same line on each. A worker that mpirun, srun, torchrun or an indexed job has
-started runs the check itself. Exit code: 0 all agree (warnings apart), 1 not, 2 a mistake in the options."""
+On several hosts, type the same line on each. What mpirun, srun, torchrun or an indexed job has started runs
+the check itself, as one worker, unless the launcher's options are given.
+Exit code: 0 all agree (warnings apart), 1 not, 2 a mistake in the options."""
 
 
 @dataclass
@@ -64,7 +65,8 @@ class Result:
 def main(argv: Sequence[str]) -> int:
     """Launches the workers that check, or is one of them; returns the exit code."""
     options, rest = _parser().parse_known_args(list(argv))
-    if os.environ.get("MS_ROLE") != "MS_WORKER" and not translate(os.environ):
+    # One task of srun on each node may well be a launcher: then it has options that only a launcher has.
+    if os.environ.get("MS_ROLE") != "MS_WORKER" and (rest or not translate(os.environ)):
         from worker import launch_command
 
         own = ["--size-mib", str(options.size_mib), "--partners", str(options.partners)]

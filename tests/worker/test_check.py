@@ -295,8 +295,12 @@ def run(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
     )
 
 
-def test_the_command_on_one_machine(tmp_path: Path) -> None:
-    done = run(tmp_path, "--size-mib", "1", "-n", "2", "--scheduler", "--tail", "0")
+TASK = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+
+
+@pytest.mark.parametrize("env", [{}, TASK], ids=["by hand", "as srun's only task on a node"])
+def test_the_command_on_one_machine(tmp_path: Path, env: dict[str, str]) -> None:
+    done = run(tmp_path, "--size-mib", "1", "-n", "2", "--scheduler", "--tail", "0", **env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on 1 host" in done.stdout
     assert f"muster {worker.__version__}" in done.stdout
