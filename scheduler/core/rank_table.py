@@ -141,8 +141,8 @@ def _text(parent: Mapping[str, object], key: str, where: str, default: str | Non
     value = parent.get(key, default)
     if value is None:
         raise RankTableError(f"{where}.{key}", "is missing")
-    if not isinstance(value, str) or not value.strip():
-        raise RankTableError(f"{where}.{key}", f"must be a string that is not empty, not {value!r}")
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise RankTableError(f"{where}.{key}", f"must be a string of printable characters, not {value!r}")
     return value
 
 

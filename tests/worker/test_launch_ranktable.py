@@ -113,6 +113,7 @@ def test_ranks_are_looked_up_by_host_and_device(
         ({"server_list": []}, "no server_list"),
         ({"server_list": [{}]}, "server_id"),
         ({"server_list": [{"server_id": "a", "device": []}]}, "not empty"),
+        ({"server_list": [{"server_id": "a\n", "device": []}]}, "printable"),
         ({"server_list": [{"server_id": ["a"], "device": [{"device_id": 0, "rank_id": 0}]}]}, "server_id"),
         ({"server_list": [{"server_id": "a", "device": [{"device_id": 0, "rank_id": True}]}]}, "rank_id"),
         ({"server_list": [{"server_id": "a", "device": [{"device_id": 0, "rank_id": "٤"}]}]}, "rank_id"),

@@ -103,10 +103,10 @@ def _servers(where: str, document: object) -> list[Mapping[str, Any]]:
         name, devices = (
             server.get(key) if isinstance(server, dict) else None for key in ("server_id", "device")
         )
-        if not isinstance(devices, list) or not devices or not isinstance(name, str) or not name.strip():
-            raise SettingsError(
-                f"{where}: each entry of server_list needs a server_id and a device list that is not empty."
-            )
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise SettingsError(f"{where}: each server_id must be a string of printable characters.")
+        if not isinstance(devices, list) or not devices:
+            raise SettingsError(f"{where}: the host {name!r} needs a device list that is not empty.")
         _check_devices(f"{where}: the host {name!r}", devices)
     return servers
 
