@@ -219,6 +219,32 @@ def test_the_units_user_and_directories_are_made(name: str) -> None:
     assert [line for line in settings["LoadCredential"] if not line.endswith("-password")] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "what"), [("muster-scheduler.service", "the scheduler"), ("muster-worker@.service", "a worker")]
+)
+def test_the_units_do_not_restart_for_ever(name: str, what: str) -> None:
+    settings = unit(name)
+    needed = settings["EnvironmentFile"] + [line.split(":")[1] for line in settings["LoadCredential"]]
+    assert settings["AssertPathExists"] == needed
+    [interval], [burst] = settings["StartLimitIntervalSec"], settings["StartLimitBurst"]
+    minutes = int(interval.removesuffix("min"))
+    # The limit is reached also where each try takes long: 5 starts in 10 s, the default, is not.
+    assert int(burst) * (int(settings["RestartSec"][0]) + 15) <= 60 * minutes
+    readme = " ".join((DEPLOY / "README.md").read_text().split())
+    assert re.search(rf"{what} {burst} times in {minutes}\b", readme)
+
+
+def test_the_systemd_scheduler_is_reached_from_other_machines() -> None:
+    # Bound to its own name it would not be, where /etc/hosts takes that to 127.0.1.1, as on Debian.
+    [command] = unit("muster-scheduler.service")["ExecStart"]
+    options = server_parser().parse_args(command.split()[3:])
+    assert (options.serve, options.bind) == (True, "0.0.0.0")
+
+
+def test_systemd_stops_the_workers_before_the_scheduler_that_they_take_leave_of() -> None:
+    assert "muster-scheduler.service" in unit("muster-worker@.service")["After"][0].split()
+
+
 def test_systemd_credentials_reach_the_password_variables() -> None:
     scheduler = (DEPLOY / "systemd" / "muster-scheduler.service").read_text()
     assert "LoadCredential=server-password:" in scheduler

@@ -148,6 +148,23 @@ def test_systemd_the_units_user_can_load_the_files_and_others_cannot(installed: 
     assert "Permission denied" in stranger.communicate(timeout=WAIT_S)[0]
 
 
+def test_systemd_renewed_certificates_are_installed_and_open_with_the_old_passwords(
+    installed: Machine,
+) -> None:
+    before = {
+        name: (installed.directory / "etc/muster" / name).read_bytes()
+        for name in ("server.p12", "client.p12")
+    }
+    installed.shell(block("Certificates", "certs renew"), cwd="/srv")
+    installed.shell(block(SYSTEMD, "scp -p"), cwd="/srv")
+    for host, role, file in (("scheduler", "scheduler", "server.p12"), ("node1", "worker", "client.p12")):
+        first = block(SYSTEMD, f"{role}.env").splitlines()[0]
+        installed.shell(first, cwd=f"/srv/hosts/root@{host}.example.org/muster")
+        assert (installed.directory / "etc/muster" / file).read_bytes() != before[file]
+        loads = ("python", "-c", LOADS, role)
+        assert ended(start_unit(role, installed, command=loads)) == [f"muster://default/{role}\n"]
+
+
 def test_systemd_the_units_train(installed: Machine) -> None:
     scheduler = start_unit("scheduler", installed)
     try:
