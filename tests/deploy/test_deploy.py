@@ -168,6 +168,11 @@ def test_the_dockerfile_runs_nothing_as_root() -> None:
     assert instructions.count("USER") == instructions.count("FROM")
 
 
+def test_the_images_take_no_key() -> None:
+    ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {"**/*.key", "**/*.p12", "**/*password"} <= set(ignored)
+
+
 def test_compose_fits_the_compose_specification() -> None:
     text = (DEPLOY / "docker" / "compose.yaml").read_text()
     compose = PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(text)))
@@ -177,7 +182,10 @@ def test_compose_fits_the_compose_specification() -> None:
     assert set(services) == {"certificates", "scheduler", "worker"}
     worker = services["worker"]
     assert worker["deploy"]["replicas"] == int(worker["environment"]["MS_WORKER_NUM"])
+    # Built three times, the image would leave two nameless ones behind.
+    assert [name for name, service in services.items() if "build" in service] == ["certificates"]
     for service in services.values():
+        assert service["init"]
         secret = {name: value for name, value in service["environment"].items() if "PASSWORD" in name}
         assert secret
         assert [name for name in secret if not name.endswith("_FILE")] == []
