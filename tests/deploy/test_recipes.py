@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
@@ -235,10 +236,10 @@ def test_compose_trains_and_revokes(containers: Containers) -> None:
     scheduler = containers.start("scheduler")
     workers = [containers.start("worker", more=("--epochs", "1")) for _ in range(2)]
     assert "test accuracy" in "".join(ended(*workers, scheduler))
-    commands = block("Docker Compose: one machine, CPU", "certs revoke").replace("\\\n", " ").splitlines()
     # What runs must find no file missing, and install takes the old one away before it writes the new.
     missing = '[ ! -e "${!#}/config.json" ] || exit 1; exec /usr/bin/install "$@"'
     containers.machine.program("install", missing)
+    commands = block("Docker Compose: one machine, CPU", "certs revoke").replace("\\\n", " ").splitlines()
     documented = "docker compose -f deploy/docker/compose.yaml run --rm certificates"
     for line in commands:
         assert line.startswith(documented)
@@ -324,7 +325,11 @@ class Pods:
         mounts = {one["mountPath"]: self.mounted(role) / one["name"] for one in container["volumeMounts"]}
         user = as_user(str(pod["securityContext"]["runAsUser"]))
         return self.machine.start(
-            *(command or container["command"]), *more, user=user, env=env, mounts=mounts
+            *(command or container["command"] + container.get("args", [])),
+            *more,
+            user=user,
+            env=env,
+            mounts=mounts,
         )
 
     def _fill(self, volume: dict[str, Any], target: Path, group: int) -> None:
@@ -382,6 +387,19 @@ def test_kubernetes_the_pods_train(pods: Pods) -> None:
     finally:
         [log] = end(scheduler)
     assert "test accuracy" in told[0], log
+
+
+def test_kubernetes_a_worker_that_is_asked_to_leave_says_goodbye_and_is_not_done(pods: Pods) -> None:
+    pods.secrets_by_hand()
+    scheduler, worker = pods.start("scheduler"), pods.start("worker")
+    try:
+        assert worker.stdout is not None
+        heard = [next(line for line in worker.stdout if "1 of 4 workers is in" in line)]
+        heard += end(worker)
+    finally:
+        [log] = end(scheduler)
+    assert worker.returncode == 128 + signal.SIGTERM, heard
+    assert re.search(r"Node 0 on host \S+ left: asked to leave", log), log
 
 
 # ---------------------------------------------------------------- Slurm
