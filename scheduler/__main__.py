@@ -61,7 +61,7 @@ def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
     from scheduler.native_stderr import handshakes_watched
     from scheduler.security import load_security
 
-    logs.set_up(settings.log_level)
+    logs.set_up(settings.log_level, env)
     with handshakes_watched(os.environ, tls=settings.config_path is not None) as watch:
         security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
         from scheduler.server import main as serve

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scheduler import systemd
 from scheduler.errors import SettingsError
 from scheduler.handshakes import REASONS
 from scheduler.wire import printable
@@ -42,10 +43,18 @@ class LineFormatter(logging.Formatter):
         return f"{stamp} {record.levelname} {printable(text)}"
 
 
-def set_up(level: str) -> None:
+class JournalFormatter(LineFormatter):
+    """The same with a prefix by which systemd's journal tells how grave a line is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats one record."""
+        return systemd.priority_prefix(record.levelno) + super().format(record)
+
+
+def set_up(level: str, env: Mapping[str, str]) -> None:
     """Sends the scheduler's log to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(JournalFormatter() if systemd.is_journal(2, env) else LineFormatter())
     LOG.handlers[:] = [handler]
     LOG.setLevel(level)
     LOG.propagate = False

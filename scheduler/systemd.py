@@ -1,16 +1,21 @@
-"""Tells systemd that the scheduler is ready, alive or stopping (the sd_notify protocol, ``man sd_notify``).
+"""What systemd wants to hear: that the scheduler is ready, alive or stopping, and how grave a log line is.
 
-Outside systemd (no NOTIFY_SOCKET) nothing is sent.
+The protocols stand in ``man sd_notify`` and ``man sd-daemon``. Outside systemd nothing of this is said.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 from collections.abc import Mapping
 
 READY = "READY=1"
 STOPPING = "STOPPING=1"
 ALIVE = "WATCHDOG=1"
+
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+_DEBUG = 7
 
 
 def notify(state: str, env: Mapping[str, str]) -> bool:
@@ -42,3 +47,16 @@ def watchdog_interval_s(env: Mapping[str, str]) -> float | None:
     except ValueError:
         return None
     return allowed_us / 2e6 if allowed_us > 0 else None
+
+
+def is_journal(fd: int, env: Mapping[str, str]) -> bool:
+    """Whether what is written to this descriptor goes to systemd's journal."""
+    if "JOURNAL_STREAM" not in env:
+        return False
+    found = os.fstat(fd)
+    return env["JOURNAL_STREAM"] == f"{found.st_dev}:{found.st_ino}"
+
+
+def priority_prefix(level: int) -> str:
+    """What stands before a line in the journal to tell its priority; ``level`` is one of logging's."""
+    return f"<{next((number for least, number in _PRIORITIES if level >= least), _DEBUG)}>"

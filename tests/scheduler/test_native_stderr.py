@@ -14,7 +14,7 @@ import ctypes, faulthandler, logging, os, subprocess, sys, threading
 from scheduler import logs, native_stderr
 from scheduler.logs import LOG, Recorder
 from tests.scheduler.test_handshakes import HEALTHY, VERIFY, failed
-logs.set_up("INFO")
+logs.set_up("INFO", {})
 C, HOLDING = ctypes.CDLL(None), ctypes.PyDLL(None)  # the second one keeps the interpreter's lock
 FAILED = failed(VERIFY + "certificate has expired")
 def native(text): C.write(2, text.encode(), len(text.encode()))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scheduler import systemd
+from tests.scheduler.processes import environment
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -40,3 +45,29 @@ def test_a_deaf_manager_is_no_error(tmp_path: Path) -> None:
 )
 def test_the_watchdog_is_fed_twice_per_interval(value: str, interval_s: float | None) -> None:
     assert systemd.watchdog_interval_s({"WATCHDOG_USEC": value}) == interval_s
+
+
+@pytest.mark.parametrize(
+    ("level", "prefix"),
+    [
+        (logging.CRITICAL, "<2>"),
+        (logging.ERROR, "<3>"),
+        (logging.WARNING, "<4>"),
+        (logging.INFO, "<6>"),
+        (logging.DEBUG, "<7>"),
+    ],
+)
+def test_a_line_has_the_priority_that_the_journal_knows(level: int, prefix: str) -> None:
+    assert systemd.priority_prefix(level) == prefix
+
+
+@pytest.mark.parametrize(("to_journal", "begin"), [(True, "<4>2"), (False, "2")])
+def test_only_in_the_journal_lines_tell_their_priority(tmp_path: Path, to_journal: bool, begin: str) -> None:
+    with (tmp_path / "stderr").open("w+") as stderr:
+        found = os.fstat(stderr.fileno())
+        stream = f"{found.st_dev}:{found.st_ino if to_journal else found.st_ino + 1}"
+        code = "from scheduler import logs; import os; logs.set_up('INFO', os.environ); logs.LOG.warning('w')"
+        env = environment(JOURNAL_STREAM=stream)
+        subprocess.run([sys.executable, "-c", code], env=env, stderr=stderr, check=True)
+        stderr.seek(0)
+        assert stderr.read().startswith(begin)
