@@ -80,10 +80,13 @@ class Jobs:
         self.own_job_over: asyncio.Future[v.JobEnded] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
-        """Opens the journal and takes up the jobs that it holds; opens the own job."""
+        """Opens the journal and takes up the jobs that it holds; opens the own job, unless it serves several.
+
+        Then each begins with its first worker: a daemon that idles must not run into MS_TOPO_TIMEOUT.
+        """
         if self._open_storage is not None:
             await self._recover_all(self._open_storage)
-        if self._settings.worker_num and self._settings.job_id not in self._drivers:
+        if not self._settings.serve and self._settings.job_id not in self._drivers:
             self._start(
                 self._settings.job_id, self._new_machine(self._settings.job_id, self._settings.core())
             )
@@ -124,7 +127,9 @@ class Jobs:
         """
         driver = self._drivers.get(job_id or self._settings.job_id)
         if driver is None:
-            raise NotFoundError(f"There is no job {job_id or self._settings.job_id!r} on this scheduler.")
+            named = job_id or self._settings.job_id
+            why = ": no worker of it has come" if self._settings.serve else ""
+            raise NotFoundError(f"There is no job {named!r} on this scheduler{why}.")
         return driver
 
     def all(self) -> list[JobDriver]:

@@ -100,6 +100,20 @@ def test_the_own_job_is_there_from_the_start_and_others_are_refused() -> None:
     go(test())
 
 
+def test_serving_opens_also_its_own_job_with_the_first_worker() -> None:
+    async def test() -> None:
+        rig = Rig(serve=True)
+        await rig.jobs.open()
+        assert rig.made == []  # what idles must not run into MS_TOPO_TIMEOUT
+        with pytest.raises(NotFoundError, match="'default' on this scheduler: no worker of it has come"):
+            rig.jobs.get("")
+        await rig.jobs.for_join("default", fresh=True)
+        assert rig.made == [("default", 2)]
+        await rig.jobs.close()
+
+    go(test())
+
+
 def test_serving_opens_jobs_of_any_size() -> None:
     async def test() -> None:
         rig = Rig(serve=True, workers="")
