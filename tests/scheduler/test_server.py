@@ -271,7 +271,8 @@ def test_status_shows_progress(over: grpc.Channel, plain: Scheduler) -> None:
 def test_status_of_a_job_that_is_not_there(plain: Scheduler) -> None:
     done = plain.command("status", "--job", "nothing")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "scheduler: There is no job 'nothing' on this scheduler: no worker of it has come.\n"
+    why = "There is no job 'nothing' on this scheduler: no worker of it has come."
+    assert done.stderr == f"scheduler: {why}\n"
 
 
 def test_drain_a_node_that_is_not_there(over: grpc.Channel, plain: Scheduler) -> None:
