@@ -36,6 +36,8 @@ from scheduler.service import SERVICE, Limits, Service
 MAX_REQUEST_BYTES = 1024 * 1024
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
+EXIT_LIMIT_S = 10
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 def grpc_options(node_timeout_s: float) -> Sequence[tuple[str, int]]:
@@ -74,7 +76,7 @@ async def run(
     """
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[int] = loop.create_future()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOPPING:
         loop.add_signal_handler(number, functools.partial(_on_signal, stop, number))
     addresses = await loop.run_in_executor(None, listen.resolve, settings.bind_host)
     if check_may_listen(settings, addresses, tls=security is not None):
@@ -94,6 +96,17 @@ async def run(
             watch.finish_reports()
         if audit is not None:
             audit.close()
+        _keep_exit_code()
+
+
+def _keep_exit_code() -> None:
+    """From here on no signal replaces the exit code, and an end that hangs is cut short."""
+    loop = asyncio.get_running_loop()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_LIMIT_S)
+    for number in _STOPPING:
+        loop.remove_signal_handler(number)  # the loop's own end would put the default back
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _jobs(settings: SchedulerSettings, loop: asyncio.AbstractEventLoop, recorder: Recorder) -> Jobs:
@@ -165,6 +178,7 @@ async def _until_over(
     waits: set[asyncio.Future[Any]] = {stop} if settings.serve else {stop, jobs.own_job_over}
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not settings.serve and jobs.own_job_over.done():
+        _keep_exit_code()
         ended: v.JobEnded = jobs.own_job_over.result()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(service.idle.wait(), FAREWELL_S)

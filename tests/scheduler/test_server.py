@@ -90,6 +90,19 @@ def test_a_signal_tells_the_workers_and_stops(number: int, code: int) -> None:
     assert "Traceback" not in running.log
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_no_signal_takes_back_that_the_job_ended_well(number: int) -> None:
+    with scheduler() as running, channel(running.target) as over:
+        streams = form(over)
+        for stream in streams:
+            stream.put(leave())
+            stream.next("ended")
+        running.await_log("job default ended")
+        while running.process.poll() is None:
+            running.signal(number)
+        assert running.wait() == 0
+
+
 def test_serving_several_jobs_each_at_its_own_size() -> None:
     with scheduler("--serve", MS_WORKER_NUM="") as running, channel(running.target) as over:
         first = form(over, 2, job_id="first")
