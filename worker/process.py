@@ -103,8 +103,8 @@ def init(backend: str | None = None) -> Session:
         return _process.session
     _hook_exit()
     try:
-        _process.session = session = open_session(os.environ, _process.context, backend)
         with _leaving_on_sigterm():
+            _process.session = session = open_session(os.environ, _process.context, backend)
             session.open()
     except KeyboardInterrupt:
         _process.interrupted = True

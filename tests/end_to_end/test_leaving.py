@@ -147,6 +147,17 @@ def test_sigterm_ends_a_worker_that_waits_for_the_group_with_a_goodbye(tmp_path:
         assert "WARNING" not in running.log
 
 
+def test_sigterm_ends_a_worker_that_waits_for_the_schedulers_name(tmp_path: Path) -> None:
+    with job(tmp_path, 1, 1) as (_, workers):
+        waiting = workers.start("0", MS_SCHED_HOST="no.such.host.invalid", MS_ALLOW_INSECURE="1")
+        while "Trying again in" not in waiting.log:
+            assert waiting.process.poll() is None, waiting.log
+        waiting.process.send_signal(signal.SIGTERM)
+        assert waiting.end()[0] == 0, waiting.log
+        assert waiting.log.endswith("muster.worker INFO This worker leaves the job: SIGTERM.\n")
+        assert "Traceback" not in waiting.log
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "drain"])
 def test_a_spare_that_is_asked_to_leave_ends_well(how: str, tmp_path: Path) -> None:
     with job(tmp_path, 1, 1, MS_SPARES="1") as (running, workers):
