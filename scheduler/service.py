@@ -86,7 +86,7 @@ class Service:
                 continue
             if session.driver is not None and session.candidate is not None:
                 with contextlib.suppress(StoppingError):
-                    await session.driver.submit(v.Expel(session.candidate.node_id, reason))
+                    await session.driver.submit(v.Expel(session.candidate.node_id, reason.rstrip(".")))
             if not session.over:  # it had no place to lose yet
                 session.drop(UnauthenticatedError(reason))
 

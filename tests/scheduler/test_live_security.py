@@ -239,6 +239,7 @@ def test_a_revoked_worker_is_expelled_and_stays_out(own_pki: Pki, tmp_path: Path
         assert running.process.poll() is None
         for stream in (stays, goes):
             stream.call.cancel()
+    assert ".." not in running.log
     expelled = [json.loads(line) for line in audit.read_text().splitlines()]
     assert ("expelled", "node-1", bad.fingerprint) in [
         (event["event"], event.get("node_id"), event.get("certificate")) for event in expelled
