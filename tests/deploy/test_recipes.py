@@ -311,18 +311,19 @@ class Pods:
         self.machine.shell(passwords, cwd="/srv")
         self.machine.shell(CERT_MANAGER, cwd="/srv/cluster")
 
-    def mounted(self, role: str) -> Path:
-        return self.machine.directory / "mounts" / role
+    def mounted(self, role: str, index: int = 0) -> Path:
+        return self.machine.directory / "mounts" / f"{role}-{index}"
 
     def start(self, role: str, *command: str, more: tuple[str, ...] = (), index: int = 0) -> Process:
         pod = named(*PODS[role])["spec"]["template"]["spec"]
         [container] = pod["containers"]
+        mounted = self.mounted(role, index)
         for volume in pod["volumes"]:
-            self._fill(volume, self.mounted(role) / volume["name"], pod["securityContext"]["fsGroup"])
+            self._fill(volume, mounted / volume["name"], pod["securityContext"]["fsGroup"])
         env = dict(named("ConfigMap", "muster-job")["data"])
         env |= {one["name"]: one.get("value", "127.0.0.1") for one in container["env"]}
         env |= {"MS_SCHED_PORT": self.port, "MS_METRICS_PORT": "", "JOB_COMPLETION_INDEX": str(index)}
-        mounts = {one["mountPath"]: self.mounted(role) / one["name"] for one in container["volumeMounts"]}
+        mounts = {one["mountPath"]: mounted / one["name"] for one in container["volumeMounts"]}
         user = as_user(str(pod["securityContext"]["runAsUser"]))
         return self.machine.start(
             *(command or container["command"] + container.get("args", [])),
