@@ -25,7 +25,7 @@ def readable(x: Any, backend: str, name: str = "x") -> Array:
     Raises:
         ArrayError: this backend takes no such array, or it is none.
     """
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if _tells_all(x):
         return x
     import numpy as np
 
@@ -51,9 +51,14 @@ def writable(x: Any, backend: str, name: str = "out") -> Array:
     Raises:
         ArrayError: it is no array, or none for this backend.
     """
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not _is_foreign(x):
+    if not is_array(x):
         raise ArrayError(f"{name} is a {kind_of(x)}, which cannot be filled.", remedy="Give an array.")
     return readable(x, backend, name)
+
+
+def is_array(x: Any) -> bool:
+    """Whether a result can land in it; what else :func:`readable` takes becomes a new array."""
+    return _tells_all(x) or _is_foreign(x)
 
 
 def shape_of(x: Array) -> tuple[int, ...]:
@@ -94,6 +99,10 @@ def _dtype(x: Array) -> Any:
     import numpy as np
 
     return np.dtype(x.__cuda_array_interface__["typestr"])
+
+
+def _tells_all(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _is_foreign(x: Any) -> bool:

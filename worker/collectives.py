@@ -22,7 +22,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from worker.array_facts import dtype_of, new_like, readable, shape_of, writable
+from worker.array_facts import dtype_of, is_array, new_like, readable, shape_of, writable
 from worker.communicators.base import Array, Communicator, ReduceOp, Work
 from worker.communicators.nccl_work import PreMultipliedSum
 from worker.errors import ArrayError, CommunicatorError, GroupError
@@ -99,7 +99,7 @@ def reduce(
 def broadcast(x: Array, root: int = 0, group: str | None = None, async_op: bool = False) -> Any:
     """Copies ``x`` of ``root`` (a rank within the group) into ``x`` of all ranks, in place; returns it."""
     communicator, given = _begin(group, x)
-    result = given if _are_numbers(x) else x
+    result = x if is_array(x) else given
     return _finish(communicator.broadcast(given, root, async_op=async_op), result, async_op)
 
 
@@ -353,15 +353,6 @@ def _op(op: str | PreMultipliedSum, communicator: Communicator) -> Any:
     except ValueError:
         legal = ", ".join(each.value for each in ReduceOp)
         raise ArrayError(f"op must be one of {legal}; it is {op!r}.") from None
-
-
-def _are_numbers(x: Any) -> bool:
-    """Whether it had to become an array first."""
-    return (
-        not hasattr(x, "shape")
-        and not hasattr(x, "__cuda_array_interface__")
-        and not hasattr(x, "__dlpack__")
-    )
 
 
 def _gathered(x: Array, size: int) -> tuple[int, ...]:

@@ -127,6 +127,13 @@ class Capsule:
         raise BufferError("it lies on a GPU")
 
 
+class Convertible(Capsule):
+    """NumPy makes an array of it, which may be a copy."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.ones(2)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -161,6 +168,7 @@ def test_what_is_not_done_in_place_leaves_its_argument_alone_and_what_is_returns
     assert worker.broadcast(X) is X and worker.recv(X, 0) is X
     assert worker.all_reduce(X) is not X and worker.all_reduce(X, out=X) is X
     assert worker.broadcast([1.0, 2.0]).shape == (2,)
+    assert worker.broadcast(Convertible()).shape == (2,)
 
 
 def test_several_collectives_in_one_launch_need_nccl(session: StubSession) -> None:
