@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.scheduler.processes import WAIT_S, Scheduler, environment, scheduler
+from tests.end_to_end.workers import Process
+from tests.scheduler.processes import WAIT_S, Scheduler, scheduler
 
 STEPS = 200
 COMPLETED = "has completed the training"
@@ -19,26 +18,15 @@ COMPLETED = "has completed the training"
 pytestmark = pytest.mark.timeout(90, method="signal")
 
 
-class Worker:
+class Worker(Process):
     """One process of ``plain_loop``."""
 
     def __init__(self, directory: Path, running: Scheduler, node_id: str, **env: str) -> None:
         self.node_id = node_id
         self.saved = directory / f"saved_{node_id}"
-        self._log = directory / f"{node_id}.log"
-        variables = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": node_id, "MS_SCHED_PORT": str(running.port)}
-        with self._log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.end_to_end.plain_loop", str(self.saved)],
-                env=environment(**variables, **env),
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
+        log = directory / f"{node_id}.log"
+        place = {"MS_NODE_ID": node_id, "MS_SCHED_PORT": str(running.port)}
+        super().__init__(log, "plain_loop", str(self.saved), **place, **env)
 
     def await_step(self, number: int) -> None:
         assert self.process.stdout is not None
@@ -68,9 +56,7 @@ class Workers:
     def close(self) -> None:
         for each in self.all:
             each.process.kill()
-            each.process.wait(WAIT_S)
-            assert each.process.stdout is not None
-            each.process.stdout.close()
+            each.process.communicate(timeout=WAIT_S)
 
 
 @contextlib.contextmanager

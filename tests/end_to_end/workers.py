@@ -14,14 +14,14 @@ from tests.scheduler.processes import Pki, Scheduler, environment
 WAIT_S = 20.0
 
 
-class Worker:
-    """One process of ``obedient_worker``."""
+class Process:
+    """A module of this package, run as a worker; spoken with by its standard input and output."""
 
-    def __init__(self, log: Path, **env: str) -> None:
+    def __init__(self, log: Path, module: str, *arguments: str, **env: str) -> None:
         self._log = log
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.end_to_end.obedient_worker"],
+                [sys.executable, "-W", "error", "-m", f"tests.end_to_end.{module}", *arguments],
                 env=environment(**{"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", **env}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -33,6 +33,13 @@ class Worker:
     def log(self) -> str:
         """What it wrote to stderr."""
         return self._log.read_text()
+
+
+class Worker(Process):
+    """One process of ``obedient_worker``."""
+
+    def __init__(self, log: Path, **env: str) -> None:
+        super().__init__(log, "obedient_worker", **env)
 
     def tell(self, code: str) -> None:
         """Gives it an expression to evaluate, without waiting."""
