@@ -207,10 +207,7 @@ class Crowd:
         self.parse = slim_reader()
         self.tls = channel_credentials(credentials, found.server_leaf_pem)
         # Every worker is a connection of its own, as it is for workers in processes of their own.
-        self.options = [
-            *client_options(self.args.node_timeout_s),
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
+        self.options = [*client_options(self.args.node_timeout_s), ("grpc.use_local_subchannel_pool", 1)]
 
     # ------------------------------------------------------------ forming
 

@@ -9,7 +9,6 @@ import grpc
 from certs.store import Credentials
 
 _SERVER_OPTIONS = (
-    ("grpc.keepalive_permit_without_calls", 1),
     # Clients ping while there is no data; the default here would end them with "Too many pings".
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     # Two schedulers on one port would share its connections without a word.
@@ -22,7 +21,6 @@ _SERVER_OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", 30_000),
 )
 _CLIENT_OPTIONS = (
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # Proxy variables are obeyed even for loopback otherwise.
     ("grpc.enable_http_proxy", 0),
@@ -53,6 +51,7 @@ def _keepalive(node_timeout_s: float) -> tuple[tuple[str, int], ...]:
     timeout_s = max(_LEAST_PING_TIMEOUT_S, 0.4 * node_timeout_s)
     after_s = max(_LEAST_PING_AFTER_S, 0.6 * node_timeout_s)
     return (
+        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", round(1000 * after_s)),
         ("grpc.keepalive_timeout_ms", round(1000 * timeout_s)),
         ("grpc.http2.ping_timeout_ms", round(1000 * timeout_s)),  # without it, a minute

@@ -128,7 +128,7 @@ class Jobs:
         driver = self._drivers.get(job_id or self._settings.job_id)
         if driver is None:
             named = job_id or self._settings.job_id
-            why = ": no worker of it has come" if self._settings.serve else ""
+            why = "; its first worker opens it" if self._settings.serve else ""
             raise NotFoundError(f"There is no job {named!r} on this scheduler{why}.")
         return driver
 

@@ -371,11 +371,12 @@ class Session:
             if self._released:
                 return
             self._released = True
+        asked = finished is None and (self._left or self._client.leave_granted)
         if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
-            finished = not (self._left or self._client.leave_granted)
-            reason = reason or ("finished" if finished else "asked to leave")
+            finished = not asked
+        default = "finished" if finished else "asked to leave" if asked else "gave up"
         try:
-            self._depart(finished, reason or ("finished" if finished else "gave up"))
+            self._depart(finished, reason or default)
         except KeyboardInterrupt:
             self.interrupted = True
             raise

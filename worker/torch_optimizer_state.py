@@ -106,9 +106,8 @@ def _undone(optimizer: Any, lacking: list[Any]) -> Iterator[None]:
     for parameter in lacking:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        if (
-            "weight_decay" in group
-        ):  # SGD's momentum begins as the first gradient, which decay would be part of
+        # SGD's momentum begins as the first gradient, which decay would be part of.
+        if "weight_decay" in group:
             group["weight_decay"] = 0.0
     try:
         yield

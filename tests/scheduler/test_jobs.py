@@ -105,7 +105,7 @@ def test_serving_opens_also_its_own_job_with_the_first_worker() -> None:
         rig = Rig(serve=True)
         await rig.jobs.open()
         assert rig.made == []  # what idles must not run into MS_TOPO_TIMEOUT
-        with pytest.raises(NotFoundError, match="'default' on this scheduler: no worker of it has come"):
+        with pytest.raises(NotFoundError, match="'default' on this scheduler; its first worker opens it"):
             rig.jobs.get("")
         await rig.jobs.for_join("default", fresh=True)
         assert rig.made == [("default", 2)]

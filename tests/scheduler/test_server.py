@@ -284,7 +284,7 @@ def test_status_shows_progress(over: grpc.Channel, plain: Scheduler) -> None:
 def test_status_of_a_job_that_is_not_there(plain: Scheduler) -> None:
     done = plain.command("status", "--job", "nothing")
     assert (done.returncode, done.stdout) == (1, "")
-    why = "There is no job 'nothing' on this scheduler: no worker of it has come."
+    why = "There is no job 'nothing' on this scheduler; its first worker opens it."
     assert done.stderr == f"scheduler: {why}\n"
 
 
