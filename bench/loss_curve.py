@@ -1,9 +1,9 @@
-"""ResNet-50's loss, step by step: ours, and DistributedDataParallel in bfloat16 (twice) and in float32.
+"""ResNet-50's loss, step by step: ours and DistributedDataParallel's, several times each.
 
-Same seeds, same batches of scikit-learn's handwritten digits (real data), enlarged to 64x64. What bfloat16
-alone does to the curve is seen between DistributedDataParallel's runs: ours should not differ from its
-bfloat16 run by more than that differs from its float32 run. Its second run in bfloat16 shows how much of it
-is only the order in which a GPU adds.
+Same seeds, same batches of scikit-learn's handwritten digits (real data), enlarged to 64x64. Rounding to
+bfloat16 alone makes two runs differ, the more the longer they train. How much is measured: some runs are
+*turned*, that is, each rank's images come in another order, which changes nothing but the order of additions.
+Ours is DistributedDataParallel's curve if runs of the two differ by no more than runs of the same kind do.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from itertools import combinations, product
 from typing import Any
 
 from bench.gpu_fleet import Fleet
 from bench.gpu_machine import describe_machine as describe_gpu
 from bench.train import make_model, make_step, tear_down
 
-CURVES = ("muster", "ddp", "ddp-again", "ddp-float32")
+CURVES = {
+    "muster": ("muster", 0),
+    "muster turned": ("muster", 1),
+    "muster turned twice": ("muster", 2),
+    "ddp": ("ddp", 0),
+    "ddp turned": ("ddp", 1),
+    "ddp turned twice": ("ddp", 2),
+    "ddp-compiled": ("ddp-compiled", 0),
+    "ddp-float32": ("ddp", 0),
+}
+"""Variant of :mod:`bench.train` and number of turns, by curve; all but the last compute in bfloat16."""
+TURNS = 3
 WINDOW = 10
 """Steps over which curves are averaged before they are compared."""
 
@@ -38,8 +50,8 @@ def curve(communicator: Any, *, name: str, steps: int, batch: int, lr: float, in
 
     from worker.communicators.base import ReduceOp
 
-    exact = name == "ddp-float32"
-    variant = "ddp" if name.startswith("ddp") else name
+    variant, turns = CURVES[name]
+    exact = name.endswith("float32")
     torch.set_float32_matmul_precision("highest" if exact else "high")
     torch.backends.cudnn.allow_tf32 = not exact
     model, optimizer = make_model(communicator, variant, init_file=init_file, lr=lr)
@@ -49,7 +61,7 @@ def curve(communicator: Any, *, name: str, steps: int, batch: int, lr: float, in
     losses = torch.zeros(steps, device=images.device)
     for number in range(steps):
         rows = torch.randperm(len(labels), generator=order)[communicator.rank :: communicator.world_size]
-        chosen = rows[:batch].to(images.device)
+        chosen = rows[:batch].roll(turns * batch // TURNS).to(images.device)
         losses[number] = step(images[chosen].contiguous(memory_format=torch.channels_last), labels[chosen])
     communicator.all_reduce(losses, losses, ReduceOp.MEAN)
     result: list[float] = losses.tolist()
@@ -73,10 +85,36 @@ def smoothed(losses: list[float]) -> list[float]:
     return [sum(losses[i : i + WINDOW]) / WINDOW for i in range(len(losses) - WINDOW + 1)]
 
 
-def difference(one: list[float], other: list[float]) -> dict[str, float]:
-    """Largest and mean difference of two curves, smoothed."""
+def difference(one: list[float], other: list[float]) -> float:
+    """Mean difference of two curves, smoothed."""
     gaps = [abs(a - b) for a, b in zip(smoothed(one), smoothed(other), strict=True)]
-    return {"largest": max(gaps), "mean": sum(gaps) / len(gaps)}
+    return sum(gaps) / len(gaps)
+
+
+def compare(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Differences between curves, by kind of pair: their mean, the least and the largest, and how many.
+
+    Args:
+        curves: losses by the names of :data:`CURVES`.
+    """
+    ours = [name for name in curves if name.startswith("muster")]
+    theirs = [name for name in curves if name.startswith("ddp") and name != "ddp-float32"]
+    pairs = {
+        "muster to muster": list(combinations(ours, 2)),
+        "ddp to ddp": list(combinations(theirs, 2)),
+        "muster to ddp": list(product(ours, theirs)),
+        "ddp to ddp-float32": [(name, "ddp-float32") for name in theirs],
+    }
+    found = {}
+    for kind, names in pairs.items():
+        gaps = [difference(curves[one], curves[other]) for one, other in names]
+        found[kind] = {
+            "mean": sum(gaps) / len(gaps),
+            "least": min(gaps),
+            "largest": max(gaps),
+            "pairs": len(gaps),
+        }
+    return found
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -93,17 +131,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "lr": options.lr,
         "machine": machine,
         "losses": curves,
-        "differences": {
-            "muster to ddp": difference(curves["muster"], curves["ddp"]),
-            "ddp to ddp-again": difference(curves["ddp"], curves["ddp-again"]),
-            "ddp to ddp-float32": difference(curves["ddp"], curves["ddp-float32"]),
-        },
+        "differences": compare(curves),
     }
 
 
 def report(results: dict[str, Any], show: Callable[[str], None] = print) -> None:
     """Prints the results for people."""
     for name, losses in results["losses"].items():
-        show(f"{name:12} first {losses[0]:.4f}  last {WINDOW} on average {smoothed(losses)[-1]:.4f}")
+        show(f"{name:19} first {losses[0]:.4f}  last {WINDOW} on average {smoothed(losses)[-1]:.4f}")
     for name, gap in results["differences"].items():
-        show(f"{name}: {gap['mean']:.4f} on average, {gap['largest']:.4f} at most")
+        show(
+            f"{name:19} {gap['mean']:.4f} ({gap['least']:.4f} to {gap['largest']:.4f}, {gap['pairs']} pairs)"
+        )

@@ -68,14 +68,14 @@ def hang_or_call(place: Place, call: str) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.parametrize("size", [2, 3], indirect=True)
 @pytest.mark.parametrize("elements", [10, 1_000_000])
-def test_abort_ends_a_collective_that_hangs(agents: Agents, backend: Kit, elements: int) -> None:
-    for world in (2, 3):
-        results = agents.fresh(backend.name, world, bodies.aborted_while_waiting, elements, may_fail=True)
-        first = results[0]
-        assert not isinstance(first, Failure), first.trace
-        assert "node-1 left" in first[1]
-        assert "node-1 left" in first[2]
+def test_abort_ends_a_collective_that_hangs(agents: Agents, backend: Kit, size: int, elements: int) -> None:
+    results = agents.fresh(backend.name, size, bodies.aborted_while_waiting, elements, may_fail=True)
+    first = results[0]
+    assert not isinstance(first, Failure), first.trace
+    assert "node-1 left" in first[1]
+    assert "node-1 left" in first[2]
 
 
 def test_a_closed_communicator_says_so(agents: Agents, backend: Kit) -> None:

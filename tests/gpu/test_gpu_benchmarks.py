@@ -35,7 +35,26 @@ def test_curves_are_compared_smoothed() -> None:
     wave = [step % 2 * 1.0 for step in range(12)]
     assert loss_curve.smoothed(wave) == [0.5, 0.5, 0.5]
     later = [*wave[:11], wave[11] + 1]
-    assert loss_curve.difference(wave, later) == pytest.approx({"largest": 0.1, "mean": 0.1 / 3})
+    assert loss_curve.difference(wave, later) == pytest.approx(0.1 / 3)
+
+
+def test_curves_of_two_kinds_are_compared_with_pairs_of_one_kind() -> None:
+    levels = dict.fromkeys(loss_curve.CURVES, 1.0) | {
+        "muster turned": 1.1,
+        "ddp turned": 1.3,
+        "ddp-float32": 2.0,
+    }
+    found = loss_curve.compare({name: [level] * 12 for name, level in levels.items()})
+    assert {kind: gap["pairs"] for kind, gap in found.items()} == {
+        "muster to muster": 3,
+        "ddp to ddp": 6,
+        "muster to ddp": 12,
+        "ddp to ddp-float32": 4,
+    }
+    assert found["muster to muster"]["largest"] == pytest.approx(0.1)
+    assert found["ddp to ddp"] == pytest.approx({"mean": 0.15, "least": 0, "largest": 0.3, "pairs": 6})
+    assert found["muster to ddp"]["least"] == 0
+    assert found["ddp to ddp-float32"]["least"] == pytest.approx(0.7)
 
 
 def test_each_round_begins_with_another() -> None:
