@@ -26,6 +26,14 @@ SAFE_ENVIRONMENT = {
 """NVLink multicast off: figures are then comparable between hosts that share their switches and others."""
 
 
+def sharing_environment(rank: int) -> dict[str, str]:
+    """What lets ranks share a GPU: NCCL refuses that on one host, so each rank calls itself one of its own.
+
+    Data goes through sockets then, and ranks take turns on the GPU: results hold, speeds mean nothing.
+    """
+    return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
+
+
 class FleetError(RuntimeError):
     """A process of the fleet raised, died or did not answer in time."""
 
@@ -37,9 +45,12 @@ class Fleet:
         size: how many.
         timeout_s: deadline for forming, and default for :meth:`run`.
         communicate: build an NCCL communicator; False: functions get None.
+        ranks_per_gpu: how many share a GPU; see :func:`sharing_environment`.
     """
 
-    def __init__(self, size: int, *, timeout_s: float = 120, communicate: bool = True) -> None:
+    def __init__(
+        self, size: int, *, timeout_s: float = 120, communicate: bool = True, ranks_per_gpu: int = 1
+    ) -> None:
         self.size = size
         self.timeout_s = timeout_s
         context = multiprocessing.get_context("spawn")
@@ -47,7 +58,8 @@ class Fleet:
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, communicate), daemon=True)
+            arguments = (theirs, rank, size, communicate, ranks_per_gpu)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -140,17 +152,20 @@ def hand_made_membership(rank: int, size: int, ids: tuple[bytes, ...]) -> Member
     return Membership("bench", 1, "world", rank, peers, ids)
 
 
-def _serve(pipe: Connection, rank: int, size: int, communicate: bool) -> None:
+def _serve(pipe: Connection, rank: int, size: int, communicate: bool, ranks_per_gpu: int) -> None:
     os.environ.update(SAFE_ENVIRONMENT)
+    if ranks_per_gpu > 1:
+        os.environ.update(sharing_environment(rank))
     import torch
 
-    torch.cuda.set_device(rank)
+    device = rank // ranks_per_gpu
+    torch.cuda.set_device(device)
     communicator: Any = None
     backend: Any = None
     if communicate:
         from worker.communicators.nccl import NcclBackend
 
-        backend = NcclBackend(device_index=rank)
+        backend = NcclBackend(device_index=device)
     while True:
         try:
             word, argument, arguments = pipe.recv()

@@ -20,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--backend", choices=("tcp", "nccl"), default="tcp", help="tcp: on the CPU (the default)")
     option("--workers", type=int, default=4, metavar="N", help="workers of the job on the CPU (4)")
     option("--gpus", type=int, default=4, metavar="N", help="workers of the job on GPUs (4)")
+    option(
+        "--ranks-per-gpu",
+        type=int,
+        default=1,
+        metavar="N",
+        help="let N workers share a GPU, to try it with fewer: its times mean nothing then (1)",
+    )
     option("--kills", type=int, metavar="N", help="workers to kill (20, or 5 on GPUs)")
     option("--scheduler-kills", type=int, default=20, metavar="N", help="schedulers to kill, tcp (20)")
     option(

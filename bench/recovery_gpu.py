@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_fleet import SAFE_ENVIRONMENT
+from bench.gpu_fleet import SAFE_ENVIRONMENT, sharing_environment
 from bench.recovery_job import Job, Worker
 
 STEADY_STEPS = 20
@@ -22,7 +22,7 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
     """Runs the job, does harm to it and returns what was seen; stops early at the time limit.
 
     Args:
-        options: kills, gpus, images, seed, limit_s, tiny.
+        options: kills, gpus, ranks_per_gpu, images, seed, limit_s, tiny.
         directory: for logs and records.
         say: shows progress.
     """
@@ -30,6 +30,8 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
     if options.tiny:
         command += ["--tiny", "--cpu", "--size", "32"]
     results: dict[str, Any] = {"gpus": options.gpus, "images_per_gpu": options.images, "kills": []}
+    if options.ranks_per_gpu > 1:
+        results["ranks_per_gpu"] = options.ranks_per_gpu
     chance = random.Random(options.seed)
     job = Job(
         directory,
@@ -45,7 +47,7 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
             began = time.monotonic()
             job.start_scheduler()
             for number in range(options.gpus):
-                _start(job, number)
+                _start(job, number, options.ranks_per_gpu)
             _await_steady(job, options, deadline)
             say(f"{options.gpus} ranks train, steps captured, after {time.monotonic() - began:.1f} s")
             results["step_s_before"] = round(_step_time(job.living()), 5)
@@ -66,8 +68,11 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
     return results
 
 
-def _start(job: Job, number: int) -> Worker:
-    return job.start_worker(str(number), DEVICE_ID=str(number), MS_LOCAL_INDEX=str(number))
+def _start(job: Job, number: int, ranks_per_gpu: int) -> Worker:
+    sharing = sharing_environment(number) if ranks_per_gpu > 1 else {}
+    return job.start_worker(
+        str(number), DEVICE_ID=str(number // ranks_per_gpu), MS_LOCAL_INDEX=str(number), **sharing
+    )
 
 
 def _await_steady(job: Job, options: argparse.Namespace, deadline: float) -> None:
@@ -107,7 +112,7 @@ def _kill_one(job: Job, options: argparse.Namespace, name: str, deadline: float)
     )
     result |= _recapture(survivors, killed)
     started = time.monotonic()
-    newcomer = _start(job, int(victim.name))
+    newcomer = _start(job, int(victim.name), options.ranks_per_gpu)
     _await_steady(job, options, deadline)
     first = newcomer.steps()[0]
     result["replacement"] = {

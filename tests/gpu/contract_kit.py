@@ -1,35 +1,40 @@
-"""NCCL in the contract suite: one process per GPU, CuPy arrays."""
+"""NCCL in the contract suite: CuPy arrays, one process per GPU unless told otherwise."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any, cast
 
+from bench.gpu_fleet import sharing_environment
 from tests.contracts.kits import Kit, NumpyArray
+from tests.gpu.sharing import RANKS_PER_GPU, ranks_on
 from worker.communicators.base import Backend
 
 DTYPES = ("f2", "f4", "f8", "i1", "i4", "i8", "u1", "u4", "u8")
 
 
 class NcclKit(Kit):
-    """As many ranks as there are GPUs; NCCL cannot tell that ranks disagree."""
+    """As many ranks as GPUs allow; NCCL cannot tell that ranks disagree."""
 
     def __init__(self) -> None:
         cupy = importlib.import_module("cupy")
         count = int(cupy.cuda.runtime.getDeviceCount())
-        size = min(count, 4)
         # NCCL's mean scales each rank's part before it adds them.
         super().__init__(
-            "nccl", "nccl", DTYPES, tells_mismatch=False, max_world_size=size, divides_last=False
+            "nccl", "nccl", DTYPES, tells_mismatch=False, max_world_size=ranks_on(count), divides_last=False
         )
 
     def create(self, certificates: Path, rank: int) -> Backend:
-        """On the GPU of the rank's number; array and communicator must be on one device."""
+        """On the rank's GPU; array and communicator must be on one device."""
         from worker.communicators.nccl import NcclBackend
 
-        importlib.import_module("cupy").cuda.Device(rank).use()
-        return NcclBackend(device_index=rank)
+        if RANKS_PER_GPU > 1:
+            os.environ.update(sharing_environment(rank))
+        device = rank // RANKS_PER_GPU
+        importlib.import_module("cupy").cuda.Device(device).use()
+        return NcclBackend(device_index=device)
 
     def array(self, values: NumpyArray) -> Any:
         """A CuPy array."""

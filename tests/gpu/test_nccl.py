@@ -1,4 +1,4 @@
-"""NCCL, DataParallel and captured steps on real GPUs, one process each, without a scheduler."""
+"""NCCL, DataParallel and captured steps on real GPUs, without a scheduler."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.sharing import RANKS_PER_GPU, ranks_on
+
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
-GPUS = torch.cuda.device_count()
-if GPUS < 2:
-    pytest.skip("needs two GPUs", allow_module_level=True)
+RANKS = ranks_on(torch.cuda.device_count())
+if RANKS < 2:
+    pytest.skip("needs two GPUs, or MS_TEST_RANKS_PER_GPU=2", allow_module_level=True)
 
 from bench.gpu_fleet import Fleet  # noqa: E402
 from tests.gpu import checks  # noqa: E402
 
-SIZES = [size for size in (2, 4) if size <= GPUS]
+SIZES = [size for size in (2, 4) if size <= RANKS]
 
 
 @pytest.fixture(scope="module", params=SIZES)
 def fleet(request: Any) -> Iterator[Fleet]:
-    with Fleet(request.param, timeout_s=90) as fleet:
+    with Fleet(request.param, timeout_s=90, ranks_per_gpu=RANKS_PER_GPU) as fleet:
         yield fleet
 
 
@@ -62,7 +64,7 @@ def test_formation_is_given_up_when_another_generation_comes(fleet: Fleet) -> No
 
 
 def test_an_abort_frees_a_rank_that_hangs_in_a_captured_step() -> None:
-    with Fleet(2, timeout_s=90) as fleet:
+    with Fleet(2, timeout_s=90, ranks_per_gpu=RANKS_PER_GPU) as fleet:
         assert fleet.run(checks.check_abort_with_graph)[0] < 5
 
 

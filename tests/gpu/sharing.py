@@ -1,0 +1,12 @@
+"""More ranks than GPUs: the tests for three and four ranks on a machine with one GPU or two."""
+
+from __future__ import annotations
+
+import os
+
+RANKS_PER_GPU = int(os.environ.get("MS_TEST_RANKS_PER_GPU", "1"))
+
+
+def ranks_on(gpus: int) -> int:
+    """How many ranks tests may start, at most 4."""
+    return min(4, gpus * RANKS_PER_GPU)
