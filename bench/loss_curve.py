@@ -37,6 +37,9 @@ WINDOW = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--gpus", type=int, default=4, help="world size (4)")
+    parser.add_argument(
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU; slow (1)"
+    )
     parser.add_argument("--steps", type=int, default=200, help="training steps (200)")
     parser.add_argument("--batch", type=int, default=32, help="images per GPU (32)")
     parser.add_argument(
@@ -120,13 +123,15 @@ def compare(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures and returns the results."""
     curves: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as directory, Fleet(options.gpus, timeout_s=240) as fleet:
+    fleet = Fleet(options.gpus, timeout_s=240, ranks_per_gpu=options.ranks_per_gpu)
+    with tempfile.TemporaryDirectory() as directory, fleet:
         machine = fleet.run(describe_gpu)[0]
         for name in CURVES:
             settings = {"steps": options.steps, "batch": options.batch, "lr": options.lr}
             curves[name] = fleet.run(curve, name=name, init_file=f"{directory}/meet", **settings)[0]
     return {
-        "gpus": options.gpus,
+        "world_size": options.gpus,
+        "ranks_per_gpu": options.ranks_per_gpu,
         "batch_per_gpu": options.batch,
         "lr": options.lr,
         "machine": machine,
