@@ -130,8 +130,10 @@ class FakeNccl:
     def comm_init_rank_config(self, size: int, unique_id: bytes, rank: int, config: int) -> str:
         return f"comm {rank} of {size}"
 
-    def comm_init_rank_scalable(self, size: int, rank: int, count: int, ids: bytes, config: int) -> str:
-        return f"comm {rank} of {size} with {count} ids"
+    def comm_init_rank_scalable(self, size: int, rank: int, count: int, ids: Any, config: int) -> str:
+        if memoryview(ids).readonly:
+            raise ValueError("a 1D contiguous writable buffer")  # as nccl4py does
+        return f"comm {rank} of {size} with {count} ids, {len(ids)} bytes"
 
     def comm_get_async_error(self, comm: Any) -> int:
         self.polls -= 1
@@ -158,7 +160,7 @@ def test_creation_is_polled_until_it_is_done() -> None:
 
 def test_large_worlds_have_several_ids() -> None:
     comm = nccl_handles.create_root(FakeNccl(0), membership(["", ""], ids=(b"a", b"b")), waiting(60))
-    assert comm == "comm 0 of 2 with 2 ids"
+    assert comm == "comm 0 of 2 with 2 ids, 2 bytes"
 
 
 def test_a_deadline_aborts_and_names_who_is_missing() -> None:

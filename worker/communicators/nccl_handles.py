@@ -79,14 +79,14 @@ def create_root(nccl: Any, membership: Membership, waiting: Waiting) -> Any:
     """Creates the generation's nonblocking root communicator; returns when all ranks are in it."""
     config = nccl.Config()
     config.blocking = 0
-    ids = b"".join(membership.unique_ids)
     size = membership.world_size
     try:
         if len(membership.unique_ids) == 1:
-            unique_id = nccl.UniqueId.from_buffer(ids)
+            unique_id = nccl.UniqueId.from_buffer(membership.unique_ids[0])
             comm = nccl.comm_init_rank_config(size, unique_id, membership.rank, config.ptr)
         else:
             count = len(membership.unique_ids)
+            ids = bytearray().join(membership.unique_ids)  # the bindings take no memory that is read-only
             comm = nccl.comm_init_rank_scalable(size, membership.rank, count, ids, config.ptr)
     except nccl.NCCLError as error:
         raise CommunicatorError(
