@@ -7,6 +7,7 @@ communicators, closing streams) happens outside the lock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -320,12 +321,23 @@ class Client:
         if error is not None:
             communicator.abort(error)
 
-    def take_communicators(self) -> list[Communicator]:
-        """Hands over what there is of communicators, to be closed: the youngest first."""
+    def end_communicators(self, end: Callable[[Communicator], None]) -> None:
+        """Calls ``end`` with each communicator there is, the youngest first.
+
+        That may block on a peer which dies meanwhile, so the end of the generation still aborts it.
+        """
         self.settle_aborts()
-        with self._lock:
-            mine, self._communicators = self._communicators[1], (0, [])
-        return mine[::-1]
+        while youngest := self._communicators[1][-1:]:
+            try:
+                end(youngest[0])
+            finally:
+                self.forget(youngest[0])
+        self.settle_aborts()
+
+    def forget(self, communicator: Communicator) -> None:
+        """There is nothing left of ``communicator`` to abort; idempotent."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._communicators[1].remove(communicator)
 
     def settle_aborts(self) -> None:
         """Waits until no thread is inside a communicator to abort it."""

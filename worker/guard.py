@@ -62,6 +62,7 @@ class GuardedCommunicator(Communicator):
         verdict: asks whether a failure is a change of members.
         recorder: where collectives are noted.
         adopted: called with each communicator that ``split`` makes.
+        closed: called with the backend's communicator when it has been closed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class GuardedCommunicator(Communicator):
         verdict: Verdict,
         recorder: CollectiveLog,
         adopted: Callable[[Communicator], None],
+        closed: Callable[[Communicator], None],
     ) -> None:
         self.inner = inner
         self.name = inner.name
@@ -80,6 +82,7 @@ class GuardedCommunicator(Communicator):
         self._verdict = verdict
         self._recorder = recorder
         self._adopted = adopted
+        self._closed = closed
         self._group = inner.membership.group
         # What a device still has to do is known only by waiting for it.
         self._on_device = inner.name == "nccl"
@@ -231,6 +234,7 @@ class GuardedCommunicator(Communicator):
             verdict=self._verdict,
             recorder=self._recorder,
             adopted=self._adopted,
+            closed=self._closed,
         )
 
     def abort(self, error: Exception) -> None:
@@ -239,7 +243,10 @@ class GuardedCommunicator(Communicator):
 
     def close(self) -> None:
         """See :meth:`Communicator.close`."""
-        self.inner.close()
+        try:
+            self.inner.close()
+        finally:
+            self._closed(self.inner)
 
 
 class _Done:

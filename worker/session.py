@@ -280,8 +280,7 @@ class Session:
 
     def _leave_generation(self) -> None:
         self._groups.leave()
-        for communicator in self._client.take_communicators():
-            _close(communicator)
+        self._client.end_communicators(_close)
 
     def _enter(self) -> None:
         while True:
@@ -338,6 +337,7 @@ class Session:
             verdict=lambda rank, error: self._client.verdict(generation, rank, error),
             recorder=self._recorder,
             adopted=lambda each: self._client.adopt(generation, each),
+            closed=self._client.forget,
         )
 
     def _peer(self, member: m.Member, is_me: bool) -> Peer:
@@ -400,11 +400,8 @@ class Session:
         self._client.leave(finished=finished, reason=reason)
         self._client.close()
         if not finished:
-            error = NotInitializedError("The session was released.")
             self._groups.leave()
-            for communicator in self._client.take_communicators():
-                communicator.abort(error)
-                _close(communicator)
+            self._client.end_communicators(_abandon)
         self.backend.close()
 
     def __enter__(self) -> Session:
@@ -425,6 +422,11 @@ def new_incarnation() -> int:
 
 def _jitter() -> float:
     return int.from_bytes(os.urandom(4), "big") / 2**32
+
+
+def _abandon(communicator: Communicator) -> None:
+    communicator.abort(NotInitializedError("The session was released."))
+    _close(communicator)
 
 
 def _close(communicator: Communicator) -> None:

@@ -11,6 +11,7 @@ from rendezvous.v1 import rendezvous_pb2 as pb
 from tests.worker.core.machine import assignment, profile
 from tests.worker.scripted import ScriptedConnector, Thread, stub_communicator
 from worker.client import Client
+from worker.communicators.base import Communicator
 from worker.core import events as e
 from worker.core.membership import Membership
 from worker.core.messages import Assignment, Quiesce, Suspended
@@ -151,14 +152,38 @@ def test_a_suspension_says_once_that_the_generation_is_over(running: Client) -> 
         running.check(1)
 
 
-def test_communicators_are_taken_youngest_first_and_after_their_abort(running: Client) -> None:
+def test_communicators_are_ended_youngest_first_and_after_their_abort(running: Client) -> None:
     world, part = stub_communicator(), stub_communicator()
     running.adopt(1, world)
     running.adopt(1, part)
     running.post(e.Received(1, _next_assignment()))
-    assert running.take_communicators() == [part, world]
-    assert isinstance(world.error, MembershipChanged) and isinstance(part.error, MembershipChanged)
-    assert running.take_communicators() == []
+    ended: list[Communicator] = []
+
+    def end(communicator: Communicator) -> None:
+        assert isinstance(world.error, MembershipChanged) and isinstance(part.error, MembershipChanged)
+        ended.append(communicator)
+
+    running.end_communicators(end)
+    running.end_communicators(end)
+    assert ended == [part, world]
+
+
+def test_the_end_of_a_generation_aborts_what_is_being_closed(running: Client) -> None:
+    """A close that waits for a peer would wait for ever if that died meanwhile."""
+    world, part, closed = stub_communicator(), stub_communicator(), stub_communicator()
+    for each in (world, part, closed):
+        running.adopt(1, each)
+    running.forget(closed)
+
+    def end(communicator: Communicator) -> None:
+        if communicator is part:
+            running.post(e.Received(1, _next_assignment()))
+            part.hang()
+
+    running.end_communicators(end)
+    assert isinstance(part.error, MembershipChanged) and isinstance(world.error, MembershipChanged)
+    assert closed.error is None
+    running.forget(closed)
 
 
 def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Client) -> None:

@@ -41,12 +41,19 @@ class Asked:
         return self.answer or error
 
 
+def ignore(communicator: Communicator) -> None:
+    return None
+
+
 def guard(
-    inner: StubCommunicator, verdict: Asked, adopted: Callable[[Communicator], None] = lambda _: None
+    inner: StubCommunicator,
+    verdict: Asked,
+    adopted: Callable[[Communicator], None] = ignore,
+    closed: Callable[[Communicator], None] = ignore,
 ) -> GuardedCommunicator:
     ranks = range(len(inner.membership.peers))
     return GuardedCommunicator(
-        inner, world_ranks=ranks, verdict=verdict, recorder=CollectiveLog(), adopted=adopted
+        inner, world_ranks=ranks, verdict=verdict, recorder=CollectiveLog(), adopted=adopted, closed=closed
     )
 
 
@@ -120,6 +127,24 @@ def test_a_subgroups_failure_blames_the_world_rank() -> None:
     assert verdict.questions == [(0, inner.parts[0].error)]
 
 
+def test_what_has_been_closed_is_told_also_if_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Communicator] = []
+    inner = stub_communicator(0, 2)
+    part = guard(inner, Asked(), closed=closed.append).split("both", [0, 1])
+    assert part is not None
+    part.close()
+    assert closed == inner.parts
+
+    def fail() -> None:
+        assert closed == inner.parts  # until it is over, an abort must find it
+        raise PeerLostError("reset", rank=1)
+
+    monkeypatch.setattr(inner, "close", fail)
+    with pytest.raises(PeerLostError):
+        guard(inner, Asked(), closed=closed.append).close()
+    assert closed == [*inner.parts, inner]
+
+
 def test_a_rank_outside_a_group_gets_nothing() -> None:
     assert guard(stub_communicator(0, 3), Asked()).split("others", [1, 2]) is None
 
@@ -141,7 +166,12 @@ def test_the_scheduler_understands_whatever_is_noted() -> None:
     """It drops the stream of who sends a name that breaks its rules."""
     log = CollectiveLog()
     guarded = GuardedCommunicator(
-        stub_communicator(), world_ranks=range(2), verdict=Asked(), recorder=log, adopted=lambda _: None
+        stub_communicator(),
+        world_ranks=range(2),
+        verdict=Asked(),
+        recorder=log,
+        adopted=ignore,
+        closed=ignore,
     )
     for _, call in CALLS:
         call(guarded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from rendezvous.v1 import rendezvous_pb2 as pb
 from tests.worker.scripted import (
+    WAIT_S,
     Line,
     ScriptedConnector,
     StubBackend,
@@ -326,6 +328,41 @@ def test_malformed_messages_cost_the_stream_not_the_membership(stage: Stage) -> 
 
 
 # ---------------------------------------------------------------- groups
+
+
+def test_a_group_that_was_destroyed_is_not_kept(stage: Stage) -> None:
+    stage.session.groups.create("pair", [1, 0])
+    part = stage.communicator.parts[0]
+    stage.session.groups.destroy("pair")
+    assert part.closed
+    stage.line.assign(stage.join, 2)
+    stage.communicator.hang()
+    stage.session._client.settle_aborts()
+    assert not part.aborted.is_set()  # nobody holds it to abort it
+
+
+def test_a_release_whose_communicator_hangs_ends_when_the_generation_does() -> None:
+    connector, backend = ScriptedConnector(), StubBackend()
+    session = scripted_session(connector, backend)
+    opening = Thread(session.open)
+    line = connector.next_line()
+    join = line.hear("join")
+    line.welcome()
+    line.form(join)
+    opening.result()
+    communicator, closing = backend.made[-1], threading.Event()
+
+    def close() -> None:
+        closing.set()
+        communicator.hang()
+
+    communicator.close = close  # type: ignore[method-assign]
+    releasing = Thread(session.release)
+    assert closing.wait(WAIT_S)
+    line.assign(join, 2)  # the other died
+    assert line.hear("leave").finished
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    releasing.result()
 
 
 def test_groups_are_made_anew_in_the_next_generation(stage: Stage) -> None:
