@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from worker.array_facts import dtype_of, is_array, new_like, readable, shape_of, writable
-from worker.communicators.base import Array, Communicator, ReduceOp, Work
+from worker.communicators.arguments import check_op
+from worker.communicators.base import Array, Communicator, Work
 from worker.communicators.nccl_work import PreMultipliedSum
 from worker.errors import ArrayError, CommunicatorError, GroupError
 from worker.process import current
@@ -348,11 +349,7 @@ def _op(op: str | PreMultipliedSum, communicator: Communicator) -> Any:
                 remedy=f'Multiply x by {op.factor:g} yourself, and use op="sum".',
             )
         return op
-    try:
-        return ReduceOp(op)
-    except ValueError:
-        legal = ", ".join(each.value for each in ReduceOp)
-        raise ArrayError(f"op must be one of {legal}; it is {op!r}.") from None
+    return check_op(op)
 
 
 def _gathered(x: Array, size: int) -> tuple[int, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from tests.gpu.stand_in import fake_cupy
+from tests.gpu.stand_in import FakeEvent, fake_cupy
 from worker.communicators import nccl_communicator, nccl_handles, tcp_arrays
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl import NcclBackend
@@ -19,7 +20,13 @@ from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
 from worker.communicators.nccl_tuning import fewest_ctas
 from worker.communicators.nccl_work import PreMultipliedSum, scalar_bytes
-from worker.errors import ArrayError, CommunicatorError, FormationTimeoutError, MembershipChanged
+from worker.errors import (
+    ArrayError,
+    CommunicatorAbortedError,
+    CommunicatorError,
+    FormationTimeoutError,
+    MembershipChanged,
+)
 
 
 def membership(
@@ -92,6 +99,19 @@ def test_factors_are_written_in_the_dtype() -> None:
     assert scalar_bytes(1.0, 9) == b"\x80\x3f"
     with pytest.raises(ArrayError, match="int32"):
         scalar_bytes(0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype", "name"),
+    [(1e6, 6, "float16"), (1e39, 7, "float32"), (1e39, 9, "bfloat16"), (3.4e38, 9, "bfloat16"), ("2", 7, "")],
+)
+def test_a_factor_beyond_the_dtype_is_refused_in_words(factor: Any, dtype: int, name: str) -> None:
+    with pytest.raises(ArrayError, match=rf"the factor {factor!r} .* cannot be a {name}".replace("+", r"\+")):
+        scalar_bytes(factor, dtype)
+
+
+def test_infinity_is_a_factor() -> None:
+    assert scalar_bytes(float("inf"), 9) == b"\x80\x7f" and scalar_bytes(float("-inf"), 6) == b"\x00\xfc"
 
 
 def test_who_is_building_answers_and_who_is_not_is_named() -> None:
@@ -435,6 +455,219 @@ def test_closing_ends_what_the_communicator_has_made(comm: NcclCommunicator) -> 
         ("comm_destroy", "comm"),
         ("comm_destroy", "root"),
     ]
+
+
+class HangingNccl(RecordingNccl):
+    """Destroying waits for an abort: a peer never destroyed its part."""
+
+    def __init__(self, hangs: str = "comm_destroy") -> None:
+        super().__init__()
+        self.hangs = hangs
+        self.entered, self.freed = threading.Event(), threading.Event()
+
+    def comm_destroy(self, comm: str) -> None:
+        self.calls.append(("comm_destroy", comm))
+        self.wait("comm_destroy")
+
+    def comm_abort(self, comm: str) -> None:
+        self.calls.append(("comm_abort", comm))
+        self.freed.set()
+
+    def wait(self, name: str) -> None:
+        if name == self.hangs:
+            self.entered.set()
+            assert self.freed.wait(30)
+
+
+def hanging(comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch, nccl: HangingNccl) -> NcclCommunicator:
+    monkeypatch.setattr(nccl_communicator, "_DESTROY_WAIT_S", 0)
+    return NcclCommunicator(nccl, "comm", "root", comm.membership, device=0, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "destroyed"), [("comm_destroy", ["comm"]), ("giving up a graph", []), ("nothing", None)]
+)
+def test_an_abort_ends_a_close_that_hangs(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch, hangs: str, destroyed: list[str] | None
+) -> None:
+    nccl = HangingNccl(hangs)
+    closed = hanging(comm, monkeypatch, nccl)
+    closed.before_end(lambda: nccl.wait("giving up a graph"))
+    closing = threading.Thread(target=closed.close)
+    closing.start()
+    if destroyed is None:
+        closing.join(30)
+    else:
+        assert nccl.entered.wait(30)
+    closed.abort(MembershipChanged("rank 1 is gone", generation=3))
+    closing.join(30)
+    assert not closing.is_alive() and closed.await_ended(10)
+    aborted = sorted(call[1] for call in nccl.calls if call[0] == "comm_abort")
+    assert aborted == ([] if destroyed is None else ["comm", "root"])  # each is freed, and only once more
+    ended = [call[1] for call in nccl.calls if call[0] == "comm_destroy"]
+    assert ended == (["comm", "root"] if destroyed is None else destroyed)
+    with pytest.raises(CommunicatorAbortedError, match="closed"):
+        closed.barrier()
+
+
+def test_an_abort_leaves_a_close_that_goes_on_to_itself(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL must not free one communicator in two threads."""
+    nccl = HangingNccl()
+    closed = hanging(comm, monkeypatch, nccl)
+    monkeypatch.setattr(nccl_communicator, "_DESTROY_WAIT_S", 60)
+    closing = threading.Thread(target=closed.close)
+
+    def wait(timeout_s: float) -> None:
+        nccl.freed.set()  # the peer came after all
+        closing.join(30)
+
+    monkeypatch.setattr(closed._destroyed, "wait", wait)
+    closing.start()
+    assert nccl.entered.wait(30)
+    closed.abort(MembershipChanged("rank 1 is gone", generation=3))
+    assert [call for call in nccl.calls if "comm" in call[0]] == [
+        ("comm_destroy", "comm"),
+        ("comm_destroy", "root"),
+    ]
+
+
+def test_a_close_that_nobody_aborts_ends_at_the_deadline(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = HangingNccl()
+    closed = hanging(comm, monkeypatch, nccl)
+    closed.timeout_s = 0.01
+    closed.close()
+    assert nccl.freed.is_set() and closed.await_ended(10)
+
+
+def test_the_abort_of_a_generation_reaches_a_group_that_is_being_closed(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = HangingNccl()
+    world = hanging(comm, monkeypatch, nccl)
+    child = world.split("pair", [0, 1])
+    assert child is not None
+    closing = threading.Thread(target=child.close)
+    closing.start()
+    assert nccl.entered.wait(30)
+    world.abort(MembershipChanged("rank 1 is gone", generation=3))
+    closing.join(30)
+    assert not closing.is_alive() and ("comm_abort", "child of root") in nccl.calls
+
+
+def test_what_fails_while_closing_keeps_nothing_alive(
+    comm: NcclCommunicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RecordingNccl.NCCLError("unhandled cuda error")
+
+    def fail() -> None:
+        raise RuntimeError("the graph is in use")
+
+    comm.all_reduce(FakeArray(8, 4096), FakeArray(8, 4096), PreMultipliedSum(0.5))
+    comm._nccl.red_op_destroy = refuse
+    comm.before_end(fail)
+    comm.close()
+    assert [call for call in calls_of(comm) if call[0] == "comm_destroy"] == [
+        ("comm_destroy", "comm"),
+        ("comm_destroy", "root"),
+    ]
+    assert "'world' held was not released: the graph is in use" in caplog.text
+
+
+def test_groups_that_were_closed_are_not_kept(comm: NcclCommunicator) -> None:
+    for _ in range(10):
+        child = comm.split("pair", [0, 1])
+        assert child is not None
+        child.close()
+    assert len(comm._children) == 1
+    open_child = comm.split("pair", [0, 1])
+    comm.split("other", [0])
+    assert open_child in comm._children and len(comm._children) == 2
+
+
+def test_few_factors_are_kept(comm: NcclCommunicator) -> None:
+    numbers = itertools.count(100)
+    comm._nccl.red_op_create_pre_mul_sum = lambda *arguments: next(numbers)
+    array = FakeArray(8, 4096)
+
+    def destroyed() -> list[int]:
+        return [call[1] for call in calls_of(comm) if call[0] == "red_op_destroy"]
+
+    def reduce(factors: range) -> None:
+        for factor in factors:
+            comm.all_reduce(array, array, PreMultipliedSum(1 / factor))
+
+    reduce(range(1, 21))
+    assert destroyed() == [100, 101, 102, 103]
+    with comm.group():  # what is issued inside is launched at its end, and needs its operation until then
+        reduce(range(21, 41))
+        assert destroyed() == [100, 101, 102, 103]
+    reduce(range(41, 42))
+    assert destroyed() == list(range(100, 125))
+    comm.close()
+    assert destroyed() == list(range(100, 141))
+
+
+def test_an_operation_that_does_not_exist_is_refused_in_words(comm: NcclCommunicator) -> None:
+    array, wrong = FakeArray(8, 4096), cast("ReduceOp", "avg")
+    words = "op must be one of sum, mean, min, max, prod; it is 'avg'"
+    with pytest.raises(ArrayError, match=words):
+        comm.all_reduce(array, array, wrong)
+    with pytest.raises(ArrayError, match=words):
+        comm.reduce(array, array, wrong, 0)
+
+
+def test_a_group_of_nobody_is_refused(comm: NcclCommunicator) -> None:
+    with pytest.raises(CommunicatorError, match=r"group 'none' cannot have the ranks \[\] of 2"):
+        comm.split("none", [])
+    assert calls_of(comm) == []
+
+
+def test_what_nccl_refuses_at_the_start_of_a_group_is_told_in_words(comm: NcclCommunicator) -> None:
+    def refuse() -> None:
+        raise RecordingNccl.NCCLError("invalid usage")
+
+    comm._nccl.group_start = refuse
+    with pytest.raises(CommunicatorError, match=r"refused a call on rank 0 .*invalid usage"), comm.group():
+        pass
+
+
+# ---------------------------------------------------------------- whose stream is waited for
+
+
+class Streams:
+    """CuPy with events that tell which stream they were recorded on, beside a torch that nobody uses."""
+
+    def __init__(self, current: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorded: list[Any] = []
+        recorded = self.recorded
+
+        class Event(FakeEvent):
+            def record(self, stream: Any) -> None:
+                recorded.append(stream)
+
+        fake: Any = fake_cupy(current)
+        fake.cuda.Event = Event
+        monkeypatch.setitem(sys.modules, "cupy", fake)
+        monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+
+
+def test_what_is_waited_for_is_the_stream_of_the_library_whose_arrays_there_were(
+    comm: NcclCommunicator, current: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(current, monkeypatch)
+    comm.broadcast(FakeArray(8, 4096), 0)
+    comm.synchronize()
+    assert streams.recorded == [current]
+    child = comm.split("pair", [0, 1])
+    assert child is not None
+    child.barrier()
+    own = child._own_streams["cupy"][0]
+    assert streams.recorded == [current, current, own]  # the barrier's stream follows the current one
 
 
 # ---------------------------------------------------------------- before joining

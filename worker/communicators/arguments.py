@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.communicators.base import Membership
+from worker.communicators.base import Membership, ReduceOp
 from worker.errors import ArrayError
 
 
@@ -26,6 +26,19 @@ def check_peer(membership: Membership, peer: int, *, itself: bool = False) -> No
     check_rank(membership, peer, "peer")
     if peer == membership.rank and not itself:
         raise ArrayError(f"Rank {peer} cannot send to or receive from itself.")
+
+
+def check_op(op: str) -> ReduceOp:
+    """The operation of this name.
+
+    Raises:
+        ArrayError: there is none.
+    """
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        legal = ", ".join(each.value for each in ReduceOp)
+        raise ArrayError(f"op must be one of {legal}; it is {op!r}.") from None
 
 
 def undefined_mean(dtype: str) -> ArrayError:

@@ -9,25 +9,29 @@ a session does when the scheduler tells it of a change.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from worker.communicators import nccl_handles as handles
-from worker.communicators.arguments import check_peer, check_rank, undefined_mean
+from worker.communicators.arguments import check_op, check_peer, check_rank, undefined_mean
 from worker.communicators.base import Array, Communicator, Membership, ReduceOp, Work
 from worker.communicators.nccl_arrays import ITEM_SIZES, TYPE_NAMES
 from worker.communicators.nccl_one_rank import whole
 from worker.communicators.nccl_reading import ArrayReading
-from worker.communicators.nccl_streams import CudaLibrary, loaded_library
+from worker.communicators.nccl_streams import CudaLibrary
 from worker.communicators.nccl_work import PreMultipliedSum, Queued, address_of, scalar_bytes
 from worker.errors import ArrayError, CollectiveTimeoutError, CommunicatorAbortedError, CommunicatorError
 
+_log = logging.getLogger("muster.worker")
 _SUM, _MEAN = ReduceOp.SUM, ReduceOp.MEAN
 _OPS = {_SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, _MEAN: 4}
 _INT32, _FIRST_FLOAT = 2, 6
 _LEAVE_WAIT_S = 0.2
+_DESTROY_WAIT_S = 2.0
+_KEPT_FACTORS = 16
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 
 
@@ -57,8 +61,10 @@ class NcclCommunicator(Communicator, ArrayReading):
         mended: Callable[..., Any] = whole if membership.world_size == 1 else lambda reduction: reduction
         self._all_reduce = mended(nccl.all_reduce)
         self._reduce, self._reduce_scatter = mended(nccl.reduce), mended(nccl.reduce_scatter)
+        self._alive = [each for each in (comm, root) if each is not None]
         self._error: Exception | None = None
-        self._closed = False
+        self._closed = self._closing = False
+        self._destroyed = threading.Event()
         self._inside = False
         self._endings: list[threading.Thread] = []
         self._grouped = False
@@ -185,7 +191,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         They go on the caller's current stream; ``async_op`` is refused inside.
         """
         self.check()
-        self._nccl.group_start()
+        self._call(self._nccl.group_start, ())
         outer, self._grouped = self._grouped, True
         self._inside = True
         try:
@@ -195,8 +201,10 @@ class NcclCommunicator(Communicator, ArrayReading):
             self._end_group()
 
     def barrier(self) -> None:
-        """Returns when every rank has called it; synchronises the host."""
-        library = self._library(loaded_library())
+        """Returns when every rank has called it; synchronises the host, as :meth:`synchronize` does."""
+        library, *others = self._libraries_in_use()
+        for other in others:
+            self._await(other, other.mark(), "the current stream")
         zero, pointer = library.scratch()
         stream, address = self._own_stream(library)
         library.follow(stream)
@@ -207,17 +215,19 @@ class NcclCommunicator(Communicator, ArrayReading):
     def synchronize(self) -> None:
         """Blocks the host until the caller's current stream is done, an abort comes, or the deadline.
 
-        Unlike the libraries' own synchronisation it raises what ended the communicator.
+        That is the current stream of each library whose arrays this communicator was given. Unlike the
+        libraries' own synchronisation it raises what ended the communicator.
         """
-        library = self._library(loaded_library())
-        self._await(library, library.mark(), "the current stream")
+        for library, event in [(each, each.mark()) for each in self._libraries_in_use()]:
+            self._await(library, event, "the current stream")
 
     # ------------------------------------------------------------ life and death
 
     def split(self, group: str, ranks: Sequence[int]) -> NcclCommunicator | None:
         """Makes a communicator of a subset; called by every rank of this one, in the same order."""
         self.check()
-        if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.world_size for rank in ranks):
+        distinct = ranks and len(set(ranks)) == len(ranks)
+        if not distinct or not all(0 <= rank < self.world_size for rank in ranks):
             raise CommunicatorError(
                 f"group {group!r} cannot have the ranks {list(ranks)} of {self.world_size}"
             )
@@ -256,7 +266,8 @@ class NcclCommunicator(Communicator, ArrayReading):
             timeout_s=self.timeout_s,
             min_ctas=self._min_ctas,
         )
-        self._children.append(child)
+        child.share_libraries(self)
+        self._children = [each for each in self._children if not each._ended] + [child]
         return child
 
     def before_end(self, release: Callable[[], None]) -> Callable[[], None]:
@@ -286,35 +297,50 @@ class NcclCommunicator(Communicator, ArrayReading):
         with self._ending:
             if self._error is None:
                 self._error = error
-            if self._closed:
+            if self._ended:
                 return
             self._closed = True
+            closing = self._closing
         for child in self._children:
             child.abort(error)
-        self._await_outside()
+        if closing:
+            # NCCL is to free each communicator once. Only where destroying it hangs, on a peer that died
+            # before it destroyed its own, is it aborted amid that: the abort ends the wait and frees nothing.
+            self._destroyed.wait(_DESTROY_WAIT_S)
+        else:
+            self._await_outside()
+        with self._ending:
+            alive, self._alive = self._alive, []
+        if closing and alive:
+            _log.warning("closing the communicator of %r hangs and is given up: %s", self._group_name, error)
         # At the same time: NCCL's abort waits for graphs that hold its kernels, and giving up a graph
         # waits for its kernels, which only the abort ends.
-        self._endings = handles.abort_in_background(self._nccl, [self._comm, self._root])
+        self._endings += handles.abort_in_background(self._nccl, alive)
         self._release()
 
     def close(self) -> None:
-        """Releases everything after outstanding work is done; idempotent."""
+        """Releases everything after outstanding work is done, or at the deadline; idempotent."""
         with self._ending:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self._closing = True
             self._error = CommunicatorAbortedError(
-                f"the communicator of group {self.membership.group!r} is closed",
+                f"the communicator of group {self._group_name!r} is closed",
                 remedy="Make a new one; a closed one cannot be used.",
             )
-        for child in self._children:
-            child.close()
-        self._release()
-        for number in self._factors.values():
-            self._nccl.red_op_destroy(number, self._comm)
-        for comm in filter(None, (self._comm, self._root)):
-            with contextlib.suppress(self._nccl.NCCLError):
-                self._nccl.comm_destroy(comm)
+        late = CommunicatorAbortedError(f"it was not destroyed within {self.timeout_s:g} s")
+        deadline = threading.Timer(self.timeout_s, self.abort, [late])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            for child in self._children:
+                child.close()
+            self._release()
+            self._destroy()
+        finally:
+            deadline.cancel()
+            self._closing = False
+            self._destroyed.set()
 
     def await_ended(self, timeout_s: float) -> bool:
         """After :meth:`abort`: waits until NCCL has freed everything; False where the deadline came first."""
@@ -325,10 +351,33 @@ class NcclCommunicator(Communicator, ArrayReading):
 
     # ------------------------------------------------------------ inside
 
+    @property
+    def _ended(self) -> bool:
+        """Whether it was aborted, or closed to the end."""
+        return self._closed and not self._closing
+
+    @property
+    def _group_name(self) -> str:
+        return self.membership.group
+
     def _release(self) -> None:
         for release in list(self._before_end.values()):
-            release()
+            try:
+                release()
+            except Exception as error:  # what follows must end all the same
+                _log.warning("what group %r held was not released: %s", self._group_name, error)
         self._before_end.clear()
+
+    def _destroy(self) -> None:
+        """Lets NCCL free what it holds; what an abort takes meanwhile is freed there."""
+        for number in self._factors.values() if self._alive else ():
+            with contextlib.suppress(self._nccl.NCCLError):
+                self._nccl.red_op_destroy(number, self._comm)
+        while alive := self._alive:
+            with contextlib.suppress(self._nccl.NCCLError):
+                self._nccl.comm_destroy(alive[0])
+            with self._ending:
+                self._alive = self._alive[1:]
 
     def _await_outside(self) -> None:
         """Waits for another thread to leave NCCL, but not for one that only the abort can free."""
@@ -340,10 +389,14 @@ class NcclCommunicator(Communicator, ArrayReading):
         if not isinstance(op, PreMultipliedSum):
             if op == _MEAN and dtype < _FIRST_FLOAT:
                 raise undefined_mean(TYPE_NAMES[dtype])
-            return _OPS[ReduceOp(op)]
+            return _OPS[check_op(op)]
         number = self._factors.get((op.factor, dtype))
         if number is None:
             scalar = scalar_bytes(op.factor, dtype)
+            # NCCL needs an operation until the call that it was given to returns: within a group, its end.
+            while len(self._factors) >= _KEPT_FACTORS and not self._grouped:
+                oldest = self._factors.pop(next(iter(self._factors)))
+                self._call(self._nccl.red_op_destroy, (oldest, self._comm))
             # HostImmediate: NCCL reads the factor during the call
             number = self._call(
                 self._nccl.red_op_create_pre_mul_sum, (address_of(scalar), dtype, 1, self._comm)
@@ -408,7 +461,7 @@ class NcclCommunicator(Communicator, ArrayReading):
             raise self._error from None
         raise CommunicatorError(
             f"NCCL refused a call on rank {self.rank} of {self.world_size}"
-            f" (group {self.membership.group!r}): {error}",
+            f" (group {self._group_name!r}): {error}",
             remedy="Run with NCCL_DEBUG=WARN to see why.",
         ) from error
 

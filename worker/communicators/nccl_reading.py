@@ -56,6 +56,14 @@ class ArrayReading:
             library = self._libraries[name] = library_of(name, self.device_index)
         return library
 
+    def share_libraries(self, other: ArrayReading) -> None:
+        """Takes part in what ``other`` knows of the libraries in use."""
+        self._libraries = other._libraries
+
+    def _libraries_in_use(self) -> list[CudaLibrary]:
+        """Those whose arrays there were; before the first, the one that is loaded."""
+        return list(self._libraries.values()) or [self._library(loaded_library())]
+
     def _own_stream(self, library: CudaLibrary) -> tuple[Any, int]:
         stream = self._own_streams.get(library.name)
         if stream is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 from worker.communicators.nccl_arrays import TYPE_NAMES
 from worker.communicators.nccl_streams import CudaLibrary
 from worker.errors import ArrayError
+
+_FORMATS = {"float16": "<e", "float32": "<f", "float64": "<d", "bfloat16": "<f"}
 
 
 class _Checked(Protocol):
@@ -71,15 +74,27 @@ class Queued:
 
 
 def scalar_bytes(value: float, dtype: int) -> bytes:
-    """``value`` as one element of NCCL's ``dtype``."""
+    """``value`` as one element of NCCL's ``dtype``.
+
+    Raises:
+        ArrayError: the dtype is none of floating-point numbers, or cannot hold ``value``.
+    """
     name = TYPE_NAMES[dtype]
-    formats = {"float16": "<e", "float32": "<f", "float64": "<d"}
-    if name in formats:
-        return struct.pack(formats[name], value)
-    if name == "bfloat16":
-        (bits,) = struct.unpack("<I", struct.pack("<f", value))
-        return struct.pack("<H", (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-    raise ArrayError(f"a pre-multiplied sum needs a floating-point dtype, not {name}")
+    if name not in _FORMATS:
+        raise ArrayError(f"a pre-multiplied sum needs a floating-point dtype, not {name}")
+    try:
+        data = struct.pack(_FORMATS[name], value)
+        if name == "bfloat16":
+            (bits,) = struct.unpack("<I", data)
+            data = struct.pack("<H", (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+            if data[1] & 0x7F == 0x7F and data[0] == 0x80 and not math.isinf(value):
+                raise OverflowError
+    except (OverflowError, struct.error) as error:
+        raise ArrayError(
+            f"the factor {value!r} of a pre-multiplied sum cannot be a {name}",
+            remedy="Give a number within the dtype's range, or convert the array to a wider one.",
+        ) from error
+    return data
 
 
 def address_of(data: bytes) -> int:
