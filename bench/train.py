@@ -135,9 +135,7 @@ def make_model(
         )
     else:
         model = _ddp(communicator, module, init_file, compiled=variant.startswith("ddp-compiled"))
-    optimizer = torch.optim.SGD(
-        model.master_parameters() if quick else model.parameters(), lr=lr, momentum=0.9, fused=True
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True)
     return model, optimizer
 
 

@@ -89,8 +89,7 @@ class Job:
         self.model = DataParallel(
             net, session, elastic=True, weights=weights, bucket_bytes=cap, first_bytes=cap
         )
-        parameters = self.model.master_parameters() if self.cuda else self.model.parameters()
-        optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM, fused=self.cuda)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM, fused=self.cuda)
         images, labels = load(args)
         self.images = torch.from_numpy(images).to(device)  # 150 MB: the whole data set fits beside the model
         self.labels = torch.from_numpy(labels).to(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,13 @@ import torch
 
 from worker.communicators.base import Communicator, ReduceOp
 from worker.errors import ArrayError, SettingsError, WorkerError
+from worker.sharded_optimizer import ShardedOptimizer
+from worker.torch_optimizer_state import check_trains
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.2
+_MOST_CHANGES = 10
+"""Settings that change so many times before a capture are taken to change in each step."""
 
 
 class CaptureError(WorkerError):
@@ -53,7 +58,10 @@ class TrainingStep:
         self._fed: tuple[tuple[Any, ...], Any] | None = None
         self._static_loss: Any = None
         self._eager_steps = 0
-        self._captured_for: Communicator | None = None
+        self._communicator: Communicator | None = None
+        self._capture_failed = False
+        self._settings: list[Any] = []
+        self._changes = 0
         self._forget: Callable[[], None] = _nothing
         self._note: Callable[[str], None] = _ignore
         self._lock = threading.Lock()
@@ -64,33 +72,47 @@ class TrainingStep:
             self._stream = torch.cuda.Stream(self._device)
             self._copies = torch.cuda.Stream(self._device)
             self._make_rates_tensors()
+            drop = weakref.WeakMethod(self._drop)  # the optimizer may live longer
+            optimizer.register_load_state_dict_post_hook(lambda _: (call := drop()) and call())
 
     # ------------------------------------------------------------ what users call
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, samples: int | None = None) -> Any:
         """Trains one step on a batch.
 
         Args:
             batch: tensors for the loss function; none: those given to :meth:`feed` before.
+            samples: how many this rank has, where ranks have different numbers, as in the last batch of an
+                epoch: gradients are averaged over all samples then. 0: none, but take part. All ranks must
+                give it in such a step, which runs eagerly.
 
         Returns:
             The loss of this rank's samples, a 0-dim tensor that the next step overwrites. The host does not
             wait for it.
 
         Raises:
-            ArrayError: with ``accumulate``, the tensors' first axes differ.
+            ArrayError: the batch is not all tensors; with ``accumulate``, their first axes differ.
             SettingsError: there is no batch.
         """
-        if not batch:
+        if not batch and samples != 0:
             batch = self._take_fed()
-        if self.reason is not None:
-            return self._body(*self._to_device(batch))
+        wrong = [type(part).__name__ for part in batch if not isinstance(part, torch.Tensor)]
+        if wrong:
+            raise ArrayError(
+                f"a batch is made of tensors, not of {', '.join(wrong)}",
+                remedy="Let the loss function bind what is no part of the batch.",
+            )
         self._follow_communicator()
-        if self._graph is None and self._eager_steps >= self._warmup_steps:
+        if self.reason is None:
+            self._follow_settings()
+        if self.reason is not None:
+            return self._body(self._to_device(batch), samples)
+        uneven = samples is not None or getattr(self._model, "uneven", False)
+        if self._graph is None and self._eager_steps >= self._warmup_steps and not uneven:
             self._capture(self._to_device(batch))
-        if self._graph is None or not self._fits(batch):
+        if self._graph is None or uneven or not self._fits(batch):
             self._eager_steps += 1
-            return self._run_eagerly(self._to_device(batch))
+            return self._run_eagerly(self._to_device(batch), samples)
         self._update_rates()
         with self._lock:  # an abort in another thread may take the graph away
             if self._graph is not None:
@@ -131,8 +153,18 @@ class TrainingStep:
 
     # ------------------------------------------------------------ the step
 
-    def _body(self, *batch: Any) -> Any:
+    def _body(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
         self._optimizer.zero_grad(set_to_none=True)
+        uneven = getattr(self._model, "uneven_batch", None) if samples is not None else None
+        with uneven(samples) if uneven else contextlib.nullcontext():
+            total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        self._optimizer.step()
+        return total
+
+    def _passes(self, batch: tuple[Any, ...]) -> Any:
+        """Forward and backward passes over the parts of a batch; returns the loss."""
         parts = self._parts(batch)
         no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
         total = None
@@ -143,9 +175,6 @@ class TrainingStep:
                 loss = loss * share if len(parts) > 1 else loss
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
-        self._optimizer.step()
         return total
 
     def _parts(self, batch: tuple[Any, ...]) -> list[tuple[float, tuple[Any, ...]]]:
@@ -173,11 +202,11 @@ class TrainingStep:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)
 
-    def _run_eagerly(self, batch: tuple[Any, ...]) -> Any:
+    def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
         """On the stream of the capture, so that what is lazily made for a stream is there in time."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            loss = self._body(*batch)
+            loss = self._body(batch, samples)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return loss
 
@@ -203,40 +232,87 @@ class TrainingStep:
         _log.warning("training steps run eagerly: %s", reason)
 
     def _capture(self, batch: tuple[Any, ...]) -> None:
+        self._update_rates()
         static = tuple(tensor.clone() for tensor in batch)
-        graph, error = torch.cuda.CUDAGraph(), None
+        graph, loss, error = torch.cuda.CUDAGraph(), None, None
+        communicator: Any = self._communicator
+        self._note = getattr(communicator, "note", _ignore)
+        self._ended = False
+        if communicator is not None:  # before the capture: an abort may come at any time
+            self._forget = communicator.before_end(self.release)
         try:
             # thread_local: other threads (heartbeats, the autograd engine) may call CUDA meanwhile
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                loss = self._body(*static)
+                loss = self._body(static)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
             _free_generator(self._device)
-        if not self._all_succeeded(error is None):
-            graph.reset()
-            self._optimizer.zero_grad(set_to_none=True)
+        succeeded = False
+        try:
+            succeeded = self._all_succeeded(error is None)
+        finally:
+            if not succeeded:
+                graph.reset()
+                self._drop()
+                self._forget_gradients()
+        if not succeeded:
+            self._capture_failed = True
             self._decline(error or "another rank could not capture it")
             return
-        self._static, self._static_loss, self._graph, self._ended = static, loss, graph, False
-        communicator = getattr(self._model, "communicator", None)
-        self._captured_for = communicator
-        self._note = getattr(communicator, "note", _ignore)
-        if communicator is not None:
-            self._forget = communicator.before_end(self.release)
+        self._changes = 0
+        with self._lock:
+            self._static, self._static_loss, self._graph = static, loss, graph
+        if self._ended:
+            self.release()
+
+    def _drop(self) -> None:
+        """Gives up the graph, or what there is of it, and begins to warm up anew."""
+        self._forget()
+        self.release()
+
+    def _forget_gradients(self) -> None:
+        """A capture that failed, on whichever rank, computed and sent nothing."""
+        self._model.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
+        getattr(self._model, "forget_backward", _nothing)()
 
     def _all_succeeded(self, succeeded: bool) -> bool:
-        communicator = getattr(self._model, "communicator", None)
         flag = torch.tensor([int(succeeded)], dtype=torch.int32, device=self._device)
-        if communicator is not None:
-            communicator.all_reduce(flag, flag, ReduceOp.MIN)
+        if self._communicator is not None:
+            self._communicator.all_reduce(flag, flag, ReduceOp.MIN)
         return bool(flag.item())
 
     def _follow_communicator(self) -> None:
-        """A graph holds its generation's communicator: with another one it must be captured anew."""
+        """With another generation's communicator all begin anew: newcomers have neither graph nor steps."""
         communicator = getattr(self._model, "communicator", None)
-        if self._graph is not None and communicator is not self._captured_for:
-            self._forget()
-            self.release()
+        if communicator is self._communicator:
+            return
+        self._communicator = communicator
+        self._drop()
+        if self._capture_failed:
+            self._capture_failed, self.reason = False, None
+
+    def _follow_settings(self) -> None:
+        """A graph holds the optimizer's settings as they were: with others it must be captured anew."""
+        settings = [
+            {key: id(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            | {"lr": None, "params": len(group["params"])}
+            for group in self._optimizer.param_groups
+        ]
+        before, self._settings = self._settings, settings
+        if settings == before or not before:
+            return
+        self._drop()
+        if len(settings) != len(before):
+            self._make_rates_tensors()
+            return
+        self._changes += 1
+        if self._changes == _MOST_CHANGES:
+            pairs = zip(before, settings, strict=True)
+            changed = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
+            self._decline(
+                f"the optimizer's {', '.join(changed)} changes in each step, and a graph holds it fixed"
+            )
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         return len(batch) == len(self._static) and all(
@@ -299,8 +375,9 @@ def capture_step(
 
     The first ``warmup_steps`` calls train eagerly (libraries choose their algorithms then); the next one
     captures. A batch of another shape runs eagerly. Learning rates may be changed at any time through
-    ``optimizer.param_groups`` or a scheduler. Where capture fails, on any rank, all ranks go on eagerly and
-    ``step.reason`` says why.
+    ``optimizer.param_groups`` or a scheduler. Other settings, and what ``optimizer.load_state_dict`` brings,
+    are fixed in the graph: after a change, which all ranks must make, it is captured anew. Where capture
+    fails, on any rank, all ranks go on eagerly and ``step.reason`` says why.
 
     Args:
         loss: gets the batch, calls the model, returns a scalar, a mean over the samples; must not read the
@@ -317,7 +394,7 @@ def capture_step(
         strict: raise :class:`CaptureError` instead of running eagerly.
 
     Raises:
-        SettingsError: an argument is out of range.
+        SettingsError: an argument is out of range, or the optimizer is not one of this model.
         CaptureError: with ``strict``, the step cannot be captured.
     """
     if warmup_steps < 2:
@@ -326,6 +403,11 @@ def capture_step(
         )
     if accumulate < 1:
         raise SettingsError(f"accumulate is at least 1, not {accumulate}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise SettingsError(
+            "a ShardedOptimizer runs collectives of its own: call its step() without capture_step"
+        )
+    check_trains(optimizer, model)
     return TrainingStep(
         loss,
         model,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from worker.core.bucket_plan import Bucket, ParameterSpec, plan_buckets
+from worker.errors import ArrayError
 
 ALIGNMENT = 64
 """Elements. Kernels for tensor cores need addresses aligned to 16 bytes, or fall far behind."""
@@ -42,13 +43,19 @@ class GradientBucket:
         self.waiting = len(self.parameters)
         self.missing: list[int] = []
         self.master: Any = None
-        self._held: list[Any] = []
 
-    def fill(self, scale: Any | None) -> None:
+    def fill(self, scale: Any | None) -> list[Any]:
         """Packs the gradients there are, and zeros for the others, on the current stream.
 
         Args:
             scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
+
+        Returns:
+            The gradients that were packed, whose places the views have taken: made on another stream, they
+            must not be reused before this one has read them.
+
+        Raises:
+            ArrayError: a gradient is sparse.
         """
         targets, sources = [], []
         self.missing = []
@@ -56,19 +63,31 @@ class GradientBucket:
             gradient = parameter.grad
             if gradient is None:
                 self.missing.append(index)
+            elif gradient.layout is not torch.strided:
+                raise ArrayError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse",
+                    remedy="Make its layer with sparse=False.",
+                )
             elif gradient.data_ptr() != self.wire_views[index].data_ptr():
                 targets.append(self.wire_views[index])
                 sources.append(gradient)
-        if self.missing:
-            torch._foreach_zero_([self.wire_views[index] for index in self.missing])
-        if sources:
-            torch._foreach_copy_(targets, sources)
-        self._held = sources  # made on another stream: must not be reused before that stream waits for us
+                parameter.grad = self.views[index] if self.master is None else None
+        if self.master is not None and self.master.grad is not None:
+            # Averaged before and not cleared: what comes now is added, as to any gradient.
+            self.wire[: self.size].copy_(self.master.grad)
+            if sources:
+                torch._foreach_add_(targets, sources)
+        else:
+            if self.missing:
+                torch._foreach_zero_([self.wire_views[index] for index in self.missing])
+            if sources:
+                torch._foreach_copy_(targets, sources)
         self.flags.fill_(1)
         for index in self.missing:
             self.flags[index].zero_()
         if scale is not None:
             self.wire[: self.size].mul_(scale)
+        return sources
 
     def unpack(self) -> None:
         """After the reduction: gradients in their own dtype, on the current stream."""
@@ -77,7 +96,6 @@ class GradientBucket:
 
     def finish(self, *, unused: frozenset[int]) -> None:
         """Hands the views to the parameters; those in ``unused`` (by position) get no gradient."""
-        self._held = []
         self.waiting = len(self.parameters)
         if self.master is not None:
             self.master.grad = self.flat[: self.size]
@@ -141,35 +159,43 @@ def make_buckets(
 class FlatBuffers:
     """A module's buffers of one dtype, moved into one flat tensor, so that one broadcast sends them all."""
 
-    def __init__(self, owners: Sequence[tuple[Any, str]]) -> None:
-        tensors = [owner._buffers[name] for owner, name in owners]
+    def __init__(self, shared: Sequence[Sequence[tuple[Any, str]]]) -> None:
+        """Each buffer is given by all (module, name) that it has."""
+        tensors = [owners[0][0]._buffers[owners[0][1]] for owners in shared]
         room = sum(_padded(tensor.numel()) for tensor in tensors)
         self.flat = torch.zeros(room, dtype=tensors[0].dtype, device=tensors[0].device)
         self._entries = []
-        for (owner, name), part in zip(owners, views_of(self.flat, tensors), strict=True):
+        for owners, tensor, part in zip(shared, tensors, views_of(self.flat, tensors), strict=True):
             # Autograd counts changes per base tensor: real views would all look changed by each one's update.
             view = torch.empty(0, dtype=part.dtype, device=part.device)
             view.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
-            view.copy_(owner._buffers[name])
-            owner._buffers[name] = view
-            self._entries.append((owner, name, view))
+            view.copy_(tensor)
+            for owner, name in owners:
+                owner._buffers[name] = view
+                self._entries.append((owner, name, view))
 
-    def gather(self) -> None:
-        """Takes in buffers that the module has replaced since."""
+    def gather(self) -> list[Any]:
+        """Takes in buffers that the module has replaced since, and returns those."""
+        replaced = []
         for owner, name, view in self._entries:
             current = owner._buffers[name]
             if current is not view:
                 view.copy_(current)
                 owner._buffers[name] = view
+                replaced.append(current)
+        return replaced
 
 
 def flat_buffers(module: Any) -> list[FlatBuffers]:
     """Moves all buffers of ``module`` into flat tensors, one per dtype."""
-    groups: dict[Any, list[tuple[Any, str]]] = {}
-    seen: set[int] = set()
+    owners: dict[int, list[tuple[Any, str]]] = {}
+    groups: dict[Any, list[list[tuple[Any, str]]]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.numel() and id(buffer) not in seen:
-                seen.add(id(buffer))
-                groups.setdefault((buffer.dtype, buffer.device), []).append((owner, name))
-    return [FlatBuffers(owners) for owners in groups.values()]
+            if buffer is None or not buffer.numel():
+                continue
+            if id(buffer) not in owners:
+                owners[id(buffer)] = []
+                groups.setdefault((buffer.dtype, buffer.device), []).append(owners[id(buffer)])
+            owners[id(buffer)].append((owner, name))
+    return [FlatBuffers(shared) for shared in groups.values()]

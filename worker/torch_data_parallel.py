@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd import Variable
@@ -15,9 +16,11 @@ from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 from worker.errors import ArrayError, SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
-from worker.torch_transfer import Lane, broadcast_tensors, gather_numbers
+from worker.torch_transfer import Lane, array_of, broadcast_tensors, gather_numbers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
+_HOOKS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+"""The hooks of each wrapped module: those of an earlier wrapper would go on reducing its gradients."""
 DEFAULT_LAST_BYTES = 4 * 2**20
 
 
@@ -33,26 +36,30 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
     Gradients travel in flat buckets while the backward pass still runs; afterwards each ``parameter.grad``
     is a view into its bucket. Parameters without a gradient on this rank count as zero; where no rank has
     one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after every training step.
-    ``state_dict`` is the bare module's.
+    ``state_dict`` is the bare module's. A module has one wrapper: a second one takes the first one's place.
 
     Args:
         module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
         session: whose communicator to use; None: that of ``worker.init()``.
         communicator: use this one instead of a session's.
-        gradients_mean: average over ranks; False: sum.
+        gradients_mean: average over ranks; False: sum. What was summed is summed again if gradients are not
+            cleared before the next pass; accumulate in :meth:`no_sync`.
         parameter_broadcast: take parameters and buffers from rank 0 now.
         broadcast_buffers: keep buffers equal to rank 0's.
         elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
         weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
-            masters; give ``master_parameters()`` to the optimizer then. Faster than autocast. None: as they
-            are.
+            masters, which :meth:`parameters` gives to the optimizer then. Faster than autocast. All
+            parameters must be float32 and require gradients. None: as they are.
         compression: "bf16": gradients travel as bfloat16; None: in their own dtype.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first one.
         last_bytes: so many bytes at the end of the backward pass travel apart from what comes before.
 
     Raises:
-        ArrayError: parameters on several devices, sparse, or different from another rank's.
+        ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
+            from another rank's; in the backward pass: a sparse gradient.
+        SettingsError: no such compression, or these parameters cannot have masters.
+        WorkerError: nothing to train; in the backward pass: the one before it broke off.
     """
 
     def __init__(
@@ -84,9 +91,12 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._lane = Lane(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         self._wire_dtype = _DTYPES[compression]
+        if compression is not None:  # a backend that cannot send it says so now
+            array_of(self.communicator, torch.empty(1, dtype=self._wire_dtype, device=self.device))
         self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "last_bytes": last_bytes}
         self._buffers_follow = broadcast_buffers
         self._masters: MasterWeights | None = None
+        self._joined = not elastic
         if not elastic:
             self._check_same_model()
             if parameter_broadcast:
@@ -94,14 +104,19 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
         self._synchronize = True
         self._scale: Any = None
+        self._task = -1
+        self._read_aside: list[Any] = []
         self._unused_in_capture: dict[int, frozenset[int]] = {}
         self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
         if weights is not None:
             self._masters = MasterWeights(module, self._buckets, _DTYPES[weights])
-        for _, parameter in self._named:  # after the masters: the hook fixes the gradient's dtype
-            parameter.register_post_accumulate_grad_hook(self._ready)
+        for handle in _HOOKS.pop(module, []):
+            handle.remove()
+        _HOOKS[module] = [  # after the masters: the hook fixes the gradient's dtype
+            parameter.register_post_accumulate_grad_hook(self._ready) for _, parameter in self._named
+        ]
 
     # ------------------------------------------------------------ what users call
 
@@ -125,7 +140,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         """For one backward pass in which ranks have different numbers of samples, possibly none.
 
         Gradients (of losses that are means over the rank's samples) are weighted by the number of samples,
-        so that the average is over all samples. A rank with none does nothing inside. Every rank must enter.
+        so that the average is over all samples; with them, what :meth:`no_sync` has accumulated before. A
+        rank with none does nothing inside. Every rank must enter.
 
         Args:
             samples: how many this rank has, >= 0.
@@ -144,29 +160,35 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         finally:
             self._scale = None
 
+    @property
+    def uneven(self) -> bool:
+        """Whether this is within :meth:`uneven_batch`."""
+        return self._scale is not None
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """What an optimizer trains: the module's parameters, or their float32 masters if there are any."""
+        return iter(super().parameters(recurse) if self._masters is None else self._masters.parameters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients. An optimizer's clears what was averaged, not what :meth:`no_sync` accumulated
+        for masters.
+        """
+        self.module.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """Scales the averaged gradients down to a norm of at most ``max_norm``.
 
         Returns:
             The norm before, a 0-dim tensor; the host does not wait for it.
         """
-        parameters = [parameter for _, parameter in self._named]
-        parameters = parameters if self._masters is None else self._masters.parameters
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+        return torch.nn.utils.clip_grad_norm_(list(self.parameters()), max_norm, foreach=True)
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Overwrites all ranks' parameters and buffers with those of rank ``source``."""
-        masters = self._masters
-        held = self.module.parameters() if masters is None else masters.parameters
-        tensors = [parameter.detach() for parameter in held]
+        tensors = [parameter.detach() for parameter in self.parameters()]
         tensors += [buffer for buffer in self.module.buffers() if buffer.numel()]
         broadcast_tensors(self.communicator, tensors, source)
-
-    def master_parameters(self) -> list[Any]:
-        """With ``weights="bf16"``: the float32 masters, a few flat tensors, for the optimizer."""
-        if self._masters is None:
-            raise SettingsError('there are no master parameters without weights="bf16"')
-        return list(self._masters.parameters)
 
     def rebind(self, communicator: Communicator, *, source: int | None = None) -> None:
         """Goes on with another generation's communicator; a backward pass that broke off is forgotten.
@@ -177,14 +199,23 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         """
         self.communicator = communicator
         self._lane = Lane(communicator, self.device)
-        for bucket in self._buckets:
-            bucket.waiting = len(bucket.parameters)
-        self._launched = 0
-        self._in_backward = False
+        self._joined = True
+        self.forget_backward()
         if self._order is not None:
             self._order = []
         if source is not None:
             self.broadcast_parameters(source)
+
+    def forget_backward(self) -> None:
+        """Forgets a backward pass that broke off; right if all ranks do, and none of its AllReduces ran."""
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.parameters)
+        self._launched = 0
+        self._in_backward = False
+        self._seen.clear()
+        self._read_aside.clear()
+        if self._masters is not None:  # the optimizer clears the masters' gradients only
+            self.module.zero_grad(set_to_none=True)
 
     def join(self, communicator: Communicator, source: int) -> None:
         """Enters a generation that may have newcomers; every rank of it calls this.
@@ -209,19 +240,23 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The bare module's state; in float32 where there are masters."""
         state = self.module.state_dict(*args, **kwargs)
-        if self._masters is not None:
-            for name, parameter in self._named:
-                state[name] = self._masters.views[id(parameter)]
+        state.update(self._master_views())
         return state
 
     def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Loads a bare module's state."""
         result = self.module.load_state_dict(state, *args, **kwargs)
-        if self._masters is not None:
-            with torch.no_grad():
-                for name, parameter in self._named:
-                    self._masters.views[id(parameter)].copy_(state.get(name, parameter))
+        with torch.no_grad():
+            for name, view in self._master_views().items():
+                if name in state:
+                    view.copy_(state[name])
         return result
+
+    def _master_views(self) -> dict[str, Any]:
+        """The masters by the module's names, of which shared parameters have several."""
+        views = {} if self._masters is None else self._masters.views
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: views[id(parameter)] for name, parameter in named if id(parameter) in views}
 
     # ------------------------------------------------------------ the backward pass
 
@@ -233,31 +268,66 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         }
         self._launched = 0
         self._in_backward = False
+        self._seen: set[int] = set()
 
     def _ready(self, parameter: Any) -> None:
         """Runs when a parameter's gradient is complete, within the backward pass."""
         if not self._synchronize:
             return
         if not self._in_backward:
-            self._in_backward = self._ran = True
-            Variable._execution_engine.queue_callback(self._finish)
+            self._begin()
+        if id(parameter) in self._seen:
+            raise WorkerError(
+                "a gradient came twice in one backward pass, or the pass before it broke off: the ranks may"
+                " have sent different AllReduces",
+                remedy="Let an error in a backward pass end the process; checkpoint shared layers with"
+                " use_reentrant=False.",
+            )
+        self._seen.add(id(parameter))
         if self._order is not None:
             self._order.append(self._indices[id(parameter)])
         self._bucket_of[id(parameter)].waiting -= 1
         while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
             self._launch(self._buckets[self._launched])
 
+    def _begin(self) -> None:
+        """At the first gradient of a backward pass."""
+        if not self._joined:
+            raise WorkerError(
+                "this DataParallel was made with elastic=True, and nothing has joined it to the others yet",
+                remedy="Train in an ElasticLoop with a TorchTrainingState, or leave elastic out.",
+            )
+        # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
+        # was reduced too early. A mean bears to be taken twice.
+        before, self._task = self._task, torch._C._current_graph_task_id()
+        exact = self._op is ReduceOp.MEAN and self._masters is None and self._scale is None
+        if self._task < before and not exact:
+            raise WorkerError(
+                "a backward pass within a backward pass: sums, masters and uneven batches cannot bear that",
+                remedy="Use torch.utils.checkpoint with use_reentrant=False.",
+            )
+        self._in_backward = self._ran = True
+        Variable._execution_engine.queue_callback(self._finish)
+
     def _launch(self, bucket: GradientBucket) -> None:
         self._launched += 1
         last = self._launched == len(self._buckets)
         buffers = self._flat_buffers if last and self.module.training else []
         with self._lane.aside():
-            bucket.fill(self._scale)
+            self._keep(bucket.fill(self._scale))
             for flat in buffers:
-                flat.gather()
+                self._keep(flat.gather())
             self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
             if self._lane.in_order:
                 bucket.unpack()
+
+    def _keep(self, tensors: list[Any]) -> None:
+        """Tensors that the lane reads and nobody else needs: their memory must not be reused too early."""
+        if self._lane.capturing():
+            self._read_aside += tensors
+        elif self._lane.in_order:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _finish(self) -> None:
         """Runs when the backward pass is over, or in its stead on a rank without samples."""
@@ -266,6 +336,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             self._launch(self._buckets[self._launched])
         self._lane.join()
         self._launched = 0
+        self._seen.clear()
+        self._read_aside.clear()
         for number, bucket in enumerate(self._buckets):
             if not self._lane.in_order:
                 bucket.unpack()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from worker.errors import SettingsError
 from worker.torch_buckets import GradientBucket, views_of
 
 _NORMALISATIONS = (
@@ -26,9 +27,21 @@ class MasterWeights:
     """Moves a module's parameters into flat float32 masters, one per bucket, and bfloat16 copies.
 
     Normalisation layers stay in float32: their parameters are views of the masters.
+
+    Raises:
+        SettingsError: a parameter is not float32, or is not trained and so has no master.
     """
 
     def __init__(self, module: torch.nn.Module, buckets: Sequence[GradientBucket], dtype: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.dtype != torch.float32 or not parameter.requires_grad:
+                what = (
+                    "frozen" if not parameter.requires_grad else str(parameter.dtype).removeprefix("torch.")
+                )
+                raise SettingsError(
+                    f'weights="bf16" keeps float32 masters of what is trained; {name} is {what}.'
+                    " Leave weights out and use torch.autocast."
+                )
         exact = {
             id(parameter)
             for owner in module.modules()

@@ -21,6 +21,20 @@ from worker.errors import SettingsError
 _FIRST_STEP = "Do one step before you make the training state"
 
 
+def check_trains(optimizer: Any, model: torch.nn.Module) -> None:
+    """Makes sure that the optimizer and the model belong together.
+
+    Raises:
+        SettingsError: no parameter of the model is the optimizer's.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise SettingsError(
+            "the optimizer trains no parameter of this model: make it of model.parameters(), with the model"
+            ' as worker.DataParallel returned it (with weights="bf16" these are float32 masters)'
+        )
+
+
 def make_optimizer_state(optimizer: Any) -> None:
     """Gives each parameter that has no state yet the one that it would have in its first step.
 

@@ -17,7 +17,7 @@ from worker.communicators.base import Array, Communicator
 from worker.sharding import ShardedSampler
 from worker.state import TrainingState
 from worker.torch_data_parallel import DataParallel
-from worker.torch_optimizer_state import make_optimizer_state
+from worker.torch_optimizer_state import check_trains, make_optimizer_state
 from worker.torch_random import RandomState
 from worker.torch_transfer import array_of, gather_rows, pieces
 
@@ -46,7 +46,8 @@ class TorchTrainingState(TrainingState):
             them captured graphs and tuned kernels, stay the same; None: keep the global batch.
 
     Raises:
-        SettingsError: the optimizer's state cannot be made before a first step, or is not all tensors.
+        SettingsError: the optimizer is of another model, or its state cannot be made before a first step or
+            is not all tensors.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class TorchTrainingState(TrainingState):
         *,
         samples_per_rank: int | None = None,
     ) -> None:
+        check_trains(optimizer, model)
         make_optimizer_state(optimizer)
         super().__init__(dict(_tensors(model, optimizer)), sampler)
         self._model = model

@@ -305,7 +305,8 @@ def check_sharded_optimizer(comm: Any) -> tuple[int, int]:
     return held, undivided
 
 
-def losses_of(comm: Any, capture: bool, steps: int = 12) -> tuple[list[float], Any]:
+def losses_of(comm: Any, capture: bool, steps: int = 20) -> tuple[list[float], Any]:
+    """Trains through changes of the learning rate and the weight decay, and through uneven batches."""
     model = DataParallel(net(), communicator=comm, bucket_bytes=4096, first_bytes=1024)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     step = capture_step(
@@ -317,15 +318,19 @@ def losses_of(comm: Any, capture: bool, steps: int = 12) -> tuple[list[float], A
     )
     losses = []
     for number in range(steps):
-        if number == 8:
-            optimizer.param_groups[0]["lr"] = 0.01
+        optimizer.param_groups[0]["lr"] = 0.05 if number < 2 else 0.04 if number < 8 else 0.01
+        optimizer.param_groups[0]["weight_decay"] = 0.0 if number < 14 else 0.1
         images, labels = data(number, 16 if number != 9 else 8)  # one batch of another shape
-        losses.append(step(images[comm.rank :: comm.world_size], labels[comm.rank :: comm.world_size]).item())
+        mine, samples = slice(comm.rank, None, comm.world_size), None
+        if number in (10, 11):
+            samples = 3 if comm.rank == 0 else 5 * (number - 10)
+            mine = slice(0, samples)
+        losses.append(step(images[mine], labels[mine], samples=samples).item())
     return losses, step
 
 
 def check_capture(comm: Any) -> None:
-    """Same losses as eagerly, through a change of the learning rate and an uneven batch."""
+    """Same losses as eagerly, whatever changes."""
     exact()
     eager, _ = losses_of(comm, capture=False)
     captured, step = losses_of(comm, capture=True)
@@ -346,8 +351,7 @@ def check_bf16_weights(comm: Any) -> None:
     curves = []
     for weights in (None, "bf16"):
         model = DataParallel(net(channels_last=True), communicator=comm, weights=weights)
-        parameters = model.parameters() if weights is None else model.master_parameters()
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
         dtype = torch.float32 if weights is None else torch.bfloat16
         step = capture_step(
             lambda images, labels, model=model: torch.nn.functional.cross_entropy(
@@ -394,6 +398,46 @@ def check_capture_falls_back(comm: Any) -> str:
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     comm.barrier()
     return str(step.reason)
+
+
+class SyncsInCapture(torch.autograd.Function):  # type: ignore[misc]
+    """Does nothing, but reads the GPU in the backward pass, which no graph can hold."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Any) -> Any:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            gradient.sum().item()
+        return gradient
+
+
+def check_capture_fails_in_backward(comm: Any) -> None:
+    """Later steps are reduced as before, on all ranks."""
+    exact()
+    ends = []
+    for capture in (False, True):
+        model = DataParallel(net(), communicator=comm, bucket_bytes=4096, first_bytes=1024)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+        def loss(images: Any, labels: Any, layers: Any = model.module) -> Any:
+            hidden = SyncsInCapture.apply(layers[:5](images))
+            return torch.nn.functional.cross_entropy(layers[5](hidden), labels)
+
+        step = capture_step(loss, model, optimizer, capture=capture)
+        for number in range(8):
+            images, labels = data(number, 16)
+            step(images[comm.rank :: comm.world_size], labels[comm.rank :: comm.world_size])
+        assert step.reason and not step.captured
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    for ours, eager in zip(*reversed(ends), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
+        theirs = ours.clone()
+        comm.broadcast(theirs, 0)
+        assert torch.equal(ours, theirs)
+    comm.barrier()
 
 
 def check_abort_with_graph(comm: Any) -> float:

@@ -43,6 +43,7 @@ def fleet(request: Any) -> Iterator[Fleet]:
         checks.check_capture,
         checks.check_bf16_weights,
         checks.check_capture_falls_back,
+        checks.check_capture_fails_in_backward,
     ],
 )
 def test_on_every_rank(fleet: Fleet, check: Any) -> None:

@@ -317,8 +317,7 @@ def test_bf16_weights_train_like_autocast_and_keep_float32_masters() -> None:
 
     def train(communicator: ThreadCommunicator, weights: str | None) -> Any:
         model = DataParallel(small_net(), communicator=communicator, weights=weights)
-        parameters = model.parameters() if weights is None else model.master_parameters()
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for images, labels in batches:
             images, labels = images[communicator.rank :: 2], labels[communicator.rank :: 2]
             optimizer.zero_grad()
@@ -452,9 +451,9 @@ class Streams:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits: list[tuple[str, str]] = []
-        self.main, self.current = FakeStream(self, "main"), "main"
+        self.current = "main"
         monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream(self, "side"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.main)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self, self.current))
         monkeypatch.setattr(torch.cuda, "stream", self.within)
 
     @contextlib.contextmanager
@@ -483,16 +482,20 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
         model._lane = OnStreams(streams, seen, communicator)
         fill = GradientBucket.fill
 
-        def noted(bucket: Any, scale: Any) -> None:
+        def noted(bucket: Any, scale: Any) -> Any:
             seen.append(("fill", streams.current))
-            fill(bucket, scale)
+            return fill(bucket, scale)
 
         monkeypatch.setattr(GradientBucket, "fill", noted)
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: seen.append(("record", stream.name))
+        )
         model(torch.ones(1, 4)).sum().backward()
         return seen, streams.waits
 
     seen, waits = run_ranks(1, one)[0]
-    assert seen == [("fill", "side"), ("reduce", "side")] * 2  # two buckets
+    # Two buckets of one gradient each, whose memory is not reused before the side stream has read it.
+    assert seen == [("fill", "side"), ("record", "side"), ("reduce", "side")] * 2
     # What is packed must be there before, and the result afterwards.
     assert waits == [("side", "main"), ("side", "main"), ("main", "side")]
 

@@ -1,0 +1,111 @@
+"""CUDA graphs on the CPU: a graph records what is called between its begin and end, and replays it in place.
+
+As on a GPU, nothing that is captured has an effect on parameters and optimizer, and numbers are fixed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.gpu.threads import ThreadCommunicator
+from worker import capture
+from worker.torch_transfer import Lane
+
+_here = threading.local()  # ranks are threads
+
+
+class Graph:
+    """In the place of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], Any]] = []
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for call in self.calls:
+                call()
+
+    def reset(self) -> None:
+        self.calls = []
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+
+        def again() -> None:
+            for old, new in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        _here.graph.calls.append(again)
+        return result
+
+
+class GraphCommunicator(ThreadCommunicator):
+    """A collective that is called within a capture runs at each replay, and not before."""
+
+    def _exchange(self, name: str, value: Any) -> list[Any]:
+        if getattr(_here, "graph", None) is not None:
+            return [value] * self.world_size
+        return super()._exchange(name, value)
+
+    def all_reduce(self, send: Any, recv: Any, op: Any, *, async_op: bool = False) -> Any:
+        source, target = (each.numpy() if isinstance(each, torch.Tensor) else each for each in (send, recv))
+        again = super().all_reduce
+        if getattr(_here, "graph", None) is not None:
+            _here.graph.calls.append(lambda: again(source, target, op))
+        return again(source, target, op)
+
+    def before_end(self, release: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+
+class _Stream:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ``capture_step`` capture modules that are on the CPU."""
+
+    @contextlib.contextmanager
+    def graph(graph: Graph, **options: Any) -> Iterator[None]:
+        kept = [tensor.detach().clone() for tensor in _here.state()]
+        _here.graph = graph
+        try:
+            with _Recorder():
+                yield
+        finally:
+            _here.graph = None
+            with torch.no_grad():
+                for tensor, before in zip(_here.state(), kept, strict=True):
+                    tensor.copy_(before)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(capture, "_free_generator", lambda device: None)
+    monkeypatch.setattr(capture.TrainingStep, "_obstacle", lambda step: None)
+    monkeypatch.setattr(Lane, "capturing", lambda lane: getattr(_here, "graph", None) is not None)
+
+
+def watch(model: Any, optimizer: Any) -> None:
+    """What a capture must leave as it was, of this thread's rank."""
+    _here.state = lambda: [
+        *model.parameters(),
+        *model.buffers(),
+        *(v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)),
+    ]
