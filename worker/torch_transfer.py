@@ -41,13 +41,21 @@ def array_of(communicator: Communicator, tensor: Any) -> Any:
         ) from error
 
 
+def bytes_of(tensor: Any) -> Any:
+    """A dense tensor's memory as a flat one of uint8.
+
+    What is only moved needs no dtype with which the communicator can compute: bool or complex numbers, say.
+    """
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source: int) -> None:
     """Overwrites tensors of all ranks with those of rank ``source``, in few collectives."""
     named = dict(enumerate(tensors))
     for numbers in pieces(named):
         chunk = [named[number] for number in numbers]
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-        communicator.broadcast(array_of(communicator, flat), source)
+        communicator.broadcast(array_of(communicator, bytes_of(flat)), source)
         parts = flat.split([tensor.numel() for tensor in chunk])
         with torch.no_grad():
             for tensor, part in zip(chunk, parts, strict=True):
@@ -111,9 +119,9 @@ class Lane:
             yield
 
     def reduce(self, flat: Any, op: ReduceOp, *, buffers: Sequence[Any] = ()) -> None:
-        """Reduces ``flat`` over all ranks and overwrites ``buffers`` with rank 0's; in place."""
+        """Reduces ``flat`` over all ranks and overwrites ``buffers`` (dense) with rank 0's; in place."""
         communicator = self._communicator
-        arrays = [array_of(communicator, buffer) for buffer in buffers]
+        arrays = [array_of(communicator, bytes_of(buffer)) for buffer in buffers]
         array = array_of(communicator, flat)
         if self._stream is None:
             self._works.append(communicator.all_reduce(array, array, op, async_op=True))
