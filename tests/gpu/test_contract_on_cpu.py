@@ -70,6 +70,30 @@ def test_the_other_collectives(place: Place) -> None:
     bodies.barriers(place)
 
 
+@pytest.mark.parametrize("dtype", ["?", "i2", "u2", "c8"])
+def test_what_nccl_cannot_compute_with_is_moved_all_the_same(place: Place, dtype: str) -> None:
+    comm: Any = place.comm
+    values = np.arange(6).astype(dtype)
+    given = place.kit.array(values)
+    comm.broadcast(given, 0)
+    assert np.array_equal(given.values, values)
+    moves: dict[str, Any] = {
+        "all_gather": comm.all_gather,
+        "gather": lambda *arrays: comm.gather(*arrays, 0),
+        "scatter": lambda *arrays: comm.scatter(*arrays, 0),
+        "all_to_all": comm.all_to_all,
+        "send and recv": lambda send, recv: (comm.send(send, 0), comm.recv(recv, 0)),
+    }
+    for name, move in moves.items():
+        result = place.kit.array(np.zeros_like(values))
+        with comm.group():
+            move(given, result)
+        assert np.array_equal(result.values, values), name
+    for reduction in (comm.all_reduce, comm.reduce_scatter, lambda *arrays: comm.reduce(*arrays, 0)):
+        with pytest.raises(ArrayError, match=f"NCCL has no dtype {values.dtype}"):
+            reduction(given, given, ReduceOp.SUM)
+
+
 def test_wrong_arrays_are_refused_as_on_the_cpu(place: Place) -> None:
     shown = bodies.refusals(place)
     with pytest.raises(ArrayError) as cpu:

@@ -15,7 +15,7 @@ from tests.gpu.stand_in import FakeEvent, fake_cupy
 from worker.communicators import nccl_communicator, nccl_handles, tcp_arrays
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl import NcclBackend
-from worker.communicators.nccl_arrays import read_interface, reader_of
+from worker.communicators.nccl_arrays import read_interface, read_torch, reader_of
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
 from worker.communicators.nccl_tuning import fewest_ctas
@@ -66,6 +66,32 @@ def test_an_interface_is_read() -> None:
 def test_what_nccl_cannot_take_is_refused(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(ArrayError, match=words):
         read_interface(Interface(**facts))
+
+
+@pytest.mark.parametrize(
+    ("typestr", "number"), [("|b1", 1), ("<i2", 6), ("<c8", 4), ("<M8[ns]", None), ("<c16", None), ("<f4", 7)]
+)
+def test_what_is_only_moved_may_have_a_dtype_that_nccl_does_not_know(
+    typestr: str, number: int | None
+) -> None:
+    array = Interface(typestr=typestr)
+    if number is None:
+        with pytest.raises(ArrayError, match="no dtype"):
+            read_interface(array, moved=True)
+    else:
+        assert read_interface(array, moved=True) == (4096, 12, number, -1)
+    with pytest.raises(ArrayError, match="not C-contiguous"):
+        read_interface(Interface(typestr="<i2", strides=(6, 4)), moved=True)
+
+
+def test_a_tensor_that_is_only_moved_may_have_any_dtype() -> None:
+    torch = pytest.importorskip("torch")
+    facts = {"is_cuda": True, "is_contiguous": lambda: True, "data_ptr": lambda: 1, "numel": lambda: 3}
+    for dtype, number in ((torch.bool, 1), (torch.complex64, 4), (torch.int16, 6), (torch.bfloat16, 9)):
+        tensor = SimpleNamespace(
+            dtype=dtype, element_size=lambda dtype=dtype: dtype.itemsize, get_device=lambda: 0, **facts
+        )
+        assert read_torch(tensor, moved=True) == (1, 3, number, 0)
 
 
 def test_an_array_on_the_cpu_is_refused_with_the_backend_to_use() -> None:

@@ -37,6 +37,9 @@ TYPE_NAMES = {number: name for name, number in NCCL_TYPES.items()}
 ITEM_SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 """Bytes per element, by NCCL's number."""
 
+_MOVED_AS = {1: 1, 2: 6, 4: 2, 8: 4}
+"""By bytes per element: the number under which an element that NCCL does not know is moved, bit for bit."""
+
 _CUPY_TYPES = {
     "b": 0,
     "B": 1,
@@ -64,29 +67,41 @@ _INTERFACE_TYPES = {
 }
 
 
-def read_torch(tensor: Any) -> Facts:
-    """Facts of a ``torch.Tensor``."""
+def read_torch(tensor: Any, moved: bool = False) -> Facts:
+    """Facts of a ``torch.Tensor``.
+
+    Args:
+        tensor: on a GPU, contiguous.
+        moved: nothing is computed, so dtypes that NCCL does not know will do, if their size is one it knows.
+    """
     dtype = _torch_types().get(tensor.dtype)
+    if dtype is None and moved:
+        dtype = _MOVED_AS.get(tensor.element_size())
     if dtype is None or not tensor.is_cuda or not tensor.is_contiguous():
         _refuse_torch(tensor, dtype)
     return tensor.data_ptr(), tensor.numel(), dtype, tensor.get_device()
 
 
-def read_cupy(array: Any) -> Facts:
-    """Facts of a ``cupy.ndarray``."""
+def read_cupy(array: Any, moved: bool = False) -> Facts:
+    """Facts of a ``cupy.ndarray``; as :func:`read_torch`."""
     dtype = _CUPY_TYPES.get(array.dtype.char)
     if dtype is None:
         dtype = NCCL_TYPES.get(str(array.dtype))
+    if dtype is None and moved:
+        dtype = _MOVED_AS.get(array.dtype.itemsize)
     if dtype is None or not array.flags.c_contiguous:
         _refuse(array, dtype, str(array.dtype), array.shape)
     data = array.data
     return data.ptr, array.size, dtype, data.device_id
 
 
-def read_interface(array: Any) -> Facts:
+def read_interface(array: Any, moved: bool = False) -> Facts:
     """Facts of anything with ``__cuda_array_interface__`` (which knows neither bfloat16 nor the device)."""
     interface = array.__cuda_array_interface__
     dtype = _INTERFACE_TYPES.get(interface["typestr"])
+    if dtype is None and moved:
+        itemsize = interface["typestr"][2:]
+        dtype = _MOVED_AS.get(int(itemsize)) if itemsize.isdigit() else None
     shape = tuple(interface["shape"])
     strides = interface.get("strides")
     dense = strides is None or dtype is None or _is_dense(shape, tuple(strides), ITEM_SIZES[dtype])
@@ -100,13 +115,13 @@ def read_interface(array: Any) -> Facts:
     return interface["data"][0], count, dtype, -1
 
 
-def read_dlpack(array: Any) -> Facts:
+def read_dlpack(array: Any, moved: bool = False) -> Facts:
     """Facts of anything that exports DLPack, by way of torch or CuPy."""
     for library, read in (("torch", read_torch), ("cupy", read_cupy)):
         module = sys.modules.get(library)
         if module is not None:
             try:
-                return read(module.from_dlpack(array))
+                return read(module.from_dlpack(array), moved)
             except ArrayError:
                 raise
             except Exception as error:
@@ -117,7 +132,7 @@ def read_dlpack(array: Any) -> Facts:
     )
 
 
-def reader_of(array: Any) -> Callable[[Any], Facts]:
+def reader_of(array: Any) -> Callable[..., Facts]:
     """The function that reads arrays of this array's type.
 
     Raises:

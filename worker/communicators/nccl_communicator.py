@@ -117,14 +117,14 @@ class NcclCommunicator(Communicator, ArrayReading):
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
         """Copies ``buffer`` of ``root`` into ``buffer`` of all ranks, in place."""
         check_rank(self.membership, root, "root")
-        pointer, count, dtype = self._read(buffer)
+        pointer, count, dtype = self._read(buffer, moved=True)
         args = (pointer, pointer, count, dtype, root, self._comm)
         return self._run(self._nccl.broadcast, args, (buffer,), async_op)
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """``recv`` has ``world_size * send.size`` elements: rank r's ``send`` is its r-th part."""
-        pointer, count, dtype = self._read(send)
-        target = self._read_like(recv, count * self.world_size, dtype)
+        pointer, count, dtype = self._read(send, moved=True)
+        target = self._read_like(recv, count * self.world_size, dtype, moved=True)
         return self._run(
             self._nccl.all_gather, (pointer, target, count, dtype, self._comm), (send, recv), async_op
         )
@@ -141,10 +141,10 @@ class NcclCommunicator(Communicator, ArrayReading):
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
         """Like all_gather, but only ``root`` gets the result (``recv`` is None elsewhere)."""
         check_rank(self.membership, root, "root")
-        pointer, count, dtype = self._read(send)
+        pointer, count, dtype = self._read(send, moved=True)
         moves = [(self._nccl.send, pointer, root)]
         if self.rank == root:
-            target = self._read_like(recv, count * self.world_size, dtype)
+            target = self._read_like(recv, count * self.world_size, dtype, moved=True)
             step = count * ITEM_SIZES[dtype]
             moves += [(self._nccl.recv, target + peer * step, peer) for peer in range(self.world_size)]
         return self._run(self._exchange, (moves, count, dtype), (send, recv), async_op)
@@ -152,18 +152,18 @@ class NcclCommunicator(Communicator, ArrayReading):
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
         """Rank r gets the r-th part of ``root``'s ``send`` (``send`` is None elsewhere)."""
         check_rank(self.membership, root, "root")
-        target, count, dtype = self._read(recv)
+        target, count, dtype = self._read(recv, moved=True)
         moves = [(self._nccl.recv, target, root)]
         if self.rank == root:
-            pointer = self._read_like(send, count * self.world_size, dtype)
+            pointer = self._read_like(send, count * self.world_size, dtype, moved=True)
             step = count * ITEM_SIZES[dtype]
             moves += [(self._nccl.send, pointer + peer * step, peer) for peer in range(self.world_size)]
         return self._run(self._exchange, (moves, count, dtype), (send, recv), async_op)
 
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """Part j of rank i's ``send`` becomes part i of rank j's ``recv``. Same size, divisible by ranks."""
-        pointer, total, dtype = self._read(send)
-        target = self._read_like(recv, total, dtype)
+        pointer, total, dtype = self._read(send, moved=True)
+        target = self._read_like(recv, total, dtype, moved=True)
         count, rest = divmod(total, self.world_size)
         if rest:
             raise ArrayError(
@@ -177,12 +177,16 @@ class NcclCommunicator(Communicator, ArrayReading):
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """Sends ``buffer`` to ``peer``, which calls :meth:`recv` with the same dtype and size."""
         check_peer(self.membership, peer, itself=self._grouped)
-        return self._run(self._nccl.send, (*self._read(buffer), peer, self._comm), (buffer,), async_op)
+        return self._run(
+            self._nccl.send, (*self._read(buffer, moved=True), peer, self._comm), (buffer,), async_op
+        )
 
     def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """Receives into ``buffer`` from ``peer``."""
         check_peer(self.membership, peer, itself=self._grouped)
-        return self._run(self._nccl.recv, (*self._read(buffer), peer, self._comm), (buffer,), async_op)
+        return self._run(
+            self._nccl.recv, (*self._read(buffer, moved=True), peer, self._comm), (buffer,), async_op
+        )
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:

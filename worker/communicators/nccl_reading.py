@@ -31,7 +31,7 @@ class ArrayReading:
 
     def __init__(self, device_index: int) -> None:
         self.device_index = device_index
-        self._readers: dict[type, tuple[Callable[[Any], Facts], Callable[[], int], Issued]] = {}
+        self._readers: dict[type, tuple[Callable[..., Facts], Callable[[], int], Issued]] = {}
         self._libraries: dict[str, CudaLibrary] = {}
         self._own_streams: dict[str, tuple[Any, int]] = {}
 
@@ -39,7 +39,7 @@ class ArrayReading:
         """Raises what ended the communicator."""
         raise NotImplementedError
 
-    def _learn(self, array: Array) -> tuple[Callable[[Any], Facts], Callable[[], int], Issued]:
+    def _learn(self, array: Array) -> tuple[Callable[..., Facts], Callable[[], int], Issued]:
         read = reader_of(array)
         if read is read_torch:
             name = "torch"
@@ -70,15 +70,16 @@ class ArrayReading:
             stream = self._own_streams[library.name] = library.new_stream()
         return stream
 
-    def _read(self, array: Array) -> tuple[int, int, int]:
+    def _read(self, array: Array, moved: bool = False) -> tuple[int, int, int]:
+        """Address, count and dtype; ``moved``: what NCCL does with it needs no arithmetic."""
         read = (self._readers.get(type(array)) or self._learn(array))[0]
-        pointer, count, dtype, device = read(array)
+        pointer, count, dtype, device = read(array, moved)
         if device != self.device_index and device >= 0:
             self._refuse_device(device)
         return pointer, count, dtype
 
-    def _read_like(self, array: Array, count: int, dtype: int) -> int:
-        pointer, found, found_dtype = self._read(array)
+    def _read_like(self, array: Array, count: int, dtype: int, moved: bool = False) -> int:
+        pointer, found, found_dtype = self._read(array, moved)
         if found != count or found_dtype != dtype:
             raise ArrayError(
                 f"the arrays do not fit: one has {found} elements of {TYPE_NAMES[found_dtype]} where"
