@@ -272,7 +272,6 @@ class TrainingStep:
 
     def _forget_gradients(self) -> None:
         """A capture that failed, on whichever rank, computed and sent nothing."""
-        self._model.zero_grad(set_to_none=True)
         self._optimizer.zero_grad(set_to_none=True)
         getattr(self._model, "forget_backward", _nothing)()
 

@@ -191,7 +191,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         broadcast_tensors(self.communicator, tensors, source)
 
     def rebind(self, communicator: Communicator, *, source: int | None = None) -> None:
-        """Goes on with another generation's communicator; a backward pass that broke off is forgotten.
+        """Goes on with another generation's communicator, without gradients: a pass may have broken off.
 
         Args:
             communicator: the new one.
@@ -207,15 +207,17 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             self.broadcast_parameters(source)
 
     def forget_backward(self) -> None:
-        """Forgets a backward pass that broke off; right if all ranks do, and none of its AllReduces ran."""
+        """Forgets a backward pass that broke off, and all gradients: what came of its AllReduces is void.
+
+        Right if all ranks do so, and the communicator has nothing of it under way.
+        """
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
         self._launched = 0
         self._in_backward = False
         self._seen.clear()
         self._read_aside.clear()
-        if self._masters is not None:  # the optimizer clears the masters' gradients only
-            self.module.zero_grad(set_to_none=True)
+        self.zero_grad()
 
     def join(self, communicator: Communicator, source: int) -> None:
         """Enters a generation that may have newcomers; every rank of it calls this.

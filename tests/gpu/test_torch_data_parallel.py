@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -471,15 +471,17 @@ class FakeStream:
         self.streams.waits.append((self.name, other.name))
 
 
+@pytest.mark.parametrize("capturing", [False, True])
 def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
 ) -> None:
     """Else nothing of it would run beside the backward pass."""
 
     def one(communicator: ThreadCommunicator) -> Any:
         model = DataParallel(Crossed(), communicator=communicator)
-        streams, seen = Streams(monkeypatch), list[tuple[str, str]]()
-        model._lane = OnStreams(streams, seen, communicator)
+        streams, seen = Streams(monkeypatch), list[Any]()
+        model._lane = OnStreams(streams, seen, communicator, lambda: capturing and len(model._read_aside))
+        model._lane.is_capturing = capturing
         fill = GradientBucket.fill
 
         def noted(bucket: Any, scale: Any) -> Any:
@@ -495,7 +497,9 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
 
     seen, waits = run_ranks(1, one)[0]
     # Two buckets of one gradient each, whose memory is not reused before the side stream has read it.
-    assert seen == [("fill", "side"), ("record", "side"), ("reduce", "side")] * 2
+    recorded = [] if capturing else [("record", "side")]
+    expected = [[("fill", "side"), *recorded, ("reduce", "side", capturing and held)] for held in (1, 2)]
+    assert seen == [*expected[0], *expected[1]]
     # What is packed must be there before, and the result afterwards.
     assert waits == [("side", "main"), ("side", "main"), ("main", "side")]
 
@@ -503,12 +507,15 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
 class OnStreams(Lane):
     """A GPU's lane whose tensors are on the CPU."""
 
-    def __init__(self, streams: Streams, seen: list[Any], communicator: ThreadCommunicator) -> None:
+    def __init__(
+        self, streams: Streams, seen: list[Any], communicator: ThreadCommunicator, held: Callable[[], int]
+    ) -> None:
         super().__init__(communicator, torch.device("cuda", 0))
-        self.streams, self.seen = streams, seen
+        self.streams, self.seen, self.held = streams, seen, held
+        self.is_capturing = False
 
     def reduce(self, flat: Any, op: Any, *, buffers: Any = ()) -> None:
-        self.seen.append(("reduce", self.streams.current))
+        self.seen.append(("reduce", self.streams.current, self.held()))
 
     def capturing(self) -> bool:
-        return False
+        return self.is_capturing
