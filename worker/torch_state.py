@@ -19,7 +19,7 @@ from worker.state import TrainingState
 from worker.torch_data_parallel import DataParallel
 from worker.torch_optimizer_state import check_trains, make_optimizer_state
 from worker.torch_random import RandomState
-from worker.torch_transfer import array_of, gather_rows, pieces
+from worker.torch_transfer import array_of, bytes_of, gather_rows, pieces
 
 
 class TorchTrainingState(TrainingState):
@@ -168,7 +168,7 @@ class TensorCarrier:
                 flat = torch.empty(
                     sum(tensor.numel() for tensor in mine), dtype=mine[0].dtype, device=self._device
                 )
-            self._communicator.broadcast(array_of(self._communicator, flat), source)
+            self._communicator.broadcast(array_of(self._communicator, bytes_of(flat)), source)
             parts = flat.split([tensor.numel() for tensor in mine])
             received |= {
                 name: part.view(tensor.shape) for name, part, tensor in zip(names, parts, mine, strict=True)

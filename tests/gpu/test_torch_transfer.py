@@ -12,6 +12,7 @@ from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
 from worker.communicators.base import Work  # noqa: E402
 from worker.communicators.tcp_arrays import checked  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
+from worker.torch_state import TensorCarrier  # noqa: E402
 from worker.torch_transfer import broadcast_tensors  # noqa: E402
 
 DTYPES = (
@@ -68,3 +69,15 @@ def test_buffers_of_every_dtype_follow_rank_0(dtype: Any) -> None:
     for begun, mask in run_ranks(2, one):
         assert torch.equal(begun.to(torch.complex128), numbers(0, dtype, (3, 3)).to(torch.complex128))
         assert torch.equal(mask.to(torch.complex128), numbers(1, dtype, (3, 3)).to(torch.complex128))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_newcomers_get_state_of_every_dtype(dtype: Any) -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        tensors = {"weight": numbers(communicator.rank, dtype, (3, 3))}
+        return TensorCarrier(communicator, tensors, torch.device("cpu")).broadcast_arrays(1)
+
+    for arrays in run_ranks(2, one):
+        assert arrays["weight"].dtype == dtype
+        received = arrays["weight"].to(torch.complex128)
+        assert torch.equal(received, numbers(1, dtype, (3, 3)).to(torch.complex128))
