@@ -14,7 +14,7 @@ import torch
 from worker.communicators.base import Communicator, ReduceOp
 from worker.errors import ArrayError, SettingsError
 from worker.torch_buckets import ALIGNMENT, views_of
-from worker.torch_transfer import array_of, broadcast_tensors
+from worker.torch_transfer import array_of, broadcast_tensors, check_same_parameters
 
 
 class ShardedOptimizer:
@@ -48,7 +48,7 @@ class ShardedOptimizer:
         gradients_mean: average gradients over ranks; False: sum.
 
     Raises:
-        ArrayError: parameters of several dtypes or devices.
+        ArrayError: parameters of several dtypes or devices, or different from another rank's.
         SettingsError: nothing to train.
     """
 
@@ -60,8 +60,10 @@ class ShardedOptimizer:
         *,
         gradients_mean: bool = True,
     ) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
         _check(self._parameters)
+        check_same_parameters(communicator, self._parameters[0].device, named)
         self._communicator = communicator
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self._parameters]
@@ -96,8 +98,12 @@ class ShardedOptimizer:
             array_of(communicator, self._part.detach()), array_of(communicator, self._flat)
         )
 
-    def zero_grad(self) -> None:
-        """Sets the module's gradients to zero; backward adds to them in place."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets the module's gradients to zero; backward adds to them in place.
+
+        Args:
+            set_to_none: taken as torch's optimizers do; the gradients' memory stays in any case.
+        """
         self._gradients.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
@@ -129,9 +135,10 @@ class ShardedOptimizer:
     def gather_state(self) -> dict[str, Any]:
         """The whole state, on every rank: flat tensors by name, in the order of ``module.parameters()``.
 
-        For checkpoints. All ranks must call it, and it takes the memory that the division saves.
+        Under ``"shapes"`` it says of which parameters. For checkpoints. All ranks must call it, and it takes
+        the memory that the division saves.
         """
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {"shapes": self._shapes()}
         for name, value in self.inner.state.get(self._part, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == self._part.shape:
                 whole = torch.zeros_like(self._flat, dtype=value.dtype)
@@ -143,11 +150,24 @@ class ShardedOptimizer:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes this rank's part of what :meth:`gather_state` gave, of any number of ranks."""
+        """Takes this rank's part of what :meth:`gather_state` gave, of any number of ranks, on any device.
+
+        Raises:
+            ArrayError: it is the state of other parameters.
+        """
+        shapes = state.get("shapes")
+        if shapes != self._shapes():
+            raise ArrayError(
+                f"this is not the state of this module's {len(self._parameters)} parameters:"
+                f" {_difference(shapes, self._shapes())}",
+                remedy="Load what gather_state() gave for the same module.",
+            )
         length = self._part.numel()
         begin = self._communicator.rank * length
         mine: dict[str, Any] = {}
         for name, value in state.items():
+            if name == "shapes":
+                continue
             if isinstance(value, torch.Tensor) and value.dim() == 1:
                 whole = torch.zeros_like(self._flat, dtype=value.dtype)
                 count = min(len(value), len(whole))  # only the padding at the end differs
@@ -155,7 +175,20 @@ class ShardedOptimizer:
                 mine[name] = whole[begin : begin + length].clone()
             else:
                 mine[name] = value.clone() if isinstance(value, torch.Tensor) else value
-        self.inner.state[self._part] = mine
+        # The optimizer knows on which device and in which dtype it needs its step count, say.
+        self.inner.load_state_dict(self.inner.state_dict() | {"state": {0: mine} if mine else {}})
+
+    def _shapes(self) -> list[list[int]]:
+        return [list(parameter.shape) for parameter in self._parameters]
+
+
+def _difference(shapes: Any, own: list[list[int]]) -> str:
+    if not isinstance(shapes, list):
+        return "it does not say of which"
+    if len(shapes) != len(own):
+        return f"it is of {len(shapes)}"
+    number = next(index for index, pair in enumerate(zip(shapes, own, strict=True)) if pair[0] != pair[1])
+    return f"parameter {number} has the shape {shapes[number]} there and {own[number]} here"
 
 
 def _check(parameters: list[Any]) -> None:

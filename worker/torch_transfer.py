@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -78,6 +79,23 @@ def pieces(tensors: Mapping[Key, Any]) -> Iterator[list[Key]]:
                 chunk, size = [], 0
         if chunk:
             yield chunk
+
+
+def check_same_parameters(communicator: Communicator, device: Any, named: Iterable[tuple[str, Any]]) -> None:
+    """Compares names, shapes and dtypes of all ranks' parameters. The host waits.
+
+    Raises:
+        ArrayError: they differ; on all ranks.
+    """
+    text = ";".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digests = gather_numbers(communicator, device, digest)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise ArrayError(
+            f"the module's parameters on ranks {others} differ from rank 0's in name, shape or dtype",
+            remedy="Build the same module on all ranks.",
+        )
 
 
 def gather_numbers(communicator: Communicator, device: Any, number: int) -> list[int]:

@@ -72,6 +72,84 @@ def test_its_state_goes_on_with_another_number_of_ranks() -> None:
             torch.testing.assert_close(final[name], value, rtol=0, atol=5e-5)
 
 
+def trained(communicator: ThreadCommunicator, make: Any, width: int = 3) -> tuple[Any, ShardedOptimizer]:
+    net = torch.nn.Linear(width, 3)
+    optimizer = ShardedOptimizer(net, communicator, make)
+    net(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def test_the_state_of_another_module_is_refused() -> None:
+    """Also where both fill as many elements, gaps included."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        _, optimizer = trained(communicator, MAKERS["adamw"])
+        state = optimizer.gather_state()
+        for other, words in (
+            (torch.nn.Linear(4, 3), r"parameter 0 has the shape \[3, 3\] there and \[3, 4\] here"),
+            (torch.nn.Linear(3, 3, bias=False), "this module's 1 parameters: it is of 2"),
+        ):
+            with pytest.raises(ArrayError, match=words):
+                ShardedOptimizer(other, communicator, MAKERS["adamw"]).load_state(state)
+        with pytest.raises(ArrayError, match="it does not say of which"):
+            optimizer.load_state({"exp_avg": state["exp_avg"]})
+        optimizer.load_state(state)
+
+    run_ranks(2, one)
+
+
+def test_state_that_was_saved_before_the_first_step_is_taken() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        fresh = ShardedOptimizer(torch.nn.Linear(3, 3), communicator, MAKERS["adamw"])
+        state = fresh.gather_state()
+        net, optimizer = trained(communicator, MAKERS["adamw"])
+        optimizer.load_state(state)
+        assert not optimizer.inner.state
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    run_ranks(2, one)
+
+
+def test_the_optimizer_takes_its_state_as_it_needs_it() -> None:
+    """A checkpoint may have been read to another device: fused optimizers want their step count on theirs."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        _, optimizer = trained(communicator, lambda part: torch.optim.AdamW(part, fused=True))
+        state = optimizer.gather_state()
+        optimizer.load_state(state | {"step": state["step"].to(torch.float64)})
+        return optimizer.inner.state[optimizer._part]["step"]
+
+    for step in run_ranks(2, one):
+        assert step.dtype == torch.float32 and float(step) == 1
+
+
+@pytest.mark.parametrize("width", [3, 100])
+def test_ranks_with_different_modules_are_told_so(width: int) -> None:
+    """Also where both have as many elements in another order."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        layers = [torch.nn.Linear(3, 3), torch.nn.Linear(width, 3)]
+        net = torch.nn.Sequential(*(layers if communicator.rank else reversed(layers)))
+        if width == 3:
+            net[communicator.rank].bias = None
+        with pytest.raises(ArrayError, match=r"on ranks \[1\] differ from rank 0's in name, shape or dtype"):
+            ShardedOptimizer(net, communicator, MAKERS["sgd"])
+
+    run_ranks(2, one)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_cleared_as_torch_optimizers_are_told_to(set_to_none: bool) -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        net, optimizer = trained(communicator, MAKERS["sgd"])
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert not net.weight.grad.any()
+
+    run_ranks(2, one)
+
+
 def test_an_unused_parameter_counts_as_zero() -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
