@@ -10,10 +10,16 @@ fill ``out``, which for ``all_reduce`` and ``reduce`` may be the array itself.
 All of them raise, besides what they say:
     NotInitializedError: there is no session.
     ArrayError: the array cannot be used; raised before anything is sent.
-    CollectiveMismatchError: the ranks disagree on what they called; names who called what.
-    CollectiveTimeoutError: MS_COLLECTIVE_TIMEOUT is over; names the ranks waited for.
+    CollectiveMismatchError: the ranks disagree on what they called; names who called what. With ``tcp`` only.
+    CollectiveTimeoutError: MS_COLLECTIVE_TIMEOUT is over; names the ranks waited for. See below for ``nccl``.
     MembershipChanged: the generation is over; call ``session.rejoin()``.
     GroupError: there is no such group, or this rank is not in it.
+
+NCCL's collectives are only enqueued here, and NCCL neither compares what the ranks called nor gives up: a
+deadline counts where the host waits for the GPU, in ``barrier``, ``create_group`` and the communicator's
+``synchronize()``, which an ElasticLoop calls after each step of a torch model. Whatever else hangs, hangs until
+the generation ends. Meanwhile the scheduler says, MS_STALL_TIMEOUT after the last progress, which rank lags and
+on which collective the ranks disagree.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from worker.communicators.nccl_tuning import fewest_ctas
 from worker.communicators.nccl_work import PreMultipliedSum, scalar_bytes
 from worker.errors import (
     ArrayError,
+    CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorError,
     FormationTimeoutError,
@@ -694,6 +695,22 @@ def test_what_is_waited_for_is_the_stream_of_the_library_whose_arrays_there_were
     child.barrier()
     own = child._own_streams["cupy"][0]
     assert streams.recorded == [current, current, own]  # the barrier's stream follows the current one
+
+
+def test_the_deadline_counts_where_the_host_waits_and_nowhere_else(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = FakeArray(8, 4096)
+    comm.all_reduce(array, array, ReduceOp.SUM)
+    monkeypatch.setattr(FakeEvent, "done", False)
+    comm.timeout_s = 0
+    comm.all_reduce(array, array, ReduceOp.SUM).wait()
+    comm.all_reduce(array, array, ReduceOp.SUM, async_op=True).wait()
+    for wait in (comm.synchronize, comm.barrier):
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"over within 0 s on rank 0; waited for rank 1 \(w1"
+        ):
+            wait()
 
 
 # ---------------------------------------------------------------- before joining

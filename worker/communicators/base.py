@@ -97,7 +97,7 @@ class Communicator(abc.ABC):
     membership: Membership
 
     timeout_s: float
-    """Deadline of each collective, in seconds."""
+    """Deadline of each collective, in seconds; of a backend on GPUs, of what makes the host wait for them."""
 
     @property
     def rank(self) -> int:
