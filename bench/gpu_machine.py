@@ -25,16 +25,19 @@ def describe_machine(communicator: Any = None) -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": _driver(),
+        "driver": driver_version(),
         "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
-    if communicator is not None:
-        from nccl.bindings import nccl
+    return facts if communicator is None else facts | describe_nccl()
 
-        facts["nccl"] = nccl.get_version()
-        facts["nccl_library"] = str(nccl.get_library_path()).rpartition("/")[2]
-    return facts
+
+def describe_nccl() -> dict[str, Any]:
+    """NCCL's version, as a number, and the file it is in."""
+    from nccl.bindings import nccl
+
+    library = str(nccl.get_library_path()).rpartition("/")[2]
+    return {"nccl": nccl.get_version(), "nccl_library": library}
 
 
 def _version(package: str) -> str:
@@ -44,7 +47,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """The NVIDIA driver's version; empty where there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout

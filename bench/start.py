@@ -21,6 +21,7 @@ from typing import Any
 from bench.formation import RUN_TIMEOUT_S
 from bench.formation import _summary as summary_of
 from bench.gpu_fleet import SAFE_ENVIRONMENT
+from bench.gpu_machine import describe_nccl, driver_version
 
 JOB = str(Path(__file__).with_name("start_job.py"))
 ROOT = str(Path(__file__).parents[1])
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: a run failed; shows the end of its output.
     """
+    facts = (
     with tempfile.TemporaryDirectory(prefix="muster-start-") as scratch:
         directory = Path(scratch)
         commands = _commands(options, directory)
@@ -57,7 +59,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for name in commands
         if name != "muster"
     }
-    return {"workers": options.workers, "device": "cpu" if options.cpu else "gpu", **results, "ratio": ratios}
+        {"device": "cpu"} if options.cpu else {"device": "gpu", "driver": driver_version()} | describe_nccl()
+    )
+    return {"workers": options.workers, **facts, **results, "ratio": ratios}
 
 
 def _commands(options: argparse.Namespace, directory: Path) -> dict[str, list[str]]:
