@@ -17,9 +17,9 @@ All of them raise, besides what they say:
 
 NCCL's collectives are only enqueued here, and NCCL neither compares what the ranks called nor gives up: a
 deadline counts where the host waits for the GPU, in ``barrier``, ``create_group`` and the communicator's
-``synchronize()``, which an ElasticLoop calls after each step of a torch model. Whatever else hangs, hangs until
-the generation ends. Meanwhile the scheduler says, MS_STALL_TIMEOUT after the last progress, which rank lags and
-on which collective the ranks disagree.
+``synchronize()``, which an ElasticLoop calls after each step of a torch model. Whatever else hangs, hangs
+until the generation ends. Meanwhile the scheduler says, MS_STALL_TIMEOUT after the last progress, which rank
+lags and on which collective the ranks disagree.
 """
 
 from __future__ import annotations
