@@ -43,7 +43,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: a run failed; shows the end of its output.
     """
-    facts = (
+    facts: dict[str, Any] = {"device": "cpu" if options.cpu else "gpu"}
+    if not options.cpu:
+        facts |= {"driver": driver_version(), **describe_nccl()}
     with tempfile.TemporaryDirectory(prefix="muster-start-") as scratch:
         directory = Path(scratch)
         commands = _commands(options, directory)
@@ -59,8 +61,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for name in commands
         if name != "muster"
     }
-        {"device": "cpu"} if options.cpu else {"device": "gpu", "driver": driver_version()} | describe_nccl()
-    )
     return {"workers": options.workers, **facts, **results, "ratio": ratios}
 
 
