@@ -95,6 +95,67 @@ def check_others(comm: Any) -> None:
     comm.barrier()
 
 
+def check_dtypes(comm: Any) -> None:
+    """Every collective takes short floats; what NCCL cannot compute with it moves all the same."""
+    size, rank = comm.world_size, comm.rank
+    for dtype in ("float16", "bfloat16"):
+        parts = [part_of(each, 6, dtype) for each in range(size)]
+        own, result = parts[rank], torch.zeros_like(parts[rank])
+        check_moves(comm, parts)
+        for root in range(size):
+            comm.reduce(own, result if rank == root else None, ReduceOp.SUM, root)
+            assert rank != root or torch.equal(result, torch.stack(parts).sum(0)), dtype
+        comm.reduce_scatter(torch.cat(parts), result, ReduceOp.SUM)
+        assert torch.equal(result, own * size), dtype
+        comm.reduce_scatter(torch.cat(parts), result, ReduceOp.MAX, async_op=True).wait()
+        assert torch.equal(result, own), dtype
+    for dtype in ("bool", "int16", "complex64"):
+        check_moves(
+            comm, [((torch.arange(6) + each) % 2).to(getattr(torch, dtype)).cuda() for each in range(size)]
+        )
+
+
+def check_moves(comm: Any, parts: list[Any]) -> None:
+    """All collectives that compute nothing, where rank r has ``parts[r]``."""
+    size, rank, own = comm.world_size, comm.rank, parts[comm.rank]
+    everything = torch.cat(parts)
+    recv = torch.zeros_like(everything)
+    comm.all_gather(own, recv)
+    assert torch.equal(recv, everything), own.dtype
+    for root in range(size):
+        buffer = own.clone()
+        comm.broadcast(buffer, root)
+        assert torch.equal(buffer, parts[root]), own.dtype
+        recv = torch.zeros_like(everything)
+        comm.gather(own, recv if rank == root else None, root)
+        assert rank != root or torch.equal(recv, everything), own.dtype
+        part = torch.zeros_like(own)
+        comm.scatter(everything if rank == root else None, part, root)
+        assert torch.equal(part, own), own.dtype
+    recv = torch.zeros_like(everything)
+    comm.all_to_all(everything, recv)
+    assert torch.equal(recv, own.repeat(size)), own.dtype
+    got = torch.zeros_like(own)
+    with comm.group():
+        comm.send(own, (rank + 1) % size)
+        comm.recv(got, (rank - 1) % size)
+    assert torch.equal(got, parts[(rank - 1) % size]), own.dtype
+
+
+def check_buffers_of_all_dtypes(comm: Any) -> None:
+    """A module's masks and other buffers are rank 0's from the start and after each training step."""
+    net = torch.nn.Linear(4, 2).cuda()
+    for dtype in (torch.bool, torch.int16, torch.complex64, torch.bfloat16):
+        value = (torch.arange(6) + comm.rank) % 2
+        net.register_buffer(f"of_{dtype}".replace(".", "_"), value.to(dtype).cuda())
+    model = DataParallel(net, communicator=comm)
+    for first in (0, 1):
+        for name, buffer in net.named_buffers():
+            assert torch.equal(buffer.cpu(), ((torch.arange(6) + first) % 2).to(buffer.dtype)), name
+            buffer.copy_((torch.arange(6) + comm.rank + 1) % 2)
+        model(torch.ones(1, 4, device="cuda")).sum().backward()
+
+
 def check_send_recv_and_group(comm: Any) -> None:
     size, rank = comm.world_size, comm.rank
     own, got = torch.full((3,), float(rank), device="cuda"), torch.zeros(3, device="cuda")
@@ -290,7 +351,10 @@ def check_sharded_optimizer(comm: Any) -> tuple[int, int]:
     sharded = ShardedOptimizer(parts, comm, lambda part: kind(part, lr=1e-3, eps=1e-3, fused=True))
     alone = net()
     whole = kind(alone.parameters(), lr=1e-3, eps=1e-3, fused=True)
-    for step in range(20):
+    for step in range(24):
+        if step == 20:  # goes on from what was read with map_location="cpu"
+            state = sharded.gather_state().items()
+            sharded.load_state({k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state})
         images, labels = data(step, 16)
         mine = slice(comm.rank, None, comm.world_size)
         for model, optimizer, rows in ((parts, sharded, mine), (alone, whole, slice(None))):
@@ -471,6 +535,30 @@ def check_abort_with_graph(comm: Any) -> float:
     return taken[0]
 
 
+def check_abort_of_a_close(comm: Any) -> None:
+    """Rank 0 closes after a collective that no other rank calls; an abort amid that frees it."""
+    values = torch.ones(1 << 20, device="cuda")
+    comm.all_reduce(values, values, ReduceOp.SUM)  # connects the ranks
+    comm.barrier()
+    if comm.rank:
+        return
+    comm.all_reduce(values, values, ReduceOp.SUM)
+    closing = threading.Thread(target=comm.close, daemon=True)
+    closing.start()
+    while not comm._closing:
+        closing.join(0.001)
+    comm.abort(MembershipChanged("rank 1 is gone", generation=1))
+    closing.join(30)
+    assert not closing.is_alive() and comm.await_ended(30)
+    torch.cuda.synchronize()
+    assert float(torch.ones(3, device="cuda").sum()) == 3  # the GPU is of use
+
+
+def abort(comm: Any) -> None:
+    comm.abort(MembershipChanged("rank 0 is gone", generation=1))
+    assert comm.await_ended(30)
+
+
 def check_timeout(comm: Any) -> str:
     """A barrier that only rank 0 calls ends at the deadline."""
     if comm.rank:
@@ -483,6 +571,23 @@ def check_timeout(comm: Any) -> str:
     comm.timeout_s = 60.0
     torch.cuda.synchronize()  # rank 1 comes after all
     return str(caught.value)
+
+
+def fresh_ids(comm: Any, count: int) -> tuple[bytes, ...]:
+    return NcclBackend(device_index=comm.device_index).mint_unique_ids(count)
+
+
+def check_several_ids(comm: Any, ids: tuple[bytes, ...]) -> None:
+    """A communicator of all ranks forms from several unique ids, as it does where there are many ranks."""
+    backend = NcclBackend(device_index=comm.device_index)
+    membership = Membership("job", 2, "world", comm.rank, comm.membership.peers, ids)
+    other = backend.connect(membership, timeout_s=60, cancelled=lambda: None)
+    values = torch.full((4,), float(comm.rank + 1), device="cuda")
+    other.all_reduce(values, values, ReduceOp.SUM)
+    assert values.tolist() == [comm.world_size * (comm.world_size + 1) / 2] * 4
+    other.close()
+    backend.close()
+    comm.barrier()
 
 
 def check_formation_deadline(comm: Any, ids: tuple[bytes, ...]) -> str:

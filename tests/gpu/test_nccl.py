@@ -32,6 +32,8 @@ def fleet(request: Any) -> Iterator[Fleet]:
     [
         checks.check_all_reduce,
         checks.check_others,
+        checks.check_dtypes,
+        checks.check_buffers_of_all_dtypes,
         checks.check_send_recv_and_group,
         checks.check_streams,
         checks.check_cupy_and_interfaces,
@@ -55,6 +57,11 @@ def test_a_collective_that_others_do_not_call_ends_at_its_deadline(fleet: Fleet)
     assert "waited for rank 1 (gpu1 on here)" in message
 
 
+def test_a_communicator_forms_from_several_unique_ids(fleet: Fleet) -> None:
+    ids = fleet.run(checks.fresh_ids, ranks=[0], count=2)[0]
+    assert len(fleet.run(checks.check_several_ids, ids=ids)) == fleet.size
+
+
 def test_a_missing_rank_is_named_at_the_deadline_of_formation(fleet: Fleet) -> None:
     message = fleet.run(checks.check_formation_deadline, ranks=[0], ids=_fresh_ids())[0]
     assert "missing: rank 1 (gpu1 on host)" in message
@@ -67,6 +74,12 @@ def test_formation_is_given_up_when_another_generation_comes(fleet: Fleet) -> No
 def test_an_abort_frees_a_rank_that_hangs_in_a_captured_step() -> None:
     with Fleet(2, timeout_s=90, ranks_per_gpu=RANKS_PER_GPU) as fleet:
         assert fleet.run(checks.check_abort_with_graph)[0] < 5
+
+
+def test_an_abort_frees_a_rank_whose_close_hangs() -> None:
+    with Fleet(2, timeout_s=90, ranks_per_gpu=RANKS_PER_GPU) as fleet:
+        fleet.run(checks.check_abort_of_a_close)
+        fleet.run(checks.abort, ranks=[1])
 
 
 def _fresh_ids() -> tuple[bytes, ...]:
