@@ -22,6 +22,9 @@ _STEPS, _BATCH = 10, 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--gpus", type=int, default=4, help="world size (4)")
+    parser.add_argument(
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU: slow (1)"
+    )
     parser.add_argument("--layers", type=int, default=16, help="linear layers (16)")
     parser.add_argument("--width", type=int, default=8192, help="inputs and outputs of each (8192)")
 
@@ -71,11 +74,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     machine: dict[str, Any] = {}
     for kind in KINDS:
-        with Fleet(options.gpus, timeout_s=120) as fleet:
+        with Fleet(options.gpus, timeout_s=240, ranks_per_gpu=options.ranks_per_gpu) as fleet:
             machine = fleet.run(describe_gpu)[0]
             ranks = fleet.run(measure, kind=kind, layers=options.layers, width=options.width)
         rows[kind] = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-    return {"gpus": options.gpus, "machine": machine, **rows}
+    return {"world_size": options.gpus, "ranks_per_gpu": options.ranks_per_gpu, "machine": machine, **rows}
 
 
 def report(results: dict[str, Any], show: Callable[[str], None] = print) -> None:

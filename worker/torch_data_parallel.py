@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +15,7 @@ from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 from worker.errors import ArrayError, SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
-from worker.torch_transfer import Lane, array_of, broadcast_tensors, gather_numbers
+from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_parameters, gather_numbers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
 _HOOKS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
@@ -98,7 +97,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._masters: MasterWeights | None = None
         self._joined = not elastic
         if not elastic:
-            self._check_same_model()
+            check_same_parameters(self.communicator, self.device, self._named)
             if parameter_broadcast:
                 self.broadcast_parameters()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
@@ -229,7 +228,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             source: the rank that all follow in how gradients are put into buckets.
         """
         self.rebind(communicator)
-        self._check_same_model()
+        check_same_parameters(self.communicator, self.device, self._named)
         settled = self._order is None
         mine = [self._indices[id(parameter)] for bucket in self._buckets for parameter in bucket.parameters]
         told = torch.tensor([int(settled), *mine], dtype=torch.int64, device=self.device)
@@ -368,17 +367,6 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         broadcast_tensors(self.communicator, [order], 0)
         if order.tolist() != planned:
             self._build(order.tolist())
-
-    def _check_same_model(self) -> None:
-        text = ";".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._named)
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        digests = gather_numbers(self.communicator, self.device, digest)
-        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if others:
-            raise ArrayError(
-                f"the module's parameters on ranks {others} differ from rank 0's in name, shape or dtype",
-                remedy="Build the same module on all ranks.",
-            )
 
 
 def _one_device(module: torch.nn.Module) -> Any:
