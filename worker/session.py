@@ -82,6 +82,8 @@ class Session:
     def open(self) -> None:
         """Joins the job and returns when all members can communicate.
 
+        If it is declared dead meanwhile, because it was stopped, say, it asks again as a newcomer.
+
         Raises:
             WorkerError: refused, not reachable, not trusted, or not formed in time.
         """
@@ -266,10 +268,7 @@ class Session:
         place = self._place
         failure = self._client.failure
         if isinstance(failure, RefusedError) and failure.code == "SUPERSEDED":
-            log.warning("this worker has lost its place and asks for one as a newcomer: %s", failure)
-            self._leave_generation()
-            self._profile = self._profile.replaced(incarnation=new_incarnation())
-            self._client.renew(self._profile.incarnation, self._profile.data_address)
+            self._ask_anew(failure)
         elif failure is not None:
             raise failure
         elif not self._client.generation_changing(place.generation):
@@ -278,15 +277,21 @@ class Session:
             self._leave_generation()
         self._enter()
 
+    def _ask_anew(self, refusal: RefusedError) -> None:
+        log.warning("this worker has lost its place and asks for one as a newcomer: %s", refusal)
+        self._leave_generation()
+        self._profile = self._profile.replaced(incarnation=new_incarnation())
+        self._client.renew(self._profile.incarnation, self._profile.data_address)
+
     def _leave_generation(self) -> None:
         self._groups.leave()
         self._client.end_communicators(_close)
 
     def _enter(self) -> None:
         while True:
-            build = self._client.next_build()
-            place = build.assignment
             try:
+                build = self._client.next_build()
+                place = build.assignment
                 communicator = self._connect(build)
                 if not self._client.built(place.generation):
                     raise MembershipChanged("The generation is over.", generation=place.generation)
@@ -294,6 +299,13 @@ class Session:
                 self._groups.enter(communicator)
             except MembershipChanged:  # before it began: the next one is formed already, or will be
                 self._leave_generation()
+                continue
+            except RefusedError as refusal:
+                # Stopped for too long before its first place: it has computed nothing that could be lost.
+                # A new incarnation is not refused so before it was silent again for as long.
+                if refusal.code != "SUPERSEDED" or self._assignment is not None:
+                    raise
+                self._ask_anew(refusal)
                 continue
             log.info(
                 "rank %d of %d in generation %d of job %s: %s",

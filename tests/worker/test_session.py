@@ -313,6 +313,66 @@ def test_who_was_declared_dead_may_come_back_as_a_newcomer(
     assert "this worker has lost its place and asks for one as a newcomer: Declared dead." in caplog.text
 
 
+SUPERSEDED = pb.Refused(code="REFUSAL_CODE_SUPERSEDED", sentence="not heard for 5.0 s")
+
+
+@pytest.mark.parametrize("phase", ["waiting", "assigned", "connecting", "built"])
+def test_who_is_declared_dead_before_its_first_place_asks_anew_as_often_as_need_be(
+    phase: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector, backend = ScriptedConnector(), StubBackend()
+    session = scripted_session(connector, backend)
+    opening = Thread(session.open)
+    connecting = threading.Event()
+
+    def connect(membership: Membership, cancelled: Callable[[], Exception | None]) -> None:
+        connecting.set()
+        while phase == "connecting" and membership.generation < 3:
+            if (error := cancelled()) is not None:
+                raise error
+
+    backend.connecting = connect
+    incarnations = set()
+    for generation in (1, 2):
+        line = connector.next_line()
+        join = line.hear("join")
+        assert join.held_generation == 0
+        incarnations.add(join.incarnation)
+        line.welcome()
+        if phase != "waiting":
+            line.assign(join, generation)
+        if phase in ("connecting", "built"):
+            line.say(unique_ids=pb.UniqueIds(generation=generation, unique_ids=[b"secret"]))
+            assert connecting.wait(20)
+            connecting.clear()
+        if phase == "built":
+            line.hear("built")
+        line.say(refused=SUPERSEDED)
+    line = connector.next_line()
+    join = line.hear("join")
+    assert len(incarnations | {join.incarnation}) == 3
+    assert all(made.closed for made in backend.made)
+    line.welcome()
+    line.form(join, 3)
+    opening.result()
+    assert (session.generation, session.rank) == (3, 1)
+    assert caplog.text.count("asks for one as a newcomer: Not heard for 5.0 s.") == 2
+    end(session, line)
+
+
+def test_a_newcomer_whose_node_id_was_taken_meanwhile_is_refused() -> None:
+    connector = ScriptedConnector()
+    opening = Thread(scripted_session(connector).open)
+    line = connector.next_line()
+    line.hear("join")
+    line.say(refused=SUPERSEDED)
+    line = connector.next_line()
+    line.hear("join")
+    refuse("NODE_ID_TAKEN")(line)
+    with pytest.raises(RefusedError, match=r"The sentence\."):
+        opening.result()
+
+
 def test_a_reconnect_does_not_disturb_the_training(stage: Stage) -> None:
     stage.line.fail(OSError("cut"))
     stage.line = stage.connector.next_line()
