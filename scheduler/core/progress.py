@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from scheduler.core.contacts import Contact
 from scheduler.core.values import Candidate, Collective
-from scheduler.core.wording import listing, who
+from scheduler.core.wording import count, listing, who
+
+WORLD = "world"
+"""The group of all ranks, as the workers name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +30,33 @@ def stall_report(ranks: Sequence[Standing], stalled_s: float) -> str:
     laggard = min(ranks, key=_how_far)
     alone = _how_far(laggard) != max(_how_far(standing) for standing in ranks)
     blamed = f"{who(laggard.candidate, laggard.rank)} lags" if alone else "all ranks are"
-    head = (
-        f"No progress for {stalled_s:.0f} s: {blamed} in step {laggard.contact.started_step} "
-        f"with {laggard.contact.step} finished"
-    )
+    head = f"No progress for {stalled_s:.0f} s: {blamed} {_step(laggard.contact)}"
     last = laggard.contact.recent[-1] if laggard.contact.recent else None
     at = f", last collective {_told(last)}" if last is not None else ""
     return f"{head}{at}{_disagreement(ranks)}."
 
 
+def _step(contact: Contact) -> str:
+    """Which step a rank is in, in words; a script that only reports finished steps does not tell."""
+    if contact.started_step < max(contact.step, 1):
+        return f"at {count(contact.step, 'finished step')}"
+    return f"in step {contact.started_step} with {contact.step} finished"
+
+
 def _how_far(standing: Standing) -> tuple[int, int, int, bool]:
     contact = standing.contact
     last = contact.recent[-1] if contact.recent else None
-    return (contact.started_step, contact.step, last.sequence if last else -1, bool(last and last.done))
+    return (
+        max(contact.started_step, contact.step),
+        contact.step,
+        last.sequence if last else -1,
+        bool(last and last.done),
+    )
 
 
 def _disagreement(ranks: Sequence[Standing]) -> str:
     """The first collective that the ranks do not have in common, in words."""
-    tables = {s.rank: {(c.group, c.sequence): c for c in s.contact.recent} for s in ranks if s.contact.recent}
+    tables = {s.rank: {(c.group, c.sequence): c for c in s.contact.recent} for s in ranks}
     keys = sorted({key for table in tables.values() for key in table}, key=lambda key: (key[1], key[0]))
     for key in keys:
         calls: dict[str, list[int]] = {}
@@ -69,8 +81,11 @@ def _disagreement(ranks: Sequence[Standing]) -> str:
 def _before(table: dict[tuple[str, int], Collective], key: tuple[str, int]) -> bool:
     """Whether a rank that takes part in the group has not come to this collective yet.
 
-    A rank that has passed it has merely forgotten it: only the newest calls are kept.
+    A rank that has passed it has merely forgotten it: only the newest calls are kept. One that has called
+    nothing in this generation is known to take part in the group of all.
     """
+    if not table:
+        return key[0] == WORLD
     sequences = [sequence for group, sequence in table if group == key[0]]
     return bool(sequences) and max(sequences) < key[1]
 

@@ -48,6 +48,17 @@ def test_the_rank_that_does_not_come_is_named(pki: Pki, tmp_path: Path) -> None:
         sched.await_log("Training goes on")
 
 
+def test_the_rank_that_never_came_in_this_generation_is_named(pki: Pki, tmp_path: Path) -> None:
+    with scheduler(**ENV, **pki.env()) as sched, company(tmp_path, sched, pki) as hired:
+        workers = hired.form(3)
+        for worker in (workers[0], workers[2]):
+            worker.tell("worker.all_reduce(np.ones(1000))")
+        line = sched.await_log("No progress for")
+        assert "rank 1 (node 1 " in line and "lags at 0 finished steps" in line
+        assert "ranks 0, 2 called collective 1 of group world (all_reduce of 8000 B float64)" in line
+        assert "rank 1 did not" in line
+
+
 def test_the_collective_on_which_groups_of_ranks_disagree_is_named(pki: Pki, tmp_path: Path) -> None:
     with scheduler(**ENV, **pki.env()) as sched, company(tmp_path, sched, pki) as hired:
         workers = hired.form(3)
