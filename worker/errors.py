@@ -116,7 +116,8 @@ class GroupError(WorkerError, ValueError):
 class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
     """This worker leaves the job as it, or an operator, asked: the others go on without it.
 
-    The step under way is finished and shared; what is left to do is ``session.release()``.
+    The step under way is finished and shared; what is left to do is ``session.release()``. A script that does
+    not catch it ends with that, without a traceback and with exit code 0.
 
     Attributes:
         alone: it leaves at once, since there is no scheduler, or too few would be left to form the next

@@ -48,7 +48,8 @@ def reason_of(error: BaseException) -> str:
         return "asked to leave"
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return f"exit code {error.code}"
-    text = " ".join(str(error).split())
+    told = error.message if isinstance(error, WorkerError) else str(error)  # its remedy is for its own script
+    text = " ".join(told.split())
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
 
 

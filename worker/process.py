@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from worker.config import SecurityContext, load_settings
-from worker.errors import LeaveGranted, LeaveNow, NotInitializedError, SettingsError, WorkerError
+from worker.errors import LeaveNow, NotInitializedError, SettingsError, WorkerError
 from worker.keyring import load_keyring
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ def init(backend: str | None = None) -> Session:
         RefusedError: the scheduler has no place for this worker; says why.
         SchedulerUnreachableError: it did not answer within MS_TOPO_TIMEOUT.
         FormationTimeoutError: the group did not form within it; says who is missing.
-        JobEndedError: the job was over before this worker, a spare, was needed.
-        SystemExit: while it waited it was asked to leave, by SIGTERM or a drain; exit code 0.
+        JobEndedError: the job failed before this worker was in.
+        SystemExit: while it waited it was asked to leave, by SIGTERM or a drain, or the job ended well before
+            this worker, a spare, was needed; exit code 0.
     """
     if _process.session is not None and not _process.session.released:
         return _process.session
@@ -109,11 +110,18 @@ def init(backend: str | None = None) -> Session:
     except KeyboardInterrupt:
         _process.interrupted = True
         raise
-    except (LeaveNow, LeaveGranted) as asked:
-        abandon(asked)  # no news, unless the signal came when the session was just open
-        log.info("%s", asked)
+    except (LeaveNow, WorkerError) as ended:
+        if not _is_good_end(ended):
+            raise
+        abandon(ended)  # no news, unless the signal came when the session was just open
+        log.info("%s", ended)
         sys.exit(0)
     return session
+
+
+def _is_good_end(error: BaseException) -> bool:
+    """Whether this worker is to end with 0: it leaves as asked, or the job has ended well without it."""
+    return isinstance(error, LeaveNow) or (isinstance(error, WorkerError) and error.exit_code == 0)
 
 
 @contextlib.contextmanager
@@ -245,7 +253,10 @@ def _set_up_log(level: str) -> None:
 
 
 def _hook_exit() -> None:
-    """Ends the session with the process: finished at a normal end, failed at an exception or exit code."""
+    """Ends the session with the process: finished at a normal end, failed at an exception or exit code.
+
+    A script need not catch what is no failure: LeaveGranted, say, ends it with 0 and without a traceback.
+    """
     if _process.hooked:
         return
     _process.hooked = True
@@ -255,6 +266,9 @@ def _hook_exit() -> None:
         abandon(error)  # first: the peers learn at once
         if isinstance(error, KeyboardInterrupt) and previous is sys.__excepthook__ and _was_interrupted():
             print("interrupted", file=sys.stderr)  # no traceback; Python goes on to end by SIGINT
+        elif _is_good_end(error):
+            log.info("%s", error)
+            sys.exit(0)  # Python takes this for the script's own exit, where its hook raises it
         else:
             previous(kind, error, trace)
 

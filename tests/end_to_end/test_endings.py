@@ -16,6 +16,7 @@ from tests.scheduler.processes import WAIT_S, Scheduler, environment, scheduler
 BEGIN = "import signal, sys, threading, worker\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 CTRL_C = "signal.raise_signal(signal.SIGINT)"
 DONE = "has completed the training"
+LEFT = "left: asked to leave"
 
 
 @contextlib.contextmanager
@@ -57,6 +58,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
         ("worker.init(); quit()", 0, DONE),
         ("worker.init(); sys.exit(5)", 5, "left: exit code 5"),
         ("worker.init(); sys.exit(0)", 0, DONE),
+        ("worker.init(); raise worker.LeaveGranted('You leave.')", 0, LEFT),
+        ("with worker.init(): raise worker.LeaveGranted('You leave.')", 0, LEFT),
     ],
 )
 def test_an_exit_with_a_code_has_failed_and_any_other_finished(code: str, exit_code: int, told: str) -> None:
@@ -65,11 +68,18 @@ def test_an_exit_with_a_code_has_failed_and_any_other_finished(code: str, exit_c
         assert ended(process)[0] == exit_code
 
 
-@pytest.mark.parametrize(("code", "told"), [(6, "left: exit code 6"), (0, DONE)])
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("SystemExit(6)", 6, "left: exit code 6"),
+        ("SystemExit(0)", 0, DONE),
+        ("worker.LeaveGranted('You leave.')", 0, LEFT),
+    ],
+)
 def test_the_launcher_sees_the_code_with_which_a_fork_of_it_exits(
-    code: int, told: str, tmp_path: Path
+    end: str, code: int, told: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(f"import worker\nworker.init()\nraise SystemExit({code})\n")
+    (tmp_path / "train.py").write_text(f"import worker\nworker.init()\nraise {end}\n")
     launch = ("-m", "worker", "-n", "2", "--start", "fork", "--log-dir", str(tmp_path), "--", sys.executable)
     command = (sys.executable, *launch, str(tmp_path / "train.py"))
     with scheduler() as running, start(running, *command) as process:
@@ -77,6 +87,26 @@ def test_the_launcher_sees_the_code_with_which_a_fork_of_it_exits(
         code_seen, said = ended(process)
         assert code_seen == code
         assert "starting each worker afresh" not in " ".join(said)
+
+
+OWN_LOOP = """
+session = worker.init()
+for step in range(10**9):
+    session.step_boundary(step)
+    worker.all_reduce(1.0)
+    session.report(step + 1, 1.0)
+"""
+
+
+def test_a_loop_of_ones_own_that_is_drained_ends_well_without_catching_anything() -> None:
+    with scheduler(MS_WORKER_NUM="1") as running, start(running, *script(OWN_LOOP)) as process:
+        running.await_log("Generation 1 stands")
+        node_id = running.await_log("has joined").partition("Node ")[2].split()[0]
+        assert running.command("drain", node_id, "--reason", "maintenance").returncode == 0
+        _, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+        assert errors.endswith("muster.worker INFO This worker leaves the job: maintenance.\n")
 
 
 WATCHED = """

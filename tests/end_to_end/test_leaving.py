@@ -160,3 +160,16 @@ def test_a_spare_that_is_asked_to_leave_ends_well(how: str, tmp_path: Path) -> N
         assert "Traceback" not in spare.log
         assert only.end() == (0, f"{STEPS} done")
         assert "WARNING" not in running.log
+
+
+def test_a_spare_that_is_not_needed_ends_well_with_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, 1, 1, MS_SPARES="1") as (running, workers):
+        only = workers.start("0")
+        only.await_step(5)
+        spare = workers.start("1", MS_WORKER_SPARE="1")
+        assert only.end() == (0, f"{STEPS} done")
+        assert spare.end()[0] == 0, spare.log
+        assert "Traceback" not in spare.log
+        assert "muster.worker INFO " in spare.log.splitlines()[-1]
+        assert "completed the training" in spare.log.splitlines()[-1]
+        assert running.wait() == 0

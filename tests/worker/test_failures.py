@@ -10,12 +10,13 @@ from worker.errors import (
     FormationTimeoutError,
     JobEndedError,
     LeaveGranted,
+    MembershipChanged,
     RefusedError,
     SchedulerUnreachableError,
     SecurityError,
     WorkerError,
 )
-from worker.failures import failure_of, sentence
+from worker.failures import failure_of, reason_of, sentence
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,10 @@ def test_a_job_that_ended_well_is_no_failure_of_the_process() -> None:
 @pytest.mark.parametrize(("text", "ended"), [("a b", "A b."), ("A.", "A."), ("Why?", "Why?"), ("", ".")])
 def test_sentences(text: str, ended: str) -> None:
     assert sentence(text) == ended
+
+
+def test_a_reason_for_others_leaves_out_what_the_script_could_have_done() -> None:
+    error = MembershipChanged("Generation 3 is over:\nrank 1 left.", generation=3)
+    assert "Call session.rejoin()" in str(error)
+    assert reason_of(error) == "MembershipChanged: Generation 3 is over: rank 1 left."
+    assert reason_of(ValueError("out of luck")) == "ValueError: out of luck"

@@ -17,7 +17,7 @@ from tests.scheduler.processes import environment
 from worker import process
 from worker.check import check
 from worker.config import SecurityContext, Settings
-from worker.errors import LeaveGranted, LeaveNow, SecurityError, SettingsError, WorkerError
+from worker.errors import JobEndedError, LeaveGranted, LeaveNow, SecurityError, SettingsError, WorkerError
 from worker.keyring import load_keyring
 
 NEED_TORCH = {"CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"}
@@ -211,6 +211,19 @@ def test_a_drain_while_waiting_for_a_place_is_a_good_end(opening: Begin) -> None
     assert caught.value.code == 0
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert len(session.ended) == 1
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_job_that_ends_while_waiting_for_a_place_is_a_good_end_if_it_ends_well(
+    opening: Begin, ok: bool
+) -> None:
+    def over() -> None:
+        raise JobEndedError("All members have completed the training.", ok=ok)
+
+    opening(over)
+    with pytest.raises((SystemExit, JobEndedError)) as caught:
+        worker.init()
+    assert (isinstance(caught.value, SystemExit) and caught.value.code == 0) == ok
 
 
 def test_sigterm_has_its_old_meaning_after_init(opening: Begin) -> None:
