@@ -358,7 +358,7 @@ class Client:
     def check(self, generation: int) -> None:
         """Raises why the generation is over, if it is."""
         if (error := self.change_of(generation)) is not None:
-            raise error
+            raise error.with_traceback(None)  # each raise would add to that of the last one
 
     def next_build(self) -> e.Build:
         """Waits for the newest generation that can be built, and takes it.
@@ -371,7 +371,7 @@ class Client:
             while self._build is None:
                 error = self.failure or self.dismissal
                 if error is not None:
-                    raise error
+                    raise error.with_traceback(None)
                 self._wait_unless_closed()
             build, self._build = self._build, None
             self.pending = None
@@ -390,7 +390,7 @@ class Client:
                 if isinstance(error, MembershipChanged):
                     return False
                 if error is not None:
-                    raise error
+                    raise error.with_traceback(None)
                 if self._running >= generation:
                     return True
                 self._wait_unless_closed()
@@ -414,7 +414,7 @@ class Client:
             while not self._closed and self._no_verdict != generation:
                 change = self.change_of(generation)
                 if change is not None:
-                    return change
+                    return change.with_traceback(None)
                 self._changed.wait()
             return error
 

@@ -270,7 +270,7 @@ class Session:
         if isinstance(failure, RefusedError) and failure.code == "SUPERSEDED":
             self._ask_anew(failure)
         elif failure is not None:
-            raise failure
+            raise failure.with_traceback(None)
         elif not self._client.generation_changing(place.generation):
             return
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,12 +15,13 @@ from worker.client import Client
 from worker.communicators.base import Communicator
 from worker.core import events as e
 from worker.core.membership import Membership
-from worker.core.messages import Assignment, Quiesce, Suspended
+from worker.core.messages import Assignment, Quiesce, RefusalCode, Refused, Suspended
 from worker.errors import (
     LeaveGranted,
     MembershipChanged,
     NotInitializedError,
     PeerLostError,
+    RefusedError,
     WorkerError,
 )
 
@@ -150,6 +152,32 @@ def test_a_suspension_says_once_that_the_generation_is_over(running: Client) -> 
     running.post(e.Received(1, Suspended(1, "Generation 1 is over: rank 0 left. Waiting.", 30.0)))
     with pytest.raises(MembershipChanged, match=r"^Generation 1 is over: rank 0 left\. Waiting\."):
         running.check(1)
+
+
+def raise_verdict(running: Client) -> None:
+    raise running.verdict(1, 0, PeerLostError("Rank 0 is gone.", rank=0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda running: running.check(1),
+        lambda running: running.start_step(1, 1),
+        lambda running: running.next_build(),
+        lambda running: running.built(1),
+        raise_verdict,
+    ],
+)
+def test_an_error_that_is_raised_again_and_again_shows_the_last_time_only(
+    running: Client, call: Callable[[Client], object]
+) -> None:
+    running.post(e.Received(1, Refused(RefusalCode.EXPELLED, "revoked")))
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(RefusedError, match="Revoked") as caught:
+            call(running)
+        depths.add(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert len(depths) == 1
 
 
 def test_communicators_are_ended_youngest_first_and_after_their_abort(running: Client) -> None:

@@ -243,7 +243,7 @@ class GlooCommunicator(CheckedCommunicator):
         if array is not None and op is not None:
             self._check_op(array, ReduceOp(op))
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # it may be raised again and again
         if array is not None and array.size == 0:
             return FINISHED
         work = _AbortableWork()

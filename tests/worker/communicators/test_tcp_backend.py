@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from worker.communicators import create_backend
 from worker.communicators.base import ReduceOp
 from worker.communicators.tcp import TcpBackend, TcpCommunicator, is_loopback
 from worker.communicators.tcp_wire import HELLO, REPLY, Hello, group_label
-from worker.errors import FormationTimeoutError, SecurityError, SettingsError, WorkerError
+from worker.errors import FormationTimeoutError, MembershipChanged, SecurityError, SettingsError, WorkerError
 
 SHORT_S = 0.7
 
@@ -204,6 +205,18 @@ def test_a_generation_without_a_unique_id_is_refused(world: World) -> None:
         world.backends[0].connect(
             replace(world.memberships[0], unique_ids=()), timeout_s=1, cancelled=lambda: None
         )
+
+
+def test_an_error_that_is_raised_again_and_again_shows_the_last_time_only(world: World) -> None:
+    first, second = world.connect()
+    first.abort(MembershipChanged("node-1 left", generation=5))
+    second.close()
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(MembershipChanged) as caught:
+            first.barrier()
+        depths.add(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert len(depths) == 1
 
 
 def test_unique_ids_are_random_and_not_shown(world: World) -> None:
