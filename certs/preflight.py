@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from certs.certificates import fingerprint, name_of, parse_certificates, printable
 from certs.errors import CertificateError, IdentityError, NameMismatchError, RefusedByPeerError
 from certs.peer import Peer
+from certs.probe import SILENT
 from certs.reasons import handshake_error, own_certificate, verification_error
 from certs.store import Credentials
 from certs.tls import client_ssl_context, peer_pem
@@ -92,6 +93,8 @@ def _attempt(
             raise ConnectionResetError(f"{where} closed the connection during the TLS handshake.") from None
         except ssl.SSLError as error:
             raise handshake_error(error, credentials, where) from None
+        except TimeoutError:
+            raise TimeoutError(SILENT) from None
 
 
 def _left(deadline: float) -> float:

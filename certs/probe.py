@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import socket
 import ssl
 
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _SETTINGS_FRAME, _ALERT = 4, b"\x15\x03"
+
+SILENT = "it accepts connections but does not answer"
+"""What a time-out after the connection means: a process that is stopped, say, whose system still accepts."""
 
 
 class Spoken(enum.Enum):
@@ -32,9 +34,13 @@ def spoken_at(host: str, port: int, timeout_s: float) -> Spoken:
     """
     with socket.create_connection((host, port), timeout=timeout_s) as plain:
         answer = b""
-        with contextlib.suppress(ConnectionError):
+        try:
             plain.sendall(_HTTP2_HELLO)
             answer = plain.recv(9)
+        except TimeoutError:
+            raise TimeoutError(SILENT) from None
+        except ConnectionError:
+            pass
     if len(answer) >= 4 and answer[3] == _SETTINGS_FRAME and answer[0] != _ALERT[0]:
         return Spoken.PLAINTEXT
     if answer[:2] == _ALERT or _shakes_hands(host, port, timeout_s):

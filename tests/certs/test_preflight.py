@@ -19,6 +19,7 @@ from certs.grpc_credentials import channel_credentials, client_options, server_c
 from certs.identity import Identity
 from certs.peer import peer_of_pem
 from certs.preflight import Preflight, _fits, preflight
+from certs.probe import SILENT, spoken_at
 from certs.store import Credentials, load_credentials, revocations_for
 from certs.tls import server_ssl_context
 from tests.certs.making import DAY, NOW, PASSWORD, Pki, certificate, key_pem, pem
@@ -221,8 +222,10 @@ def test_a_server_that_stops_in_between_is_no_refusal(server: Credentials, worke
 def test_what_may_pass_is_an_os_error(worker: Credentials, server: Credentials) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(TimeoutError):  # it accepts, and says nothing
+        with pytest.raises(TimeoutError, match=f"^{SILENT}$"):
             check(port, worker, timeout_s=0.05)
+        with pytest.raises(TimeoutError, match=f"^{SILENT}$"):
+            spoken_at("127.0.0.1", port, timeout_s=0.05)
     with pytest.raises(ConnectionRefusedError):
         check(port, worker)
     with socket_server(lambda connection: None) as port, pytest.raises(ConnectionError):
@@ -236,7 +239,7 @@ def test_a_server_silent_after_the_handshake_times_out(server: Credentials, work
         with context.wrap_socket(connection, server_side=True) as wrapped:
             wrapped.recv(1)
 
-    with socket_server(silent) as port, pytest.raises(TimeoutError):
+    with socket_server(silent) as port, pytest.raises(TimeoutError, match=f"^{SILENT}$"):
         check(port, worker, timeout_s=0.5)
 
 

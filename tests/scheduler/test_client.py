@@ -56,6 +56,17 @@ def test_nobody_there(pki: Pki) -> None:
             client.status()
 
 
+def test_a_scheduler_that_is_stopped(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.client.TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # its system accepts, and nobody answers
+        port = stopped.getsockname()[1]
+        with pytest.raises(UnreachableError) as caught:
+            Client(address(pki, port), pki.env())
+    assert str(caught.value).startswith(
+        f"No scheduler can be reached at 127.0.0.1:{port}: it accepts connections but does not answer. Check"
+    )
+
+
 def test_a_scheduler_for_another_job_is_not_believed(running: Scheduler, pki: Pki) -> None:
     with pytest.raises(CertificateError, match="'default', not 'other'"):
         Client(address(pki, running.port, job="other"), pki.env())
