@@ -319,6 +319,10 @@ def limit_exit(limit_s: int = EXIT_LIMIT_S) -> None:
 
 
 def _at_exit() -> None:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # The script is over: nothing is left to stop, and its exit code tells more than the signal would.
+        # To ignore it holds to the interpreter's very end; a handler would not.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end(_process.exit)
     limit_exit()
 

@@ -89,6 +89,29 @@ def test_the_launcher_sees_the_code_with_which_a_fork_of_it_exits(
         assert "starting each worker afresh" not in " ".join(said)
 
 
+SIGTERM = "signal.raise_signal(signal.SIGTERM)"
+AT_ITS_END = f"session.backend.close = lambda: {SIGTERM}"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        (f"session = worker.init(); {AT_ITS_END}; worker.release()", 0),
+        (f"session = worker.init(); {AT_ITS_END}; sys.exit(0)", 0),
+        (f"import atexit; atexit.register(lambda: {SIGTERM}); worker.init(); worker.release()", 0),
+        ("worker.init(); sys.end = type('', (), {'__del__': lambda _, f=signal.raise_signal: f(15)})()", 0),
+        (f"worker.init(); worker.release(); {SIGTERM}", -signal.SIGTERM),
+        (f"session = worker.init(); {AT_ITS_END} or {SIGTERM}; worker.release()", -signal.SIGTERM),
+    ],
+)
+def test_sigterm_does_not_make_a_failure_of_a_worker_that_says_it_has_finished(
+    code: str, exit_code: int
+) -> None:
+    with scheduler(MS_WORKER_NUM="1") as running, start(running, *script(code)) as process:
+        running.await_log(DONE)
+        assert ended(process)[0] == exit_code
+
+
 OWN_LOOP = """
 session = worker.init()
 for step in range(10**9):
