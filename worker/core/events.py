@@ -16,7 +16,8 @@ class Timing(Value):
 
     Attributes:
         topo_timeout_s: how long a worker without a place goes on looking for the scheduler.
-        reconnect_timeout_s: how long a change of members may wait for a scheduler that is away.
+        reconnect_timeout_s: how long a change of members may wait for a scheduler that is away, or a worker
+            that has lost its place may look for one that gives it a new one.
         verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed
             waits to be told that the membership changed.
         leave_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which

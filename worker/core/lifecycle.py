@@ -38,6 +38,7 @@ class Lifecycle:
         self._reason = ""
         self._ended = False
         self._welcome: m.Welcome | None = None
+        self._renewed = False  # and not welcomed since
         self._heartbeat_at: float | None = None
         self._waiting_sentence = ""
         self._seen = 0  # highest generation heard of
@@ -162,7 +163,10 @@ class Lifecycle:
         if self._link.settled or away is None:
             return None
         if self._seen == 0:
-            return away + self._timing.topo_timeout_s
+            looks_s = self._timing.topo_timeout_s
+            if self._renewed:  # the scheduler was there: it need not be waited for as one that is to start
+                looks_s = min(looks_s, self._timing.reconnect_timeout_s)
+            return away + looks_s
         if self._need_since is None:
             return None
         return max(away, self._need_since) + self._timing.reconnect_timeout_s

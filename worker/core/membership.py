@@ -118,6 +118,7 @@ class Membership(Lifecycle):
 
     def _on_welcome(self, message: m.Welcome) -> None:
         self._welcome = message
+        self._renewed = False
         self._link.welcomed()
         self._stuck = False
         if message.spare and not self._seen:
@@ -342,5 +343,6 @@ class Membership(Lifecycle):
 
     def _on_renewed(self, event: e.Renewed) -> None:
         self._reset()
+        self._renewed = True
         self.profile = self.profile.replaced(incarnation=event.incarnation, data_address=event.data_address)
         self._notices.append(e.Connect(self._link.start(self._now)))

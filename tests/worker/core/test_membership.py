@@ -446,6 +446,25 @@ class TestUnplannedChange:
         deadline = w.core.deadline()
         assert deadline is not None and deadline > w.now  # old times are forgotten
 
+    def test_who_lost_its_place_looks_for_a_scheduler_as_long_as_for_one_that_is_lost(self) -> None:
+        def looks_s(w: Machine) -> float:
+            since = w.now
+            while w.core.phase != "ended":
+                w.feed(e.StreamLost(w.stream, "connection refused"))
+                w.tick_at_deadline()
+            assert w.notice(e.Failed).kind is e.FailureKind.UNREACHABLE
+            return w.now - since
+
+        def renewed() -> Machine:
+            w = Machine(e.Timing(topo_timeout_s=1800.0, reconnect_timeout_s=120.0)).welcomed()
+            w.hear(m.Refused(m.RefusalCode.SUPERSEDED, "declared dead"))
+            w.feed(e.Renewed(77, "10.0.0.1:6000"))
+            return w
+
+        # The job has ended meanwhile, say, and its scheduler with it.
+        assert looks_s(renewed()) == 120.0
+        assert looks_s(renewed().reconnected()) == 1800.0  # like any worker that waits
+
 
 class TestPlannedChange:
     def test_a_worker_before_its_first_step_takes_the_step_that_its_peers_have_begun(self) -> None:
