@@ -437,7 +437,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         finally:
             self._inside = self._grouped
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
     def _exchange(
         self, moves: list[tuple[Callable[..., Any], int, int]], count: int, dtype: int, stream: int
@@ -451,7 +451,7 @@ class NcclCommunicator(Communicator, ArrayReading):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         self._inside = True
         try:
             return function(*args)
@@ -462,7 +462,7 @@ class NcclCommunicator(Communicator, ArrayReading):
 
     def _fail(self, error: Exception) -> NoReturn:
         if self._error is not None:
-            raise self._error from None
+            raise self._error.with_traceback(None) from None
         raise CommunicatorError(
             f"NCCL refused a call on rank {self.rank} of {self.world_size}"
             f" (group {self._group_name!r}): {error}",
@@ -484,4 +484,4 @@ class NcclCommunicator(Communicator, ArrayReading):
             time.sleep(interval)
             interval = min(interval * 2, _LAST_POLL_S)
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
