@@ -104,6 +104,7 @@ class Job(Reception):
         if phase is Phase.ENDED:
             return None
         times = [self._silence_due, self._suspicion.due if self._suspicion else None, self._switch_due()]
+        times.append(self._hand_over_due)
         if phase in (Phase.FORMING, Phase.BUILDING, Phase.SUSPENDED):
             times += [self._phase_since + self.settings.topo_timeout_s, self._report_due]
         if phase is Phase.FORMING and self._spares_fill_in > self._now:
@@ -156,11 +157,15 @@ class Job(Reception):
         if claim is None or event.generation > self._ledger.generation:
             return
         settled = self._ledger.established and event.generation == self._ledger.generation
-        if self._contacts.by_node[claim.candidate.node_id].hear(event, settled=settled):
+        contact = self._contacts.by_node[claim.candidate.node_id]
+        lacked_state = claim.newcomer and not contact.has_moved
+        if contact.hear(event, settled=settled):
             self._progress_since = now
             if self._stalled:
                 self._stalled = False
                 self._say(f"Training goes on at step {event.step}.")
+        if lacked_state and contact.has_moved:  # who leaves may wait for that
+            self.advance(now)
 
     def _published(self, event: v.UniqueIdsPublished, now: float) -> None:
         node_id = self._member_behind(event.session, event.generation, now)

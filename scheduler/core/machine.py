@@ -13,7 +13,10 @@ from scheduler.core import planning
 from scheduler.core import values as v
 from scheduler.core.ledger import Claim, Phase
 from scheduler.core.state import JobState
-from scheduler.core.wording import count, listing, nodes, who
+from scheduler.core.wording import STATELESS, count, listing, nodes, upper_first, who
+
+HAND_OVER_S = 15.0
+"""How long a member that leaves waits for others to take the state: half of what Kubernetes gives it."""
 
 
 class Machine(JobState):
@@ -82,6 +85,8 @@ class Machine(JobState):
             return True
         if self._suspicion_due(now) or self._switch_overdue(now):
             return True
+        if ledger.formed is not None and ledger.formed.switch_after_step < 0 and self._hand_over_overdue(now):
+            return True
         if self._timed_out(now):
             return self._end(False, f"The group was not built in time: {self._building_sentence()}.")
         return False
@@ -90,8 +95,10 @@ class Machine(JobState):
         ledger = self._ledger
         if ledger.lost or len(ledger.finished) == len(ledger.ranks):
             return self._regroup(now, self._departure())
-        if self._suspicion_due(now):
+        if self._suspicion_due(now) or self._hand_over_overdue(now):
             return True
+        if self._hand_over_due is not None:  # whoever leaves is still needed
+            return False
         change = planning.wanted_change(ledger, self.settings)
         return change is not None and self._quiesce(change)
 
@@ -103,9 +110,10 @@ class Machine(JobState):
             return True
         if not self._contacts.all_quiesced(ledger):
             return False
+        change = planning.wanted_change(ledger, self.settings) or self._plan or ""  # by now more may leave
         if self._suspicion is not None:  # whose collective failed cannot finish the step with the others
-            return self._regroup(now, self._plan or "")
-        return self._regroup(now, self._plan or "", self._contacts.last_started_step())
+            return self._regroup(now, change)
+        return self._regroup(now, change, self._contacts.last_started_step())
 
     def _advance_suspended(self, now: float) -> bool:
         present = planning.choose(self._ledger, self.settings)
@@ -149,10 +157,29 @@ class Machine(JobState):
         self._phase_since = now
         return self._regroup(now, f"the planned change took over {self.settings.stall_timeout_s:g} s")
 
+    def _stateless(self) -> frozenset[str]:
+        return frozenset(self._contacts.stateless(self._ledger))
+
+    def _hand_over_overdue(self, now: float) -> bool:
+        """Nobody has taken the state in time: the members that leave with it go, and save it if they can."""
+        stateless = self._stateless()
+        if not planning.is_handing_over(self._ledger, stateless):
+            self._hand_over_due = None
+        elif self._hand_over_due is None:
+            self._hand_over_due = now + HAND_OVER_S
+        elif now >= self._hand_over_due:
+            self._hand_over_due = None
+            for claim in planning.leaving_holders(self._ledger, stateless):
+                told = f"left: nobody took the training state from it within {HAND_OVER_S:g} s"
+                self._say(f"{upper_first(who(claim.candidate))} {told}.")
+                self._dismiss(claim, self._farewell(claim.leaving or ""), told)
+            return True
+        return False
+
     # ------------------------------------------------------------ transitions
 
     def _quiesce(self, reason: str) -> bool:
-        self._plan = reason
+        self._plan, self._hand_over_due = reason, None
         self._tell_members(v.Quiesce(self._ledger.generation, reason))
         self._say(f"A change of members is prepared: {reason}.")
         return True
@@ -161,7 +188,7 @@ class Machine(JobState):
         """Forms the next generation from whoever is there, suspends the job, or ends it."""
         ledger = self._ledger
         assert ledger.opened is not None
-        stateless = frozenset(self._contacts.stateless(ledger))
+        stateless = self._stateless()
         chosen = planning.choose(ledger, self.settings, stateless)
         if ledger.finishing and not chosen:
             if ledger.lost.keys() <= ledger.parted:
@@ -172,6 +199,7 @@ class Machine(JobState):
         lost = tuple(ledger.lost.values())
         if ledger.finishing:
             self._release_idle({candidate.node_id for candidate in chosen})
+        reason += self._remark_on_state(chosen, stateless)
         record = planning.next_generation(
             ledger, chosen, stateless=stateless, reason=reason, switch_after_step=switch_after_step
         )
@@ -182,6 +210,15 @@ class Machine(JobState):
             self._tell(claim.candidate.node_id, self._assignment(-1, lost))
         self._say(f"Generation {record.generation} is formed with {self._size()}: {reason}.")
         return True
+
+    def _remark_on_state(self, chosen: Collection[v.Candidate], stateless: Collection[str]) -> str:
+        """What is odd about the next generation's state, to follow the reason for which it is formed."""
+        ledger = self._ledger
+        givers = [c.node_id for c in chosen if ledger.claims[c.node_id].leaving is not None]
+        if givers:
+            return f"; node {listing(givers)} stays until it has handed over the training state"
+        known = any(planning.holds_state(ledger, c.node_id, stateless) for c in chosen)
+        return f"; {STATELESS}" if ledger.ever_established and not known else ""
 
     def _release_idle(self, chosen: Collection[str]) -> None:
         """Some have finished: whoever holds neither a place nor the state is not needed any more."""

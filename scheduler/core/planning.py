@@ -18,6 +18,9 @@ def choose(
     Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
     decides, never the order of arrival. Once the job is finishing, only survivors that hold the state go
     on: a newcomer without it would begin the training anew.
+
+    Where none of them holds the state and a member that leaves does, the longest-lived such member stays
+    for one more generation, with room for at least one that takes the state from it.
     """
     assert ledger.opened is not None
     worker_num = ledger.opened.worker_num
@@ -30,13 +33,39 @@ def choose(
     survivors = [claim for claim in ledger.living_members() if claim.leaving is None]
     if ledger.finishing:
         survivors = [claim for claim in survivors if claim.candidate.node_id not in stateless]
-    chosen = ordered(survivors)
-    if not ledger.finishing:
-        others = [claim for claim in staying(ledger) if ledger.rank_of(claim.candidate.node_id) < 0]
-        spares = [claim for claim in others if is_spare(ledger, claim)]
-        ready = [claim for claim in others if not is_spare(ledger, claim)]
-        _fill(chosen, ordered(ready) + ordered(spares), worker_num, table)
+        return ordered(survivors)
+    others = [claim for claim in staying(ledger) if ledger.rank_of(claim.candidate.node_id) < 0]
+    spares = [claim for claim in others if is_spare(ledger, claim)]
+    ready = [claim for claim in others if not is_spare(ledger, claim)]
+    queue = ordered(ready) + ordered(spares)
+    chosen = _filled(ordered(survivors), queue, worker_num, table)
+    if not any(holds_state(ledger, claim.candidate.node_id, stateless) for claim in survivors):
+        for giver in leaving_holders(ledger, stateless):
+            group = _filled(ordered([*survivors, giver]), queue, max(worker_num, 2), table)
+            if len(group) > 1:
+                chosen = group
+                break
     return ranks.in_order(chosen, limit=limit, table=table)
+
+
+def leaving_holders(ledger: Ledger, stateless: Collection[str]) -> list[Claim]:
+    """The members that leave and hold the state, the longest-lived first."""
+    leaving = (claim for claim in ledger.living_members() if claim.leaving is not None)
+    holders = [claim for claim in leaving if holds_state(ledger, claim.candidate.node_id, stateless)]
+    return sorted(holders, key=lambda claim: claim.since)  # stable: among equals the lower rank
+
+
+def is_handing_over(ledger: Ledger, stateless: Collection[str]) -> bool:
+    """Whether members that leave still hold a state which none of those that stay is known to have."""
+    if ledger.finishing or not leaving_holders(ledger, stateless):
+        return False
+    stay = [claim.candidate.node_id for claim in ledger.living_members() if claim.leaving is None]
+    return bool(stay) and not any(holds_state(ledger, node_id, stateless) for node_id in stay)
+
+
+def holds_state(ledger: Ledger, node_id: str, stateless: Collection[str]) -> bool:
+    """Whether this worker was a member already, once there was a state, and is not known to lack it."""
+    return ledger.ever_established and ledger.claims[node_id].since > 0 and node_id not in stateless
 
 
 def next_generation(
@@ -60,9 +89,7 @@ def next_generation(
     keepers = [
         (ledger.claims[member.candidate.node_id].since, member.rank)
         for member in members
-        if ledger.ever_established
-        and ledger.claims[member.candidate.node_id].since
-        and member.candidate.node_id not in stateless
+        if holds_state(ledger, member.candidate.node_id, stateless)
     ]
     source = min(keepers)[1] if keepers else -1
     has_state = {rank for _, rank in keepers}
@@ -91,17 +118,19 @@ def wanted_change(ledger: Ledger, settings: v.Settings) -> str | None:
     return f"node {', '.join(candidate.node_id for candidate in joining)} joins"
 
 
-def _fill(
+def _filled(
     chosen: list[v.Candidate], queue: list[v.Candidate], worker_num: int, table: v.RankTable | None
-) -> None:
-    """Adds workers from the queue while there is room; with a rank table, only on lines that are free."""
+) -> list[v.Candidate]:
+    """With workers from the queue while there is room; with a rank table, only on lines that are free."""
+    filled = list(chosen)
     taken = {ranks.table_entry(table, candidate) for candidate in chosen} if table is not None else set()
     for candidate in queue:
-        if len(chosen) >= worker_num:
-            return
+        if len(filled) >= worker_num:
+            break
         if table is not None:
             entry = ranks.table_entry(table, candidate)
             if entry in taken:
                 continue
             taken.add(entry)
-        chosen.append(candidate)
+        filled.append(candidate)
+    return filled

@@ -12,7 +12,7 @@ from scheduler.core import values as v
 from scheduler.core.contacts import Contacts
 from scheduler.core.ledger import Ledger, Phase
 from scheduler.core.progress import Standing, stall_report
-from scheduler.core.wording import count, listing, missing, upper_first, waiting, who
+from scheduler.core.wording import STATELESS, count, listing, missing, upper_first, waiting, who
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class JobState:
         self._plan: str | None = None
         self._suspicion: Suspicion | None = None
         self._broken: str | None = None
+        self._hand_over_due: float | None = None
         self._started = False
         self._phase_seen = Phase.FORMING
         self._phase_since = 0.0
@@ -69,8 +70,10 @@ class JobState:
         elif isinstance(record, v.GenerationFormed | v.GenerationEnded):
             self._unique_ids, self._built, self._plan = (), set(), None
             self._suspicion, self._broken, self._stalled = None, None, False
-            for contact in self._contacts.by_node.values():
-                contact.enter_generation()
+            self._hand_over_due = None
+            if isinstance(record, v.GenerationFormed):  # what members have shown counts beyond a suspension
+                for contact in self._contacts.by_node.values():
+                    contact.enter_generation()
         elif isinstance(record, v.GroupEstablished):
             self._unique_ids, self._suspicion = (), None
 
@@ -140,7 +143,9 @@ class JobState:
         return count(len(self._ledger.ranks), "member")
 
     def _standing(self) -> str:
-        return f"Generation {self._ledger.generation} stands with {self._size()}."
+        formed = self._ledger.formed
+        remark = f": {STATELESS}" if formed is not None and formed.reason.endswith(STATELESS) else ""
+        return f"Generation {self._ledger.generation} stands with {self._size()}{remark}."
 
     def _state_reason(self) -> str:
         """What the state is put down to; while all is well, news of single workers do not hide that."""
