@@ -307,6 +307,7 @@ class ElasticFakeSession:
         self.started = 0
         self.reports: list[int] = []
         self.leave_reasons: list[str] = []
+        self.expected_leave = ""
         self.left = False
         self._entered: tuple[FakeCommunicator, int, tuple[int, ...]] | None = None
 
@@ -351,8 +352,8 @@ class ElasticFakeSession:
     def report(self, step: int, samples_per_s: float) -> None:
         self.reports.append(step)
 
-    def expect_leave(self) -> None:
-        return
+    def expect_leave(self, reason: str) -> None:
+        self.expected_leave = reason
 
     def request_leave(self, reason: str) -> None:
         self.leave_reasons.append(reason)

@@ -27,7 +27,8 @@ log = logging.getLogger("muster.worker")
 
 CLOSE_TIMEOUT_S = 2.0
 LEAVE_ALONE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
-LOOK_S = 1.0  # how often it is looked whether that time is over
+ENTER_ALONE_S = 5.0  # for the next generation to form, of which it is needed or could not be told
+LOOK_S = 1.0  # how often it is looked whether this worker is to leave, and whether its time is over
 HANG_S = 5.0  # of a collective, after which a worker without scheduler may be cut off
 _QUIET = (e.StepGranted, e.StepHeld)
 
@@ -43,6 +44,7 @@ class Client:
         hanging_s: for how long the oldest collective under way has been so.
         clock: monotonic seconds.
         leave_alone_s: how long a worker that is to leave waits for a lost scheduler's consent.
+        enter_alone_s: how long it waits for a generation to form.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Client:
         hanging_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
         leave_alone_s: float = LEAVE_ALONE_S,
+        enter_alone_s: float = ENTER_ALONE_S,
     ) -> None:
         self._core = core
         self._connector = connector
@@ -63,7 +66,10 @@ class Client:
         self._hanging_s = hanging_s
         self._clock = clock
         self._leave_alone_s = leave_alone_s
-        self._leave_wanted_at: float | None = None
+        self._enter_alone_s = enter_alone_s
+        self._leave_wanted: tuple[float, str] | None = None
+        self._leave_told = False
+        self._entering_since: float | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
@@ -103,13 +109,16 @@ class Client:
             self._clear()
         self.post(e.Renewed(incarnation, data_address))
 
-    def expect_leave(self) -> None:
-        """Notes that this worker is to leave: if no scheduler can let it go, it soon goes without.
+    def expect_leave(self, reason: str) -> None:
+        """Notes that this worker is to leave, whatever its training thread is in.
+
+        The timer's thread tells the scheduler within a second. If that cannot let this worker go, or the
+        next generation does not form, it soon goes without.
 
         Callable from a signal handler, wherever that interrupts this thread: it takes no lock.
         """
-        if self._leave_wanted_at is None:
-            self._leave_wanted_at = self._clock()
+        if self._leave_wanted is None:
+            self._leave_wanted = (self._clock(), reason)
 
     @property
     def leave_granted(self) -> bool:
@@ -181,24 +190,32 @@ class Client:
                 if self._closed:
                     return
                 self._leave_alone_if_due()
-                wait_s = None if self._deadline is None else self._deadline - self._clock()
-                if wait_s is None or wait_s > 0:
-                    away = self._core.is_away  # a signal handler cannot wake this thread
-                    self._timer.wait(min(wait_s or LOOK_S, LOOK_S) if away else wait_s)
+                wanted = None if self._leave_told else self._leave_wanted
+                wait_s = LOOK_S if self._deadline is None else self._deadline - self._clock()
+                if wanted is None and wait_s > 0:
+                    self._timer.wait(min(wait_s, LOOK_S))  # a signal handler cannot wake this thread
                     continue
+            if wanted is not None:
+                self._leave_told = True
+                self.post(e.LeaveRequested(wanted[1]))
+                continue
             if self._core.is_away:
                 self.post(e.CollectivesStuck(self._hanging_s() > HANG_S))
             self.post(e.Tick())
 
     def _leave_alone_if_due(self) -> None:
-        """Ends the membership of a worker that is to leave while there is no scheduler to plan it."""
-        since = self._leave_wanted_at
-        if since is None or self.failure is not None or not self._core.is_away:
+        """Ends the membership of a worker that is to leave where nobody can plan it in time."""
+        if self._leave_wanted is None or self.failure is not None:
             return
-        if self._clock() >= since + self._leave_alone_s:
-            self.failure = LeaveGranted(
-                "This worker leaves the job as asked, by itself: the scheduler cannot be reached.", alone=True
-            )
+        since, entering, now = self._leave_wanted[0], self._entering_since, self._clock()
+        obstacle = ""
+        if self._core.is_away and now >= since + self._leave_alone_s:
+            obstacle = "the scheduler cannot be reached"
+        elif entering is not None and now >= max(since, entering) + self._enter_alone_s:
+            obstacle = f"the next generation did not form within {self._enter_alone_s:g} s"
+        if obstacle:
+            told = f"This worker leaves the job as asked, by itself: {obstacle}."
+            self.failure = LeaveGranted(told, alone=True)
             log.warning("%s", self.failure)
             self._abort(self.failure)
             self._news += 1
@@ -236,7 +253,8 @@ class Client:
 
     def _end_generation(self, notice: e.Notice) -> None:
         if isinstance(notice, e.Dismissed):
-            self.dismissal = LeaveGranted(sentence(f"This worker leaves the job: {notice.reason}"))
+            told = sentence(f"This worker leaves the job: {notice.reason}")
+            self.dismissal = LeaveGranted(told, alone=notice.alone)
         elif isinstance(notice, e.Interrupt):
             self.pending = None
             over = f"Generation {notice.generation} is over: "  # a suspension's reason says so itself
@@ -368,6 +386,8 @@ class Client:
         """
         self.post(e.EntryRequested())
         with self._lock:
+            if self._entering_since is None:
+                self._entering_since = self._clock()
             while self._build is None:
                 error = self.failure or self.dismissal
                 if error is not None:
@@ -392,6 +412,7 @@ class Client:
                 if error is not None:
                     raise error.with_traceback(None)
                 if self._running >= generation:
+                    self._entering_since = None
                     return True
                 self._wait_unless_closed()
 

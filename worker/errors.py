@@ -120,8 +120,9 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
     not catch it ends with that, without a traceback and with exit code 0.
 
     Attributes:
-        alone: it leaves at once, since there is no scheduler, or too few would be left to form the next
-            generation: the step under way may be broken, and the others may be unable to go on.
+        alone: it leaves without having handed over, since there is no scheduler, or there is no next
+            generation, or nobody in that holds the training state: it should save that. The step under way
+            may be broken, and the others may be unable to go on.
     """
 
     exit_code = 0

@@ -239,18 +239,17 @@ class Session:
     def request_leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
 
-        Callable from any thread; the others re-form without an abort. If the scheduler is lost and does not
-        come back within seconds, LeaveGranted comes all the same, with ``alone``, also amid a step.
+        Callable from any thread; the others re-form without an abort. Whoever alone holds the training
+        state is let go once others have it: MembershipChanged comes first. If the scheduler is lost and does
+        not come back within seconds, or no next generation forms, LeaveGranted comes all the same, with
+        ``alone``, also amid a step.
         """
-        self.expect_leave()
+        self.expect_leave(reason)
         self._client.post(e.LeaveRequested(reason))
 
-    def expect_leave(self) -> None:
-        """Says early that ``request_leave`` will follow; callable from a signal handler.
-
-        So a wait for a lost scheduler, which comes between the two, ends as well.
-        """
-        self._client.expect_leave()
+    def expect_leave(self, reason: str) -> None:
+        """Does what ``request_leave`` does within a second; callable from a signal handler."""
+        self._client.expect_leave(reason)
 
     def note_left(self) -> None:
         """Says that this worker leaves before the training's end: ``release()`` must not call it finished."""

@@ -28,7 +28,6 @@ from worker.communicators.base import Communicator
 from worker.errors import (
     JobEndedError,
     LeaveGranted,
-    LeaveNow,
     MembershipChanged,
     RefusedError,
     SchedulerUnreachableError,
@@ -70,8 +69,8 @@ class ElasticSession(Protocol):
     def request_leave(self, reason: str) -> None:
         """Asks to be let go at a step boundary."""
 
-    def expect_leave(self) -> None:
-        """Says early, perhaps in a signal handler, that it will ask."""
+    def expect_leave(self, reason: str) -> None:
+        """Asks the same, perhaps in a signal handler, within a second."""
 
     def note_left(self) -> None:
         """Says that this worker leaves before the training's end."""
@@ -122,7 +121,7 @@ class Step:
                 self._loop.state.rng is not None and self._rng is not None
             ):  # the step's draws are taken back, to be drawn again
                 self._loop.state.rng.bit_generator.state = self._rng
-            self._loop._recover()
+            self._loop._recover(error)
             return True
         if isinstance(error, LeaveGranted):
             self._loop._go(alone=error.alone)
@@ -137,9 +136,10 @@ class ElasticLoop:
     At its start, and after each change, those without state or behind get it from the member that is
     furthest. Planned changes (a worker that leaves or comes) happen between steps. A worker that was declared
     dead while it was stopped, say, asks for a place as a newcomer. On SIGTERM this worker asks to leave and
-    stops at the step boundary that the scheduler names; or at once, with the state saved, while there is no
-    scheduler, or if too few would be left to go on. When the group cannot go on for another reason, the
-    state is saved and that reason raised.
+    stops at the step boundary that the scheduler names, which is after a further change of members if nobody
+    else holds the state yet; or at once, with the state saved, while there is no scheduler, or if there is
+    nobody to hand over to. When the group cannot go on for another reason, the state is saved and that
+    reason raised.
 
     Args:
         session: this worker's place in the job.
@@ -172,7 +172,6 @@ class ElasticLoop:
         self._last_finish = clock()
         self._leave_reason = ""
         self._leave_sent = False
-        self._waiting = False
         self._closed = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -194,9 +193,7 @@ class ElasticLoop:
     def leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary. Callable from a signal handler."""
         self._leave_reason = self._leave_reason or reason
-        self.session.expect_leave()
-        if self._waiting:
-            raise LeaveNow
+        self.session.expect_leave(self._leave_reason)
 
     def _begin(self) -> None:
         if self._leave_reason and not self._leave_sent:
@@ -225,12 +222,15 @@ class ElasticLoop:
             if not _is_change(error):
                 self._save_at_the_end(error)
                 raise
-            self._recover()
+            self._recover(error)
         return False
 
-    def _recover(self) -> None:
+    def _recover(self, change: BaseException | None) -> None:
         """Enters the next generation that holds, with the state of the furthest member."""
-        while not (self._leave_reason or self._closed):
+        while not self._closed:
+            if self._leave_reason and _is_declared_dead(change):  # no newcomer's place is worth asking for
+                self._go(alone=True)
+                return
             try:
                 self._rejoin()
                 if not (self.left or self._closed):
@@ -242,17 +242,13 @@ class ElasticLoop:
             except (MembershipChanged, RefusedError) as error:
                 if not _is_change(error):
                     raise
-        if self._leave_reason:  # it would only be let go from the next generation: it need not form at all
-            self._go(alone=True)
+                change = error
 
     def _rejoin(self) -> None:
         try:
-            self._waiting = True
             self.session.rejoin()
         except (MembershipChanged, LeaveGranted):
             raise
-        except LeaveNow:
-            self._go(alone=True)
         except JobEndedError:
             if not self.is_over:
                 self._save()
@@ -262,8 +258,6 @@ class ElasticLoop:
             if not _is_change(error):
                 self._save()
             raise
-        finally:
-            self._waiting = False
 
     def _save_at_the_end(self, error: BaseException) -> None:
         """Puts the last finished step on disk if this worker's membership is over for good."""
@@ -303,5 +297,8 @@ class ElasticLoop:
 
 def _is_change(error: BaseException | None) -> bool:
     """Whether there may be a next generation with this worker, if only as a newcomer."""
-    declared_dead = isinstance(error, RefusedError) and error.code == "SUPERSEDED"
-    return declared_dead or isinstance(error, MembershipChanged)
+    return isinstance(error, MembershipChanged) or _is_declared_dead(error)
+
+
+def _is_declared_dead(error: BaseException | None) -> bool:
+    return isinstance(error, RefusedError) and error.code == "SUPERSEDED"

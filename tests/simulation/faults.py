@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from scheduler.core import values as v
+from worker.client import ENTER_ALONE_S
 from worker.core import events as e
 
 if TYPE_CHECKING:
@@ -58,13 +59,24 @@ def drain(world: World, worker: Worker) -> None:
 
 
 def request_leave(world: World, worker: Worker) -> None:
-    """SIGTERM: whoever has no step to finish goes at once, as the elastic loop does."""
+    """SIGTERM: it is told at once; who waits too long for a generation to form saves and goes by itself."""
     world.leavers.add(worker.node_id)
-    if worker.doing == "entering":
+    worker.post(e.LeaveRequested("SIGTERM"))
+    world.loop.after(ENTER_ALONE_S, _go_alone, world, worker)
+
+
+def _go_alone(world: World, worker: Worker) -> None:
+    if worker.alive and worker.doing in ("entering", "building", "standing"):
         world.went_between_steps.add((worker.node_id, worker.incarnation))
+        world.judge.disturbed()
         worker.say_goodbye(finished=False)
-    else:
-        worker.post(e.LeaveRequested("SIGTERM"))
+
+
+def evict(world: World, worker: Worker) -> None:
+    """SIGTERM to all who have begun to train, as when a cluster takes back its machines."""
+    for each in world.living():
+        if each.has_state:
+            world.loop.after(world.rng.random() * 0.3, request_leave, world, each)
 
 
 def expel(world: World, worker: Worker) -> None:
@@ -95,13 +107,13 @@ def peer_trouble(world: World, worker: Worker) -> None:
 
 
 EVERYTHING: tuple[Fault, ...] = (
-    kill, kill, kill, kill, stop, hang, cut, blip, crash, drain, request_leave, expel, extra, twin,
+    kill, kill, kill, kill, stop, hang, cut, blip, crash, drain, request_leave, evict, expel, extra, twin,
     peer_trouble,
 )  # fmt: skip
 BY_KIND: dict[str, tuple[Fault, ...]] = {
     "calm": (),
     "crashes": (crash,),
-    "elastic": (drain, request_leave, drain, request_leave, extra),
+    "elastic": (drain, request_leave, drain, request_leave, evict, extra),
     "trouble": (peer_trouble,),
     "supervised": EVERYTHING,
     "wild": EVERYTHING,

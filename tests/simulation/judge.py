@@ -32,6 +32,7 @@ class Judge:
         self.retired: set[Process] = set()
         self.since: dict[Process, int] = {}
         self.newcomers: set[Process] = set()
+        self.leaving: set[Process] = set()
         self.formed: v.GenerationFormed | None = None
         self.established = False
         self.ever_established = False
@@ -71,6 +72,8 @@ class Judge:
             self.expect(self.outcome is None, "a record follows the end of the job")
             if isinstance(record, v.Admitted):
                 self._admitted(record.candidate)
+            elif isinstance(record, v.LeavePlanned):
+                self.leaving.add((record.node_id, record.incarnation))
             elif isinstance(record, v.Removed):
                 self._removed(record)
             elif isinstance(record, v.GenerationFormed):
@@ -126,7 +129,10 @@ class Judge:
         self.expect(nodes == self.world.in_rank_order(nodes), f"ranks break the rule: {nodes}")
         scenario = self.world.scenario
         least = 1 if self.finishing else scenario.worker_min
-        self.expect(least <= len(members) <= scenario.worker_num, f"a group of {len(members)}")
+        givers = [x for x in members if (x.candidate.node_id, x.candidate.incarnation) in self.leaving]
+        most = max(scenario.worker_num, 2) if givers else scenario.worker_num
+        self.expect(least <= len(members) <= most, f"a group of {len(members)}")
+        self._check_givers(record, givers)
         self._check_local_ranks(members)
         for member in members:
             self._check_member((member.candidate.node_id, member.candidate.incarnation))
@@ -184,6 +190,20 @@ class Judge:
         for rank, member in enumerate(record.members):
             other = (member.candidate.node_id, member.candidate.incarnation)
             self.expect(other in self.since or rank in record.newcomer_ranks, f"{other} is not seen as new")
+
+    def _check_givers(self, record: v.GenerationFormed, givers: list[v.Member]) -> None:
+        """Who leaves stays for a generation more if, and only if, nobody else could hand on the state."""
+        for giver in givers:
+            self.expect([giver.rank] == [record.state_source_rank], f"{giver} is not let go without need")
+            self.expect(len(givers) == 1 < len(record.members), f"nobody takes the state from {giver}")
+            same = self.formed is not None and self.formed.members == record.members
+            self.expect(not same or record.switch_after_step < 0, "a step boundary changes nothing")
+        if record.state_source_rank >= 0 or self.formed is None or not self.ever_established:
+            return
+        before = {(x.candidate.node_id, x.candidate.incarnation) for x in self.formed.members}
+        for process in before - self.newcomers:
+            gone = self.claims.get(process[0]) != process[1]
+            self.expect(gone, f"{process} holds the state and leaves, and the others begin anew")
 
     def _survivors(self, record: v.GenerationFormed) -> list[Process]:
         processes = [(x.candidate.node_id, x.candidate.incarnation) for x in record.members]
@@ -301,6 +321,13 @@ class Judge:
         self.expect(over or not told_ended, f"{worker} is told that the job has ended: {notice.sentence}")
         if notice.kind is e.FailureKind.LEAVE:
             self.expect(worker.node_id in self.world.leavers, f"{worker} leaves, and nobody asked it to")
+
+    def parting(self, worker: Worker, notice: e.Dismissed) -> None:
+        """A worker learns from a next generation that it leaves; whoever leaves otherwise saves anyway."""
+        formed = self.formed
+        known = formed is not None and notice.reason == formed.reason
+        anew = formed is not None and formed.state_source_rank < 0
+        self.expect(not known or notice.alone == anew, f"{worker} is not told who has the state")
 
     # ------------------------------------------------------------ the end
 

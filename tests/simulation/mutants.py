@@ -290,6 +290,10 @@ MUTANTS: dict[str, Mutant] = {
     "state never handed on": Mutant(planning, "next_generation", state_from(lambda r: -1)),
     "newcomers trusted at once": Mutant(contacts.Contacts, "stateless", instead(lambda *a: iter(()))),
     "a newcomer begins anew at the end": Mutant(planning, "choose", newcomers_may_begin_anew),
+    "leavers take the state with them": Mutant(planning, "leaving_holders", instead(lambda *a: [])),
+    "a leave does not wait for the hand-over": Mutant(
+        planning, "is_handing_over", instead(lambda *a: False)
+    ),
     "worker_min ignored": Mutant(machine.Machine, "_regroup", ignores_worker_min),
     "job always ends well": Mutant(machine.Machine, "_end", always_well),
     "lost streams ignored": Mutant(job.Job, "_session_lost", instead(nothing)),

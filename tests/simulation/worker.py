@@ -156,6 +156,7 @@ class Worker:
 
     def _dismiss(self, notice: e.Dismissed) -> None:
         self.dismissed = True
+        self.world.judge.parting(self, notice)
         if self.doing == "entering":
             self._soon(lambda: self.say_goodbye(finished=False))
 

@@ -110,6 +110,7 @@ class ScriptedConnector:
     def __init__(self, *errors: Exception) -> None:
         self._errors = list(errors)
         self._lines: SimpleQueue[Line] = SimpleQueue()
+        self.lines: list[Line] = []
         self.attempts = 0
 
     def open(self, outbox: SimpleQueue[bytes | None]) -> Line:
@@ -117,6 +118,7 @@ class ScriptedConnector:
         if self._errors:
             raise self._errors.pop(0)
         line = Line(outbox)
+        self.lines.append(line)
         self._lines.put(line)
         return line
 

@@ -40,7 +40,7 @@ class Mint:
 
 def client(connector: ScriptedConnector, mint: Mint | None = None, **timing: float) -> Client:
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
-    return Client(core, connector, mint=mint or Mint(), leave_alone_s=0.0)
+    return Client(core, connector, mint=mint or Mint(), leave_alone_s=0.0, enter_alone_s=0.0)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Clie
     running.adopt(1, communicator)
     asking = Thread(lambda: running.verdict(1, 0, PeerLostError("Rank 0 is gone.", rank=0)))
     running.post(e.StreamLost(1, "it was killed"))
-    running.expect_leave()
+    running.expect_leave("SIGTERM")
     granted = asking.result()
     assert isinstance(granted, LeaveGranted) and granted.alone
     with pytest.raises(LeaveGranted):
@@ -229,11 +229,44 @@ def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Clie
 
 
 def test_who_is_to_leave_waits_for_a_scheduler_that_is_there(running: Client) -> None:
-    running.expect_leave()
+    running.expect_leave("SIGTERM")
     running.start_step(0, 1)
     running.post(e.StreamLost(1, "it was killed"))
     with pytest.raises(LeaveGranted):
         Thread(lambda: endless(running)).result()
+
+
+def test_a_leave_is_told_while_the_training_thread_is_in_a_step(
+    running: Client, connector: ScriptedConnector
+) -> None:
+    running.start_step(0, 1)
+    running.expect_leave("SIGTERM")
+    running.expect_leave("again")
+    assert connector.lines[0].hear("request_leave").reason == "SIGTERM"
+
+
+def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(
+    connector: ScriptedConnector,
+) -> None:
+    made = client(connector)
+    made.start()
+    line = connector.next_line()
+    line.welcome()
+    line.assign(line.hear("join"))
+    entering = Thread(made.next_build)  # no unique ids come
+    made.expect_leave("SIGTERM")
+    with pytest.raises(LeaveGranted, match="did not form") as caught:
+        entering.result()
+    assert caught.value.alone
+    made.close()
+
+
+def test_who_leaves_learns_that_nobody_goes_on_with_the_state(running: Client) -> None:
+    running.start_step(0, 1)
+    running.post(e.Received(1, assignment(2, -1, state_source_rank=-1)))
+    with pytest.raises(LeaveGranted) as caught:
+        running.check(1)
+    assert caught.value.alone
 
 
 def endless(running: Client) -> None:

@@ -12,7 +12,13 @@ import pytest
 
 from tests.fakes import ElasticFakeSession, ElasticWorld, membership_changed
 from worker.communicators.base import ReduceOp
-from worker.errors import FormationTimeoutError, JobEndedError, LeaveGranted, MembershipChanged
+from worker.errors import (
+    FormationTimeoutError,
+    JobEndedError,
+    LeaveGranted,
+    MembershipChanged,
+    RefusedError,
+)
 from worker.sharding import ShardedSampler
 from worker.state import StateMismatchError, TrainingState
 from worker.state_transfer import share_state
@@ -350,13 +356,13 @@ def test_a_drain_that_leaves_too_few_reaches_a_worker_that_waits_for_members() -
     assert leaver.saves == [3]
 
 
-def test_sigterm_while_waiting_for_members_ends_at_once_with_a_checkpoint() -> None:
+def test_sigterm_while_waiting_for_members_is_told_at_once_and_ends_with_a_checkpoint() -> None:
     class Waiting(ElasticFakeSession):
         def rejoin(self) -> None:
             if self.number == 0 and self.world.generation == 1 and self._entered:
                 os.kill(os.getpid(), signal.SIGTERM)
-                threading.Event().wait(60)
-                raise AssertionError("the signal did not end the wait")
+                assert self.expected_leave == "SIGTERM"
+                raise LeaveGranted("You leave.", alone=True)
             super().rejoin()
 
     world = ElasticWorld(1)
@@ -370,6 +376,41 @@ def test_sigterm_while_waiting_for_members_ends_at_once_with_a_checkpoint() -> N
     leaver = Worker(session, fault, make_state()).run()
     assert leaver.loop.left
     assert leaver.session.left
+    assert leaver.saves == [3]
+
+
+def test_who_is_to_leave_when_its_step_breaks_enters_the_next_generation_and_hands_over() -> None:
+    """It may be the only one with the state; whether it is needed any more is for the scheduler to say."""
+
+    asked = threading.Event()
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (6, "before") and not asked.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.set()
+
+    def die_then(job: Job, session: ElasticFakeSession) -> None:
+        assert asked.wait(60)
+        die_and_be_replaced(job, session)
+
+    job = Job(2, {(1, 6, "before"): die_then}, run_only=(1,))
+    leaver = Worker(job.world.members[0], fault, make_state()).run()
+    assert leaver.loop.left
+    assert leaver.saves == []
+    (heir,) = job.survivors()
+    check_like_undisturbed([heir])
+
+
+def test_who_is_declared_dead_while_it_leaves_saves_instead_of_asking_for_a_newcomers_place() -> None:
+    (session,) = ElasticWorld(1).members
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (3, "between"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RefusedError("You are dead.", code="SUPERSEDED")
+
+    leaver = Worker(session, fault, make_state()).run()
+    assert leaver.loop.left
     assert leaver.saves == [3]
 
 

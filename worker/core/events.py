@@ -217,9 +217,15 @@ class Interrupt(Value):
 
 
 class Dismissed(Value):
-    """This worker leaves as asked: it has no place in the next generation and should say goodbye."""
+    """This worker leaves as asked: it has no place in the next generation and should say goodbye.
+
+    Attributes:
+        reason: why, in words.
+        alone: nobody in the next generation holds the training state: this worker should save it.
+    """
 
     reason: str
+    alone: bool = False
 
 
 class StepGranted(Value):

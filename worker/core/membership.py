@@ -179,7 +179,7 @@ class Membership(Lifecycle):
 
     def _dismiss_if_leaving(self, new: m.Assignment) -> None:
         if new.rank < 0:
-            self._notices.append(e.Dismissed(new.reason))
+            self._notices.append(e.Dismissed(new.reason, alone=new.state_source_rank < 0))
 
     def _mint_or_publish(self, assignment: m.Assignment) -> None:
         minted = self._minted

@@ -542,7 +542,7 @@ class TestPlannedChange:
     def test_a_leaving_worker_finishes_the_step_and_is_dismissed(self) -> None:
         w = Machine().running()
         w.feed(e.StepStarting(4))
-        w.hear(assignment(2, -1, switch_after_step=5))
+        w.hear(assignment(2, -1, switch_after_step=5, state_source_rank=0))
         w.feed(e.StepStarting(5))
         assert w.last.notices == (
             e.Dismissed("because 2"),
@@ -553,8 +553,13 @@ class TestPlannedChange:
         w = Machine().running()
         w.hear(assignment(2, 1))
         w.feed(e.EntryRequested())
-        w.hear(assignment(3, -1))
+        w.hear(assignment(3, -1, state_source_rank=1))
         assert w.notice(e.Dismissed) == e.Dismissed("because 3")
+
+    def test_a_leaving_worker_is_told_when_nobody_goes_on_with_the_state(self) -> None:
+        w = Machine().running()
+        w.hear(assignment(2, -1, state_source_rank=-1))
+        assert w.notice(e.Dismissed) == e.Dismissed("because 2", alone=True)
 
 
 def test_secrets_stay_out_of_representations() -> None:
