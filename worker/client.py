@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from worker.channel import Connector, DeniedError, MalformedError, Stream
 from worker.communicators.base import Communicator
@@ -27,8 +27,8 @@ log = logging.getLogger("muster.worker")
 
 CLOSE_TIMEOUT_S = 2.0
 LEAVE_ALONE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
-ENTER_ALONE_S = 5.0  # for the next generation to form, of which it is needed or could not be told
-LOOK_S = 1.0  # how often it is looked whether this worker is to leave, and whether its time is over
+ENTER_ALONE_S = 5.0  # for the next generation to form, before a worker that is to leave goes without it
+LOOK_S = 1.0  # how often it is looked whether that time is over
 HANG_S = 5.0  # of a collective, after which a worker without scheduler may be cut off
 _QUIET = (e.StepGranted, e.StepHeld)
 
@@ -72,7 +72,7 @@ class Client:
         self._entering_since: float | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._timer = threading.Condition(self._lock)
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # for the timer; a signal handler may put one, too
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._streams: dict[int, Stream] = {}
         self._threads: list[threading.Thread] = []
@@ -110,15 +110,15 @@ class Client:
         self.post(e.Renewed(incarnation, data_address))
 
     def expect_leave(self, reason: str) -> None:
-        """Notes that this worker is to leave, whatever its training thread is in.
+        """Lets the timer's thread ask for leave at once, whatever the training thread is in.
 
-        The timer's thread tells the scheduler within a second. If that cannot let this worker go, or the
-        next generation does not form, it soon goes without.
+        If no scheduler can let this worker go, or the next generation does not form, it soon goes without.
 
         Callable from a signal handler, wherever that interrupts this thread: it takes no lock.
         """
         if self._leave_wanted is None:
             self._leave_wanted = (self._clock(), reason)
+            self._wakes.put(None)
 
     @property
     def leave_granted(self) -> bool:
@@ -140,7 +140,7 @@ class Client:
         """
         with self._lock:
             self._closed = True
-            self._timer.notify_all()
+            self._wakes.put(None)
             self._changed.notify_all()
             streams, self._streams = list(self._streams.values()), {}
             threads, self._threads = self._threads, []
@@ -172,7 +172,7 @@ class Client:
                 self._changed.notify_all()
             deadline = self._core.deadline()
             if deadline is not None and (self._deadline is None or deadline < self._deadline):
-                self._timer.notify_all()
+                self._wakes.put(None)
             self._deadline = deadline
         for action in later:
             action()
@@ -190,18 +190,19 @@ class Client:
                 if self._closed:
                     return
                 self._leave_alone_if_due()
-                wanted = None if self._leave_told else self._leave_wanted
-                wait_s = LOOK_S if self._deadline is None else self._deadline - self._clock()
-                if wanted is None and wait_s > 0:
-                    self._timer.wait(min(wait_s, LOOK_S))  # a signal handler cannot wake this thread
-                    continue
-            if wanted is not None:
+                wanted = self._leave_wanted
+                wait_s = None if self._deadline is None else self._deadline - self._clock()
+            if wanted is not None and not self._leave_told:
                 self._leave_told = True
                 self.post(e.LeaveRequested(wanted[1]))
-                continue
-            if self._core.is_away:
-                self.post(e.CollectivesStuck(self._hanging_s() > HANG_S))
-            self.post(e.Tick())
+            elif wait_s is None or wait_s > 0:
+                looks = wanted is not None or self._core.is_away
+                with contextlib.suppress(Empty):
+                    self._wakes.get(timeout=min(wait_s or LOOK_S, LOOK_S) if looks else wait_s)
+            else:
+                if self._core.is_away:
+                    self.post(e.CollectivesStuck(self._hanging_s() > HANG_S))
+                self.post(e.Tick())
 
     def _leave_alone_if_due(self) -> None:
         """Ends the membership of a worker that is to leave where nobody can plan it in time."""

@@ -248,7 +248,7 @@ class Session:
         self._client.post(e.LeaveRequested(reason))
 
     def expect_leave(self, reason: str) -> None:
-        """Does what ``request_leave`` does within a second; callable from a signal handler."""
+        """Does what ``request_leave`` does, by another thread; callable from a signal handler."""
         self._client.expect_leave(reason)
 
     def note_left(self) -> None:

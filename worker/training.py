@@ -70,7 +70,7 @@ class ElasticSession(Protocol):
         """Asks to be let go at a step boundary."""
 
     def expect_leave(self, reason: str) -> None:
-        """Asks the same, perhaps in a signal handler, within a second."""
+        """Asks the same by another thread; callable from a signal handler."""
 
     def note_left(self) -> None:
         """Says that this worker leaves before the training's end."""

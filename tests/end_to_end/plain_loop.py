@@ -1,11 +1,12 @@
 """A worker script of the README's lines and nothing more: the elastic loop, then a plain release.
 
 Prints each step's number, at last the step that it has come to and whether it has left. The file named by the
-first argument gets the step of each checkpoint.
+first argument gets the step of each checkpoint. With BLOCK_AFTER set, it stands still after so many steps.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from worker.sharding import ShardedSampler
 from worker.state import TrainingState
 from worker.training import ElasticLoop
 
-STEP_S = 0.02  # so that there are steps left when a test does something
+STEP_S = float(os.environ.get("STEP_S", "0.02"))  # so that there are steps left when a test does something
 
 session = worker.init()
 weights = np.zeros(10, np.float32)
@@ -25,9 +26,13 @@ state = TrainingState({"weights": weights}, ShardedSampler(1000, 10, seed=0))
 loop = ElasticLoop(session, state, epochs=2, save=lambda: Path(sys.argv[1]).write_text(str(state.step)))
 for step in loop:
     with step:
+        if state.step == int(os.environ.get("BLOCK_AFTER", "-1")):
+            print("blocked", flush=True)
+            time.sleep(1000)
         gradient = worker.all_reduce(np.ones(10, np.float32), op="mean")
         time.sleep(STEP_S)
         weights -= 0.1 * gradient
+    assert np.allclose(weights, -0.1 * state.step), "these are not the weights of this step"
     print(state.step, flush=True)
 print("end", state.step, "left" if loop.left else "done", flush=True)
 worker.release()

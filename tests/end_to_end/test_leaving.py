@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,11 +29,12 @@ class Worker(Process):
         place = {"MS_NODE_ID": node_id, "MS_SCHED_PORT": str(running.port)}
         super().__init__(log, "plain_loop", str(self.saved), **place, **env)
 
-    def await_step(self, number: int) -> None:
+    def await_step(self, number: int | None = None) -> int:
+        """Reads on to this step, or to the next one; returns its number."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.split()[0] == str(number):
-                return
+            if number is None or line.split()[0] == str(number):
+                return int(line)
         raise AssertionError(f"it ended with {self.process.wait(WAIT_S)}:\n{self.log}")
 
     def end(self) -> tuple[int, str]:
@@ -173,3 +175,81 @@ def test_a_spare_that_is_not_needed_ends_well_with_the_job(tmp_path: Path) -> No
         assert "muster.worker INFO " in spare.log.splitlines()[-1]
         assert "completed the training" in spare.log.splitlines()[-1]
         assert running.wait() == 0
+
+
+def ask_to_leave(how: str, running: Scheduler, *leavers: Worker) -> None:
+    for leaver in leavers:
+        if how == "SIGTERM":
+            leaver.process.send_signal(signal.SIGTERM)
+        else:
+            assert running.command("drain", leaver.node_id).returncode == 0
+
+
+def check_handed_over(heir: Worker, *leavers: Worker) -> None:
+    """The heir goes on from where the leavers were, to the end, and nobody needed a checkpoint."""
+    ends = [leaver.end() for leaver in leavers]
+    assert {(code, last.split()[1]) for code, last in ends} == {(0, "left")}, leavers[0].log
+    assert heir.await_step() > 5, heir.log
+    assert heir.end() == (0, f"{STEPS} done"), heir.log
+    assert not any(each.saved.exists() for each in (heir, *leavers))
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "drain"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_spare_takes_the_state_over_when_all_members_leave(size: int, how: str, tmp_path: Path) -> None:
+    with job(tmp_path, size, 1, MS_SPARES="1") as (running, workers):
+        members = [workers.start(str(number)) for number in range(size)]
+        members[0].await_step(5)
+        spare = workers.start("9", MS_WORKER_SPARE="1")
+        running.await_log("as a spare")
+        ask_to_leave(how, running, *members)
+        check_handed_over(spare, *members)
+        assert running.wait() == 0
+        assert "no member held" not in running.log
+
+
+def test_every_leaver_is_named_as_the_reason(tmp_path: Path) -> None:
+    with job(tmp_path, 3, 1) as (running, workers):
+        members = [workers.start(str(number), STEP_S="0.5") for number in range(3)]
+        members[0].await_step(2)
+        ask_to_leave("SIGTERM", running, members[0], members[2])
+        running.await_log("is formed with 1 member: node 0 leaves: SIGTERM; node 2 leaves: SIGTERM.")
+
+
+def test_who_leaves_when_the_other_member_dies_hands_over_to_a_spare(tmp_path: Path) -> None:
+    with job(tmp_path, 2, 1, MS_SPARES="1") as (running, workers):
+        leaver, victim = workers.start("0"), workers.start("1")
+        leaver.await_step(5)
+        spare = workers.start("9", MS_WORKER_SPARE="1")
+        running.await_log("as a spare")
+        victim.process.kill()
+        ask_to_leave("SIGTERM", running, leaver)
+        check_handed_over(spare, leaver)
+        assert running.wait() == 0
+
+
+def test_where_nobody_holds_the_state_any_more_everybody_is_told(tmp_path: Path) -> None:
+    told = "no member held the training state, which starts from a checkpoint or anew"
+    with job(tmp_path, 2, 1, MS_SPARES="1") as (running, workers):
+        members = [workers.start("0"), workers.start("1")]
+        members[0].await_step(5)
+        spare = workers.start("9", MS_WORKER_SPARE="1")
+        running.await_log("as a spare")
+        for member in members:
+            member.process.kill()
+        assert spare.await_step() == 1
+        assert told in running.await_log("is formed with 1 member")
+        assert told in running.command("status").stdout
+        assert told in spare.log
+
+
+def test_a_leave_is_known_while_the_worker_waits_in_a_collective_for_one_that_blocks(tmp_path: Path) -> None:
+    with job(tmp_path, 2, 1, MS_STALL_TIMEOUT="3") as (running, workers):
+        leaver, blocked = workers.start("0"), workers.start("1", BLOCK_AFTER="5")
+        leaver.await_step(5)
+        ask_to_leave("SIGTERM", running, leaver)
+        running.await_log("will leave at a step boundary: SIGTERM")
+        assert leaver.process.poll() is None
+        code, last = leaver.end()
+        assert (code, last) == (0, "5 left"), leaver.log
+        assert blocked.process.poll() is None
