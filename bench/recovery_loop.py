@@ -59,9 +59,9 @@ class RecordingLoop(ElasticLoop):
         super()._finish(step)
         self.record.note("step", **self._place(), **self.facts)
 
-    def _recover(self) -> None:
+    def _recover(self, change: BaseException | None) -> None:
         self.record.note("interrupted", step=self.state.step)
-        super()._recover()
+        super()._recover(change)
 
     def _rejoin(self) -> None:
         super()._rejoin()

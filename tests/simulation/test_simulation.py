@@ -21,6 +21,8 @@ QUICKLY_CAUGHT = (
     "ids go to everybody",
     "generation number reused",
     "state from the youngest",
+    "leavers take the state with them",
+    "a leave does not wait for the hand-over",
     "worker_min ignored",
     "job always ends well",
     "lost streams ignored",
@@ -65,7 +67,7 @@ def test_the_slice_plays_every_kind_of_scenario_and_many_faults() -> None:
 
 @pytest.mark.parametrize("name", QUICKLY_CAUGHT)
 def test_a_planted_bug_is_caught(name: str) -> None:
-    seed, told = hunt(name, 200)
+    seed, told = hunt(name, 600)
     assert seed >= 0, "no checker saw it"
     assert told
     assert play(seed) == "", "the seed is broken without the bug as well"
