@@ -20,6 +20,12 @@ MAX_BATCH = 1024
 LOSS_SETTLE_S = 0.01
 """Whoever dies with others, as all workers of a host do, is lost within this time of the one before."""
 
+PULSE_S = 0.5
+"""The machine gets an event at least so often, so that it can be told when this process stood still."""
+
+LATE_S = 0.1
+"""By so much a pulse may be late on a machine that is merely busy."""
+
 LOSS_SETTLE_TIMES = 4
 """So often at most is it waited for more losses: survivors are to be told within 100 ms."""
 
@@ -116,6 +122,7 @@ class JobDriver:
     _encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
     _reason: str = ""
     _over: bool = False
+    _awake_at: float = 0.0
 
     def post(self, event: v.Event) -> None:
         """Enqueues an event without waiting for it."""
@@ -137,6 +144,7 @@ class JobDriver:
 
     async def run(self) -> None:
         """Works until cancelled; an error that leaves (disk full, a fault of the machine) ends the job."""
+        self._awake_at = self.clock.time()
         self._arm()
         batch: list[_Item] = []
         try:
@@ -171,6 +179,9 @@ class JobDriver:
 
     async def _handle(self, batch: list[_Item]) -> None:
         now = self.clock.time()
+        late_s, self._awake_at = now - self._awake_at - PULSE_S, now
+        if late_s > LATE_S:  # told first: what waits here may be the consequence
+            batch.insert(0, _Item(v.StoodStill(late_s)))
         decisions = []
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
             decisions.append(self.job.step(item.event, now, more=more))
@@ -256,7 +267,7 @@ class JobDriver:
             self._timer = None
         deadline = self.job.deadline()
         if deadline is not None:
-            self._timer = self.clock.call_at(deadline, self._tick)
+            self._timer = self.clock.call_at(min(deadline, self._awake_at + PULSE_S), self._tick)
 
     def _tick(self) -> None:
         self._timer = None

@@ -87,6 +87,10 @@ class Contacts:
         self.nodes[session] = node_id
         return contact
 
+    def detach(self, session: SessionId) -> None:
+        """The stream has ended; the worker is waited for."""
+        self.by_node[self.nodes.pop(session)].session = None
+
     def forget(self, node_id: str) -> None:
         """The worker's claim is gone."""
         contact = self.by_node.pop(node_id, None)

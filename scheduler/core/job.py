@@ -7,6 +7,7 @@ comes out, :mod:`scheduler.core.machine` for the phases, :mod:`scheduler.core.le
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from scheduler.core import planning
 from scheduler.core import values as v
@@ -49,6 +50,7 @@ class Job(Reception):
             v.DrainRequested: self._drain_requested,
             v.Expel: self._expel,
             v.Tick: self._tick,
+            v.StoodStill: self._stood_still,
         }
 
     @classmethod
@@ -263,6 +265,12 @@ class Job(Reception):
         node_id = self._contacts.nodes.get(event.session)
         if node_id is None or self.phase is Phase.ENDED:
             return
+        if now < self._forgiving_until:
+            self._contacts.detach(event.session)
+            claim = self._ledger.claims[node_id]
+            name = upper_first(who(claim.candidate, self._ledger.rank_of(node_id)))
+            self._mention(f"{name} has lost its stream while the scheduler stood still; it may come back.")
+            return
         silent_s = now - self._contacts.by_node[node_id].last_heard
         if silent_s > 2 * self.settings.heartbeat_interval_s:  # a process that stands still, or a cut network
             detail = f"not heard for {silent_s:.1f} s, until its stream ended ({event.detail})"
@@ -280,7 +288,6 @@ class Job(Reception):
     def _tick(self, event: v.Tick, now: float) -> None:
         if self.phase is Phase.ENDED:
             return
-        self._forgive_own_absence(now)
         for node_id in self._contacts.silent(now, self.settings.node_timeout_s):
             told = f"is lost: not heard for {now - self._contacts.by_node[node_id].last_heard:.1f} s"
             self._lose(node_id, told, v.RefusalCode.SUPERSEDED)
@@ -289,13 +296,28 @@ class Job(Reception):
         self._report(now)
         self._check_progress(now)
 
-    def _forgive_own_absence(self, now: float) -> None:
-        """A Tick that comes late means that the scheduler itself stood still: all get their time again."""
-        due = self.deadline()
-        late = now - due if due is not None else 0.0
-        if late > self.settings.heartbeat_interval_s:
-            for contact in self._contacts.by_node.values():
-                contact.last_heard = now
+    def _stood_still(self, event: v.StoodStill, now: float) -> None:
+        """Nobody is to blame for what broke or was not heard meanwhile: all may return, as after a restart.
+
+        Workers end a stream that does not answer; that is seen only now, of streams begun meanwhile as well.
+        """
+        seconds, node_timeout_s = event.seconds, self.settings.node_timeout_s
+        if self.phase is Phase.ENDED or 3 * seconds < node_timeout_s:  # too short to break a stream
+            return
+        self._forgiving_until = now + node_timeout_s
+        for contact in self._contacts.by_node.values():
+            contact.last_heard = now
+        self._silence_due = self._next_silence()
+        self._phase_since += seconds
+        self._progress_since += seconds
+        if self._spares_fill_in:
+            self._spares_fill_in += seconds
+        if self._suspicion is not None:
+            self._suspicion = replace(self._suspicion, due=self._suspicion.due + seconds)
+        self._mention(
+            f"The scheduler itself stood still for {seconds:.1f} s; "
+            f"its workers have {node_timeout_s:g} s to be heard again."
+        )
 
     def _next_silence(self) -> float | None:
         oldest = self._contacts.oldest_word()

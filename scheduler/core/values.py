@@ -134,6 +134,16 @@ class Tick:
     """The deadline that the machine asked for has come."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoodStill:
+    """The scheduler's own process was late by so much: stopped, frozen with its machine, held by the disk.
+
+    It goes before whatever came meanwhile.
+    """
+
+    seconds: float
+
+
 Event = (
     Joined
     | Heard
@@ -147,6 +157,7 @@ Event = (
     | DrainRequested
     | Expel
     | Tick
+    | StoodStill
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,26 @@ def test_nobody_notices_that_the_scheduler_is_killed(tmp_path: Path) -> None:
     assert (result["interruptions"], result["generations"]) == (0, [1])
     assert result["worker_killed_in_absence"]["world"] == 3
     assert result["exact"] and result["none_twice"]
+
+
+def test_nobody_is_lost_because_the_scheduler_stood_still(tmp_path: Path) -> None:
+    """It is stopped for so long that the workers give up their streams; it sees that when it goes on."""
+    with digits(tmp_path, 3, 3, epochs=60) as job:
+        job.begin()
+        assert job.scheduler is not None
+        log = job.directory / "scheduler.log"
+        job.scheduler.send_signal(signal.SIGSTOP)
+        time.sleep(9)
+        job.scheduler.send_signal(signal.SIGCONT)
+        job.wait("it has noticed", lambda: "itself stood still for" in log.read_text(), WAIT_S)
+        job.wait("all are back", lambda: log.read_text().count(" is back.") == 3, WAIT_S)
+        last = [worker.steps()[-1]["step"] for worker in job.workers]
+        job.wait("training", lambda: all(w.steps()[-1]["step"] > max(last) for w in job.workers), WAIT_S)
+        job.finish(WAIT_S)
+        assert "has lost its stream while the scheduler stood still" in log.read_text()
+        assert " is lost: " not in log.read_text()
+        assert {step["generation"] for worker in job.workers for step in worker.steps()} == {1}
+        assert job.count() == {"steps": job.last_step, "exact": True, "none_twice": True}
 
 
 def await_world(job: Digits, workers: list[Worker], world: int, generation: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rendezvous.v1 import rendezvous_pb2 as pb
 from scheduler.access import Caller
 from scheduler.core import values as v
-from scheduler.driver import JobDriver, Note
+from scheduler.driver import PULSE_S, JobDriver, Note
 from scheduler.errors import SchedulerError, StoppingError, TooSlowError
 from scheduler.sessions import MAX_WAITING_MESSAGES, Session
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, member
@@ -115,15 +115,45 @@ def test_the_timer_follows_the_machines_deadline() -> None:
         rig = Rig(lambda event: v.Decision())
         rig.job.due = 110.0
         await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
-        assert rig.clock.armed() == [110.0]
-        rig.job.due = 105.0
+        assert rig.clock.armed() == [100.0 + PULSE_S]
+        rig.job.due = 100.25
         await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
-        assert rig.clock.armed() == [105.0]
+        assert rig.clock.armed() == [100.25]
         rig.job.due = None
-        rig.clock.advance(5.0)
+        rig.clock.advance(0.25)
         await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
-        assert (105.0, v.Tick()) in rig.job.seen
+        assert (100.25, v.Tick()) in rig.job.seen
         assert rig.clock.armed() == []
+        await rig.close()
+
+    go(test())
+
+
+def test_the_machine_is_told_first_that_the_process_stood_still() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision())
+        rig.job.due = 1000.0
+        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        rig.clock.now += (
+            8.0  # no timer has called meanwhile, and the end of a stream is there before any does
+        )
+        await rig.driver.submit(v.SessionLost(1, "reset"))
+        assert rig.job.events()[1:] == [v.StoodStill(8.0 - PULSE_S), v.SessionLost(1, "reset")]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_process_that_is_called_regularly_has_not_stood_still() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: v.Decision())
+        rig.job.due = 1000.0
+        for _ in range(20):
+            rig.clock.advance(PULSE_S)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        assert set(rig.job.events()) == {v.Tick(), v.Heard(1, 0, 0, 0, 0.0)}
         await rig.close()
 
     go(test())

@@ -52,6 +52,12 @@ def crash(world: World, worker: Worker) -> None:
         world.scheduler.crash("just so")
 
 
+def pause(world: World, worker: Worker) -> None:
+    """SIGSTOP of the scheduler, or its machine frozen, and SIGCONT after a while."""
+    if world.scheduler.up:
+        world.scheduler.pause(world.rng.choice((1.0, 8.0, 9.0)))
+
+
 def drain(world: World, worker: Worker) -> None:
     world.leavers.add(worker.node_id)
     if world.scheduler.up:
@@ -107,12 +113,13 @@ def peer_trouble(world: World, worker: Worker) -> None:
 
 
 EVERYTHING: tuple[Fault, ...] = (
-    kill, kill, kill, kill, stop, hang, cut, blip, crash, drain, request_leave, evict, expel, extra, twin,
+    kill, kill, kill, kill, stop, hang, cut, blip, crash, pause, drain, request_leave, evict, expel, extra,
+    twin,
     peer_trouble,
 )  # fmt: skip
 BY_KIND: dict[str, tuple[Fault, ...]] = {
     "calm": (),
-    "crashes": (crash,),
+    "crashes": (crash, pause, pause),
     "elastic": (drain, request_leave, drain, request_leave, evict, extra),
     "trouble": (peer_trouble,),
     "supervised": EVERYTHING,

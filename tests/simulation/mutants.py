@@ -297,6 +297,7 @@ MUTANTS: dict[str, Mutant] = {
     "worker_min ignored": Mutant(machine.Machine, "_regroup", ignores_worker_min),
     "job always ends well": Mutant(machine.Machine, "_end", always_well),
     "lost streams ignored": Mutant(job.Job, "_session_lost", instead(nothing)),
+    "its own absence unnoticed": Mutant(job.Job, "_stood_still", instead(nothing)),
     "silence ignored": Mutant(contacts.Contacts, "silent", instead(lambda *a: [])),
     "switch at the earliest step": Mutant(contacts.Contacts, "last_started_step", earliest_step),
     "quiesced when one has": Mutant(contacts.Contacts, "all_quiesced", quiesced_when_one_has),

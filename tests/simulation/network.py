@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+CONNECT_TIMEOUT_S = 2.0
+
+
 class Stream:
     """One stream. Each side learns of its end by itself."""
 
@@ -51,6 +54,13 @@ class Network:
     def _arrive(self, worker: Worker, number: int) -> None:
         if not worker.alive:
             return
+        paused_for = self.world.scheduler.paused_until - self.world.loop.now
+        if 0.0 < paused_for < CONNECT_TIMEOUT_S:  # the kernel has taken the connection
+            self.world.loop.after(paused_for, self._arrive, worker, number)
+            return
+        if paused_for > 0.0:
+            self.world.loop.after(CONNECT_TIMEOUT_S, worker.post, e.StreamLost(number, "no answer"))
+            return
         if worker.is_cut() or not self.world.scheduler.up:
             pause = 1.0 if worker.is_cut() else self.delay()
             self.world.loop.after(pause, worker.post, e.StreamLost(number, "no answer"))
@@ -81,6 +91,9 @@ class Network:
         self.world.loop.at(when, self._worker_sees_end, stream, detail)
 
     def _server_sees_end(self, stream: Stream, detail: str) -> None:
+        if self.world.loop.now < self.world.scheduler.paused_until:
+            self.world.loop.at(self.world.scheduler.paused_until, self._server_sees_end, stream, detail)
+            return
         if stream.worker.is_cut():
             return  # silence tells
         if stream.server_open:
@@ -113,6 +126,9 @@ class Network:
             self.world.loop.at(worker.cut_until, self._deliver_up, stream, data)
             return
         if not stream.server_open or not self.world.scheduler.up:
+            return
+        if self.world.loop.now < self.world.scheduler.paused_until:
+            self.world.loop.at(self.world.scheduler.paused_until, self._deliver_up, stream, data)
             return
         decoded = decode_worker_message(data, stream.session)
         event = decoded.event if isinstance(decoded, JoinRequest) else decoded

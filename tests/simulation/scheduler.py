@@ -10,9 +10,13 @@ from scheduler.core.job import Job
 from scheduler.core.record_codec import decode_record, encode_record
 from tests.scheduler.core.transcript import show_record
 from tests.simulation.network import Stream
+from tests.simulation.scenario import NODE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
+
+BROKEN_AFTER_S = 4.0
+"""After so long without an answer a worker may give its stream up."""
 
 SEND_FIRST = False
 """A mutant sets this: messages leave before the records are on disk."""
@@ -29,6 +33,7 @@ class Scheduler:
         self.up = True
         self.up_since = 0.0
         self.crashes_left = 3
+        self.paused_until = 0.0
         self.quiet = False
         self._epoch = 0
         self._ticks = 0
@@ -39,6 +44,9 @@ class Scheduler:
     def feed(self, event: v.Event) -> None:
         """One event, all the way."""
         world = self.world
+        if world.loop.now < self.paused_until:
+            world.loop.at(self.paused_until, self._feed_late, self._epoch, event)
+            return
         world.judge.arriving(event)
         decision = self.job.step(event, world.loop.now)
         if world.trace is not None and (type(event) is not v.Heard or decision.reason):
@@ -63,6 +71,10 @@ class Scheduler:
             self.crash(crash)
         else:
             self.arm()
+
+    def _feed_late(self, epoch: int, event: v.Event) -> None:
+        if self.up and epoch == self._epoch:
+            self.feed(event)
 
     def _crash_point(self, decision: v.Decision) -> str:
         rng = self.world.rng
@@ -96,9 +108,13 @@ class Scheduler:
     def _tick(self, epoch: int, due: float) -> None:
         if not self.up or epoch != self._epoch or self._armed != due:
             return
+        now = self.world.loop.now
+        if now < self.paused_until:  # among what came meanwhile, at any place
+            when = self.paused_until + self.world.rng.random() * 0.01
+            self.world.loop.at(when, self._tick, epoch, due)
+            return
         self._armed = None
         deadline = self.job.deadline()
-        now = self.world.loop.now
         if deadline is None or deadline > now:
             self.arm()
             return
@@ -109,6 +125,24 @@ class Scheduler:
             self.world.judge.fault("the deadline stays in the past: the scheduler would spin")
 
     # ------------------------------------------------------------ death
+
+    def pause(self, seconds: float) -> None:
+        """It stands still: what comes waits, and workers give their streams up after a while."""
+        world = self.world
+        now = world.loop.now
+        if now < self.paused_until:
+            return
+        self.up_since = self.paused_until = now + seconds
+        world.judge.disturbed(self.paused_until)
+        world.loop.at(self.paused_until, self._feed_late, self._epoch, v.StoodStill(seconds))
+        for stream in self.streams.values():
+            if seconds > BROKEN_AFTER_S and world.rng.random() < 0.7:
+                when = now + world.rng.uniform(BROKEN_AFTER_S, seconds)
+                world.loop.at(when, world.network.break_up, stream, "keepalive")
+
+    def forgives(self) -> bool:
+        """Whether a stream that ends now may have broken while the scheduler stood still."""
+        return self.paused_until > 0.0 and self.world.loop.now <= self.paused_until + NODE_TIMEOUT_S
 
     def crash(self, when: str) -> None:
         """SIGKILL: memory and streams are gone, the disk stays."""
@@ -122,6 +156,7 @@ class Scheduler:
         self.up = False
         self._epoch += 1
         self._armed = None
+        self.paused_until = 0.0
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             world.network.closed_by_scheduler(stream, "connection reset")

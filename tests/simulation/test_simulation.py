@@ -26,6 +26,7 @@ QUICKLY_CAUGHT = (
     "worker_min ignored",
     "job always ends well",
     "lost streams ignored",
+    "its own absence unnoticed",
     "silence ignored",
     "suspicions ignored",
     "a message after the last one",
@@ -60,9 +61,18 @@ def test_the_slice_plays_every_kind_of_scenario_and_many_faults() -> None:
         play(seed, trace)
         faults.update(line.split("!! ")[1].split()[0] for line in trace if "!! " in line)
     assert set(kinds) == set(KINDS)
-    assert {"kill", "stop", "cut", "blip", "drain", "request_leave", "twin", "extra", "scheduler"} <= set(
-        faults
-    )
+    assert {
+        "kill",
+        "stop",
+        "pause",
+        "cut",
+        "blip",
+        "drain",
+        "request_leave",
+        "twin",
+        "extra",
+        "scheduler",
+    } <= set(faults)
 
 
 @pytest.mark.parametrize("name", QUICKLY_CAUGHT)

@@ -263,6 +263,19 @@ def test_a_stream_that_ends_after_silence_is_put_down_to_the_silence() -> None:
     assert "is lost: not heard for 2.5 s, until its stream ended (reset)." in lost_after(2.5)
 
 
+def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> None:
+    job = Job("red", SETTINGS)
+    history(job, join(1, "a"))
+    job.step(v.StoodStill(29.0), 29.0)
+    assert job.step(v.Tick(), 31.0).records == ()  # MS_TOPO_TIMEOUT, 30 s, has not run meanwhile
+    job, _ = running(replace(SETTINGS, node_timeout_s=20.0, stall_timeout_s=10.0))
+    job.step(v.Heard(1, 1, 4, 5, 1.0, ()), 0.0)
+    job.step(v.PeerSuspected(1, 1, 1, "reset"), 0.0)
+    job.step(v.StoodStill(25.0), 25.0)
+    decision = job.step(v.Tick(), 26.0)
+    assert decision.records == () and "No progress" not in decision.reason
+
+
 def test_a_suspension_leaves_it_to_the_worker_to_say_how_long_it_waits() -> None:
     job = Job("red", SETTINGS)
     history(job, join(1, "a"), join(2, "b"), v.BuiltReported(1, 1), v.BuiltReported(2, 1))

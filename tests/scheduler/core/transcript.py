@@ -202,4 +202,5 @@ EVENTS: dict[str, Callable[[list[str], Arguments, v.Settings], v.Event]] = {
     "drain": lambda w, o, s: v.DrainRequested(w[0], "maintenance"),
     "expel": lambda w, o, s: v.Expel(w[0], "certificate revoked"),
     "tick": lambda w, o, s: v.Tick(),
+    "still": lambda w, o, s: v.StoodStill(float(w[0])),
 }
