@@ -175,7 +175,7 @@ class Endpoint:
         for task in list(self._tasks):
             if task.lobby is not None and task.lobby.closed:
                 self._drop(task)
-            elif task.want is Want.LOBBY:
+            elif task.want is Want.LOBBY and now < task.expires:
                 self._advance(task)
             elif now >= task.expires:
                 _LOG.debug("A handshake was dropped: it took too long.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -181,6 +182,25 @@ def test_an_early_member_is_kept_until_the_late_one_enters(world: World) -> None
         [lambda: world.connect(ranks=[0])[0], lambda: world.connect(ranks=[1])[0]],
     )
     check_works(results)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_who_waits_for_long_is_let_go_and_comes_again(world: World, early: int) -> None:
+    """One of the two dials: the other's endpoint parks that connection, and must not turn in circles."""
+    late, time_out_s = world.backends[1 - early]._endpoint, 0.2
+    late._parked_timeout_s = time_out_s
+    overdue: list[float] = []
+
+    def enter_late() -> object:
+        for _ in range(20):  # as long as some parked connections live
+            time.sleep(time_out_s / 4)
+            now = time.monotonic()
+            overdue.extend(now - t.expires for t in list(late._tasks) if t.expires < now - time_out_s)
+        return world.connect(ranks=[1 - early])[0]
+
+    results = together([lambda: world.connect(ranks=[early])[0], enter_late])
+    assert overdue == []
+    check_works(sorted(results, key=lambda each: each.rank))
 
 
 def test_connecting_can_be_cancelled(world: World) -> None:
