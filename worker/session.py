@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("muster.worker")
 
+SURVIVOR_TIMEOUT_S = 7 * 86_400.0
+
 
 class Session:
     """One worker process's membership of a job. Made by :func:`worker.init`.
@@ -330,8 +332,11 @@ class Session:
             peers=tuple(self._peer(member, member.rank == place.rank) for member in place.members),
             unique_ids=build.unique_ids,
         )
-        # A survivor may still be finishing its step while a newcomer waits for it here.
         timeout_s = min(settings.topo_timeout_s, settings.collective_timeout_s)
+        if place.state_source_rank >= 0:
+            # A survivor may be busy outside collectives for as long as it likes. The scheduler says for whom
+            # this waits, and ends it if all are here and cannot connect; there is a limit without it, too.
+            timeout_s = SURVIVOR_TIMEOUT_S
         try:
             inner = self.backend.connect(
                 membership, timeout_s=timeout_s, cancelled=lambda: self._client.change_of(generation)

@@ -78,6 +78,7 @@ def _heartbeat(beat: m.Heartbeat) -> pb.WorkerMessage:
         step=beat.step,
         samples_per_s=beat.samples_per_s,
         started_step=beat.started_step,
+        entered_generation=beat.entered_generation,
         recent=[
             pb.Collective(
                 sequence=c.sequence,

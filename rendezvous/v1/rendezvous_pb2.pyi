@@ -172,18 +172,20 @@ class Built(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent")
+    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     STARTED_STEP_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     samples_per_s: float
     started_step: int
     recent: _containers.RepeatedCompositeFieldContainer[Collective]
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ...) -> None: ...
+    entered_generation: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ...) -> None: ...
 
 class Quiesced(_message.Message):
     __slots__ = ("generation", "last_started_step")

@@ -19,6 +19,7 @@ class Contact:
         baseline: steps it had finished when the newest generation was formed.
         baseline_started: steps it had begun then.
         has_moved: it has begun or finished a step beyond that, so it holds the state.
+        entered: the generation whose group its training thread builds or uses; 0: none, or not known.
         quiesced: steps it had begun when it stopped for a planned change; None: it has not stopped.
     """
 
@@ -31,6 +32,7 @@ class Contact:
     baseline: int = 0
     baseline_started: int = 0
     has_moved: bool = False
+    entered: int = 0
     quiesced: int | None = None
 
     def hear(self, event: Heard, *, settled: bool) -> bool:
@@ -45,6 +47,7 @@ class Contact:
         self.started_step = event.started_step
         self.samples_per_s = event.samples_per_s
         self.recent = event.recent
+        self.entered = event.entered_generation
         if settled:
             self._see_move()
         return progress

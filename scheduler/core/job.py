@@ -111,8 +111,7 @@ class Job(Reception):
             times += [self._phase_since + self.settings.topo_timeout_s, self._report_due]
         if phase is Phase.FORMING and self._spares_fill_in > self._now:
             times.append(self._spares_fill_in)
-        if phase in (Phase.RUNNING, Phase.QUIESCING) and not self._stalled:
-            times.append(self._progress_since + self.settings.stall_timeout_s)
+        times.append(self._stall_due())
         return min((time for time in times if time is not None), default=None)
 
     def view(self, now: float) -> v.JobView:
@@ -161,13 +160,25 @@ class Job(Reception):
         settled = self._ledger.established and event.generation == self._ledger.generation
         contact = self._contacts.by_node[claim.candidate.node_id]
         lacked_state = claim.newcomer and not contact.has_moved
-        if contact.hear(event, settled=settled):
+        if contact.entered < event.entered_generation == self._ledger.generation:
+            self._came_to_build(now)
+        trains = self.phase is not Phase.BUILDING or self._switches_by_steps()
+        if contact.hear(event, settled=settled) and trains:
             self._progress_since = now
             if self._stalled:
                 self._stalled = False
                 self._say(f"Training goes on at step {event.step}.")
         if lacked_state and contact.has_moved:  # who leaves may wait for that
             self.advance(now)
+
+    def _came_to_build(self, now: float) -> None:
+        """Whoever comes late, and may have been waited for beyond all time-outs, gets its time to build.
+
+        Whoever comes soon does not, lest a group that fails again and again be tried for ever.
+        """
+        late = now > self._formed_at + self.settings.topo_timeout_s / 2
+        if late and self.phase is Phase.BUILDING and self._ledger.ever_established:
+            self._phase_since = now
 
     def _published(self, event: v.UniqueIdsPublished, now: float) -> None:
         node_id = self._member_behind(event.session, event.generation, now)
@@ -282,7 +293,7 @@ class Job(Reception):
 
     def _start(self, now: float) -> None:
         self._started = True
-        self._phase_since = self._progress_since = now
+        self._phase_since = self._progress_since = self._formed_at = now
         self._report_due = now + self.settings.waiting_report_interval_s
 
     def _tick(self, event: v.Tick, now: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from scheduler.core import planning
 from scheduler.core import values as v
+from scheduler.core.building import absent
 from scheduler.core.ledger import Claim, Phase
 from scheduler.core.state import JobState
 from scheduler.core.wording import STATELESS, count, listing, nodes, upper_first, who
@@ -87,9 +88,15 @@ class Machine(JobState):
             return True
         if ledger.formed is not None and ledger.formed.switch_after_step < 0 and self._hand_over_overdue(now):
             return True
-        if self._timed_out(now):
-            return self._end(False, f"The group was not built in time: {self._building_sentence()}.")
-        return False
+        busy = absent(ledger, self._contacts, self._built)
+        if self._stalled and any(claim.leaving is not None for claim in busy):
+            return self._regroup(now, planning.wanted_change(ledger, self.settings) or "")
+        if not self._timed_out(now):
+            return False
+        if busy:  # whoever trains on cannot be told from who hangs: it is reported, as in a running job
+            self._phase_since = now
+            return False
+        return self._end(False, f"The group was not built in time: {self._building_sentence()}.")
 
     def _advance_running(self, now: float) -> bool:
         ledger = self._ledger
@@ -142,20 +149,22 @@ class Machine(JobState):
 
     def _switch_due(self) -> float | None:
         """Until when a planned change must have been carried out; None: there is none."""
-        formed = self._ledger.formed
-        phase = self.phase
-        planned = phase is Phase.BUILDING and formed is not None and formed.switch_after_step >= 0
-        if planned or phase is Phase.QUIESCING:
-            return self._phase_since + self.settings.stall_timeout_s
+        if self._switches_by_steps() or self.phase is Phase.QUIESCING:
+            return self._phase_since + self._switch_patience_s()
         return None
+
+    def _switch_patience_s(self) -> float:
+        return min(self.settings.stall_timeout_s, self.settings.topo_timeout_s)
 
     def _switch_overdue(self, now: float) -> bool:
         """Some member cannot come to the step at which to switch: the change is made at once instead."""
         due = self._switch_due()
         if due is None or now < due:
             return False
+        if now >= self._progress_since + self.settings.stall_timeout_s:
+            self._say(self._stall_report(now))
         self._phase_since = now
-        return self._regroup(now, f"the planned change took over {self.settings.stall_timeout_s:g} s")
+        return self._regroup(now, f"the planned change took over {self._switch_patience_s():g} s")
 
     def _stateless(self) -> frozenset[str]:
         return frozenset(self._contacts.stateless(self._ledger))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from scheduler.core import planning
 from scheduler.core import values as v
+from scheduler.core.building import building_sentence
 from scheduler.core.contacts import Contacts
 from scheduler.core.ledger import Ledger, Phase
 from scheduler.core.progress import Standing, stall_report
-from scheduler.core.wording import STATELESS, count, listing, missing, upper_first, waiting, who
+from scheduler.core.wording import STATELESS, count, missing, upper_first, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class JobState:
         self._started = False
         self._phase_seen = Phase.FORMING
         self._phase_since = 0.0
+        self._formed_at = 0.0
         self._report_due = 0.0
         self._spares_fill_in = 0.0
         self._now = 0.0
@@ -71,11 +73,12 @@ class JobState:
             self._unique_ids, self._built, self._plan = (), set(), None
             self._suspicion, self._broken, self._stalled = None, None, False
             self._hand_over_due = None
+            self._formed_at = self._progress_since = self._now
             if isinstance(record, v.GenerationFormed):  # what members have shown counts beyond a suspension
                 for contact in self._contacts.by_node.values():
                     contact.enter_generation()
         elif isinstance(record, v.GroupEstablished):
-            self._unique_ids, self._suspicion = (), None
+            self._unique_ids, self._suspicion, self._stalled = (), None, False
 
     # ------------------------------------------------------------ output
 
@@ -153,16 +156,12 @@ class JobState:
         return self._standing() if all_in and not self._stalled and self._suspicion is None else self._reason
 
     def _building_sentence(self) -> str:
-        late = [
-            who(claim.candidate, self._ledger.rank_of(claim.candidate.node_id))
-            for claim in self._ledger.living_members()
-            if claim.candidate.node_id not in self._built
-        ]
-        ids = "" if self._unique_ids else "; rank 0 has not handed in the unique ids"
-        return (
-            f"{len(self._built)} of {count(len(self._ledger.ranks), 'member')} of generation "
-            f"{self._ledger.generation} built it, not yet: {listing(late)}{ids}"
-        )
+        return building_sentence(self._ledger, self._contacts, self._built, ids=bool(self._unique_ids))
+
+    def _switches_by_steps(self) -> bool:
+        """Whether members still train in the generation before, until the step at which to switch."""
+        formed = self._ledger.formed
+        return self.phase is Phase.BUILDING and formed is not None and formed.switch_after_step >= 0
 
     def _report(self, now: float) -> None:
         """The periodic word on who is in and who is missing."""
@@ -170,7 +169,11 @@ class JobState:
             return
         self._report_due = now + self.settings.waiting_report_interval_s
         if self.phase is Phase.BUILDING:
-            self._say(f"The group is being built: {self._building_sentence()}.")
+            since = f"for {now - self._formed_at:.0f} s"
+            self._say(f"The group is being built {since}: {self._building_sentence()}.")
+            if not self._switches_by_steps():  # whoever waits has its own log told for whom
+                size = len(self._ledger.ranks)
+                self._tell_members(v.Waiting(len(self._built), size, self._reason))
             return
         self._broadcast_waiting()
 
@@ -187,18 +190,32 @@ class JobState:
 
     def _check_progress(self, now: float) -> None:
         """Reports a stall once; the job goes on waiting."""
-        if self.phase not in (Phase.RUNNING, Phase.QUIESCING) or self._stalled:
+        due = self._stall_due()
+        if due is None or now < due:
             return
-        if now < self._progress_since + self.settings.stall_timeout_s:
-            return
-        by_node = self._contacts.by_node
-        standings = [
-            Standing(self._ledger.rank_of(c.candidate.node_id), c.candidate, by_node[c.candidate.node_id])
-            for c in self._ledger.living_members()
-        ]
-        report = stall_report(standings, now - self._progress_since)
+        report = self._stall_report(now)
         if report:
             self._stalled = True
             self._say(report)
         else:
             self._progress_since = now
+
+    def _stall_due(self) -> float | None:
+        """When training counts as standing still; None: it does already, or is not to go on."""
+        trains = self.phase in (Phase.RUNNING, Phase.QUIESCING)
+        rebuilds = self.phase is Phase.BUILDING and self._ledger.ever_established
+        if self._stalled or not (trains or rebuilds):
+            return None
+        return self._progress_since + self.settings.stall_timeout_s
+
+    def _stall_report(self, now: float) -> str:
+        stalled_s = now - self._progress_since
+        if self.phase is Phase.BUILDING and not self._switches_by_steps():
+            return f"No progress for {stalled_s:.0f} s: {self._building_sentence()}."
+        by_node = self._contacts.by_node
+        standings = [
+            Standing(self._ledger.rank_of(c.candidate.node_id), c.candidate, by_node[c.candidate.node_id])
+            for c in self._ledger.living_members()
+            if self.phase is not Phase.BUILDING or by_node[c.candidate.node_id].entered
+        ]
+        return stall_report(standings, stalled_s)

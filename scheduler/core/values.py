@@ -40,7 +40,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A heartbeat."""
+    """A heartbeat. ``generation`` is the newest that it knows of; it may still be busy in an older one."""
 
     session: SessionId
     generation: int
@@ -48,6 +48,7 @@ class Heard:
     started_step: int
     samples_per_s: float
     recent: tuple[Collective, ...] = ()
+    entered_generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,7 @@ def _heard(beat: pb.Heartbeat, session: v.SessionId, generation: int) -> v.Heard
         started_step=_number("started_step", beat.started_step, 0, MAX_NUMBER),
         samples_per_s=_rate("samples_per_s", beat.samples_per_s),
         recent=tuple(_collective(c) for c in beat.recent),
+        entered_generation=_number("entered_generation", beat.entered_generation, 0, MAX_NUMBER),
     )
 
 

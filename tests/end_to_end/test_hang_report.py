@@ -75,3 +75,27 @@ def test_the_collective_on_which_groups_of_ranks_disagree_is_named(pki: Pki, tmp
             "ranks 1, 2 called collective" in line and "of group world (all_reduce of 40 B float64)" in line
         )
         assert "rank 0 did not" in line
+
+
+def test_a_rank_that_is_busy_while_members_change_is_named_and_waited_for(pki: Pki, tmp_path: Path) -> None:
+    """Beyond all time-outs of a group that is built: nobody who lives is ended for it, nor who waits."""
+    times = {"MS_TOPO_TIMEOUT": "6", "MS_COLLECTIVE_TIMEOUT": "6", "MS_WORKER_MIN": "2"}
+    with scheduler(**ENV, **times, **pki.env()) as sched, company(tmp_path, sched, pki) as hired:
+        workers = hired.form(3, **times)
+        trained(hired, 3)
+        workers[2].tell("[s.step_boundary(3), __import__('time').sleep(14), worker.all_reduce(np.ones(4))]")
+        workers[0].tell("(s.step_boundary(3), worker.all_reduce(np.ones(4)))")
+        sched.await_log("No progress for")
+        workers[1].kill()
+        assert workers[0].answer().startswith("error MembershipChanged")
+        workers[0].tell("s.rejoin()")
+        line = sched.await_log("generation 2 built it, waiting for rank 1 (node 2 ")
+        assert "No progress for" in line or "is being built" in line
+        assert "still in step 4 of generation 1, last collective 3 of group world (all_reduce, done)" in line
+        assert workers[2].answer().startswith("error MembershipChanged")
+        assert workers[2].ask("s.rejoin()") == workers[0].answer() == "ok None"
+        for index in (0, 2):
+            workers[index].tell("worker.all_reduce(np.ones(1))")
+        assert [workers[index].answer() for index in (0, 2)] == ["ok [2.]"] * 2
+        assert "waiting for rank 1 (node 2 " in workers[0].log
+        assert workers[0].ask("s.generation") == "ok 2"

@@ -85,6 +85,10 @@ def test_an_unset_worker_min_is_worker_num() -> None:
             v.Heard(SESSION, 0, 1, 2, 3.5),
         ),
         (
+            {"heartbeat": pb.Heartbeat(generation=4, entered_generation=3)},
+            v.Heard(SESSION, 4, 0, 0, 0.0, entered_generation=3),
+        ),
+        (
             {
                 "heartbeat": pb.Heartbeat(
                     generation=2,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from scheduler.core import values as v
+from tests.simulation.scenario import TOPO_TIMEOUT_S
 from worker.client import ENTER_ALONE_S
 from worker.core import events as e
 
@@ -28,7 +29,8 @@ def stop(world: World, worker: Worker) -> None:
 
 def hang(world: World, worker: Worker) -> None:
     """The training thread stands still between two steps; the process lives and sends its heartbeats."""
-    worker.busy_until = world.loop.now + world.rng.choice((5.0, 20.0))
+    longest = 1.5 * TOPO_TIMEOUT_S if world.judge.ever_established else 20.0  # a job that trains waits for it
+    worker.busy_until = world.loop.now + world.rng.choice((5.0, 20.0, longest))
     world.judge.disturbed(worker.busy_until)
 
 

@@ -302,6 +302,7 @@ MUTANTS: dict[str, Mutant] = {
     "switch at the earliest step": Mutant(contacts.Contacts, "last_started_step", earliest_step),
     "quiesced when one has": Mutant(contacts.Contacts, "all_quiesced", quiesced_when_one_has),
     "planned change never overdue": Mutant(machine.Machine, "_switch_due", no_switch_overdue),
+    "busy members end the job": Mutant(machine, "absent", instead(lambda *a: [])),
     "suspicions ignored": Mutant(job.Job, "_peer_suspected", instead(nothing)),
     "regroups for no reason": Mutant(job.Job, "_tick", regroups_at_ticks),
     "time-outs ignored": Mutant(machine.Machine, "_timed_out", instead(lambda *a: False)),

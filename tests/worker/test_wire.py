@@ -93,7 +93,8 @@ def test_other_messages(message: m.Outgoing, expected: pb.WorkerMessage) -> None
 
 def test_a_heartbeat_keeps_the_newest_collectives() -> None:
     recent = tuple(m.Collective(i, "all_reduce", "world", "float32", 4, True) for i in range(MAX_RECENT + 5))
-    beat = body(m.Heartbeat(1, 5, 6, 9.5, recent)).heartbeat
+    beat = body(m.Heartbeat(2, 5, 6, 9.5, recent, 1)).heartbeat
+    assert (beat.generation, beat.entered_generation) == (2, 1)
     assert (beat.step, beat.started_step, beat.samples_per_s) == (5, 6, 9.5)
     assert [c.sequence for c in beat.recent] == list(range(5, MAX_RECENT + 5))
 

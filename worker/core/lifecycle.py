@@ -144,7 +144,15 @@ class Lifecycle:
     def _send_heartbeat(self) -> None:
         assert self._welcome is not None
         self._heartbeat_at = self._now + self._welcome.heartbeat_interval_s
-        self._send(m.Heartbeat(self._seen, self._step, self._started, self._samples_per_s))
+        self._send(
+            m.Heartbeat(
+                self._seen,
+                self._step,
+                self._started,
+                self._samples_per_s,
+                entered_generation=self.generation,
+            )
+        )
 
     def _is_calm(self) -> bool:
         """Nothing is wanted from the scheduler: training may go on without it."""

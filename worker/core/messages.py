@@ -101,13 +101,14 @@ class Built(Value):
 
 
 class Heartbeat(Value):
-    """This worker lives, and how far it is."""
+    """This worker lives, and how far it is. ``generation`` is the newest it knows of."""
 
     generation: int
     step: int
     started_step: int
     samples_per_s: float
     recent: tuple[Collective, ...] = ()
+    entered_generation: int = 0
 
 
 class Quiesced(Value):

@@ -186,7 +186,8 @@ def heard(words: list[str], options: Arguments, settings: v.Settings) -> v.Event
         if item:
             sequence, name, size, done = item.split(":")
             recent.append(v.Collective(int(sequence), name, "world", "float32", int(size), done == "done"))
-    return v.Heard(session, generation, step, int(options.get("started", step)), 1.0, tuple(recent))
+    started, entered = int(options.get("started", step)), int(options.get("in", generation))
+    return v.Heard(session, generation, step, started, 1.0, tuple(recent), entered)
 
 
 EVENTS: dict[str, Callable[[list[str], Arguments, v.Settings], v.Event]] = {

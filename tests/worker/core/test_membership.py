@@ -330,7 +330,10 @@ class TestReconnecting:
         w.feed(e.Progress(4, 123.0))
         w.tick_at_deadline()
         assert w.now == 101.0
-        assert w.last.messages == (m.Heartbeat(1, 4, 5, 123.0),)
+        assert w.last.messages == (m.Heartbeat(1, 4, 5, 123.0, entered_generation=1),)
+        w.hear(assignment(2, 1))
+        w.tick_at_deadline()
+        assert w.last.messages == (m.Heartbeat(2, 4, 5, 123.0, entered_generation=1),)
 
 
 class TestUnplannedChange:
