@@ -71,6 +71,7 @@ class Job(Reception):
             job._contacts.by_node[node_id] = Contact(None, now)
         job._start(now)
         job._note_phase(now)
+        job._explain_recovered()
         job._silence_due = job._next_silence()
         return job
 
@@ -92,6 +93,7 @@ class Job(Reception):
             self._start(now)
         self._now = now
         self._records, self._messages, self._reasons = [], [], []
+        self._revise()
         self._handlers[type(event)](event, now)  # type: ignore[operator]
         if type(event) is not v.Heard and not more:
             self._retry_held_back(now)
@@ -100,7 +102,7 @@ class Job(Reception):
 
     def deadline(self) -> float | None:
         """When the machine wants a Tick at the latest; never later than the true deadline, maybe earlier."""
-        if not self._started:
+        if not self._started or self._revised_min():
             return 0.0
         phase = self.phase
         if phase is Phase.ENDED:
@@ -333,6 +335,21 @@ class Job(Reception):
     def _next_silence(self) -> float | None:
         oldest = self._contacts.oldest_word()
         return None if oldest is None else oldest + self.settings.node_timeout_s
+
+    def _revised_min(self) -> int:
+        """MS_WORKER_MIN, where the scheduler was started again with another one; 0: it is as it was."""
+        opened, settings = self._ledger.opened, self.settings
+        if opened is None or not settings.worker_num or self.phase is Phase.ENDED:
+            return 0
+        wanted = min(settings.worker_min or settings.worker_num, opened.worker_num)
+        return wanted if wanted != opened.worker_min else 0
+
+    def _revise(self) -> None:
+        """Takes a changed MS_WORKER_MIN over: lowering it is how an operator frees a suspended job."""
+        opened, wanted = self._ledger.opened, self._revised_min()
+        if opened is not None and wanted:
+            self._commit(replace(opened, worker_min=wanted))
+            self._mention(f"MS_WORKER_MIN is {wanted} from now on; it was {opened.worker_min}.")
 
     def _check_opened(self) -> None:
         opened, settings = self._ledger.opened, self.settings

@@ -253,15 +253,35 @@ class Machine(JobState):
         self._commit(v.GenerationEnded(ledger.generation, reason))
         for claim in [claim for claim in ledger.claims.values() if claim.leaving is not None]:
             self._dismiss(claim, self._farewell(claim.leaving or ""), "left as planned")
-        survivors = [claim.candidate for claim in ledger.living_members()]
-        sentence = (
-            f"Generation {ledger.generation} is over: {reason}. {count(len(survivors), 'member')} left "
-            f"({nodes(survivors) or 'none'}), MS_WORKER_MIN is {ledger.opened.worker_min}"
-        )
+        sentence = self._suspension()
         wait_s = self.settings.topo_timeout_s  # the worker puts it into words itself
         self._tell_members(v.Suspended(ledger.generation, f"{sentence}.", wait_s))
         self._say(f"{sentence}; waiting up to {wait_s:g} s for more.")
         return True
+
+    def _suspension(self) -> str:
+        """Why the job is suspended, and who is left."""
+        ledger = self._ledger
+        assert ledger.opened is not None
+        survivors = [claim.candidate for claim in ledger.living_members()]
+        left = count(len(survivors), "member")
+        return (
+            f"Generation {ledger.generation} is over: {ledger.suspended}. {left} left "
+            f"({nodes(survivors) or 'none'}), MS_WORKER_MIN is {ledger.opened.worker_min}"
+        )
+
+    def _explain_recovered(self) -> None:
+        """What ``status`` says of a job that was just recovered, until something happens."""
+        ledger, phase = self._ledger, self.phase
+        if phase is Phase.SUSPENDED:
+            wait_s = self.settings.topo_timeout_s
+            self._reason = f"{self._suspension()}; waiting up to {wait_s:g} s for more."
+        elif phase is Phase.BUILDING and ledger.formed is not None:
+            self._reason = (
+                f"Generation {ledger.generation} is formed with {self._size()}: {ledger.formed.reason}."
+            )
+        elif phase is Phase.FORMING and ledger.claims:
+            self._reason = self._waiting_message().sentence
 
     @staticmethod
     def _farewell(reason: str) -> v.Ended:

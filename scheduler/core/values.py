@@ -278,7 +278,7 @@ Message = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | 
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job's fixed sizes, once known."""
+    """The job's sizes, once known; again when the scheduler is restarted with another ``worker_min``."""
 
     job_id: str
     worker_num: int

@@ -115,6 +115,23 @@ def test_a_journal_of_other_settings_is_refused_with_the_remedy(tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
+def test_another_worker_min_is_taken_over_and_said(tmp_path: Path) -> None:
+    env = recovery(tmp_path)
+    with scheduler(**env) as running, channel(running.target) as over:
+        streams = form(over)
+        running.signal(signal.SIGTERM)
+        running.wait()
+        for stream in streams:
+            stream.end()
+    with scheduler(**env, MS_WORKER_MIN="1") as running:
+        running.await_log("MS_WORKER_MIN is 1 from now on; it was 2.")
+        running.signal(signal.SIGKILL)
+        running.wait()
+    with scheduler(**env, MS_WORKER_MIN="1") as running:  # it stands in the journal
+        assert json.loads(running.command("status", "--json").stdout)["worker_min"] == 1
+        assert "from now on" not in running.log
+
+
 def test_two_schedulers_never_share_a_journal(tmp_path: Path) -> None:
     env = recovery(tmp_path)
     with scheduler(**env):

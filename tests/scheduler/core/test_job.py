@@ -286,6 +286,59 @@ def test_a_suspension_leaves_it_to_the_worker_to_say_how_long_it_waits() -> None
     assert decision.reason.endswith("MS_WORKER_MIN is 2; waiting up to 30 s for more.")
 
 
+def suspended() -> list[v.Record]:
+    """What a job of two that must be two has written down when one of them has died."""
+    job, records = running()
+    return records + list(job.step(v.SessionLost(2, "reset"), 0.0).records)
+
+
+def test_a_lower_worker_min_at_a_restart_is_journaled_and_frees_a_suspended_job() -> None:
+    lower = replace(SETTINGS, worker_min=1)
+    records = suspended()
+    job = Job.recover("red", lower, records, 5.0)
+    assert job.deadline() == 0.0  # at once
+    decision = job.step(v.Tick(), 5.0)
+    assert decision.reason.startswith(
+        "MS_WORKER_MIN is 1 from now on; it was 2. Generation 2 is formed with 1"
+    )
+    assert decision.records[0] == v.JobOpened("red", 2, 1)
+    assert job.view(5.0).worker_min == 1
+    same = replace(join(3, "b", incarnation=2).candidate, worker_min=1)
+    other = replace(join(4, "b", incarnation=3).candidate, worker_min=2)
+    answers = [job.step(v.Joined(session, each), 6.0) for session, each in ((4, other), (3, same))]
+    (refused,) = (message for _, message in answers[0].messages)
+    assert isinstance(refused, v.Refused) and "the job has MS_WORKER_MIN=1" in refused.sentence
+    assert any(isinstance(record, v.Admitted) for record in answers[1].records)
+    again = Job.recover("red", lower, [*records, *decision.records], 7.0)
+    assert again.view(7.0).worker_min == 1
+    assert not again.step(v.Tick(), 7.0).records
+
+
+def test_a_worker_min_that_the_workers_said_stays() -> None:
+    settings = replace(SETTINGS, worker_num=0)
+    event = join(1, "a", 3)
+    said = replace(event, candidate=replace(event.candidate, worker_min=2))
+    records = history(Job("red", settings), said)
+    assert Job.recover("red", settings, records, 1.0).view(1.0).worker_min == 2
+
+
+def test_a_recovered_job_has_a_reason_at_once() -> None:
+    assert Job.recover("red", SETTINGS, suspended(), 5.0).view(5.0).reason == (
+        "Generation 1 is over: rank 1 (node b on host host-b) is lost: its stream ended (reset). "
+        "1 member left (a), MS_WORKER_MIN is 2; waiting up to 30 s for more."
+    )
+    first, both = (
+        history(Job("red", SETTINGS), join(1, "a")),
+        history(Job("red", SETTINGS), join(1, "a"), join(2, "b")),
+    )
+    assert Job.recover("red", SETTINGS, first, 5.0).view(5.0).reason == (
+        "1 of 2 workers is in: a; missing: 1 worker."
+    )
+    assert Job.recover("red", SETTINGS, both, 5.0).view(5.0).reason == (
+        "Generation 1 is formed with 2 members: all 2 workers are in."
+    )
+
+
 ELASTIC = v.Settings(2, 1, 0, 30.0, 5.0, 1.0)
 
 
