@@ -205,13 +205,15 @@ def _check_room(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) ->
             f"{upper_first(who(candidate))} has no place: the job is finishing, some workers have completed "
             "the training already.",
         )
-    if len(ledger.claims) < worker_num:
-        return None
+    if candidate.spare and ledger.formed is None:
+        return _check_spare(ledger, settings, candidate)
     places = sum(not is_spare(ledger, claim) for claim in staying(ledger))
+    ordinary = sum(not claim.candidate.spare for claim in staying(ledger))
     total = sum(1 for _ in staying(ledger))
     if not candidate.spare and places < worker_num:
         return None
-    if candidate.spare and total < worker_num + settings.spares:
+    # Where a spare has filled in for a worker that comes only now, that one waits in the spare's stead.
+    if (candidate.spare or ordinary < worker_num) and total < worker_num + settings.spares:
         return None
     how = (
         f"no spare place is free (MS_SPARES={settings.spares})"
@@ -222,4 +224,15 @@ def _check_room(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) ->
         v.RefusalCode.JOB_FULL,
         f"{upper_first(who(candidate))} has no place: all {count(worker_num, 'worker')} of the job are in "
         f"(MS_WORKER_NUM={worker_num}), and {how}.",
+    )
+
+
+def _check_spare(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+    """Before the first group, whose places are kept for ordinary workers, however early spares come."""
+    if sum(is_spare(ledger, claim) for claim in staying(ledger)) < settings.spares:
+        return None
+    return v.Refused(
+        v.RefusalCode.JOB_FULL,
+        f"{upper_first(who(candidate))} has no place: it came as a spare, and no spare place is free "
+        f"(MS_SPARES={settings.spares}); raise that at the scheduler, or start it without MS_WORKER_SPARE.",
     )

@@ -139,11 +139,12 @@ class Reception(Machine):
     def _greet(self, node_id: str, now: float) -> None:
         ledger, settings = self._ledger, self.settings
         claim = ledger.claims[node_id]
+        no_place = ledger.rank_of(node_id) < 0 and sum(1 for _ in ledger.living_members()) >= self._needed()
         welcome = v.Welcome(
             settings.heartbeat_interval_s,
             settings.node_timeout_s,
             settings.topo_timeout_s,
-            admission.is_spare(ledger, claim),
+            no_place or admission.is_spare(ledger, claim),
         )
         self._tell(node_id, welcome)
         rank, generation, phase = ledger.rank_of(node_id), ledger.generation, self.phase

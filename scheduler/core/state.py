@@ -13,7 +13,7 @@ from scheduler.core.building import building_sentence
 from scheduler.core.contacts import Contacts
 from scheduler.core.ledger import Ledger, Phase
 from scheduler.core.progress import Standing, stall_report
-from scheduler.core.wording import STATELESS, count, missing, upper_first, waiting
+from scheduler.core.wording import STATELESS, count, missing, nodes, upper_first, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,24 @@ class JobState:
     def _present(self) -> list[v.Candidate]:
         return planning.choose(self._ledger, self.settings) if self._ledger.opened is not None else []
 
+    def _seated(self) -> list[v.Candidate]:
+        """Who has a place, or gets one; before the first group, spares stand back for others for a while."""
+        forming = self.phase is Phase.FORMING
+        return [candidate for candidate in self._present() if not (forming and candidate.spare)]
+
     def _waiting_sentence(self) -> str:
-        return waiting(self._present(), self._needed(), self.settings.rank_table)
+        sentence = waiting(self._seated(), self._needed(), self.settings.rank_table)
+        spares = [c.candidate for c in self._ledger.claims.values() if c.candidate.spare]
+        if self.phase is not Phase.FORMING or not spares:
+            return sentence
+        left_s = self._spares_fill_in - self._now
+        when = f", to fill in after {left_s:.0f} s" if left_s > 0 else ""
+        return f"{sentence}; {count(len(spares), 'spare')} in: {nodes(spares)}{when}"
 
     def _missing(self) -> tuple[str, ...]:
         if self.phase is Phase.ENDED:
             return ()
-        return missing(self._present(), self._needed(), self.settings.rank_table)
+        return missing(self._seated(), self._needed(), self.settings.rank_table)
 
     def _size(self) -> str:
         return count(len(self._ledger.ranks), "member")
@@ -184,9 +195,8 @@ class JobState:
         self._say(message.sentence)
 
     def _waiting_message(self) -> v.Waiting:
-        present = self._present()
-        sentence = upper_first(waiting(present, self._needed(), self.settings.rank_table)) + "."
-        return v.Waiting(len(present), self._needed(), sentence)
+        sentence = upper_first(self._waiting_sentence()) + "."
+        return v.Waiting(len(self._seated()), self._needed(), sentence)
 
     def _check_progress(self, now: float) -> None:
         """Reports a stall once; the job goes on waiting."""
