@@ -179,12 +179,17 @@ class JobState:
         if self.phase not in (Phase.FORMING, Phase.SUSPENDED, Phase.BUILDING) or now < self._report_due:
             return
         self._report_due = now + self.settings.waiting_report_interval_s
+        formed = self._ledger.formed
+        if self._switches_by_steps() and formed is not None:
+            standing = self._stall_report(now).partition(": ")[2]
+            begins = f"Generation {formed.generation} begins after step {formed.switch_after_step}"
+            self._say(f"{begins}: {standing}" if standing else f"{begins}.")
+            return
         if self.phase is Phase.BUILDING:
             since = f"for {now - self._formed_at:.0f} s"
             self._say(f"The group is being built {since}: {self._building_sentence()}.")
-            if not self._switches_by_steps():  # whoever waits has its own log told for whom
-                size = len(self._ledger.ranks)
-                self._tell_members(v.Waiting(len(self._built), size, self._reason))
+            # Whoever waits has its own log told for whom.
+            self._tell_members(v.Waiting(len(self._built), len(self._ledger.ranks), self._reason))
             return
         self._broadcast_waiting()
 
