@@ -88,6 +88,8 @@ class Machine(JobState):
             return True
         if ledger.formed is not None and ledger.formed.switch_after_step < 0 and self._hand_over_overdue(now):
             return True
+        if not (self._stalled or self._timed_out(now)):
+            return False
         busy = absent(ledger, self._contacts, self._built)
         if self._stalled and any(claim.leaving is not None for claim in busy):
             return self._regroup(now, planning.wanted_change(ledger, self.settings) or "")
