@@ -181,7 +181,7 @@ def _run(
 
 def _try(target: Target, data: bytes, coverage: Coverage, outcome: Outcome) -> bool:
     outcome.cases += 1
-    threads = threading.active_count()
+    threads = set(threading.enumerate())  # one of an earlier test may end meanwhile
     try:
         with coverage.watch():
             target.run(data)
@@ -196,6 +196,6 @@ def _try(target: Target, data: bytes, coverage: Coverage, outcome: Outcome) -> b
             at = at.tb_next
         where = f"{Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}" if at is not None else "?"
         outcome.findings.setdefault(f"{type(error).__name__} at {where}: {str(error)[:200]}", data)
-    if threading.active_count() != threads:
+    if not threads.issuperset(threading.enumerate()):
         outcome.findings.setdefault("a thread was left behind", data)
     return coverage.grown()
