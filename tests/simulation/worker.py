@@ -41,6 +41,7 @@ class Worker:
         self.step = 0
         self.has_state = False
         self.finished = False
+        self.unheard = False
         self.dismissed = False
         self.ended_by = ""
         self._armed: float | None = None
@@ -177,6 +178,7 @@ class Worker:
         self.exit()
 
     def _left(self, notice: e.Left) -> None:
+        self.unheard = not notice.heard
         self.ended_by = "left"
         self.exit()
 
