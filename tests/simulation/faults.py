@@ -94,10 +94,12 @@ def expel(world: World, worker: Worker) -> None:
 
 def extra(world: World, worker: Worker) -> None:
     """A worker too many, or of an unknown name; nothing may come of it but a place that is free."""
-    node_id = world.node(world.rng.randint(0, world.scenario.worker_num + 2))
+    number = world.rng.randint(0, world.scenario.worker_num + 2)
+    node_id = world.node(number)
     current = world.newest.get(node_id)
     if current is None or not current.alive:
-        world.start(node_id, spare=world.rng.random() < 0.5)
+        # A node is started anew as it was: a job whose ordinary workers come as spares never forms.
+        world.start(node_id, spare=world.rng.random() < 0.5 and number >= world.scenario.worker_num)
 
 
 def twin(world: World, worker: Worker) -> None:
