@@ -210,14 +210,6 @@ def test_a_spare_takes_the_state_over_when_all_members_leave(size: int, how: str
         assert "no member held" not in running.log
 
 
-def test_every_leaver_is_named_as_the_reason(tmp_path: Path) -> None:
-    with job(tmp_path, 3, 1) as (running, workers):
-        members = [workers.start(str(number), STEP_S="0.5") for number in range(3)]
-        members[0].await_step(2)
-        ask_to_leave("SIGTERM", running, members[0], members[2])
-        running.await_log("is formed with 1 member: node 0 leaves: SIGTERM; node 2 leaves: SIGTERM.")
-
-
 def test_who_leaves_when_the_other_member_dies_hands_over_to_a_spare(tmp_path: Path) -> None:
     with job(tmp_path, 2, 1, MS_SPARES="1") as (running, workers):
         leaver, victim = workers.start("0"), workers.start("1")
