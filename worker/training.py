@@ -249,9 +249,9 @@ class ElasticLoop:
             self.session.rejoin()
         except (MembershipChanged, LeaveGranted):
             raise
-        except JobEndedError:
+        except JobEndedError as error:
             if not self.is_over:
-                self._save()
+                self._save_at_the_end(error)
                 raise
             self._closed = True
         except WorkerError as error:
@@ -260,8 +260,13 @@ class ElasticLoop:
             raise
 
     def _save_at_the_end(self, error: BaseException) -> None:
-        """Puts the last finished step on disk if this worker's membership is over for good."""
-        if isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not self.is_over:
+        """Puts the last finished step on disk if this worker's membership is over for good.
+
+        Not if the job has ended well: others were further, and theirs is the last word.
+        """
+        completed = isinstance(error, JobEndedError) and error.ok
+        last = isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not completed
+        if last and not self.is_over:
             self.state.roll_back()
             self._save()
 

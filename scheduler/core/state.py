@@ -39,6 +39,7 @@ class JobState:
         self._contacts = Contacts()
         self._unique_ids: tuple[bytes, ...] = ()
         self._built: set[str] = set()
+        self._trained: dict[str, int] = {}
         self._plan: str | None = None
         self._suspicion: Suspicion | None = None
         self._broken: str | None = None
@@ -79,6 +80,7 @@ class JobState:
                     contact.enter_generation()
         elif isinstance(record, v.GroupEstablished):
             self._unique_ids, self._suspicion, self._stalled = (), None, False
+            self._trained = dict(self._ledger.ranks)
 
     # ------------------------------------------------------------ output
 
@@ -227,10 +229,11 @@ class JobState:
         stalled_s = now - self._progress_since
         if self.phase is Phase.BUILDING and not self._switches_by_steps():
             return f"No progress for {stalled_s:.0f} s: {self._building_sentence()}."
-        by_node = self._contacts.by_node
+        # Those that train, with their ranks there: while the next generation is awaited, not its members.
         standings = [
-            Standing(self._ledger.rank_of(c.candidate.node_id), c.candidate, by_node[c.candidate.node_id])
-            for c in self._ledger.living_members()
-            if self.phase is not Phase.BUILDING or by_node[c.candidate.node_id].entered
+            Standing(rank, self._ledger.claims[node_id].candidate, contact)
+            for node_id, rank in self._trained.items()
+            if (contact := self._contacts.by_node.get(node_id)) is not None
+            and (self.phase is not Phase.BUILDING or 0 < contact.entered < self._ledger.generation)
         ]
         return stall_report(standings, stalled_s)

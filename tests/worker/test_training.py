@@ -292,6 +292,14 @@ def test_a_job_that_ends_while_the_others_are_waited_for_is_a_good_end() -> None
     assert early.workers[0].saves == [4]
 
 
+def test_who_is_behind_when_the_job_ends_well_does_not_save_over_what_the_others_have_saved() -> None:
+    job = Job(2, {(0, 4, "between"): end_the_job(JobEndedError("all others have finished", ok=True))})
+    with pytest.raises(JobEndedError, match="all others"):
+        job.survivors()
+    job.close()
+    assert job.workers[0].saves == []
+
+
 def in_main_thread(job: Job, member: int) -> Worker:
     """Runs a member where signals arrive."""
     session = job.world.members[member]
