@@ -8,7 +8,7 @@ from scheduler.core import ranks
 from scheduler.core import values as v
 
 LISTED_AT_MOST = 16
-STATELESS = "no member held the training state, which starts from a checkpoint or anew"
+STATELESS = "no member is known to hold the training state: without one it starts from a checkpoint or anew"
 
 
 def who(candidate: v.Candidate, rank: int = -1) -> str:
