@@ -73,17 +73,15 @@ def test_an_exit_with_a_code_has_failed_and_any_other_finished(code: str, exit_c
     [
         ("SystemExit(6)", 6, "left: exit code 6"),
         ("SystemExit(0)", 0, DONE),
-        ("worker.LeaveGranted('You leave.')", 0, LEFT),
     ],
 )
 def test_the_launcher_sees_the_code_with_which_a_fork_of_it_exits(
     end: str, code: int, told: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(f"import worker\nworker.init()\nraise {end}\n")
-    launch = ("-m", "worker", "-n", "1", "--start", "fork", "--log-dir", str(tmp_path), "--", sys.executable)
+    launch = ("-m", "worker", "-n", "2", "--start", "fork", "--log-dir", str(tmp_path), "--", sys.executable)
     command = (sys.executable, *launch, str(tmp_path / "train.py"))
-    # One only: another would wait for a replacement, should the first leave before both are in.
-    with scheduler(MS_WORKER_NUM="1") as running, start(running, *command) as process:
+    with scheduler() as running, start(running, *command) as process:
         running.await_log(told)
         code_seen, said = ended(process)
         assert code_seen == code
