@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from _sitebuiltins import Quitter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from worker.config import SecurityContext, load_settings
 from worker.errors import LeaveNow, NotInitializedError, SettingsError, WorkerError
 from worker.keyring import load_keyring
+from worker.sigterm import on_sigterm
 
 if TYPE_CHECKING:
     from worker.session import Session
@@ -104,7 +105,7 @@ def init(backend: str | None = None) -> Session:
         return _process.session
     _hook_exit()
     try:
-        with _leaving_on_sigterm():
+        with on_sigterm(_leave_now):
             _process.session = session = open_session(os.environ, _process.context, backend)
             session.open()
     except KeyboardInterrupt:
@@ -124,24 +125,8 @@ def _is_good_end(error: BaseException) -> bool:
     return isinstance(error, LeaveNow) or (isinstance(error, WorkerError) and error.exit_code == 0)
 
 
-@contextlib.contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end the block with LeaveNow, where it would have ended the process without a goodbye."""
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if not on_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield  # the script's own handler knows what to do
-        return
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # asked twice, it ends at once
-        raise LeaveNow("This worker leaves the job: SIGTERM.")
-
-    signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is handler:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _leave_now() -> NoReturn:
+    raise LeaveNow("This worker leaves the job: SIGTERM.")
 
 
 def release() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import threading
-from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -28,6 +26,7 @@ from worker.errors import (
 from worker.failures import is_good_exit, reason_of
 from worker.groups import WORLD, Groups
 from worker.guard import GuardedCommunicator
+from worker.sigterm import on_sigterm
 
 if TYPE_CHECKING:
     from worker.channel import Connector
@@ -395,7 +394,8 @@ class Session:
             finished = not asked
         default = "finished" if finished else "asked to leave" if asked else "gave up"
         try:
-            with _deaf_to_sigterm() if finished else contextlib.nullcontext():
+            # SIGTERM must not make a failure of a worker that says it has finished.
+            with on_sigterm(lambda: None) if finished else contextlib.nullcontext():
                 self._depart(finished, reason or default)
         except KeyboardInterrupt:
             self.interrupted = True
@@ -433,21 +433,6 @@ class Session:
     ) -> None:
         """Releases; an exception means that the training is not finished."""
         self.end(error)
-
-
-@contextlib.contextmanager
-def _deaf_to_sigterm() -> Iterator[None]:
-    """Keeps SIGTERM from ending the process by signal, as a failure, while it says that it has finished."""
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if not on_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield  # the script's own handler knows what to do
-        return
-    # Asked twice, it ends at once.
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def new_incarnation() -> int:
