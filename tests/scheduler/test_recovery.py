@@ -101,14 +101,19 @@ def test_after_the_end_a_new_run_begins_anew(tmp_path: Path) -> None:
             assert running.wait() == 0
 
 
-def test_a_journal_of_other_settings_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    env = recovery(tmp_path)
+def form_and_stop(env: dict[str, str]) -> None:
+    """Leaves the journal of a job whose scheduler was stopped."""
     with scheduler(**env) as running, channel(running.target) as over:
         streams = form(over)
         running.signal(signal.SIGTERM)
         running.wait()
         for stream in streams:
             stream.end()
+
+
+def test_a_journal_of_other_settings_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    env = recovery(tmp_path)
+    form_and_stop(env)
     done = run_scheduler("--port", "0", env=environment(**env, MS_WORKER_NUM="3"))
     assert done.returncode == 1
     assert "MS_WORKER_NUM=2" in done.stderr
@@ -117,12 +122,7 @@ def test_a_journal_of_other_settings_is_refused_with_the_remedy(tmp_path: Path) 
 
 def test_another_worker_min_is_taken_over_and_said(tmp_path: Path) -> None:
     env = recovery(tmp_path)
-    with scheduler(**env) as running, channel(running.target) as over:
-        streams = form(over)
-        running.signal(signal.SIGTERM)
-        running.wait()
-        for stream in streams:
-            stream.end()
+    form_and_stop(env)
     with scheduler(**env, MS_WORKER_MIN="1") as running:
         running.await_log("MS_WORKER_MIN is 1 from now on; it was 2.")
         running.signal(signal.SIGKILL)

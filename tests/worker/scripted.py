@@ -289,3 +289,14 @@ class Thread(threading.Thread):
         if self._error is not None:
             raise self._error
         return self._value
+
+
+def opened(session: Session, connector: ScriptedConnector) -> tuple[Line, Any]:
+    """Opens a session in a group that forms at once; returns its line, and the join that it sent."""
+    opening = Thread(session.open)
+    line = connector.next_line()
+    join = line.hear("join")
+    line.welcome()
+    line.form(join)
+    opening.result()
+    return line, join

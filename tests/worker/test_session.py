@@ -18,6 +18,7 @@ from tests.worker.scripted import (
     StubBackend,
     StubCommunicator,
     Thread,
+    opened,
     scripted_session,
 )
 from worker.channel import DeniedError, MalformedError
@@ -76,12 +77,7 @@ def end(session: Session, line: Line) -> None:
 def stage() -> Iterator[Stage]:
     backend, connector = StubBackend(), ScriptedConnector()
     session = scripted_session(connector, backend)
-    opening = Thread(session.open)
-    line = connector.next_line()
-    join = line.hear("join")
-    line.welcome()
-    line.form(join)
-    opening.result()
+    line, join = opened(session, connector)
     stage = Stage(session, backend, connector, line, join)
     yield stage
     end(session, stage.line)
@@ -404,12 +400,7 @@ def test_a_group_that_was_destroyed_is_not_kept(stage: Stage) -> None:
 def test_a_release_whose_communicator_hangs_ends_when_the_generation_does() -> None:
     connector, backend = ScriptedConnector(), StubBackend()
     session = scripted_session(connector, backend)
-    opening = Thread(session.open)
-    line = connector.next_line()
-    join = line.hear("join")
-    line.welcome()
-    line.form(join)
-    opening.result()
+    line, join = opened(session, connector)
     communicator, closing = backend.made[-1], threading.Event()
 
     def close() -> None:
@@ -524,12 +515,7 @@ def test_a_gpu_is_the_one_chosen_or_that_of_the_local_rank(ordinal: int, expecte
     connector, backend = ScriptedConnector(), StubBackend()
     session = scripted_session(connector, backend)
     session.device = DeviceChoice(Device("cuda", 7), ordinal, 4)
-    opening = Thread(session.open)
-    line = connector.next_line()
-    join = line.hear("join")
-    line.welcome()
-    line.form(join)
-    opening.result()
+    line, _join = opened(session, connector)
     assert session.device_ordinal == expected
     assert [peer.device_index for peer in backend.made[0].membership.peers] == [-1, expected]
     # When others die its local rank changes, but not the GPU that its arrays lie on.

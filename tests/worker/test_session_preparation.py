@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rendezvous.v1 import rendezvous_pb2 as pb
-from tests.worker.scripted import ScriptedConnector, StubBackend, Thread, scripted_session
+from tests.worker.scripted import ScriptedConnector, StubBackend, Thread, opened, scripted_session
 from worker.core.messages import Device
 from worker.host import DeviceChoice
 
@@ -25,12 +25,7 @@ def test_the_device_is_prepared_before_the_job_forms(spare: bool, ordinal: int, 
     connector, backend = ScriptedConnector(), PreparedBackend()
     session = scripted_session(connector, backend, spare=spare)
     session.device = DeviceChoice(Device("cuda", 7), ordinal, 4)
-    opening = Thread(session.open)
-    line = connector.next_line()
-    join = line.hear("join")
-    line.welcome()
-    line.form(join)
-    opening.result()
+    line, _join = opened(session, connector)
     assert backend.prepared == [prepared]
     releasing = Thread(session.release)
     line.say(ended=pb.Ended(ok=True, reason="bye"))
