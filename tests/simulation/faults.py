@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler.core import values as v
+from scheduler.core import events as se
 from tests.simulation.scenario import TOPO_TIMEOUT_S
 from worker.client import ENTER_ALONE_S
 from worker.core import events as e
@@ -63,7 +63,7 @@ def pause(world: World, worker: Worker) -> None:
 def drain(world: World, worker: Worker) -> None:
     world.leavers.add(worker.node_id)
     if world.scheduler.up:
-        world.scheduler.feed(v.DrainRequested(worker.node_id, "maintenance"))
+        world.scheduler.feed(se.DrainRequested(worker.node_id, "maintenance"))
 
 
 def request_leave(world: World, worker: Worker) -> None:
@@ -89,7 +89,7 @@ def evict(world: World, worker: Worker) -> None:
 
 def expel(world: World, worker: Worker) -> None:
     if world.scheduler.up:
-        world.scheduler.feed(v.Expel(worker.node_id, "revoked"))
+        world.scheduler.feed(se.Expel(worker.node_id, "revoked"))
 
 
 def extra(world: World, worker: Worker) -> None:
