@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from scheduler.core import events as se
 from tests.simulation.scenario import TOPO_TIMEOUT_S
-from worker.client import ENTER_ALONE_S
 from worker.core import events as e
+from worker.core.lone_leave import UNFORMED_S
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
@@ -70,7 +70,7 @@ def request_leave(world: World, worker: Worker) -> None:
     """SIGTERM: it is told at once; who waits too long for a generation to form saves and goes by itself."""
     world.leavers.add(worker.node_id)
     worker.post(e.LeaveRequested("SIGTERM"))
-    world.loop.after(ENTER_ALONE_S, _go_alone, world, worker)
+    world.loop.after(UNFORMED_S, _go_alone, world, worker)
 
 
 def _go_alone(world: World, worker: Worker) -> None:

@@ -393,7 +393,7 @@ def test_a_group_that_was_destroyed_is_not_kept(stage: Stage) -> None:
     assert part.closed
     stage.line.assign(stage.join, 2)
     stage.communicator.hang()
-    stage.session._client.settle_aborts()
+    stage.session._client.communicators.settle_aborts()
     assert not part.aborted.is_set()  # nobody holds it to abort it
 
 
