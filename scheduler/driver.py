@@ -92,7 +92,6 @@ class Counters:
     formed_s: float | None = None
     formation_s: float | None = None
     build_s: float | None = None
-    generations: int = 0
 
 
 @dataclass
@@ -256,7 +255,6 @@ class JobDriver:
     def _observe(self, record: r.Record, now: float) -> None:
         counters = self.counters
         if isinstance(record, r.GenerationFormed):
-            counters.generations += 1
             counters.formed_s = now
         elif isinstance(record, r.GroupEstablished):
             if counters.formed_s is not None:

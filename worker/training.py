@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
-from worker.communicators.base import Communicator
 from worker.errors import (
     JobEndedError,
     LeaveGranted,
@@ -32,10 +31,10 @@ from worker.errors import (
 )
 from worker.sigterm import on_sigterm
 from worker.state import TrainingState
-from worker.state_transfer import share_state
+from worker.state_transfer import StateHolder, share_state
 
 
-class ElasticSession(Protocol):
+class ElasticSession(StateHolder, Protocol):
     """What the loop needs of a :class:`worker.session.Session`."""
 
     @property
@@ -45,18 +44,6 @@ class ElasticSession(Protocol):
     @property
     def world_size(self) -> int:
         """Ranks in the present generation."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """The world's communicator in the present generation."""
-
-    @property
-    def state_source_rank(self) -> int:
-        """Who holds the state that newcomers take; -1: all start anew."""
-
-    @property
-    def newcomer_ranks(self) -> tuple[int, ...]:
-        """Who holds no state."""
 
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""

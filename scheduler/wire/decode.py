@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from certs.one_line import one_line
 from rendezvous.v1 import rendezvous_pb2 as pb
 from scheduler.core import events as e
 from scheduler.core import values as v
@@ -60,14 +61,7 @@ def _text(field: str, value: str) -> str:
     """Free text for people: kept, but never able to forge a second log line."""
     if len(value) > MAX_TEXT:
         raise MalformedError(f"{field} must have at most {MAX_TEXT} characters; it has {len(value)}.")
-    return printable(value)
-
-
-def printable(value: str) -> str:
-    """Escapes what is not printable, so that the text stays on one line."""
-    if value.isprintable():
-        return value
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in value)
+    return one_line(value)
 
 
 def _number(field: str, value: int, low: int, high: int) -> int:

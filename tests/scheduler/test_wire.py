@@ -224,15 +224,6 @@ def test_a_join_with_damaged_bytes_never_crashes(data: st.DataObject) -> None:
         assert 1 <= one.worker_min <= one.worker_num <= 65_536
 
 
-@given(st.text(max_size=60))
-@settings(max_examples=300, deadline=None)
-def test_free_text_always_fits_one_log_line(text: str) -> None:
-    shown = wire.printable(text)
-    assert shown.isprintable()
-    if text.isprintable():
-        assert shown == text
-
-
 # ---------------------------------------------------------------- to workers
 
 ASSIGNMENT = m.Assignment(

@@ -60,12 +60,6 @@ class Stage:
     def all_reduce(self) -> Thread:
         return Thread(lambda: self.session.communicator.all_reduce(X, X, ReduceOp.SUM))
 
-    def rejoined(self, generation: int, **changes: object) -> None:
-        """Lets the session enter a generation."""
-        rejoining = Thread(self.session.rejoin)
-        self.line.form(self.join, generation, **changes)  # type: ignore[arg-type]
-        rejoining.result()
-
 
 def end(session: Session, line: Line) -> None:
     releasing = Thread(session.release)
