@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-HELP = "time from the start command of a job through one AllReduce to its end"
 RUN_TIMEOUT_S = 300.0
 HERE = Path(__file__).parent
 

@@ -23,7 +23,6 @@ from bench.scale_reader import slim_reader
 
 WORKERS_PER_HOST = 8
 JOIN_PARALLELISM = 64
-READY_TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,11 +21,13 @@ from certs.errors import (
     UsageError,
     WeakCertificateError,
 )
+from certs.one_line import one_line
 
 MIN_RSA_BITS = 2048
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 WEAK_HASHES = ("md5", "sha1")
 MAX_CHAIN = 8
+_MAX_SHOWN = 200
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -97,10 +99,10 @@ def name_of(certificate: x509.Certificate) -> str:
     return printable(certificate.subject.rfc4514_string()) or f"serial {certificate.serial_number:x}"
 
 
-def printable(text: str, limit: int = 200) -> str:
+def printable(text: str) -> str:
     """Text from a certificate, made fit for a log line."""
-    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[: limit + 1])
-    return shown if len(text) <= limit else shown[:limit] + "..."
+    shown = one_line(text[: _MAX_SHOWN + 1])
+    return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
 
 
 def check_dates(certificate: x509.Certificate, now: datetime.datetime, what: str) -> None:

@@ -58,15 +58,6 @@ def _keepalive(node_timeout_s: float) -> tuple[tuple[str, int], ...]:
     )
 
 
-def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
-    """Mutual TLS for a server whose certificate does not change; see :class:`RotatingServerCredentials`."""
-    return grpc.ssl_server_credentials(
-        [(credentials.key_pem, credentials.cert_chain_pem)],
-        root_certificates=credentials.ca_pem,
-        require_client_auth=True,
-    )
-
-
 def channel_credentials(credentials: Credentials, pinned_leaf_pem: bytes) -> grpc.ChannelCredentials:
     """Mutual TLS for a channel that accepts exactly one server certificate.
 

@@ -27,13 +27,11 @@ class Preflight:
 
     Attributes:
         server_leaf_pem: the server's certificate; trust exactly this one.
-        local_address: the address of this host on the way to the server.
         name_override: what to pass as ``grpc.ssl_target_name_override``; None where the name fits anyway.
         peer: the server's certificate, read.
     """
 
     server_leaf_pem: bytes
-    local_address: str
     name_override: str | None
     peer: Peer
 
@@ -86,7 +84,7 @@ def _attempt(
                 connection.settimeout(_left(deadline))
                 _await_acceptance(connection, credentials, where)
                 leaf = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
-                return Preflight(leaf, connection.getsockname()[0], override, peer)
+                return Preflight(leaf, override, peer)
         except ssl.SSLCertVerificationError as error:
             raise verification_error(error, where, _shown_certificate(host, port, deadline)) from None
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):

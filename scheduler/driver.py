@@ -11,7 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core import records as r
 from scheduler.core import values as v
+from scheduler.core.decision import Decision
+from scheduler.core.status import JobView
 from scheduler.errors import RequestError, SchedulerError, StoppingError
 from scheduler.sessions import Session
 from scheduler.wire import AssignmentEncoder
@@ -33,13 +38,13 @@ LOSS_SETTLE_TIMES = 4
 class Machine(Protocol):
     """What the driver needs of :class:`scheduler.core.job.Job`."""
 
-    def step(self, event: v.Event, now: float, *, more: bool = False) -> v.Decision:
+    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         """Takes one event and says what follows; ``more``: together with the next one."""
 
     def deadline(self) -> float | None:
         """When the machine wants a Tick, on the clock of ``now``."""
 
-    def view(self, now: float) -> v.JobView:
+    def view(self, now: float) -> JobView:
         """The job as status shows it."""
 
 
@@ -87,12 +92,11 @@ class Counters:
     formed_s: float | None = None
     formation_s: float | None = None
     build_s: float | None = None
-    generations: int = 0
 
 
 @dataclass
 class _Item:
-    event: v.Event
+    event: e.Event
     done: asyncio.Future[str] | None = None
 
 
@@ -111,11 +115,11 @@ class JobDriver:
     job_id: str
     job: Machine
     clock: Clock
-    make_durable: Callable[[Sequence[v.Record]], Awaitable[None]]
+    make_durable: Callable[[Sequence[r.Record]], Awaitable[None]]
     note: Callable[[Note], None]
     sessions: dict[v.SessionId, Session] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
-    ended: v.JobEnded | None = None
+    ended: r.JobEnded | None = None
     on_ended: Callable[[JobDriver], None] = lambda driver: None
     _queue: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
     _timer: Timer | None = None
@@ -124,11 +128,11 @@ class JobDriver:
     _over: bool = False
     _awake_at: float = 0.0
 
-    def post(self, event: v.Event) -> None:
+    def post(self, event: e.Event) -> None:
         """Enqueues an event without waiting for it."""
         self._queue.put_nowait(_Item(event))
 
-    async def submit(self, event: v.Event) -> str:
+    async def submit(self, event: e.Event) -> str:
         """Enqueues an event, waits until it is carried out and returns the decision's reason.
 
         A stream that waits for each of its events before it reads the next can never flood the job.
@@ -156,7 +160,7 @@ class JobDriver:
         finally:
             self._stop(batch)
 
-    def view(self) -> v.JobView:
+    def view(self) -> JobView:
         """The job as it is now."""
         return self.job.view(self.clock.time())
 
@@ -170,7 +174,7 @@ class JobDriver:
         """Waits while losses keep coming, so that those of one cause make one generation."""
         seen = 0
         for _ in range(LOSS_SETTLE_TIMES):
-            losses = sum(isinstance(item.event, v.SessionLost) for item in batch)
+            losses = sum(isinstance(item.event, e.SessionLost) for item in batch)
             if losses == seen:
                 return
             seen = losses
@@ -181,7 +185,7 @@ class JobDriver:
         now = self.clock.time()
         late_s, self._awake_at = now - self._awake_at - PULSE_S, now
         if late_s > LATE_S:  # told first: what waits here may be the consequence
-            batch.insert(0, _Item(v.StoodStill(late_s)))
+            batch.insert(0, _Item(e.StoodStill(late_s)))
         decisions = []
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
             decisions.append(self.job.step(item.event, now, more=more))
@@ -195,8 +199,8 @@ class JobDriver:
                 item.done.set_result(decision.reason)
         self._arm()
 
-    def _carry_out(self, event: v.Event, decision: v.Decision, now: float) -> None:
-        if isinstance(event, v.SessionLost):
+    def _carry_out(self, event: e.Event, decision: Decision, now: float) -> None:
+        if isinstance(event, e.SessionLost):
             self._lost(event)
         for record in decision.records:
             self._observe(record, now)
@@ -205,29 +209,29 @@ class JobDriver:
             if session is not None:
                 self._deliver(session, message, event)
         # A report that is due (who is missing) is repeated; what peers bring about is said when it changes.
-        if decision.reason and (decision.reason != self._reason or isinstance(event, v.Tick)):
+        if decision.reason and (decision.reason != self._reason or isinstance(event, e.Tick)):
             self.note(Note("decided", self.job_id, decision.reason))
         self._reason = decision.reason or self._reason
         if self.ended is not None:
             self.on_ended(self)
 
-    def _deliver(self, session: Session, message: v.Message, cause: v.Event) -> None:
-        if isinstance(message, v.Welcome):
+    def _deliver(self, session: Session, message: m.Message, cause: e.Event) -> None:
+        if isinstance(message, m.Welcome):
             self.note(Note("joined", self.job_id, "as a spare" if message.spare else "", session))
-        elif isinstance(message, v.Assignment):
+        elif isinstance(message, m.Assignment):
             session.generation, session.rank = message.generation, message.rank
         session.send(
             *self._encoder.encode_parts(message),
-            of_generation=isinstance(message, v.Assignment | v.UniqueIds | v.GroupBuilt),
-            supersedes=isinstance(message, v.Assignment),
+            of_generation=isinstance(message, m.Assignment | m.UniqueIds | m.GroupBuilt),
+            supersedes=isinstance(message, m.Assignment),
         )
-        if isinstance(message, v.Refused):
-            kind = "expelled" if message.code is v.RefusalCode.EXPELLED else "refused"
+        if isinstance(message, m.Refused):
+            kind = "expelled" if message.code is m.RefusalCode.EXPELLED else "refused"
             self.note(Note(kind, self.job_id, message.sentence, session, message.code.name.lower()))
             self._close(session, RefusedByRulesError(message.sentence))
-        elif isinstance(message, v.Ended):
+        elif isinstance(message, m.Ended):
             text = message.reason
-            if isinstance(cause, v.LeftCleanly) and cause.session == session.id:
+            if isinstance(cause, e.LeftCleanly) and cause.session == session.id:
                 text = "finished" if cause.finished else cause.reason
             self.note(Note("left", self.job_id, text, session))
             self._close(session, None)
@@ -236,29 +240,28 @@ class JobDriver:
         session.close(error)
         self.sessions.pop(session.id, None)
 
-    def _lost(self, event: v.SessionLost) -> None:
+    def _lost(self, event: e.SessionLost) -> None:
         session = self.sessions.pop(event.session, None)
         if session is not None:
             self.note(Note("lost", self.job_id, event.detail, session))
 
-    def _count(self, event: v.Event, now: float) -> None:
+    def _count(self, event: e.Event, now: float) -> None:
         self.counters.events += 1
-        if isinstance(event, v.Heard):
+        if isinstance(event, e.Heard):
             self.counters.heartbeats += 1
-        elif isinstance(event, v.Joined) and self.counters.first_join_s is None:
+        elif isinstance(event, e.Joined) and self.counters.first_join_s is None:
             self.counters.first_join_s = now
 
-    def _observe(self, record: v.Record, now: float) -> None:
+    def _observe(self, record: r.Record, now: float) -> None:
         counters = self.counters
-        if isinstance(record, v.GenerationFormed):
-            counters.generations += 1
+        if isinstance(record, r.GenerationFormed):
             counters.formed_s = now
-        elif isinstance(record, v.GroupEstablished):
+        elif isinstance(record, r.GroupEstablished):
             if counters.formed_s is not None:
                 counters.build_s = now - counters.formed_s
             if counters.formation_s is None and counters.first_join_s is not None:
                 counters.formation_s = now - counters.first_join_s
-        elif isinstance(record, v.JobEnded):
+        elif isinstance(record, r.JobEnded):
             self.ended = record
 
     def _arm(self) -> None:
@@ -271,7 +274,7 @@ class JobDriver:
 
     def _tick(self) -> None:
         self._timer = None
-        self.post(v.Tick())
+        self.post(e.Tick())
 
     def _stop(self, batch: list[_Item]) -> None:
         self._over = True
@@ -291,8 +294,8 @@ def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
     marks: list[bool] = []
     follows = False
     for item in reversed(batch):
-        lost = isinstance(item.event, v.SessionLost)
+        lost = isinstance(item.event, e.SessionLost)
         marks.append(lost and follows)
-        if not isinstance(item.event, v.Heard):
+        if not isinstance(item.event, e.Heard):
             follows = lost
     return marks[::-1]

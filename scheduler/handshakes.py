@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from certs.one_line import one_line
 from scheduler.access import address_of
-from scheduler.wire import printable
 
 HUNG_UP = "hung_up"
 TIMED_OUT = "timed_out"
@@ -101,7 +101,7 @@ def _detail(error: str) -> str:
     detail = found[1] if found is not None else error
     if detail.isupper():
         detail = detail.lower().replace("_", " ")
-    return printable(detail.strip())[:_MAX_DETAIL]
+    return one_line(detail.strip())[:_MAX_DETAIL]
 
 
 _RECORD = re.compile(rb"([IWEF])\d{4} \S+ +\d+ [^\s\]]+:\d+\] ")
@@ -168,7 +168,7 @@ class TraceReader:
         error, self._error = self._error.decode("ascii", "replace"), None
         address = _PEER.search(line)
         peer = (
-            printable(address_of(address[1].decode("ascii", "replace"))) if address else "an unknown address"
+            one_line(address_of(address[1].decode("ascii", "replace"))) if address else "an unknown address"
         )
         if b" shutdown=true" not in line:
             return explain(error, peer)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
 from scheduler.config import SchedulerSettings
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.driver import Clock, JobDriver, Machine, Note
 from scheduler.errors import JournalUnavailableError, LimitError, NotFoundError, RequestError, SchedulerError
@@ -22,10 +23,10 @@ T = TypeVar("T")
 class Storage(Protocol):
     """What this module needs of :class:`scheduler.journal.Journal`."""
 
-    def append(self, job_id: str, records: Sequence[v.Record]) -> None:
+    def append(self, job_id: str, records: Sequence[r.Record]) -> None:
         """Makes records durable, all or none."""
 
-    def load(self, job_id: str) -> Sequence[v.Record]:
+    def load(self, job_id: str) -> Sequence[r.Record]:
         """All records of a job, oldest first."""
 
     def job_ids(self) -> Sequence[str]:
@@ -64,7 +65,7 @@ class Jobs:
         note: Callable[[Note], None],
         *,
         new_machine: Callable[[str, v.Settings], Machine],
-        recover_machine: Callable[[str, v.Settings, Sequence[v.Record], float], Machine],
+        recover_machine: Callable[[str, v.Settings, Sequence[r.Record], float], Machine],
         open_storage: Callable[[], Storage] | None = None,
     ) -> None:
         self._settings = settings
@@ -77,7 +78,7 @@ class Jobs:
         self._thread = ThreadPoolExecutor(1, "journal") if open_storage else None
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.own_job_over: asyncio.Future[v.JobEnded] = asyncio.get_running_loop().create_future()
+        self.own_job_over: asyncio.Future[r.JobEnded] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
         """Opens the journal and takes up the jobs that it holds; opens the own job, unless it serves several.
@@ -177,12 +178,12 @@ class Jobs:
         for job_id, records in jobs.items():
             await self._recover(storage, job_id, records)
 
-    async def _recover(self, storage: Storage, job_id: str, records: Sequence[v.Record]) -> None:
+    async def _recover(self, storage: Storage, job_id: str, records: Sequence[r.Record]) -> None:
         own = job_id == self._settings.job_id
         if not own and not self._settings.serve:
             LOG.warning("the journal also holds job %s, which this scheduler leaves alone", job_id)
             return
-        ended = any(isinstance(record, v.JobEnded) for record in records)
+        ended = any(isinstance(record, r.JobEnded) for record in records)
         if ended:  # whoever starts the scheduler again after the end wants a new run
             await self._in_thread(storage.forget, job_id)
             return
@@ -198,7 +199,7 @@ class Jobs:
         generation = driver.view().generation
         self._note(Note("recovered", job_id, f"{len(records)} records, generation {generation}"))
 
-    async def _make_durable(self, job_id: str, records: Sequence[v.Record]) -> None:
+    async def _make_durable(self, job_id: str, records: Sequence[r.Record]) -> None:
         if self._storage is None:
             return
         try:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from scheduler.core.record_codec import RecordError, decode_record, encode_record
-from scheduler.core.values import Record
+from scheduler.core.records import Record
 from scheduler.errors import SchedulerError
 
 APPLICATION_ID = 0x4D757374

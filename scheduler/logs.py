@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from certs.one_line import one_line
 from scheduler import systemd
 from scheduler.errors import SettingsError
 from scheduler.handshakes import REASONS
-from scheduler.wire import printable
 
 if TYPE_CHECKING:
     from scheduler.access import Caller
@@ -40,7 +40,7 @@ class LineFormatter(logging.Formatter):
         if record.exc_info:
             text += " " + self.formatException(record.exc_info)
         stamp = f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
-        return f"{stamp} {record.levelname} {printable(text)}"
+        return f"{stamp} {record.levelname} {one_line(text)}"
 
 
 class JournalFormatter(LineFormatter):
@@ -64,7 +64,7 @@ def fields(**facts: object) -> str:
     """Renders facts as ``key=value``, quoted where blanks would blur them; leaves empty ones out."""
     parts = []
     for key, value in facts.items():
-        text = printable(str(value))
+        text = one_line(str(value))
         if value is None or text == "":
             continue
         plain = all(c.isalnum() or c in "._:/@[]*+-" for c in text)
@@ -165,7 +165,7 @@ class Recorder:
             LOG.log(level, "%s %s", kind, fields(code=code, **facts, text=text))
         if self._audit is not None and kind in AUDITED:
             extra = {"code": code} if code else {}
-            self._audit.write(kind, {**extra, **facts, "text": printable(text)})
+            self._audit.write(kind, {**extra, **facts, "text": one_line(text)})
 
 
 def _who(caller: Caller) -> dict[str, object]:

@@ -22,7 +22,7 @@ from certs.rotation import Change
 from scheduler import listen, systemd
 from scheduler.access import Access
 from scheduler.config import SchedulerSettings
-from scheduler.core import values as v
+from scheduler.core import records as r
 from scheduler.core.job import Job
 from scheduler.errors import BindError, JobFailedError
 from scheduler.health import GuardedHealth
@@ -179,7 +179,7 @@ async def _until_over(
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not settings.serve and jobs.own_job_over.done():
         _keep_exit_code()
-        ended: v.JobEnded = jobs.own_job_over.result()
+        ended: r.JobEnded = jobs.own_job_over.result()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(service.idle.wait(), FAREWELL_S)
         if not ended.ok:

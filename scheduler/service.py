@@ -16,6 +16,8 @@ import grpc.aio
 
 from scheduler import __version__, wire
 from scheduler.access import Access, Caller, address_of
+from scheduler.core import events as e
+from scheduler.core import messages as m
 from scheduler.core import values as v
 from scheduler.driver import JobDriver, Note
 from scheduler.errors import (
@@ -86,7 +88,7 @@ class Service:
                 continue
             if session.driver is not None and session.candidate is not None:
                 with contextlib.suppress(StoppingError):
-                    await session.driver.submit(v.Expel(session.candidate.node_id, reason.rstrip(".")))
+                    await session.driver.submit(e.Expel(session.candidate.node_id, reason.rstrip(".")))
             if not session.over:  # it had no place to lose yet
                 session.drop(UnauthenticatedError(reason))
 
@@ -211,7 +213,7 @@ class Service:
     def _report_loss(self, session: Session, detail: str) -> None:
         driver, session.driver = session.driver, None
         if driver is not None and session.id in driver.sessions:
-            driver.post(v.SessionLost(session.id, detail))
+            driver.post(e.SessionLost(session.id, detail))
 
     async def _write(self, session: Session, context: Context) -> None:
         while await session.has_next():
@@ -258,13 +260,13 @@ class Service:
             self._recorder.denied("Session", session.caller, session.caller.address, error.refusal, text)
         refusal = _REFUSALS.get(type(error))
         if refusal is not None:
-            session.send(wire.encode_scheduler_message(v.Refused(refusal, text)))
+            session.send(wire.encode_scheduler_message(m.Refused(refusal, text)))
         session.close(error)
         return text
 
 
-_REFUSALS: dict[type[SchedulerError], v.RefusalCode] = {
-    MalformedError: v.RefusalCode.MALFORMED,
-    NotPermittedError: v.RefusalCode.NOT_PERMITTED,
-    UnknownJobError: v.RefusalCode.SETTINGS_DIFFER,
+_REFUSALS: dict[type[SchedulerError], m.RefusalCode] = {
+    MalformedError: m.RefusalCode.MALFORMED,
+    NotPermittedError: m.RefusalCode.NOT_PERMITTED,
+    UnknownJobError: m.RefusalCode.SETTINGS_DIFFER,
 }

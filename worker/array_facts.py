@@ -45,15 +45,15 @@ def readable(x: Any, backend: str, name: str = "x") -> Array:
     return numbers
 
 
-def writable(x: Any, backend: str, name: str = "out") -> Array:
-    """As :func:`readable`, but only what can be filled: numbers cannot.
+def writable(x: Any, backend: str) -> Array:
+    """``x`` as :func:`readable` reads it where it can be filled, as an ``out`` must: numbers cannot.
 
     Raises:
         ArrayError: it is no array, or none for this backend.
     """
     if not is_array(x):
-        raise ArrayError(f"{name} is a {kind_of(x)}, which cannot be filled.", remedy="Give an array.")
-    return readable(x, backend, name)
+        raise ArrayError(f"out is a {kind_of(x)}, which cannot be filled.", remedy="Give an array.")
+    return readable(x, backend, "out")
 
 
 def is_array(x: Any) -> bool:

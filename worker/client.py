@@ -1,7 +1,7 @@
 """Drives the membership machine: its clock, its threads, its stream, and whoever waits for it.
 
-The machine is a monitor: whichever thread has news steps it under one lock. Two threads are ours: one
-reads the present stream, one waits for the machine's deadline. Whatever may block (minting ids, aborting
+The machine is a monitor: whichever thread has news steps it under one lock. One thread of ours reads the
+present stream, one waits for the machine's deadline. Whatever may block (minting ids, aborting
 communicators, closing streams) happens outside the lock.
 """
 
@@ -14,21 +14,21 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from worker.channel import Connector, DeniedError, MalformedError, Stream
+from worker.channel import Connector
 from worker.communicators.base import Communicator
 from worker.core import events as e
 from worker.core import messages as m
+from worker.core.lone_leave import LoneLeave
 from worker.core.membership import Membership
 from worker.errors import LeaveGranted, MembershipChanged, NotInitializedError, WorkerError
-from worker.failures import failure_of, sentence
-from worker.wire import WireError, decode, encode
+from worker.live_communicators import LiveCommunicators
+from worker.standing import Standing
+from worker.streams import JOIN_TIMEOUT_S, Streams
+from worker.wire import encode
 
 log = logging.getLogger("muster.worker")
 
-CLOSE_TIMEOUT_S = 2.0
-LEAVE_ALONE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
-ENTER_ALONE_S = 5.0  # for the next generation to form, before a worker that is to leave goes without it
-LOOK_S = 1.0  # how often it is looked whether that time is over
+LOOK_S = 1.0  # how often it is looked whether a leave has waited too long, or a collective hangs
 HANG_S = 5.0  # of a collective, after which a worker without scheduler may be cut off
 _QUIET = (e.StepGranted, e.StepHeld)
 
@@ -43,8 +43,11 @@ class Client:
         recent: the last collectives, for heartbeats; only the very last while the training goes on.
         hanging_s: for how long the oldest collective under way has been so.
         clock: monotonic seconds.
-        leave_alone_s: how long a worker that is to leave waits for a lost scheduler's consent.
-        enter_alone_s: how long it waits for a generation to form.
+        lone_leave: when a worker that is to leave goes without consent.
+
+    Attributes:
+        standing: what is known of the membership.
+        communicators: those that the end of a generation aborts.
     """
 
     def __init__(
@@ -56,57 +59,38 @@ class Client:
         recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
         hanging_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
-        leave_alone_s: float = LEAVE_ALONE_S,
-        enter_alone_s: float = ENTER_ALONE_S,
+        lone_leave: LoneLeave | None = None,
     ) -> None:
         self._core = core
-        self._connector = connector
         self._mint = mint
         self._recent = recent
         self._hanging_s = hanging_s
         self._clock = clock
-        self._leave_alone_s = leave_alone_s
-        self._enter_alone_s = enter_alone_s
-        self._leave_wanted: tuple[float, str] | None = None
+        self._lone_leave = lone_leave or LoneLeave()
         self._leave_told = False
-        self._entering_since: float | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._wakes: SimpleQueue[None] = SimpleQueue()  # for the timer; a signal handler may put one, too
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._streams: dict[int, Stream] = {}
-        self._threads: list[threading.Thread] = []
+        self._streams = Streams(connector, self.post)
+        self._timer = threading.Thread(target=self._run_timer, name="muster-timer", daemon=True)
         self._deadline: float | None = None
         self._closed = False
         self._news = 0
         self._place_told = (0, 0, 0)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.failure: WorkerError | None = None
-        self.dismissal: LeaveGranted | None = None
-        self.pending: e.ChangePending | None = None
-        self._build: e.Build | None = None
-        self._running = 0
-        self._interruption: MembershipChanged | None = None
-        self._no_verdict = 0
-        self._left = False
-        self._communicators: tuple[int, list[Communicator]] = (0, [])
-        self._aborting: threading.Thread | None = None
+        self.standing = Standing()
+        self.communicators = LiveCommunicators(self._lock)
 
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
         """Begins to look for the scheduler."""
-        timer = threading.Thread(target=self._run_timer, name="muster-timer", daemon=True)
-        self._threads.append(timer)
-        timer.start()
+        self._timer.start()
         self.post(e.Started())
 
     def renew(self, incarnation: int, data_address: str) -> None:
         """Asks for a place anew after this process has lost its own."""
         with self._lock:
-            self._clear()
+            self.standing = Standing()
         self.post(e.Renewed(incarnation, data_address))
 
     def expect_leave(self, reason: str) -> None:
@@ -116,22 +100,17 @@ class Client:
 
         Callable from a signal handler, wherever that interrupts this thread: it takes no lock.
         """
-        if self._leave_wanted is None:
-            self._leave_wanted = (self._clock(), reason)
+        if self._lone_leave.wanted is None:
+            self._lone_leave.wanted = (self._clock(), reason)
             self._wakes.put(None)
-
-    @property
-    def leave_granted(self) -> bool:
-        """Whether this worker leaves as asked."""
-        return self.dismissal is not None or isinstance(self.failure, LeaveGranted)
 
     def leave(self, *, finished: bool, reason: str) -> bool:
         """Says goodbye and waits until that is heard, or its deadline is over."""
         self.post(e.Goodbye(finished, reason))
         with self._lock:
-            while not self._left and not self._closed:
+            while not self.standing.left and not self._closed:
                 self._changed.wait()
-        return self._left
+        return self.standing.left
 
     def close(self) -> None:
         """Ends everything at once; idempotent. No thread of ours is in gRPC afterwards.
@@ -142,13 +121,9 @@ class Client:
             self._closed = True
             self._wakes.put(None)
             self._changed.notify_all()
-            streams, self._streams = list(self._streams.values()), {}
-            threads, self._threads = self._threads, []
-        for stream in streams:
-            stream.close()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(CLOSE_TIMEOUT_S)
+        self._streams.close_all()
+        if self._timer.is_alive() and self._timer is not threading.current_thread():
+            self._timer.join(JOIN_TIMEOUT_S)
 
     # ------------------------------------------------------------ the monitor
 
@@ -166,10 +141,9 @@ class Client:
             for message in decision.messages:
                 if isinstance(message, m.Heartbeat):
                     message = self._with_collectives(message)
-                self._outbox.put(encode(message))
+                self._streams.send(encode(message))
             if any(type(notice) not in _QUIET for notice in decision.notices):
-                self._news += 1
-                self._changed.notify_all()
+                self._tell_waiters()
             deadline = self._core.deadline()
             if deadline is not None and (self._deadline is None or deadline < self._deadline):
                 self._wakes.put(None)
@@ -177,6 +151,10 @@ class Client:
         for action in later:
             action()
         return decision
+
+    def _tell_waiters(self) -> None:
+        self._news += 1
+        self._changed.notify_all()
 
     def _with_collectives(self, beat: m.Heartbeat) -> m.Heartbeat:
         """All that is known goes along only when nothing has moved since the last heartbeat."""
@@ -190,7 +168,7 @@ class Client:
                 if self._closed:
                     return
                 self._leave_alone_if_due()
-                wanted = self._leave_wanted
+                wanted = self._lone_leave.wanted
                 wait_s = None if self._deadline is None else self._deadline - self._clock()
             if wanted is not None and not self._leave_told:
                 self._leave_told = True
@@ -206,104 +184,32 @@ class Client:
 
     def _leave_alone_if_due(self) -> None:
         """Ends the membership of a worker that is to leave where nobody can plan it in time."""
-        if self._leave_wanted is None or self.failure is not None:
-            return
-        since, entering, now = self._leave_wanted[0], self._entering_since, self._clock()
-        obstacle = ""
-        if self._core.is_away and now >= since + self._leave_alone_s:
-            obstacle = "the scheduler cannot be reached"
-        elif entering is not None and now >= max(since, entering) + self._enter_alone_s:
-            obstacle = f"the next generation did not form within {self._enter_alone_s:g} s"
-        if obstacle:
+        obstacle = self._lone_leave.obstacle(self._clock(), away=self._core.is_away)
+        if obstacle and self.standing.failure is None:
             told = f"This worker leaves the job as asked, by itself: {obstacle}."
-            self.failure = LeaveGranted(told, alone=True)
-            log.warning("%s", self.failure)
-            self._abort(self.failure)
-            self._news += 1
-            self._changed.notify_all()
+            failure = LeaveGranted(told, alone=True)
+            log.warning("%s", failure)
+            self._fail(failure)
+
+    def _fail(self, error: WorkerError) -> None:
+        self.standing.failure = error
+        self.communicators.abort(error)
+        self._tell_waiters()
 
     def _carry_out(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
-        """Takes note of one notice, under the lock; appends what must happen outside it."""
+        """Carries one notice out, under the lock; appends what must happen outside it."""
         if isinstance(notice, e.Connect):
-            outbox = self._outbox = SimpleQueue()
-            thread = threading.Thread(
-                target=self._run_stream, args=(notice.stream, outbox), name="muster-stream", daemon=True
-            )
-            self._threads = [each for each in self._threads if each.is_alive()]
-            later.append(lambda: self._start(thread))
+            self._streams.open(notice.stream)
         elif isinstance(notice, e.Disconnect):
-            stream = self._streams.pop(notice.stream, None)
-            if stream is not None:
-                later.append(stream.close)
+            later.append(lambda: self._streams.close(notice.stream))
         elif isinstance(notice, e.Tell):
             log.info("%s", notice.sentence)
         elif isinstance(notice, e.MintUniqueIds):
             later.append(lambda: self._run_mint(notice))
-        elif isinstance(notice, e.Build):
-            self._build = notice
-        elif isinstance(notice, e.Running):
-            self._running = notice.generation
-        elif isinstance(notice, e.NoVerdict):
-            self._no_verdict = notice.generation
-        elif isinstance(notice, e.ChangePending):
-            self.pending = notice
-        elif isinstance(notice, e.Left):
-            self._left = True
         else:
-            self._end_generation(notice)
-
-    def _end_generation(self, notice: e.Notice) -> None:
-        if isinstance(notice, e.Dismissed):
-            told = sentence(f"This worker leaves the job: {notice.reason}")
-            self.dismissal = LeaveGranted(told, alone=notice.alone)
-        elif isinstance(notice, e.Interrupt):
-            self.pending = None
-            over = f"Generation {notice.generation} is over: "  # a suspension's reason says so itself
-            self._interruption = MembershipChanged(
-                sentence(over + notice.reason.removeprefix(over)),
-                generation=notice.generation,
-                lost=notice.lost,
-            )
-            if not notice.planned:
-                self._abort(self.dismissal or self._interruption)
-        elif isinstance(notice, e.Failed):
-            self.failure = failure_of(notice)
-            self._abort(self.failure)
-
-    # ------------------------------------------------------------ threads
-
-    def _start(self, thread: threading.Thread) -> None:
-        with self._lock:
-            if not self._closed:
-                thread.start()
-                self._threads.append(thread)
-
-    def _run_stream(self, number: int, outbox: SimpleQueue[bytes | None]) -> None:
-        try:
-            stream = self._connector.open(outbox)
-            with self._lock:
-                self._streams[number] = stream
-                closed = self._closed
-            self.post(e.StreamOpened(number))
-            if closed:
-                stream.close()
-            for data in stream:
-                self.post(e.Received(number, decode(data)))
-            self.post(e.StreamLost(number, "it closed the stream"))
-        except DeniedError as error:
-            self.post(e.StreamDenied(number, str(error), error.by_scheduler))
-        except MalformedError as error:
-            self.post(e.Received(number, m.Refused(m.RefusalCode.MALFORMED, str(error))))
-        except (OSError, WireError) as error:
-            self.post(e.StreamLost(number, str(getattr(error, "strerror", None) or error)))
-        except Exception as error:  # a fault of ours must not leave the worker waiting for nobody
-            log.exception("fault on the scheduler's stream; connecting again")
-            self.post(e.StreamLost(number, f"{type(error).__name__}: {error}"))
-        finally:
-            with self._lock:
-                done = self._streams.pop(number, None)
-            if done is not None:
-                done.close()
+            error = self.standing.note(notice)
+            if error is not None:
+                self.communicators.abort(error)
 
     def _run_mint(self, notice: e.MintUniqueIds) -> None:
         try:
@@ -311,68 +217,21 @@ class Client:
         except Exception as error:
             failure = error if isinstance(error, WorkerError) else WorkerError(f"No unique ids: {error!r}.")
             with self._lock:
-                self.failure = failure
-                self._changed.notify_all()
-
-    def _abort(self, error: Exception) -> None:
-        communicators = list(self._communicators[1])
-        if not communicators:
-            return
-
-        def run() -> None:
-            for communicator in communicators:
-                communicator.abort(error)
-
-        # On a thread of its own: an abort may take a while, and the next generation's ids come meanwhile.
-        # It is started under the lock, so that whoever sees the change can wait for it.
-        self._aborting = threading.Thread(target=run, name="muster-abort", daemon=True)
-        self._aborting.start()
+                self._fail(failure)
 
     # ------------------------------------------------------------ the training thread
 
     def adopt(self, generation: int, communicator: Communicator) -> None:
         """From now on ``communicator`` is aborted when ``generation`` ends; at once if it has."""
         with self._lock:
-            if self._communicators[0] != generation:
-                self._communicators = (generation, [])
-            self._communicators[1].append(communicator)
+            self.communicators.add(generation, communicator)
             error = self.change_of(generation)
         if error is not None:
             communicator.abort(error)
 
-    def end_communicators(self, end: Callable[[Communicator], None]) -> None:
-        """Calls ``end`` with each communicator there is, the youngest first.
-
-        That may block on a peer which dies meanwhile, so the end of the generation still aborts it.
-        """
-        self.settle_aborts()
-        while youngest := self._communicators[1][-1:]:
-            try:
-                end(youngest[0])
-            finally:
-                self.forget(youngest[0])
-        self.settle_aborts()
-
-    def forget(self, communicator: Communicator) -> None:
-        """There is nothing left of ``communicator`` to abort; idempotent."""
-        with self._lock, contextlib.suppress(ValueError):
-            self._communicators[1].remove(communicator)
-
-    def settle_aborts(self) -> None:
-        """Waits until no thread is inside a communicator to abort it."""
-        with self._lock:  # a thread that cannot be joined yet is not seen
-            aborting = self._aborting
-        if aborting is not None:
-            aborting.join()
-
     def change_of(self, generation: int) -> Exception | None:
         """Why the generation is over, or None while it stands."""
-        if self.failure is not None:
-            return self.failure
-        interruption = self._interruption
-        if interruption is not None and interruption.generation >= generation:
-            return self.dismissal or interruption
-        return None
+        return self.standing.change_of(generation)
 
     def check(self, generation: int) -> None:
         """Raises why the generation is over, if it is."""
@@ -387,15 +246,9 @@ class Client:
         """
         self.post(e.EntryRequested())
         with self._lock:
-            if self._entering_since is None:
-                self._entering_since = self._clock()
-            while self._build is None:
-                error = self.failure or self.dismissal
-                if error is not None:
-                    raise error.with_traceback(None)
+            self._lone_leave.note_entering(self._clock())
+            while (build := self.standing.take_build()) is None:
                 self._wait_unless_closed()
-            build, self._build = self._build, None
-            self.pending = None
             return build
 
     def built(self, generation: int) -> bool:
@@ -412,8 +265,8 @@ class Client:
                     return False
                 if error is not None:
                     raise error.with_traceback(None)
-                if self._running >= generation:
-                    self._entering_since = None
+                if self.standing.running >= generation:
+                    self._lone_leave.note_entered()
                     return True
                 self._wait_unless_closed()
 
@@ -428,12 +281,12 @@ class Client:
         Returns:
             What to raise: why the generation is over, or ``error`` if it stands.
         """
-        self._no_verdict = 0
+        self.standing.no_verdict = 0
         if self.change_of(generation) is None:
             detail = getattr(error, "message", str(error)).rstrip(".")
             self.post(e.CommunicatorFailed(generation, rank, detail))
         with self._lock:
-            while not self._closed and self._no_verdict != generation:
+            while not self._closed and self.standing.no_verdict != generation:
                 change = self.change_of(generation)
                 if change is not None:
                     return change.with_traceback(None)

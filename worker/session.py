@@ -11,21 +11,15 @@ from typing import TYPE_CHECKING
 
 from worker.client import Client
 from worker.collective_log import CollectiveLog
-from worker.communicators.base import Backend, Communicator, Membership, Peer
+from worker.communicator_builder import CommunicatorBuilder
+from worker.communicators.base import Backend, Communicator
 from worker.core import events as e
 from worker.core import membership as machine
 from worker.core import messages as m
-from worker.errors import (
-    CommunicatorError,
-    MembershipChanged,
-    NotInitializedError,
-    PeerLostError,
-    RefusedError,
-    WorkerError,
-)
+from worker.errors import CommunicatorError, MembershipChanged, NotInitializedError, RefusedError
 from worker.failures import is_good_exit, reason_of
-from worker.groups import WORLD, Groups
-from worker.guard import GuardedCommunicator
+from worker.groups import Groups
+from worker.session_facts import SessionFacts
 from worker.sigterm import on_sigterm
 
 if TYPE_CHECKING:
@@ -35,19 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("muster.worker")
 
-SURVIVOR_TIMEOUT_S = 7 * 86_400.0
 
-
-class Session:
+class Session(SessionFacts):
     """One worker process's membership of a job. Made by :func:`worker.init`.
 
     All properties tell of the present generation; :meth:`rejoin` changes them. As a context manager it
     says goodbye at the end of the block: finished if the block ended well, failed if not.
 
     Attributes:
-        settings: what this worker was told at its start.
-        device: the device chosen for it.
-        backend: the data plane.
         interrupted: Ctrl-C ended it, or came while it ended.
     """
 
@@ -60,16 +49,10 @@ class Session:
         backend: Backend,
         connector: Connector,
     ) -> None:
-        self.settings = settings
-        self.device = device
-        self.backend = backend
+        super().__init__(settings, profile=profile, device=device, backend=backend)
         self.interrupted = False
-        self._profile = profile
         self._recorder = CollectiveLog()
         self._groups = Groups()
-        self._assignment: m.Assignment | None = None
-        self._first_ordinal: int | None = None
-        self._released = False
         self._left = False
         self._release_lock = threading.Lock()
         timing = e.Timing(
@@ -82,6 +65,7 @@ class Session:
             recent=self._recorder.recent,
             hanging_s=self._recorder.hanging_s,
         )
+        self._builder = CommunicatorBuilder(settings, backend, self._client, self._recorder)
 
     def open(self) -> None:
         """Joins the job and returns when all members can communicate.
@@ -99,99 +83,12 @@ class Session:
             self.release(finished=False, reason=reason_of(error))
             raise
 
-    # ------------------------------------------------------------ facts
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank, from 0."""
-        return self._place.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many workers there are in this generation."""
-        return len(self._place.members)
-
-    @property
-    def local_rank(self) -> int:
-        """This worker's rank among those of its host."""
-        return self.me.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """How many workers there are on this host."""
-        return self.me.local_world_size
-
-    @property
-    def generation(self) -> int:
-        """Number of the present membership; grows with every change."""
-        return self._place.generation
-
-    @property
-    def members(self) -> tuple[m.Member, ...]:
-        """All members, in order of rank."""
-        return self._place.members
-
-    @property
-    def me(self) -> m.Member:
-        """This worker as a member."""
-        place = self._place
-        return place.members[place.rank]
-
-    @property
-    def job_id(self) -> str:
-        """The job."""
-        return self._profile.job_id
-
-    @property
-    def node_id(self) -> str:
-        """This worker's stable name."""
-        return self._profile.node_id
-
-    @property
-    def device_ordinal(self) -> int:
-        """Index of this worker's GPU as CUDA counts in this process; -1 on a CPU."""
-        return self._ordinal(self.local_rank)
-
-    def _ordinal(self, local_rank: int) -> int:
-        device = self.device
-        if device.visible_count == 0 or device.ordinal >= 0:
-            return device.ordinal if device.visible_count else -1
-        if self._first_ordinal is None:  # local ranks move up when others die; the arrays stay where they are
-            self._first_ordinal = local_rank % device.visible_count
-        return self._first_ordinal
-
-    @property
-    def state_source_rank(self) -> int:
-        """Whose parameters the newcomers take; -1: there are none to take, all start anew."""
-        return self._place.state_source_rank
-
-    @property
-    def newcomer_ranks(self) -> tuple[int, ...]:
-        """Ranks that were not members of the generation before."""
-        return self._place.newcomer_ranks
-
-    @property
-    def change_reason(self) -> str:
-        """Why the present generation exists, in words."""
-        return self._place.reason
-
-    @property
-    def membership_event(self) -> e.ChangePending | None:
-        """A planned change that is to come, with ``reason`` and ``after_step`` (-1: not known yet)."""
-        return self._client.pending
+    # ------------------------------------------------------------ groups
 
     @property
     def communicator(self) -> Communicator:
         """The communicator of all members."""
         return self.group(None)
-
-    @property
-    def _place(self) -> m.Assignment:
-        if self._assignment is None or self._released:
-            raise NotInitializedError("There is no session.", remedy="Call worker.init() first.")
-        return self._assignment
-
-    # ------------------------------------------------------------ groups
 
     def group(self, name: str | None) -> Communicator:
         """The communicator of a group; None: of all members.
@@ -211,6 +108,11 @@ class Session:
         return self._groups
 
     # ------------------------------------------------------------ training
+
+    @property
+    def membership_event(self) -> e.ChangePending | None:
+        """A planned change that is to come, with ``reason`` and ``after_step`` (-1: not known yet)."""
+        return self._client.standing.pending
 
     def step_boundary(self, step: int) -> None:
         """Call before each step: planned changes of members happen here and nowhere else.
@@ -269,7 +171,7 @@ class Session:
             WorkerError: there will be no next generation, or not with this worker.
         """
         place = self._place
-        failure = self._client.failure
+        failure = self._client.standing.failure
         if isinstance(failure, RefusedError) and failure.code == "SUPERSEDED":
             self._ask_anew(failure)
         elif failure is not None:
@@ -288,14 +190,15 @@ class Session:
 
     def _leave_generation(self) -> None:
         self._groups.leave()
-        self._client.end_communicators(_close)
+        self._client.communicators.end(_close)
 
     def _enter(self) -> None:
         while True:
             try:
                 build = self._client.next_build()
                 place = build.assignment
-                communicator = self._connect(build)
+                ordinal = self._ordinal(place.members[place.rank].local_rank)
+                communicator = self._builder.build(build, ordinal)
                 if not self._client.built(place.generation):
                     raise MembershipChanged("The generation is over.", generation=place.generation)
                 self._assignment = place
@@ -320,56 +223,6 @@ class Session:
             )
             return
 
-    def _connect(self, build: e.Build) -> Communicator:
-        place, settings = build.assignment, self.settings
-        generation = place.generation
-        membership = Membership(
-            job_id=self.job_id,
-            generation=generation,
-            group=WORLD,
-            rank=place.rank,
-            peers=tuple(self._peer(member, member.rank == place.rank) for member in place.members),
-            unique_ids=build.unique_ids,
-        )
-        timeout_s = min(settings.topo_timeout_s, settings.collective_timeout_s)
-        if place.state_source_rank >= 0:
-            # A survivor may be busy outside collectives for as long as it likes. The scheduler says for whom
-            # this waits, and ends it if all are here and cannot connect; there is a limit without it, too.
-            timeout_s = SURVIVOR_TIMEOUT_S
-        try:
-            inner = self.backend.connect(
-                membership, timeout_s=timeout_s, cancelled=lambda: self._client.change_of(generation)
-            )
-        except WorkerError as error:
-            rank = error.rank if isinstance(error, PeerLostError) else -1
-            explained = self._client.verdict(generation, rank, error)
-            if explained is error:
-                raise
-            raise explained from error
-        inner.timeout_s = settings.collective_timeout_s
-        self._client.adopt(generation, inner)
-        self._recorder.clear()
-        return GuardedCommunicator(
-            inner,
-            world_ranks=range(len(place.members)),
-            verdict=lambda rank, error: self._client.verdict(generation, rank, error),
-            recorder=self._recorder,
-            adopted=lambda each: self._client.adopt(generation, each),
-            closed=self._client.forget,
-        )
-
-    def _peer(self, member: m.Member, is_me: bool) -> Peer:
-        return Peer(
-            rank=member.rank,
-            node_id=member.node_id,
-            incarnation=member.incarnation,
-            host_id=member.host.id,
-            host_name=member.host.name,
-            data_address=member.data_address,
-            # Others are named by their place on their host; this process counts what it sees.
-            device_index=self._ordinal(member.local_rank) if is_me else member.device.index,
-        )
-
     # ------------------------------------------------------------ the end
 
     @property
@@ -389,7 +242,7 @@ class Session:
             if self._released:
                 return
             self._released = True
-        asked = finished is None and (self._left or self._client.leave_granted)
+        asked = finished is None and (self._left or self._client.standing.leave_granted)
         if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
             finished = not asked
         default = "finished" if finished else "asked to leave" if asked else "gave up"
@@ -421,7 +274,7 @@ class Session:
         self._client.close()
         if not finished:
             self._groups.leave()
-            self._client.end_communicators(_abandon)
+            self._client.communicators.end(_abandon)
         self.backend.close()
 
     def __enter__(self) -> Session:

@@ -16,15 +16,11 @@ block, and read the session's rank and communicator anew in each step.
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Protocol
 
-from worker.communicators.base import Communicator
 from worker.errors import (
     JobEndedError,
     LeaveGranted,
@@ -33,11 +29,12 @@ from worker.errors import (
     SchedulerUnreachableError,
     WorkerError,
 )
+from worker.sigterm import on_sigterm
 from worker.state import TrainingState
-from worker.state_transfer import share_state
+from worker.state_transfer import StateHolder, share_state
 
 
-class ElasticSession(Protocol):
+class ElasticSession(StateHolder, Protocol):
     """What the loop needs of a :class:`worker.session.Session`."""
 
     @property
@@ -47,18 +44,6 @@ class ElasticSession(Protocol):
     @property
     def world_size(self) -> int:
         """Ranks in the present generation."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """The world's communicator in the present generation."""
-
-    @property
-    def state_source_rank(self) -> int:
-        """Who holds the state that newcomers take; -1: all start anew."""
-
-    @property
-    def newcomer_ranks(self) -> tuple[int, ...]:
-        """Who holds no state."""
 
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
@@ -117,10 +102,8 @@ class Step:
     def _overcome(self, error: BaseException) -> bool:
         """Whether the loop goes on, or ends well, after what broke the step."""
         if _is_change(error):
-            if (
-                self._loop.state.rng is not None and self._rng is not None
-            ):  # the step's draws are taken back, to be drawn again
-                self._loop.state.rng.bit_generator.state = self._rng
+            if self._loop.state.rng is not None and self._rng is not None:
+                self._loop.state.rng.bit_generator.state = self._rng  # to draw the same again
             self._loop._recover(error)
             return True
         if isinstance(error, LeaveGranted):
@@ -176,7 +159,8 @@ class ElasticLoop:
 
     def __iter__(self) -> Iterator[Step]:
         """Yields each step until the run is over or this worker has left; a broken step comes again."""
-        with self._leaving_on_sigterm():
+        # Before a handler of the script: one that exits amid a step would break that for all.
+        with on_sigterm(lambda: self.leave("SIGTERM"), before_own=True):
             self._attempt(self._share)
             while not (self.left or self._closed):
                 if self.is_over:
@@ -282,22 +266,6 @@ class ElasticLoop:
             self.state.roll_back()  # of a step that it cannot finish with the others
         if alone or self.session.world_size == 1:
             self._save()
-
-    @contextlib.contextmanager
-    def _leaving_on_sigterm(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handler(number: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGTERM, before)  # asked twice, it ends at once
-            self.leave("SIGTERM")
-
-        before = signal.signal(signal.SIGTERM, handler)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _is_change(error: BaseException | None) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from certs.one_line import one_line
 from rendezvous.v1 import rendezvous_pb2 as pb
 from worker.core import messages as m
 
@@ -159,7 +160,7 @@ def _welcome(body: pb.Welcome) -> m.Welcome:
 
 
 def _waiting(body: pb.Waiting) -> m.Waiting:
-    return m.Waiting(body.present, body.needed, _text(body.sentence))
+    return m.Waiting(body.present, body.needed, one_line(body.sentence))
 
 
 def _assignment(body: pb.Assignment) -> m.Assignment:
@@ -180,9 +181,9 @@ def _assignment(body: pb.Assignment) -> m.Assignment:
         unique_id_count=_number(
             "unique_id_count", body.unique_id_count, 0 if rank < 0 else 1, _MAX_UNIQUE_IDS
         ),
-        reason=_text(body.reason),
+        reason=one_line(body.reason),
         switch_after_step=_number("switch_after_step", body.switch_after_step, -1, 2**63 - 1),
-        lost=tuple(_text(sentence) for sentence in body.lost),
+        lost=tuple(one_line(sentence) for sentence in body.lost),
     )
 
 
@@ -212,11 +213,11 @@ def _unique_ids(body: pb.UniqueIds) -> m.UniqueIds:
 
 def _suspended(body: pb.Suspended) -> m.Suspended:
     wait_s = _seconds("wait_s", body.wait_s, above=-1.0)
-    return m.Suspended(_generation(body.generation), _text(body.reason), wait_s)
+    return m.Suspended(_generation(body.generation), one_line(body.reason), wait_s)
 
 
 def _quiesce(body: pb.Quiesce) -> m.Quiesce:
-    return m.Quiesce(_generation(body.generation), _text(body.reason))
+    return m.Quiesce(_generation(body.generation), one_line(body.reason))
 
 
 def _refused(body: pb.Refused) -> m.Refused:
@@ -224,11 +225,11 @@ def _refused(body: pb.Refused) -> m.Refused:
         code = m.RefusalCode(body.code)
     except ValueError:  # a newer scheduler's reason: its sentence says what matters
         code = m.RefusalCode.UNSPECIFIED
-    return m.Refused(code, _text(body.sentence))
+    return m.Refused(code, one_line(body.sentence))
 
 
 def _ended(body: pb.Ended) -> m.Ended:
-    return m.Ended(body.ok, _text(body.reason), body.leave)
+    return m.Ended(body.ok, one_line(body.reason), body.leave)
 
 
 def _group_built(body: pb.GroupBuilt) -> m.GroupBuilt:
@@ -262,10 +263,3 @@ def _seconds(field: str, value: float, *, above: float) -> float:
     if not math.isfinite(value) or value <= above:
         raise WireError(f"{field} must be a number of seconds; it is {value}.")
     return value
-
-
-def _text(value: str) -> str:
-    """Keeps a sentence on one line, so that it cannot forge another one in a log."""
-    if value.isprintable():
-        return value
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in value)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scheduler.core import events as e
+from scheduler.core import messages as m
 from scheduler.core import values as v
 from scheduler.core.ledger import Claim, Ledger
 from scheduler.core.ranks import fills, table_entry
@@ -28,32 +30,32 @@ def sizes(settings: v.Settings, candidate: v.Candidate) -> tuple[int, int]:
     return worker_num, min(worker_min or worker_num, worker_num)
 
 
-def check_process(ledger: Ledger, event: v.Joined) -> v.Refused | v.Ended | None:
+def check_process(ledger: Ledger, event: e.Joined) -> m.Refused | m.Ended | None:
     """Whether this very process may (still) have a place, whatever the job needs; None if it may."""
     candidate = event.candidate
     if (candidate.node_id, candidate.incarnation) in ledger.completed:
-        return v.Ended(True, f"{upper_first(who(candidate))} has completed the training.")
+        return m.Ended(True, f"{upper_first(who(candidate))} has completed the training.")
     if ledger.outcome is not None and event.held_generation > 0:
-        return v.Ended(ledger.outcome.ok, ledger.outcome.reason)
+        return m.Ended(ledger.outcome.ok, ledger.outcome.reason)
     retirement = ledger.retirement(candidate.node_id, candidate.incarnation)
     if retirement is not None:
-        return v.Refused(
-            v.RefusalCode.SUPERSEDED,
+        return m.Refused(
+            m.RefusalCode.SUPERSEDED,
             f"This process of {who(candidate)} has lost its place for good: {retirement}. "
             "Join again under a new incarnation to get a new place.",
         )
     if ledger.outcome is not None:
-        return v.Refused(
-            v.RefusalCode.JOB_ENDED,
+        return m.Refused(
+            m.RefusalCode.JOB_ENDED,
             f"The job has ended: {ledger.outcome.reason} {upper_first(who(candidate))} came too late; "
             "start the job anew, or under another MS_JOB_ID.",
         )
     if event.held_generation > 0 and not _holds(ledger, candidate):
-        return v.Refused(v.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))
+        return m.Refused(m.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))
     return None
 
 
-def check_place(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+def check_place(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> m.Refused | None:
     """Whether the job has a place for this new process."""
     return (
         _check_sizes(ledger, settings, candidate)
@@ -79,7 +81,7 @@ def _holds(ledger: Ledger, candidate: v.Candidate) -> bool:
     return claim is not None and claim.candidate.incarnation == candidate.incarnation
 
 
-def _unknown_place(ledger: Ledger, event: v.Joined) -> str:
+def _unknown_place(ledger: Ledger, event: e.Joined) -> str:
     held = f"rank {event.held_rank} of generation {event.held_generation}"
     if event.held_generation > ledger.generation:
         return (
@@ -94,12 +96,12 @@ def _unknown_place(ledger: Ledger, event: v.Joined) -> str:
     )
 
 
-def _check_sizes(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+def _check_sizes(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> m.Refused | None:
     if not candidate.node_id:
-        return v.Refused(v.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
+        return m.Refused(m.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
     if candidate.worker_num < 1 or not 0 <= candidate.worker_min <= candidate.worker_num:
-        return v.Refused(
-            v.RefusalCode.MALFORMED,
+        return m.Refused(
+            m.RefusalCode.MALFORMED,
             f"{upper_first(who(candidate))} has MS_WORKER_NUM={candidate.worker_num} and "
             f"MS_WORKER_MIN={candidate.worker_min}; 1 <= MS_WORKER_MIN <= MS_WORKER_NUM must hold.",
         )
@@ -112,7 +114,7 @@ def _check_sizes(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -
     return None
 
 
-def _check_agreement(ledger: Ledger, candidate: v.Candidate) -> v.Refused | None:
+def _check_agreement(ledger: Ledger, candidate: v.Candidate) -> m.Refused | None:
     other = next(iter(ledger.claims.values()), None)
     if other is None:
         return None
@@ -152,27 +154,27 @@ def _differences(candidate: v.Candidate, peer: v.Candidate) -> list[tuple[str, s
     ]
 
 
-def _differs(candidate: v.Candidate, name: str, mine: str, theirs: str, owner: str) -> v.Refused:
-    return v.Refused(
-        v.RefusalCode.SETTINGS_DIFFER,
+def _differs(candidate: v.Candidate, name: str, mine: str, theirs: str, owner: str) -> m.Refused:
+    return m.Refused(
+        m.RefusalCode.SETTINGS_DIFFER,
         f"{upper_first(who(candidate))} has {name}={mine}, but {owner} has {name}={theirs}; "
         "make it the same everywhere.",
     )
 
 
-def _check_node(ledger: Ledger, candidate: v.Candidate) -> v.Refused | None:
+def _check_node(ledger: Ledger, candidate: v.Candidate) -> m.Refused | None:
     holder = ledger.claims.get(candidate.node_id)
     if holder is None:
         return None
-    return v.Refused(
-        v.RefusalCode.NODE_ID_TAKEN,
+    return m.Refused(
+        m.RefusalCode.NODE_ID_TAKEN,
         f"Node id {candidate.node_id} of the worker on host {candidate.host.name} is held by a living "
         f"process on host {holder.candidate.host.name}; give each worker an MS_NODE_ID of its own, "
         "or end the other process first.",
     )
 
 
-def _check_table(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+def _check_table(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> m.Refused | None:
     table = settings.rank_table
     if table is None:
         return None
@@ -181,15 +183,15 @@ def _check_table(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -
     index = device.index if device.index >= 0 else candidate.local_index
     if entry is None:
         device_words = f"device {index}" if index >= 0 else "no device: DEVICE_ID is not set"
-        return v.Refused(
-            v.RefusalCode.NOT_IN_RANK_TABLE,
+        return m.Refused(
+            m.RefusalCode.NOT_IN_RANK_TABLE,
             f"{upper_first(who(candidate))} (address {host.address}, {device_words}) is not in the rank "
             "table; add its server_id and device_id to RANK_TABLE_FILE, or start it on a listed device.",
         )
     for claim in staying(ledger):
         if not claim.candidate.spare and not candidate.spare and fills(entry, claim.candidate):
-            return v.Refused(
-                v.RefusalCode.NODE_ID_TAKEN,
+            return m.Refused(
+                m.RefusalCode.NODE_ID_TAKEN,
                 f"{upper_first(who(candidate))} fills rank {entry.rank} of the rank table (server "
                 f"{entry.server_id}, device {entry.device_index}), which {who(claim.candidate)} has taken; "
                 "start one worker per device.",
@@ -197,11 +199,11 @@ def _check_table(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -
     return None
 
 
-def _check_room(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+def _check_room(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> m.Refused | None:
     worker_num = ledger.opened.worker_num if ledger.opened else sizes(settings, candidate)[0]
     if ledger.finishing:
-        return v.Refused(
-            v.RefusalCode.JOB_FULL,
+        return m.Refused(
+            m.RefusalCode.JOB_FULL,
             f"{upper_first(who(candidate))} has no place: the job is finishing, some workers have completed "
             "the training already.",
         )
@@ -220,19 +222,19 @@ def _check_room(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) ->
         if candidate.spare
         else "a worker with MS_WORKER_SPARE=1 could wait where the scheduler has MS_SPARES"
     )
-    return v.Refused(
-        v.RefusalCode.JOB_FULL,
+    return m.Refused(
+        m.RefusalCode.JOB_FULL,
         f"{upper_first(who(candidate))} has no place: all {count(worker_num, 'worker')} of the job are in "
         f"(MS_WORKER_NUM={worker_num}), and {how}.",
     )
 
 
-def _check_spare(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> v.Refused | None:
+def _check_spare(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) -> m.Refused | None:
     """Before the first group, whose places are kept for ordinary workers, however early spares come."""
     if sum(is_spare(ledger, claim) for claim in staying(ledger)) < settings.spares:
         return None
-    return v.Refused(
-        v.RefusalCode.JOB_FULL,
+    return m.Refused(
+        m.RefusalCode.JOB_FULL,
         f"{upper_first(who(candidate))} has no place: it came as a spare, and no spare place is free "
         f"(MS_SPARES={settings.spares}); raise that at the scheduler, or start it without MS_WORKER_SPARE.",
     )

@@ -1,7 +1,8 @@
 """The scheduler's state machine for one job: events and ``now`` in, decisions out.
 
-Nothing here reads a clock, sends, writes or logs. See :mod:`scheduler.core.values` for what goes in and
-comes out, :mod:`scheduler.core.machine` for the phases, :mod:`scheduler.core.ledger` for what is durable.
+Nothing here reads a clock, sends, writes or logs. See :mod:`scheduler.core.events` for what goes in,
+:mod:`scheduler.core.decision` for what comes out, :mod:`scheduler.core.machine` for the phases,
+:mod:`scheduler.core.ledger` for what is durable.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from scheduler.core import events as e
+from scheduler.core import messages as m
 from scheduler.core import planning
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.contacts import Contact
+from scheduler.core.decision import Decision
 from scheduler.core.ledger import Claim, Phase
 from scheduler.core.ranks import natural_key
 from scheduler.core.reception import Reception
 from scheduler.core.state import Suspicion
-from scheduler.core.status import worker_view
+from scheduler.core.status import JobView, worker_view
 from scheduler.core.wording import count, upper_first, who
 
 
@@ -38,23 +43,23 @@ class Job(Reception):
     def __init__(self, job_id: str, settings: v.Settings) -> None:
         super().__init__(job_id, settings)
         self._handlers = {
-            v.Joined: self._joined,
-            v.Heard: self._heard,
-            v.UniqueIdsPublished: self._published,
-            v.BuiltReported: self._built_reported,
-            v.QuiescedReported: self._quiesced_reported,
-            v.PeerSuspected: self._peer_suspected,
-            v.LeaveRequested: self._leave_requested,
-            v.LeftCleanly: self._left,
-            v.SessionLost: self._session_lost,
-            v.DrainRequested: self._drain_requested,
-            v.Expel: self._expel,
-            v.Tick: self._tick,
-            v.StoodStill: self._stood_still,
+            e.Joined: self._joined,
+            e.Heard: self._heard,
+            e.UniqueIdsPublished: self._published,
+            e.BuiltReported: self._built_reported,
+            e.QuiescedReported: self._quiesced_reported,
+            e.PeerSuspected: self._peer_suspected,
+            e.LeaveRequested: self._leave_requested,
+            e.LeftCleanly: self._left,
+            e.SessionLost: self._session_lost,
+            e.DrainRequested: self._drain_requested,
+            e.Expel: self._expel,
+            e.Tick: self._tick,
+            e.StoodStill: self._stood_still,
         }
 
     @classmethod
-    def recover(cls, job_id: str, settings: v.Settings, records: Iterable[v.Record], now: float) -> Job:
+    def recover(cls, job_id: str, settings: v.Settings, records: Iterable[r.Record], now: float) -> Job:
         """The job as its records tell it. Its workers have ``node_timeout_s`` to come back.
 
         Raises:
@@ -76,11 +81,11 @@ class Job(Reception):
         return job
 
     @property
-    def outcome(self) -> v.JobEnded | None:
+    def outcome(self) -> r.JobEnded | None:
         """How the job ended (``ok`` and why); None while it goes on."""
         return self._ledger.outcome
 
-    def step(self, event: v.Event, now: float, *, more: bool = False) -> v.Decision:
+    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         """Takes one event and says what follows from it.
 
         Args:
@@ -95,10 +100,10 @@ class Job(Reception):
         self._records, self._messages, self._reasons = [], [], []
         self._revise()
         self._handlers[type(event)](event, now)  # type: ignore[operator]
-        if type(event) is not v.Heard and not more:
+        if type(event) is not e.Heard and not more:
             self._retry_held_back(now)
             self.advance(now)
-        return v.Decision(tuple(self._records), tuple(self._messages), " ".join(self._reasons))
+        return Decision(tuple(self._records), tuple(self._messages), " ".join(self._reasons))
 
     def deadline(self) -> float | None:
         """When the machine wants a Tick at the latest; never later than the true deadline, maybe earlier."""
@@ -116,7 +121,7 @@ class Job(Reception):
         times.append(self._stall_due())
         return min((time for time in times if time is not None), default=None)
 
-    def view(self, now: float) -> v.JobView:
+    def view(self, now: float) -> JobView:
         """The job as ``status`` shows it: members by rank, then those who wait."""
         ledger = self._ledger
         claims = sorted(
@@ -127,7 +132,7 @@ class Job(Reception):
             worker_view(ledger, claim, self._contacts.by_node[node_id], now, built=node_id in self._built)
             for node_id, claim in claims
         )
-        return v.JobView(
+        return JobView(
             job_id=self.job_id,
             state=self.phase.value,
             generation=ledger.generation,
@@ -155,7 +160,7 @@ class Job(Reception):
         node_id = claim.candidate.node_id
         return node_id if self._ledger.rank_of(node_id) >= 0 else None
 
-    def _heard(self, event: v.Heard, now: float) -> None:
+    def _heard(self, event: e.Heard, now: float) -> None:
         claim = self._claim_behind(event.session, now)
         if claim is None or event.generation > self._ledger.generation:
             return
@@ -182,23 +187,23 @@ class Job(Reception):
         if late and self.phase is Phase.BUILDING and self._ledger.ever_established:
             self._phase_since = now
 
-    def _published(self, event: v.UniqueIdsPublished, now: float) -> None:
+    def _published(self, event: e.UniqueIdsPublished, now: float) -> None:
         node_id = self._member_behind(event.session, event.generation, now)
         if node_id is None or self._ledger.rank_of(node_id) != 0 or self.phase is not Phase.BUILDING:
             return
         if len(event.unique_ids) != self._unique_id_count() or not all(event.unique_ids):
             told = f"handed in {len(event.unique_ids)} of {count(self._unique_id_count(), 'unique id')}"
-            self._lose(node_id, told, v.RefusalCode.MALFORMED)
+            self._lose(node_id, told, m.RefusalCode.MALFORMED)
         elif not self._unique_ids:
             self._unique_ids = event.unique_ids
-            self._tell_members(v.UniqueIds(event.generation, event.unique_ids))
+            self._tell_members(m.UniqueIds(event.generation, event.unique_ids))
 
-    def _built_reported(self, event: v.BuiltReported, now: float) -> None:
+    def _built_reported(self, event: e.BuiltReported, now: float) -> None:
         node_id = self._member_behind(event.session, event.generation, now)
         if node_id is not None:
             self._mark_built(node_id)
 
-    def _quiesced_reported(self, event: v.QuiescedReported, now: float) -> None:
+    def _quiesced_reported(self, event: e.QuiescedReported, now: float) -> None:
         node_id = self._member_behind(event.session, event.generation, now)
         if node_id is None:
             return
@@ -206,7 +211,7 @@ class Job(Reception):
         if self.phase is Phase.RUNNING and planning.wanted_change(self._ledger, self.settings) is None:
             self._quiesce("a change was under way before the scheduler restarted")
 
-    def _peer_suspected(self, event: v.PeerSuspected, now: float) -> None:
+    def _peer_suspected(self, event: e.PeerSuspected, now: float) -> None:
         claim = self._claim_behind(event.session, now)
         formed, phase = self._ledger.formed, self.phase
         if claim is None or formed is None or phase in (Phase.SUSPENDED, Phase.ENDED):
@@ -227,12 +232,12 @@ class Job(Reception):
 
     # ------------------------------------------------------------ going
 
-    def _leave_requested(self, event: v.LeaveRequested, now: float) -> None:
+    def _leave_requested(self, event: e.LeaveRequested, now: float) -> None:
         claim = self._claim_behind(event.session, now)
         if claim is not None:
             self._plan_leave(claim, event.reason)
 
-    def _drain_requested(self, event: v.DrainRequested, now: float) -> None:
+    def _drain_requested(self, event: e.DrainRequested, now: float) -> None:
         claim = self._ledger.claims.get(event.node_id)
         if claim is None or self.phase is Phase.ENDED:
             self._mention(f"Job {self.job_id} has no worker with node id {event.node_id}.")
@@ -248,20 +253,20 @@ class Job(Reception):
         if phase is Phase.ENDED or claim.leaving is not None:
             return
         if rank >= 0 and phase is not Phase.SUSPENDED:
-            self._commit(v.LeavePlanned(node_id, claim.candidate.incarnation, reason))
+            self._commit(r.LeavePlanned(node_id, claim.candidate.incarnation, reason))
             self._say(f"{upper_first(who(claim.candidate, rank))} will leave at a step boundary: {reason}.")
         else:
             self._dismiss(claim, self._farewell(reason), f"left: {reason}")
             self._say(f"{upper_first(who(claim.candidate))} has left: {reason}.")
 
-    def _expel(self, event: v.Expel, now: float) -> None:
+    def _expel(self, event: e.Expel, now: float) -> None:
         if event.node_id in self._ledger.claims and self.phase is not Phase.ENDED:
-            self._lose(event.node_id, f"was expelled: {event.reason}", v.RefusalCode.EXPELLED)
+            self._lose(event.node_id, f"was expelled: {event.reason}", m.RefusalCode.EXPELLED)
 
-    def _left(self, event: v.LeftCleanly, now: float) -> None:
+    def _left(self, event: e.LeftCleanly, now: float) -> None:
         claim = self._claim_behind(event.session, now)
         self._held_back.pop(event.session, None)
-        self._messages.append((event.session, v.Ended(True, "Goodbye.")))
+        self._messages.append((event.session, m.Ended(True, "Goodbye.")))
         if claim is None or self.phase is Phase.ENDED:
             return
         node_id = claim.candidate.node_id
@@ -273,7 +278,7 @@ class Job(Reception):
         self._remove(node_id, sentence, finished=finished)
         self._say(f"{upper_first(sentence)}.")
 
-    def _session_lost(self, event: v.SessionLost, now: float) -> None:
+    def _session_lost(self, event: e.SessionLost, now: float) -> None:
         self._held_back.pop(event.session, None)
         node_id = self._contacts.nodes.get(event.session)
         if node_id is None or self.phase is Phase.ENDED:
@@ -298,18 +303,18 @@ class Job(Reception):
         self._phase_since = self._progress_since = self._formed_at = now
         self._report_due = now + self.settings.waiting_report_interval_s
 
-    def _tick(self, event: v.Tick, now: float) -> None:
+    def _tick(self, event: e.Tick, now: float) -> None:
         if self.phase is Phase.ENDED:
             return
         for node_id in self._contacts.silent(now, self.settings.node_timeout_s):
             told = f"is lost: not heard for {now - self._contacts.by_node[node_id].last_heard:.1f} s"
-            self._lose(node_id, told, v.RefusalCode.SUPERSEDED)
+            self._lose(node_id, told, m.RefusalCode.SUPERSEDED)
         self._silence_due = self._next_silence()
         self.advance(now)
         self._report(now)
         self._check_progress(now)
 
-    def _stood_still(self, event: v.StoodStill, now: float) -> None:
+    def _stood_still(self, event: e.StoodStill, now: float) -> None:
         """Nobody is to blame for what broke or was not heard meanwhile: all may return, as after a restart.
 
         Workers end a stream that does not answer; that is seen only now, of streams begun meanwhile as well.

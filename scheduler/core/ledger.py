@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from scheduler.core import records as r
 from scheduler.core import values as v
 
 
@@ -58,11 +59,11 @@ class Ledger:
         finishing: some member of the job completed the training: nobody new is placed any more.
     """
 
-    opened: v.JobOpened | None = None
+    opened: r.JobOpened | None = None
     claims: dict[str, Claim] = field(default_factory=dict)
     retired: dict[str, dict[int, str]] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
-    formed: v.GenerationFormed | None = None
+    formed: r.GenerationFormed | None = None
     ranks: dict[str, int] = field(default_factory=dict)
     completed: set[tuple[str, int]] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class Ledger:
     established: bool = False
     stood: int = 0
     suspended: str | None = None
-    outcome: v.JobEnded | None = None
+    outcome: r.JobEnded | None = None
 
     # ------------------------------------------------------------ questions
 
@@ -118,22 +119,22 @@ class Ledger:
 
     # ------------------------------------------------------------ the one writer
 
-    def apply(self, record: v.Record) -> None:
+    def apply(self, record: r.Record) -> None:
         """Takes one record in. Records come in the order in which they were made."""
-        if isinstance(record, v.JobOpened):
+        if isinstance(record, r.JobOpened):
             self.opened = record
-        elif isinstance(record, v.Admitted):
+        elif isinstance(record, r.Admitted):
             self._admit(record.candidate)
-        elif isinstance(record, v.LeavePlanned):
+        elif isinstance(record, r.LeavePlanned):
             self.claims[record.node_id].leaving = record.reason
-        elif isinstance(record, v.Removed):
+        elif isinstance(record, r.Removed):
             self._remove(record)
-        elif isinstance(record, v.GenerationFormed):
+        elif isinstance(record, r.GenerationFormed):
             self._form(record)
-        elif isinstance(record, v.GroupEstablished):
+        elif isinstance(record, r.GroupEstablished):
             self.established = True
             self.stood = record.generation
-        elif isinstance(record, v.GenerationEnded):
+        elif isinstance(record, r.GenerationEnded):
             self.suspended = record.reason
             self.established = False
         else:
@@ -146,7 +147,7 @@ class Ledger:
             self._retire(node_id, before, "a newer process has taken its node id")
         self.claims[node_id] = Claim(candidate)
 
-    def _remove(self, record: v.Removed) -> None:
+    def _remove(self, record: r.Removed) -> None:
         claim = self.claims.pop(record.node_id)
         if claim.since:
             self._retire(record.node_id, record.incarnation, record.reason)
@@ -167,7 +168,7 @@ class Ledger:
     def _retire(self, node_id: str, incarnation: int, reason: str) -> None:
         self.retired.setdefault(node_id, {})[incarnation] = reason
 
-    def _form(self, record: v.GenerationFormed) -> None:
+    def _form(self, record: r.GenerationFormed) -> None:
         self.formed = record
         self.ranks = {member.candidate.node_id: member.rank for member in record.members}
         self.lost = {}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from scheduler.core import messages as m
 from scheduler.core import planning
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.building import absent
 from scheduler.core.ledger import Claim, Phase
@@ -80,8 +82,8 @@ class Machine(JobState):
             # part in it; the others are still to do it.
             return self._regroup(now, self._departure(), ledger.formed.switch_after_step)
         if len(self._built) == len(self._ledger.ranks):
-            self._commit(v.GroupEstablished(self._ledger.generation))
-            self._tell_members(v.GroupBuilt(self._ledger.generation))
+            self._commit(r.GroupEstablished(self._ledger.generation))
+            self._tell_members(m.GroupBuilt(self._ledger.generation))
             self._say(self._standing())
             return True
         if self._suspicion_due(now) or self._switch_overdue(now):
@@ -191,7 +193,7 @@ class Machine(JobState):
 
     def _quiesce(self, reason: str) -> bool:
         self._plan, self._hand_over_due = reason, None
-        self._tell_members(v.Quiesce(self._ledger.generation, reason))
+        self._tell_members(m.Quiesce(self._ledger.generation, reason))
         self._say(f"A change of members is prepared: {reason}.")
         return True
 
@@ -236,7 +238,7 @@ class Machine(JobState):
         for node_id, claim in list(self._ledger.claims.items()):
             if node_id not in chosen and claim.leaving is None:
                 sentence = "The job is finishing and needs no more workers."
-                self._dismiss(claim, v.Ended(True, sentence), "is not needed any more")
+                self._dismiss(claim, m.Ended(True, sentence), "is not needed any more")
 
     def _departing(self) -> list[Claim]:
         """Former members that are on their way out as planned."""
@@ -252,12 +254,12 @@ class Machine(JobState):
         if ledger.phase is Phase.SUSPENDED:
             return False
         assert ledger.opened is not None
-        self._commit(v.GenerationEnded(ledger.generation, reason))
+        self._commit(r.GenerationEnded(ledger.generation, reason))
         for claim in [claim for claim in ledger.claims.values() if claim.leaving is not None]:
             self._dismiss(claim, self._farewell(claim.leaving or ""), "left as planned")
         sentence = self._suspension()
         wait_s = self.settings.topo_timeout_s  # the worker puts it into words itself
-        self._tell_members(v.Suspended(ledger.generation, f"{sentence}.", wait_s))
+        self._tell_members(m.Suspended(ledger.generation, f"{sentence}.", wait_s))
         self._say(f"{sentence}; waiting up to {wait_s:g} s for more.")
         return True
 
@@ -286,19 +288,19 @@ class Machine(JobState):
             self._reason = self._waiting_message().sentence
 
     @staticmethod
-    def _farewell(reason: str) -> v.Ended:
+    def _farewell(reason: str) -> m.Ended:
         """The last word to a worker that leaves as asked where no next generation gives it leave."""
-        return v.Ended(True, f"This worker leaves the job: {reason}.", leave=True)
+        return m.Ended(True, f"This worker leaves the job: {reason}.", leave=True)
 
-    def _dismiss(self, claim: Claim, message: v.Ended, reason: str) -> None:
+    def _dismiss(self, claim: Claim, message: m.Ended, reason: str) -> None:
         """Tells a worker its last word and takes its claim away."""
         self._tell(claim.candidate.node_id, message)
         self._remove(claim.candidate.node_id, f"{who(claim.candidate)} {reason}")
 
     def _end(self, ok: bool, reason: str) -> bool:
         formed = self._ledger.formed is not None
-        self._commit(v.JobEnded(ok, reason))
-        message = v.Ended(ok, reason) if formed else v.Refused(v.RefusalCode.TOPO_TIMEOUT, reason)
+        self._commit(r.JobEnded(ok, reason))
+        message = m.Ended(ok, reason) if formed else m.Refused(m.RefusalCode.TOPO_TIMEOUT, reason)
         for node_id in self._ledger.claims:
             self._tell(node_id, message)
         self._contacts.nodes.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from scheduler.core import ranks
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.admission import is_spare, staying
 from scheduler.core.ledger import Claim, Ledger
@@ -75,7 +76,7 @@ def next_generation(
     stateless: Collection[str],
     reason: str,
     switch_after_step: int,
-) -> v.GenerationFormed:
+) -> r.GenerationFormed:
     """The record of the next generation.
 
     Args:
@@ -83,7 +84,7 @@ def next_generation(
         chosen: its members in order of rank.
         stateless: node ids of newcomers that are not known to have received the state.
         reason: why it is formed.
-        switch_after_step: see :class:`~scheduler.core.values.Assignment`.
+        switch_after_step: see :class:`~scheduler.core.messages.Assignment`.
     """
     members = ranks.assign(chosen)
     keepers = [
@@ -93,8 +94,8 @@ def next_generation(
     ]
     source = min(keepers)[1] if keepers else -1
     has_state = {rank for _, rank in keepers}
-    newcomers = tuple(m.rank for m in members if m.rank not in has_state) if keepers else ()
-    return v.GenerationFormed(
+    newcomers = tuple(each.rank for each in members if each.rank not in has_state) if keepers else ()
+    return r.GenerationFormed(
         generation=ledger.generation + 1,
         members=members,
         state_source_rank=source,

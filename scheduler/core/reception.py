@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from scheduler.core import admission
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.ledger import Phase
 from scheduler.core.machine import Machine
@@ -17,19 +20,19 @@ class Reception(Machine):
 
     def __init__(self, job_id: str, settings: v.Settings) -> None:
         super().__init__(job_id, settings)
-        self._held_back: dict[v.SessionId, v.Joined] = {}
+        self._held_back: dict[v.SessionId, e.Joined] = {}
         self._silence_due: float | None = None
         self._forgiving_until = 0.0  # a stream that ends before that may have broken while we stood still
         self._remarked: set[str] = set()
         self._machines: dict[str, str] = {}
         self._labels: dict[str, str] = {}
 
-    def _joined(self, event: v.Joined, now: float, *, again: bool = False) -> None:
+    def _joined(self, event: e.Joined, now: float, *, again: bool = False) -> None:
         candidate = event.candidate
         self._held_back.pop(event.session, None)  # one answer to each stream, however often it asks
         known = self._contacts.nodes.get(event.session)
         if known is not None and not self._is_of(known, candidate):
-            self._lose(known, "asked for a second place on its stream", v.RefusalCode.MALFORMED)
+            self._lose(known, "asked for a second place on its stream", m.RefusalCode.MALFORMED)
             return
         answer = admission.check_process(self._ledger, event)
         if answer is not None:
@@ -47,7 +50,7 @@ class Reception(Machine):
             and claim.candidate.incarnation == candidate.incarnation
         )
 
-    def _ask_for_place(self, event: v.Joined, now: float, *, again: bool) -> None:
+    def _ask_for_place(self, event: e.Joined, now: float, *, again: bool) -> None:
         candidate = event.candidate
         refusal = admission.check_place(self._ledger, self.settings, candidate)
         if refusal is not None and self._may_free_up(refusal, candidate):
@@ -60,8 +63,8 @@ class Reception(Machine):
             self._mention(refusal.sentence)
             return
         if self._ledger.opened is None:
-            self._commit(v.JobOpened(self.job_id, *admission.sizes(self.settings, candidate)))
-        self._commit(v.Admitted(candidate))
+            self._commit(r.JobOpened(self.job_id, *admission.sizes(self.settings, candidate)))
+        self._commit(r.Admitted(candidate))
         contact = self._contacts.attach(candidate.node_id, event.session, now)
         contact.step = contact.baseline = event.step
         due = now + self.settings.node_timeout_s
@@ -93,14 +96,14 @@ class Reception(Machine):
             self._remarked.add(topic)
             self._mention(f"Warning: {sentence}")
 
-    def _may_free_up(self, refusal: v.Refused, candidate: v.Candidate) -> bool:
+    def _may_free_up(self, refusal: m.Refused, candidate: v.Candidate) -> bool:
         """Whether the place may be that of a worker that has not come back since the scheduler's restart."""
         contacts = self._contacts.by_node
         if len(self._held_back) > self._needed() + self.settings.spares:
             return False
-        if refusal.code is v.RefusalCode.NODE_ID_TAKEN and candidate.node_id in contacts:
+        if refusal.code is m.RefusalCode.NODE_ID_TAKEN and candidate.node_id in contacts:
             return contacts[candidate.node_id].session is None
-        if refusal.code in (v.RefusalCode.NODE_ID_TAKEN, v.RefusalCode.JOB_FULL):
+        if refusal.code in (m.RefusalCode.NODE_ID_TAKEN, m.RefusalCode.JOB_FULL):
             return any(contact.session is None for contact in contacts.values())
         return False
 
@@ -117,16 +120,16 @@ class Reception(Machine):
         else:
             number = len(self._ledger.claims)
             self._tell(
-                node_id, v.Waiting(number, self._needed(), f"{number} of {self._needed()} workers are in.")
+                node_id, m.Waiting(number, self._needed(), f"{number} of {self._needed()} workers are in.")
             )
 
-    def _come_back(self, event: v.Joined, now: float) -> None:
+    def _come_back(self, event: e.Joined, now: float) -> None:
         """The worker opens its stream anew: everything it may have missed is told again."""
         node_id = event.candidate.node_id
         old = self._contacts.session_of(node_id)
         if old is not None and old != event.session:
             sentence = f"{upper_first(who(event.candidate))} has opened a newer stream."
-            self._messages.append((old, v.Refused(v.RefusalCode.SUPERSEDED, sentence)))
+            self._messages.append((old, m.Refused(m.RefusalCode.SUPERSEDED, sentence)))
         contact = self._contacts.attach(node_id, event.session, now)
         contact.step = max(contact.step, event.step)
         if event.built and event.held_generation == self._ledger.generation:
@@ -140,7 +143,7 @@ class Reception(Machine):
         ledger, settings = self._ledger, self.settings
         claim = ledger.claims[node_id]
         no_place = ledger.rank_of(node_id) < 0 and sum(1 for _ in ledger.living_members()) >= self._needed()
-        welcome = v.Welcome(
+        welcome = m.Welcome(
             settings.heartbeat_interval_s,
             settings.node_timeout_s,
             settings.topo_timeout_s,
@@ -150,7 +153,7 @@ class Reception(Machine):
         rank, generation, phase = ledger.rank_of(node_id), ledger.generation, self.phase
         if phase is Phase.SUSPENDED and rank >= 0:
             wait_s = max(0.0, self._phase_since + settings.topo_timeout_s - now)
-            self._tell(node_id, v.Suspended(generation, ledger.suspended or "", wait_s))
+            self._tell(node_id, m.Suspended(generation, ledger.suspended or "", wait_s))
         if phase not in (Phase.BUILDING, Phase.RUNNING, Phase.QUIESCING):
             return
         if rank >= 0 or (claim.leaving is not None and claim.since):
@@ -161,22 +164,22 @@ class Reception(Machine):
     def _tell_rest(self, node_id: str, generation: int, phase: Phase) -> None:
         """What a member needs besides its assignment."""
         if phase is Phase.BUILDING and self._unique_ids:
-            self._tell(node_id, v.UniqueIds(generation, self._unique_ids))
+            self._tell(node_id, m.UniqueIds(generation, self._unique_ids))
         if phase is not Phase.BUILDING:
-            self._tell(node_id, v.GroupBuilt(generation))
+            self._tell(node_id, m.GroupBuilt(generation))
         if phase is Phase.QUIESCING:
-            self._tell(node_id, v.Quiesce(generation, self._plan or ""))
+            self._tell(node_id, m.Quiesce(generation, self._plan or ""))
 
     def _mark_built(self, node_id: str) -> None:
         if self.phase is Phase.BUILDING and self._ledger.rank_of(node_id) >= 0:
             self._built.add(node_id)
 
-    def _lose(self, node_id: str, what: str, code: v.RefusalCode | None = None) -> None:
+    def _lose(self, node_id: str, what: str, code: m.RefusalCode | None = None) -> None:
         """A worker is gone without a goodbye; with a code, it is told so on the stream that it still has."""
         claim = self._ledger.claims[node_id]
         sentence = f"{who(claim.candidate, self._ledger.rank_of(node_id))} {what}"
         if code is not None:
-            self._tell(node_id, v.Refused(code, f"{upper_first(sentence)}."))
+            self._tell(node_id, m.Refused(code, f"{upper_first(sentence)}."))
         departing = claim.leaving is not None and claim.since and self._ledger.rank_of(node_id) < 0
         if departing and self.phase is Phase.BUILDING:
             self._broken = sentence  # the others may be in a step that it was to finish with them

@@ -1,6 +1,6 @@
 """Durable records as JSON values and back, strictly: a record that does not fit exactly is refused.
 
-The shape follows the dataclasses of :mod:`scheduler.core.values`; no secret is part of any record.
+The shape follows the dataclasses of :mod:`scheduler.core.records`; no secret is part of any record.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import functools
 import typing
 from collections.abc import Mapping
 
-from scheduler.core import values as v
+from scheduler.core import records as r
 
-RECORD_TYPES: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(v.Record)}
+RECORD_TYPES: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(r.Record)}
 
 
 class RecordError(ValueError):
     """A value is not a record in the form in which this version writes them."""
 
 
-def encode_record(record: v.Record) -> list[object]:
+def encode_record(record: r.Record) -> list[object]:
     """The record as ``[type name, {field: value}]``, ready for ``json.dumps``."""
     return [type(record).__name__, _encode(record)]
 
 
-def decode_record(value: object) -> v.Record:
+def decode_record(value: object) -> r.Record:
     """The record that :func:`encode_record` made, after a trip through JSON.
 
     Raises:
@@ -35,7 +35,7 @@ def decode_record(value: object) -> v.Record:
     kind = RECORD_TYPES.get(value[0])
     if kind is None:
         raise RecordError(f"unknown type of record {value[0]!r}")
-    return typing.cast(v.Record, _decode(kind, value[1], value[0]))
+    return typing.cast(r.Record, _decode(kind, value[1], value[0]))
 
 
 def _encode(value: object) -> object:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.core import messages as m
 from scheduler.core import planning
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.building import building_sentence
 from scheduler.core.contacts import Contacts
@@ -54,8 +56,8 @@ class JobState:
         self._progress_since = 0.0
         self._stalled = False
         self._reason = ""
-        self._records: list[v.Record] = []
-        self._messages: list[tuple[v.SessionId, v.Message]] = []
+        self._records: list[r.Record] = []
+        self._messages: list[tuple[v.SessionId, m.Message]] = []
         self._reasons: list[str] = []
 
     @property
@@ -64,36 +66,36 @@ class JobState:
         durable = self._ledger.phase
         return Phase.QUIESCING if durable is Phase.RUNNING and self._plan is not None else durable
 
-    def apply(self, record: v.Record) -> None:
+    def apply(self, record: r.Record) -> None:
         """Takes a durable record in: the only way in which durable state changes, here and in recovery."""
         self._ledger.apply(record)
-        if isinstance(record, v.Removed):
+        if isinstance(record, r.Removed):
             self._contacts.forget(record.node_id)
             self._built.discard(record.node_id)
-        elif isinstance(record, v.GenerationFormed | v.GenerationEnded):
+        elif isinstance(record, r.GenerationFormed | r.GenerationEnded):
             self._unique_ids, self._built, self._plan = (), set(), None
             self._suspicion, self._broken, self._stalled = None, None, False
             self._hand_over_due = None
             self._formed_at = self._progress_since = self._now
-            if isinstance(record, v.GenerationFormed):  # what members have shown counts beyond a suspension
+            if isinstance(record, r.GenerationFormed):  # what members have shown counts beyond a suspension
                 for contact in self._contacts.by_node.values():
                     contact.enter_generation()
-        elif isinstance(record, v.GroupEstablished):
+        elif isinstance(record, r.GroupEstablished):
             self._unique_ids, self._suspicion, self._stalled = (), None, False
             self._trained = dict(self._ledger.ranks)
 
     # ------------------------------------------------------------ output
 
-    def _commit(self, record: v.Record) -> None:
+    def _commit(self, record: r.Record) -> None:
         self.apply(record)
         self._records.append(record)
 
-    def _tell(self, node_id: str, message: v.Message) -> None:
+    def _tell(self, node_id: str, message: m.Message) -> None:
         session = self._contacts.session_of(node_id)
         if session is not None:
             self._messages.append((session, message))
 
-    def _tell_members(self, message: v.Message) -> None:
+    def _tell_members(self, message: m.Message) -> None:
         for claim in self._ledger.living_members():
             self._tell(claim.candidate.node_id, message)
 
@@ -107,12 +109,12 @@ class JobState:
 
     def _remove(self, node_id: str, reason: str, *, finished: bool = False) -> None:
         claim = self._ledger.claims[node_id]
-        self._commit(v.Removed(node_id, claim.candidate.incarnation, reason, finished))
+        self._commit(r.Removed(node_id, claim.candidate.incarnation, reason, finished))
 
-    def _assignment(self, rank: int, lost: tuple[str, ...] = ()) -> v.Assignment:
+    def _assignment(self, rank: int, lost: tuple[str, ...] = ()) -> m.Assignment:
         formed = self._ledger.formed
         assert formed is not None
-        return v.Assignment(
+        return m.Assignment(
             generation=formed.generation,
             rank=rank,
             members=formed.members,
@@ -191,7 +193,7 @@ class JobState:
             since = f"for {now - self._formed_at:.0f} s"
             self._say(f"The group is being built {since}: {self._building_sentence()}.")
             # Whoever waits has its own log told for whom.
-            self._tell_members(v.Waiting(len(self._built), len(self._ledger.ranks), self._reason))
+            self._tell_members(m.Waiting(len(self._built), len(self._ledger.ranks), self._reason))
             return
         self._broadcast_waiting()
 
@@ -201,9 +203,9 @@ class JobState:
             self._tell(node_id, message)
         self._say(message.sentence)
 
-    def _waiting_message(self) -> v.Waiting:
+    def _waiting_message(self) -> m.Waiting:
         sentence = upper_first(self._waiting_sentence()) + "."
-        return v.Waiting(len(self._seated()), self._needed(), sentence)
+        return m.Waiting(len(self._seated()), self._needed(), sentence)
 
     def _check_progress(self, now: float) -> None:
         """Reports a stall once; the job goes on waiting."""

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from scheduler.core import values as v
+from dataclasses import dataclass
+
 from scheduler.core.admission import is_spare
 from scheduler.core.contacts import Contact
 from scheduler.core.ledger import Claim, Ledger, Phase
+from scheduler.core.values import Candidate, Collective
 
 
-def worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, built: bool) -> v.WorkerView:
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as ``status`` shows it; ``rank`` and ``local_rank`` are -1 while there is none."""
+
+    candidate: Candidate
+    state: str
+    rank: int
+    local_rank: int
+    silent_s: float
+    step: int
+    samples_per_s: float
+    last_collective: Collective | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as ``status`` shows it. ``state``: forming, building, running, quiescing, suspended, ended."""
+
+    job_id: str
+    state: str
+    generation: int
+    worker_num: int
+    worker_min: int
+    workers: tuple[WorkerView, ...]
+    missing: tuple[str, ...]
+    reason: str
+
+
+def worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, built: bool) -> WorkerView:
     """One worker."""
     node_id = claim.candidate.node_id
     rank = ledger.rank_of(node_id)
     local_rank = ledger.formed.members[rank].local_rank if ledger.formed is not None and rank >= 0 else -1
-    return v.WorkerView(
+    return WorkerView(
         candidate=claim.candidate,
         state=_state(ledger, claim, contact, rank, built),
         rank=rank,

@@ -6,7 +6,6 @@ from scheduler.wire.decode import (
     decode_drain_request,
     decode_status_request,
     decode_worker_message,
-    printable,
 )
 from scheduler.wire.encode import (
     AssignmentEncoder,
@@ -25,5 +24,4 @@ __all__ = [
     "encode_drain_reply",
     "encode_scheduler_message",
     "encode_status",
-    "printable",
 ]

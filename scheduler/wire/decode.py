@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from certs.one_line import one_line
 from rendezvous.v1 import rendezvous_pb2 as pb
+from scheduler.core import events as e
 from scheduler.core import values as v
 from scheduler.errors import MalformedError
 
@@ -31,7 +33,7 @@ class JoinRequest:
     """A decoded Join: the job it names, and what the job's machine is told once it is allowed."""
 
     job_id: str
-    event: v.Joined
+    event: e.Joined
 
 
 # ---------------------------------------------------------------- checks
@@ -59,14 +61,7 @@ def _text(field: str, value: str) -> str:
     """Free text for people: kept, but never able to forge a second log line."""
     if len(value) > MAX_TEXT:
         raise MalformedError(f"{field} must have at most {MAX_TEXT} characters; it has {len(value)}.")
-    return printable(value)
-
-
-def printable(value: str) -> str:
-    """Escapes what is not printable, so that the text stays on one line."""
-    if value.isprintable():
-        return value
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in value)
+    return one_line(value)
 
 
 def _number(field: str, value: int, low: int, high: int) -> int:
@@ -84,7 +79,7 @@ def _rate(field: str, value: float) -> float:
 # ---------------------------------------------------------------- worker to scheduler
 
 
-def decode_worker_message(data: bytes, session: v.SessionId) -> JoinRequest | v.Event:
+def decode_worker_message(data: bytes, session: v.SessionId) -> JoinRequest | e.Event:
     """Decodes one message of a worker's stream.
 
     Args:
@@ -115,25 +110,25 @@ def decode_worker_message(data: bytes, session: v.SessionId) -> JoinRequest | v.
 _NEEDS_GENERATION = frozenset(("publish_unique_ids", "built", "quiesced", "suspect_peer"))
 
 
-def _event(body: str, message: pb.WorkerMessage, session: v.SessionId, generation: int) -> v.Event:
+def _event(body: str, message: pb.WorkerMessage, session: v.SessionId, generation: int) -> e.Event:
     if body == "heartbeat":
         return _heard(message.heartbeat, session, generation)
     if body == "publish_unique_ids":
         ids = _unique_ids(message.publish_unique_ids)
-        return v.UniqueIdsPublished(session, generation, ids)
+        return e.UniqueIdsPublished(session, generation, ids)
     if body == "built":
-        return v.BuiltReported(session, generation)
+        return e.BuiltReported(session, generation)
     if body == "quiesced":
         step = _number("last_started_step", message.quiesced.last_started_step, 0, MAX_NUMBER)
-        return v.QuiescedReported(session, generation, step)
+        return e.QuiescedReported(session, generation, step)
     if body == "suspect_peer":
         suspect = message.suspect_peer
         rank = _number("rank", suspect.rank, 0, MAX_COUNT - 1)
-        return v.PeerSuspected(session, generation, rank, _text("detail", suspect.detail))
+        return e.PeerSuspected(session, generation, rank, _text("detail", suspect.detail))
     if body == "request_leave":
-        return v.LeaveRequested(session, generation, _text("reason", message.request_leave.reason))
+        return e.LeaveRequested(session, generation, _text("reason", message.request_leave.reason))
     leave = message.leave
-    return v.LeftCleanly(session, generation, leave.finished, _text("reason", leave.reason))
+    return e.LeftCleanly(session, generation, leave.finished, _text("reason", leave.reason))
 
 
 def _join(join: pb.Join, session: v.SessionId) -> JoinRequest:
@@ -143,7 +138,7 @@ def _join(join: pb.Join, session: v.SessionId) -> JoinRequest:
             remedy="Install the same version of Muster on both.",
         )
     held_generation = _number("held_generation", join.held_generation, 0, MAX_NUMBER)
-    event = v.Joined(
+    event = e.Joined(
         session=session,
         candidate=_candidate(join),
         held_generation=held_generation,
@@ -199,9 +194,9 @@ def _facts(join: pb.Join) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _heard(beat: pb.Heartbeat, session: v.SessionId, generation: int) -> v.Heard:
+def _heard(beat: pb.Heartbeat, session: v.SessionId, generation: int) -> e.Heard:
     _number("number of recent collectives", len(beat.recent), 0, MAX_RECENT)
-    return v.Heard(
+    return e.Heard(
         session=session,
         generation=generation,
         step=_number("step", beat.step, 0, MAX_NUMBER),
@@ -241,11 +236,11 @@ def decode_status_request(data: bytes) -> str:
         raise MalformedError("The message is not a StatusRequest of rendezvous.v1.") from error
 
 
-def decode_drain_request(data: bytes) -> tuple[str, v.DrainRequested]:
+def decode_drain_request(data: bytes) -> tuple[str, e.DrainRequested]:
     """Returns the job ("" for the scheduler's own) and what its machine is asked."""
     try:
         request = pb.DrainRequest.FromString(data)
     except DecodeError as error:
         raise MalformedError("The message is not a DrainRequest of rendezvous.v1.") from error
     job_id = _name("job_id", request.job_id, empty=True)
-    return job_id, v.DrainRequested(_name("node_id", request.node_id), _text("reason", request.reason))
+    return job_id, e.DrainRequested(_name("node_id", request.node_id), _text("reason", request.reason))

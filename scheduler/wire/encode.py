@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rendezvous.v1 import rendezvous_pb2 as pb
+from scheduler.core import messages as m
 from scheduler.core import values as v
+from scheduler.core.status import JobView, WorkerView
 
 # ---------------------------------------------------------------- scheduler to worker
 
 
-def encode_scheduler_message(message: v.Message) -> bytes:
+def encode_scheduler_message(message: m.Message) -> bytes:
     """Encodes one message to a worker as a serialized SchedulerMessage."""
     return _scheduler_message(message).SerializeToString()
 
 
-def _scheduler_message(message: v.Message) -> pb.SchedulerMessage:
-    if isinstance(message, v.Welcome):
+def _scheduler_message(message: m.Message) -> pb.SchedulerMessage:
+    if isinstance(message, m.Welcome):
         return pb.SchedulerMessage(
             welcome=pb.Welcome(
                 heartbeat_interval_s=message.heartbeat_interval_s,
@@ -25,33 +27,33 @@ def _scheduler_message(message: v.Message) -> pb.SchedulerMessage:
                 spare=message.spare,
             )
         )
-    if isinstance(message, v.Waiting):
+    if isinstance(message, m.Waiting):
         waiting = pb.Waiting(present=message.present, needed=message.needed, sentence=message.sentence)
         return pb.SchedulerMessage(waiting=waiting)
-    if isinstance(message, v.Assignment):
+    if isinstance(message, m.Assignment):
         return pb.SchedulerMessage(assignment=_assignment(message))
-    if isinstance(message, v.UniqueIds):
+    if isinstance(message, m.UniqueIds):
         ids = pb.UniqueIds(generation=message.generation, unique_ids=message.unique_ids)
         return pb.SchedulerMessage(unique_ids=ids)
-    if isinstance(message, v.GroupBuilt):
+    if isinstance(message, m.GroupBuilt):
         return pb.SchedulerMessage(group_built=pb.GroupBuilt(generation=message.generation))
     return _change_or_end(message)
 
 
-def _change_or_end(message: v.Suspended | v.Quiesce | v.Refused | v.Ended) -> pb.SchedulerMessage:
-    if isinstance(message, v.Suspended):
+def _change_or_end(message: m.Suspended | m.Quiesce | m.Refused | m.Ended) -> pb.SchedulerMessage:
+    if isinstance(message, m.Suspended):
         suspended = pb.Suspended(generation=message.generation, reason=message.reason, wait_s=message.wait_s)
         return pb.SchedulerMessage(suspended=suspended)
-    if isinstance(message, v.Quiesce):
+    if isinstance(message, m.Quiesce):
         return pb.SchedulerMessage(quiesce=pb.Quiesce(generation=message.generation, reason=message.reason))
-    if isinstance(message, v.Refused):
+    if isinstance(message, m.Refused):
         return pb.SchedulerMessage(
             refused=pb.Refused(code=pb.RefusalCode.Name(message.code), sentence=message.sentence)
         )
     return pb.SchedulerMessage(ended=pb.Ended(ok=message.ok, reason=message.reason, leave=message.leave))
 
 
-def _assignment(message: v.Assignment) -> pb.Assignment:
+def _assignment(message: m.Assignment) -> pb.Assignment:
     """Each host stands once, however many of its devices take part."""
     hosts = list(dict.fromkeys(member.candidate.host for member in message.members))
     index = {host: i for i, host in enumerate(hosts)}
@@ -59,7 +61,7 @@ def _assignment(message: v.Assignment) -> pb.Assignment:
         generation=message.generation,
         rank=message.rank,
         hosts=[pb.Host(id=h.id, name=h.name, address=h.address, topology=h.topology) for h in hosts],
-        members=[_member(m, index[m.candidate.host]) for m in message.members],
+        members=[_member(each, index[each.candidate.host]) for each in message.members],
         state_source_rank=message.state_source_rank,
         newcomer_ranks=message.newcomer_ranks,
         unique_id_count=message.unique_id_count,
@@ -95,20 +97,20 @@ class AssignmentEncoder:
     """
 
     def __init__(self) -> None:
-        self._last: v.Assignment | None = None
+        self._last: m.Assignment | None = None
         self._shared = b""
 
-    def encode(self, message: v.Message) -> bytes:
+    def encode(self, message: m.Message) -> bytes:
         """Encodes any message; assignments that share their members share the work."""
         return b"".join(self.encode_parts(message))
 
-    def encode_parts(self, message: v.Message) -> tuple[bytes, ...]:
+    def encode_parts(self, message: m.Message) -> tuple[bytes, ...]:
         """Encodes any message in pieces to be joined; an assignment's receivers share the large piece.
 
         The small piece repeats the assignment's field with the rank alone: protobuf merges the two
         (Protocol Buffers, "Encoding": last one wins, and sub-messages are merged).
         """
-        if not isinstance(message, v.Assignment):
+        if not isinstance(message, m.Assignment):
             return (encode_scheduler_message(message),)
         if self._last is None or not _same_but_rank(self._last, message):
             self._last = message
@@ -117,7 +119,7 @@ class AssignmentEncoder:
         return self._shared, own.SerializeToString()
 
 
-def _same_but_rank(a: v.Assignment, b: v.Assignment) -> bool:
+def _same_but_rank(a: m.Assignment, b: m.Assignment) -> bool:
     return a.members is b.members and (
         (a.generation, a.state_source_rank, a.newcomer_ranks, a.unique_id_count)
         == (b.generation, b.state_source_rank, b.newcomer_ranks, b.unique_id_count)
@@ -133,7 +135,7 @@ def encode_drain_reply(sentence: str) -> bytes:
     return pb.DrainReply(sentence=sentence).SerializeToString()
 
 
-def encode_status(view: v.JobView, *, uptime_s: float, version: str) -> bytes:
+def encode_status(view: JobView, *, uptime_s: float, version: str) -> bytes:
     """Encodes a job as a serialized StatusReply."""
     return pb.StatusReply(
         job_id=view.job_id,
@@ -149,7 +151,7 @@ def encode_status(view: v.JobView, *, uptime_s: float, version: str) -> bytes:
     ).SerializeToString()
 
 
-def _worker_status(worker: v.WorkerView) -> pb.WorkerStatus:
+def _worker_status(worker: WorkerView) -> pb.WorkerStatus:
     candidate = worker.candidate
     status = pb.WorkerStatus(
         node_id=candidate.node_id,

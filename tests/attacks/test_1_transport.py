@@ -31,7 +31,6 @@ from tests.scheduler.processes import PASSWORD, channel, error_of
 HALF_HANDSHAKES = 500
 SILENT = 60
 STREAMS = 10_000
-HANDSHAKE_LIMIT_S = 5.0
 CLIENT_HELLO = bytes.fromhex("16030100") + b"\xc8\x01\x00\x00\xc4\x03\x03" + b"r" * 32
 JOB_URI = ("muster://default/worker",)
 

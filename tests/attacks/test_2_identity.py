@@ -14,13 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from certs.grpc_credentials import server_credentials
 from certs.identity import Identity
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from scheduler import __version__
 from tests.attacks.field import Field
 from tests.attacks.test_1_transport import bare
+from tests.certs.servers import server_credentials
 from tests.scheduler.processes import PASSWORD, Pki, Stream, environment, error_of
 from tests.scheduler.processes import join as plain_join
 

@@ -11,8 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from certs.grpc_credentials import server_credentials, server_options
+from certs.grpc_credentials import server_options
 from certs.store import Credentials
+
+
+def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """Mutual TLS for a server whose certificate does not change."""
+    return grpc.ssl_server_credentials(
+        [(credentials.key_pem, credentials.cert_chain_pem)],
+        root_certificates=credentials.ca_pem,
+        require_client_auth=True,
+    )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from scheduler import wire as scheduler_wire
+from scheduler.core import events as se
 from scheduler.core import values as v
+from scheduler.core.decision import Decision
 from scheduler.core.job import Job
 from scheduler.core.record_codec import decode_record, encode_record
 from scheduler.errors import MalformedError
@@ -43,25 +45,25 @@ def talk_to_job(data: bytes) -> None:
             event = event.event
         elif 0 < getattr(event, "session", 0) < 200 and stream not in joined:
             continue  # and everything before the first
-        if isinstance(event, v.Tick):
+        if isinstance(event, se.Tick):
             now = max(now, job.deadline() or 0.0)
         _check(job.step(event, now), encoder)
         scheduler_wire.encode_status(job.view(now), uptime_s=1.0, version="0")
 
 
-def _event(stream: int, piece: bytes) -> scheduler_wire.JoinRequest | v.Event:
+def _event(stream: int, piece: bytes) -> scheduler_wire.JoinRequest | se.Event:
     if stream < 200:
         return scheduler_wire.decode_worker_message(piece, stream)
     if stream < 210:
-        return v.SessionLost(stream - 200, "lost")
+        return se.SessionLost(stream - 200, "lost")
     if stream < 220:
-        return v.DrainRequested("node-0", "drained")
+        return se.DrainRequested("node-0", "drained")
     if stream < 230:
-        return v.Expel("node-1", "revoked")
-    return v.Tick()
+        return se.Expel("node-1", "revoked")
+    return se.Tick()
 
 
-def _check(decision: v.Decision, encoder: scheduler_wire.AssignmentEncoder) -> None:
+def _check(decision: Decision, encoder: scheduler_wire.AssignmentEncoder) -> None:
     for record in decision.records:
         assert decode_record(encode_record(record)) == record
         assert "unique" not in repr(encode_record(record))

@@ -7,7 +7,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from scheduler.core import events as e
 from scheduler.core import values as v
+from scheduler.core.decision import Decision
+from scheduler.core.status import JobView
 
 
 def candidate(node_id: str = "node-a", **changes: object) -> v.Candidate:
@@ -70,12 +73,12 @@ class FakeClock:
 class FakeJob:
     """A machine that answers each event with what its script says, and remembers what it was asked."""
 
-    script: Callable[[v.Event], v.Decision] = lambda event: v.Decision()
+    script: Callable[[e.Event], Decision] = lambda event: Decision()
     due: float | None = None
-    seen: list[tuple[float, v.Event]] = field(default_factory=list)
-    postponed: list[v.Event] = field(default_factory=list)
+    seen: list[tuple[float, e.Event]] = field(default_factory=list)
+    postponed: list[e.Event] = field(default_factory=list)
 
-    def step(self, event: v.Event, now: float, *, more: bool = False) -> v.Decision:
+    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         self.seen.append((now, event))
         self.postponed += [event] if more else []
         return self.script(event)
@@ -83,8 +86,8 @@ class FakeJob:
     def deadline(self) -> float | None:
         return self.due
 
-    def view(self, now: float) -> v.JobView:
-        return v.JobView("job", "forming", 0, 2, 2, (), ("2 workers",), "")
+    def view(self, now: float) -> JobView:
+        return JobView("job", "forming", 0, 2, 2, (), ("2 workers",), "")
 
-    def events(self) -> Sequence[v.Event]:
+    def events(self) -> Sequence[e.Event]:
         return [event for _, event in self.seen]

@@ -10,7 +10,10 @@ import pytest
 
 from rendezvous.v1 import rendezvous_pb2 as pb
 from scheduler.access import Caller
-from scheduler.core import values as v
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core import records as r
+from scheduler.core.decision import Decision
 from scheduler.driver import PULSE_S, JobDriver, Note
 from scheduler.errors import SchedulerError, StoppingError, TooSlowError
 from scheduler.sessions import MAX_WAITING_MESSAGES, Session
@@ -20,10 +23,10 @@ from tests.scheduler.fakes import FakeClock, FakeJob, candidate, member
 class Rig:
     """A driver with a fake machine and clock, and a record of what happened in which order."""
 
-    def __init__(self, script: Callable[[v.Event], v.Decision]) -> None:
+    def __init__(self, script: Callable[[e.Event], Decision]) -> None:
         self.job = FakeJob(script)
         self.clock = FakeClock()
-        self.order: list[tuple[v.Record, ...]] = []
+        self.order: list[tuple[r.Record, ...]] = []
         self.notes: list[Note] = []
         self.disk = asyncio.Event()
         self.disk.set()
@@ -31,7 +34,7 @@ class Rig:
         self.driver = JobDriver("job", self.job, self.clock, self.make_durable, self.notes.append)
         self.task = asyncio.ensure_future(self.driver.run())
 
-    async def make_durable(self, records: Sequence[v.Record]) -> None:
+    async def make_durable(self, records: Sequence[r.Record]) -> None:
         await self.disk.wait()
         if self.disk_error is not None:
             raise self.disk_error
@@ -56,26 +59,26 @@ def kind(data: bytes | None) -> str:
     return pb.SchedulerMessage.FromString(data).WhichOneof("body") or ""
 
 
-def reply(message: v.Message, *records: v.Record, reason: str = "") -> Callable[[v.Event], v.Decision]:
-    return lambda event: v.Decision(records, ((1, message),), reason)
+def reply(message: m.Message, *records: r.Record, reason: str = "") -> Callable[[e.Event], Decision]:
+    return lambda event: Decision(records, ((1, message),), reason)
 
 
 def test_records_are_durable_before_any_message_leaves() -> None:
     async def test() -> None:
-        rig = Rig(reply(v.Welcome(1, 5, 60), v.Admitted(candidate())))
+        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
         session = rig.session(1)
         rig.disk.clear()
-        submitted = asyncio.ensure_future(rig.driver.submit(v.Joined(1, candidate())))
+        submitted = asyncio.ensure_future(rig.driver.submit(e.Joined(1, candidate())))
         sent = asyncio.ensure_future(session.next())
         for _ in range(20):
             await asyncio.sleep(0)
-        assert rig.job.events() == [v.Joined(1, candidate())]
+        assert rig.job.events() == [e.Joined(1, candidate())]
         assert not sent.done()
         assert not submitted.done()
         rig.disk.set()
         assert kind(await sent) == "welcome"
         await submitted
-        assert rig.order == [(v.Admitted(candidate()),)]
+        assert rig.order == [(r.Admitted(candidate()),)]
         await rig.close()
 
     go(test())
@@ -83,28 +86,28 @@ def test_records_are_durable_before_any_message_leaves() -> None:
 
 def test_a_disk_that_fails_lets_nothing_out_and_ends_the_streams() -> None:
     async def test() -> None:
-        rig = Rig(reply(v.Welcome(1, 5, 60), v.Admitted(candidate())))
+        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
         session = rig.session(1)
         rig.disk_error = SchedulerError("disk full")
         with pytest.raises(StoppingError):
-            await rig.driver.submit(v.Joined(1, candidate()))
+            await rig.driver.submit(e.Joined(1, candidate()))
         assert await session.next() is None
         assert isinstance(session.closed, StoppingError)
         with pytest.raises(SchedulerError, match="disk full"):
             await rig.task
         with pytest.raises(StoppingError):
-            await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+            await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
 
     go(test())
 
 
 def test_events_that_wait_together_are_committed_together() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision((v.GroupEstablished(event.session),)))  # type: ignore[union-attr]
-        await asyncio.gather(*(rig.driver.submit(v.BuiltReported(i, 1)) for i in range(50)))
+        rig = Rig(lambda event: Decision((r.GroupEstablished(event.session),)))  # type: ignore[union-attr]
+        await asyncio.gather(*(rig.driver.submit(e.BuiltReported(i, 1)) for i in range(50)))
         assert sum(len(batch) for batch in rig.order) == 50
         assert len(rig.order) <= 2
-        assert [e.session for e in rig.job.events()] == list(range(50))  # type: ignore[union-attr]
+        assert [event.session for event in rig.job.events()] == list(range(50))  # type: ignore[union-attr]
         await rig.close()
 
     go(test())
@@ -112,17 +115,17 @@ def test_events_that_wait_together_are_committed_together() -> None:
 
 def test_the_timer_follows_the_machines_deadline() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision())
+        rig = Rig(lambda event: Decision())
         rig.job.due = 110.0
-        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
         assert rig.clock.armed() == [100.0 + PULSE_S]
         rig.job.due = 100.25
-        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
         assert rig.clock.armed() == [100.25]
         rig.job.due = None
         rig.clock.advance(0.25)
-        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
-        assert (100.25, v.Tick()) in rig.job.seen
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert (100.25, e.Tick()) in rig.job.seen
         assert rig.clock.armed() == []
         await rig.close()
 
@@ -131,14 +134,14 @@ def test_the_timer_follows_the_machines_deadline() -> None:
 
 def test_the_machine_is_told_first_that_the_process_stood_still() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision())
+        rig = Rig(lambda event: Decision())
         rig.job.due = 1000.0
-        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
         rig.clock.now += (
             8.0  # no timer has called meanwhile, and the end of a stream is there before any does
         )
-        await rig.driver.submit(v.SessionLost(1, "reset"))
-        assert rig.job.events()[1:] == [v.StoodStill(8.0 - PULSE_S), v.SessionLost(1, "reset")]
+        await rig.driver.submit(e.SessionLost(1, "reset"))
+        assert rig.job.events()[1:] == [e.StoodStill(8.0 - PULSE_S), e.SessionLost(1, "reset")]
         await rig.close()
 
     go(test())
@@ -146,14 +149,14 @@ def test_the_machine_is_told_first_that_the_process_stood_still() -> None:
 
 def test_a_process_that_is_called_regularly_has_not_stood_still() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision())
+        rig = Rig(lambda event: Decision())
         rig.job.due = 1000.0
         for _ in range(20):
             rig.clock.advance(PULSE_S)
             for _ in range(5):
                 await asyncio.sleep(0)
-        await rig.driver.submit(v.Heard(1, 0, 0, 0, 0.0))
-        assert set(rig.job.events()) == {v.Tick(), v.Heard(1, 0, 0, 0, 0.0)}
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert set(rig.job.events()) == {e.Tick(), e.Heard(1, 0, 0, 0, 0.0)}
         await rig.close()
 
     go(test())
@@ -161,10 +164,10 @@ def test_a_process_that_is_called_regularly_has_not_stood_still() -> None:
 
 def test_a_peer_that_does_not_read_is_dropped_and_nobody_else_notices() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision(messages=((1, v.Waiting(1, 2, "")), (2, v.Waiting(1, 2, "")))))
+        rig = Rig(lambda event: Decision(messages=((1, m.Waiting(1, 2, "")), (2, m.Waiting(1, 2, "")))))
         slow, good = rig.session(1), rig.session(2)
         for _ in range(MAX_WAITING_MESSAGES + 1):
-            await rig.driver.submit(v.Tick())
+            await rig.driver.submit(e.Tick())
             assert kind(await good.next()) == "waiting"
         assert isinstance(slow.closed, TooSlowError)
         assert slow.dropped.is_set()
@@ -177,9 +180,9 @@ def test_a_peer_that_does_not_read_is_dropped_and_nobody_else_notices() -> None:
 
 def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> None:
     async def test() -> None:
-        rig = Rig(reply(v.Refused(v.RefusalCode.JOB_FULL, "4 of 4 workers are in")))
+        rig = Rig(reply(m.Refused(m.RefusalCode.JOB_FULL, "4 of 4 workers are in")))
         session = rig.session(1)
-        await rig.driver.submit(v.Joined(1, candidate()))
+        await rig.driver.submit(e.Joined(1, candidate()))
         assert kind(await session.next()) == "refused"
         assert await session.next() is None
         assert str(session.closed) == "4 of 4 workers are in"
@@ -192,15 +195,15 @@ def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> Non
 
 def test_losses_that_come_together_are_concluded_together() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision())
-        lost = [v.SessionLost(number, "gone") for number in range(3)]
+        rig = Rig(lambda event: Decision())
+        lost = [e.SessionLost(number, "gone") for number in range(3)]
         rig.driver.post(lost[0])
         await asyncio.sleep(0)  # it is taken; the others come while it settles
-        rig.driver.post(v.Heard(7, 1, 1, 1, 0.0))
+        rig.driver.post(e.Heard(7, 1, 1, 1, 0.0))
         rig.driver.post(lost[1])
-        rig.driver.post(v.Tick())
+        rig.driver.post(e.Tick())
         await rig.driver.submit(lost[2])
-        assert [event for _, event in rig.job.seen if isinstance(event, v.SessionLost)] == lost
+        assert [event for _, event in rig.job.seen if isinstance(event, e.SessionLost)] == lost
         assert rig.job.postponed == [lost[0]]
         await rig.close()
 
@@ -209,9 +212,9 @@ def test_losses_that_come_together_are_concluded_together() -> None:
 
 def test_a_goodbye_closes_the_stream_well() -> None:
     async def test() -> None:
-        rig = Rig(reply(v.Ended(True, "Goodbye.")))
+        rig = Rig(reply(m.Ended(True, "Goodbye.")))
         session = rig.session(1)
-        await rig.driver.submit(v.LeftCleanly(1, 1, True, ""))
+        await rig.driver.submit(e.LeftCleanly(1, 1, True, ""))
         assert kind(await session.next()) == "ended"
         assert await session.next() is None
         assert session.closed is None
@@ -224,9 +227,9 @@ def test_a_goodbye_closes_the_stream_well() -> None:
 def test_a_reason_is_logged_when_it_changes_only() -> None:
     async def test() -> None:
         words = iter(["a", "a", "", "a", "b"])
-        rig = Rig(lambda event: v.Decision(reason=next(words)))
+        rig = Rig(lambda event: Decision(reason=next(words)))
         for _ in range(5):
-            await rig.driver.submit(v.PeerSuspected(1, 1, 0, ""))
+            await rig.driver.submit(e.PeerSuspected(1, 1, 0, ""))
         assert [n.text for n in rig.notes if n.kind == "decided"] == ["a", "b"]
         await rig.close()
 
@@ -235,9 +238,9 @@ def test_a_reason_is_logged_when_it_changes_only() -> None:
 
 def test_a_report_that_is_due_is_repeated() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision(reason="1 of 2 workers is in"))
+        rig = Rig(lambda event: Decision(reason="1 of 2 workers is in"))
         for _ in range(3):
-            await rig.driver.submit(v.Tick())
+            await rig.driver.submit(e.Tick())
         assert len(rig.notes) == 3
         await rig.close()
 
@@ -246,26 +249,26 @@ def test_a_report_that_is_due_is_repeated() -> None:
 
 def test_counters_time_the_formation() -> None:
     async def test() -> None:
-        answers: dict[type, v.Record] = {
-            v.BuiltReported: v.GroupEstablished(1),
-            v.UniqueIdsPublished: v.GenerationFormed(1, (member(0, "a"),), -1, (), ""),
-            v.LeftCleanly: v.JobEnded(True, "done"),
+        answers: dict[type, r.Record] = {
+            e.BuiltReported: r.GroupEstablished(1),
+            e.UniqueIdsPublished: r.GenerationFormed(1, (member(0, "a"),), -1, (), ""),
+            e.LeftCleanly: r.JobEnded(True, "done"),
         }
-        rig = Rig(lambda e: v.Decision((answers[type(e)],) if type(e) in answers else ()))
+        rig = Rig(lambda event: Decision((answers[type(event)],) if type(event) in answers else ()))
         ended: list[JobDriver] = []
         rig.driver.on_ended = ended.append
-        await rig.driver.submit(v.Joined(1, candidate()))
+        await rig.driver.submit(e.Joined(1, candidate()))
         rig.clock.advance(2.0)
-        await rig.driver.submit(v.UniqueIdsPublished(1, 1, (b"x",)))
+        await rig.driver.submit(e.UniqueIdsPublished(1, 1, (b"x",)))
         rig.clock.advance(0.5)
-        await rig.driver.submit(v.BuiltReported(1, 1))
-        await rig.driver.submit(v.Heard(1, 1, 0, 0, 0.0))
+        await rig.driver.submit(e.BuiltReported(1, 1))
+        await rig.driver.submit(e.Heard(1, 1, 0, 0, 0.0))
         counters = rig.driver.counters
         assert (counters.formation_s, counters.build_s, counters.heartbeats) == (2.5, 0.5, 1)
         assert not ended
-        await rig.driver.submit(v.LeftCleanly(1, 1, True, ""))
+        await rig.driver.submit(e.LeftCleanly(1, 1, True, ""))
         assert ended == [rig.driver]
-        assert rig.driver.ended == v.JobEnded(True, "done")
+        assert rig.driver.ended == r.JobEnded(True, "done")
         await rig.close()
 
     go(test())
@@ -273,9 +276,9 @@ def test_counters_time_the_formation() -> None:
 
 def test_a_stopped_driver_tells_its_sessions() -> None:
     async def test() -> None:
-        rig = Rig(lambda event: v.Decision())
+        rig = Rig(lambda event: Decision())
         session = rig.session(1)
-        await rig.driver.submit(v.Tick())
+        await rig.driver.submit(e.Tick())
         await rig.close()
         assert await session.next() is None
         assert isinstance(session.closed, StoppingError)

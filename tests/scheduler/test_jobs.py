@@ -11,7 +11,10 @@ import pytest
 from scheduler import jobs as jobs_module
 from scheduler.access import Caller
 from scheduler.config import load_settings
+from scheduler.core import events as e
+from scheduler.core import records as r
 from scheduler.core import values as v
+from scheduler.core.decision import Decision
 from scheduler.driver import Note
 from scheduler.errors import JournalUnavailableError, LimitError, NotFoundError
 from scheduler.jobs import Jobs, Storage, UnknownJobError
@@ -22,17 +25,17 @@ from tests.scheduler.fakes import FakeClock, FakeJob, candidate
 class MemoryStorage:
     """A journal in memory."""
 
-    def __init__(self, **records: list[v.Record]) -> None:
+    def __init__(self, **records: list[r.Record]) -> None:
         self.records = records
         self.closed = False
         self.error: Exception | None = None
 
-    def append(self, job_id: str, records: Sequence[v.Record]) -> None:
+    def append(self, job_id: str, records: Sequence[r.Record]) -> None:
         if self.error is not None:
             raise self.error
         self.records.setdefault(job_id, []).extend(records)
 
-    def load(self, job_id: str) -> Sequence[v.Record]:
+    def load(self, job_id: str) -> Sequence[r.Record]:
         return self.records[job_id]
 
     def job_ids(self) -> Sequence[str]:
@@ -68,17 +71,17 @@ class Rig:
         self.made.append((job_id, settings.worker_num))
         return FakeJob(_script)
 
-    def _recover(self, job_id: str, settings: v.Settings, records: Sequence[v.Record], now: float) -> FakeJob:
+    def _recover(self, job_id: str, settings: v.Settings, records: Sequence[r.Record], now: float) -> FakeJob:
         if self.recover_error is not None:
             raise self.recover_error
         self.recovered.append((job_id, len(records)))
         return FakeJob(_script)
 
 
-def _script(event: v.Event) -> v.Decision:
-    if isinstance(event, v.LeftCleanly):
-        return v.Decision((v.JobEnded(event.finished, event.reason),))
-    return v.Decision((v.Admitted(candidate()),))
+def _script(event: e.Event) -> Decision:
+    if isinstance(event, e.LeftCleanly):
+        return Decision((r.JobEnded(event.finished, event.reason),))
+    return Decision((r.Admitted(candidate()),))
 
 
 def go(test: Coroutine[Any, Any, None]) -> None:
@@ -133,8 +136,8 @@ def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
         rig = Rig(storage, serve=True, workers="")
         await rig.jobs.open()
         first = await rig.jobs.for_join("a", fresh=True)
-        await first.submit(v.LeftCleanly(1, 1, True, "done"))
-        assert storage.records["a"] == [v.JobEnded(True, "done")]
+        await first.submit(e.LeftCleanly(1, 1, True, "done"))
+        assert storage.records["a"] == [r.JobEnded(True, "done")]
         assert await rig.jobs.for_join("a", fresh=False) is first
         first.sessions[9] = Session(9, Caller("x"))
         assert await rig.jobs.for_join("a", fresh=True) is first  # somebody is still being told goodbye
@@ -142,8 +145,8 @@ def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
         second = await rig.jobs.for_join("a", fresh=True)
         assert second is not first
         assert "a" not in storage.records
-        await second.submit(v.Joined(1, candidate()))
-        assert storage.records["a"] == [v.Admitted(candidate())]
+        await second.submit(e.Joined(1, candidate()))
+        assert storage.records["a"] == [r.Admitted(candidate())]
         await rig.jobs.close()
         assert storage.closed
 
@@ -160,7 +163,7 @@ def test_jobs_are_bounded_and_ended_ones_make_room(monkeypatch: pytest.MonkeyPat
         await rig.jobs.for_join("b", fresh=True)
         with pytest.raises(LimitError, match="2 jobs"):
             await rig.jobs.for_join("c", fresh=True)
-        await first.submit(v.LeftCleanly(1, 1, True, ""))
+        await first.submit(e.LeftCleanly(1, 1, True, ""))
         await rig.jobs.for_join("c", fresh=True)
         assert [driver.job_id for driver in rig.jobs.all()] == ["b", "c"]
         await rig.jobs.close()
@@ -172,8 +175,8 @@ def test_the_end_of_the_own_job_is_told() -> None:
     async def test() -> None:
         rig = Rig()
         await rig.jobs.open()
-        await rig.jobs.get("default").submit(v.LeftCleanly(1, 1, False, "gave up"))
-        assert await rig.jobs.own_job_over == v.JobEnded(False, "gave up")
+        await rig.jobs.get("default").submit(e.LeftCleanly(1, 1, False, "gave up"))
+        assert await rig.jobs.own_job_over == r.JobEnded(False, "gave up")
         await rig.jobs.close()
 
     go(test())
@@ -181,7 +184,7 @@ def test_the_end_of_the_own_job_is_told() -> None:
 
 def test_jobs_are_taken_up_from_the_journal() -> None:
     async def test() -> None:
-        storage = MemoryStorage(default=[v.JobOpened("default", 2, 2)], other=[v.JobOpened("other", 3, 3)])
+        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2)], other=[r.JobOpened("other", 3, 3)])
         rig = Rig(storage, serve=True)
         await rig.jobs.open()
         assert rig.recovered == [("default", 1), ("other", 1)]
@@ -194,7 +197,7 @@ def test_jobs_are_taken_up_from_the_journal() -> None:
 
 def test_an_ended_job_in_the_journal_is_a_new_run() -> None:
     async def test() -> None:
-        storage = MemoryStorage(default=[v.JobOpened("default", 2, 2), v.JobEnded(True, "done")])
+        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2), r.JobEnded(True, "done")])
         rig = Rig(storage)
         await rig.jobs.open()
         assert (rig.made, rig.recovered) == ([("default", 2)], [])
@@ -206,7 +209,7 @@ def test_an_ended_job_in_the_journal_is_a_new_run() -> None:
 
 def test_records_that_do_not_fit_end_the_start_in_words() -> None:
     async def test() -> None:
-        rig = Rig(MemoryStorage(default=[v.JobOpened("default", 4, 4)]))
+        rig = Rig(MemoryStorage(default=[r.JobOpened("default", 4, 4)]))
         rig.recover_error = ValueError("the records say MS_WORKER_NUM=4")
         with pytest.raises(JournalUnavailableError, match="MS_WORKER_NUM=4"):
             await rig.jobs.open()
@@ -243,7 +246,7 @@ def test_a_journal_that_fails_later_ends_the_own_job() -> None:
         await rig.jobs.open()
         storage.error = OSError("disk full.")
         with pytest.raises(Exception, match="stopping"):
-            await rig.jobs.get("default").submit(v.Joined(1, candidate()))
+            await rig.jobs.get("default").submit(e.Joined(1, candidate()))
         with pytest.raises(JournalUnavailableError, match="disk full"):
             await rig.jobs.own_job_over
         await rig.jobs.close()

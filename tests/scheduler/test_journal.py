@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.record_codec import RECORD_TYPES, RecordError, decode_record, encode_record
 from scheduler.errors import SchedulerError
@@ -39,15 +40,15 @@ CANDIDATE = v.Candidate(
     spare=True,
     facts=(("nccl", "2.28.9"), ("muster", "0.1.0")),
 )
-RECORDS: tuple[v.Record, ...] = (
-    v.JobOpened("default", 2, 1),
-    v.Admitted(CANDIDATE),
-    v.GenerationFormed(1, (v.Member(0, 0, 1, CANDIDATE),), -1, (), "all are in"),
-    v.GroupEstablished(1),
-    v.LeavePlanned("knoten-ü7", 5, "drained"),
-    v.Removed("knoten-ü7", 5, "left", finished=True),
-    v.GenerationEnded(1, "too few"),
-    v.JobEnded(False, "nobody came"),
+RECORDS: tuple[r.Record, ...] = (
+    r.JobOpened("default", 2, 1),
+    r.Admitted(CANDIDATE),
+    r.GenerationFormed(1, (v.Member(0, 0, 1, CANDIDATE),), -1, (), "all are in"),
+    r.GroupEstablished(1),
+    r.LeavePlanned("knoten-ü7", 5, "drained"),
+    r.Removed("knoten-ü7", 5, "left", finished=True),
+    r.GenerationEnded(1, "too few"),
+    r.JobEnded(False, "nobody came"),
 )
 
 
@@ -86,10 +87,10 @@ def test_what_append_returned_for_survives_a_sigkill(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from scheduler.journal import Journal\n"
-        "from scheduler.core import values as v\n"
+        "from scheduler.core import records as r\n"
         "journal = Journal(sys.argv[1])\n"
         "for number in range(20):\n"
-        "    journal.append('default', [v.GroupEstablished(number), v.GroupEstablished(number)])\n"
+        "    journal.append('default', [r.GroupEstablished(number), r.GroupEstablished(number)])\n"
         "print('done', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -99,7 +100,7 @@ def test_what_append_returned_for_survives_a_sigkill(tmp_path: Path) -> None:
     assert (process.stdout, process.returncode) == ("done\n", -signal.SIGKILL)
     with Journal(tmp_path / "j") as journal:
         records = journal.load("default")
-    assert records == [v.GroupEstablished(number) for number in range(20) for _ in range(2)]
+    assert records == [r.GroupEstablished(number) for number in range(20) for _ in range(2)]
 
 
 def test_a_failed_append_leaves_nothing_of_it(tmp_path: Path) -> None:

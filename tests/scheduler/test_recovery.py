@@ -101,11 +101,11 @@ def test_after_the_end_a_new_run_begins_anew(tmp_path: Path) -> None:
             assert running.wait() == 0
 
 
-def form_and_stop(env: dict[str, str]) -> None:
+def form_and_stop(env: dict[str, str], by: signal.Signals = signal.SIGTERM) -> None:
     """Leaves the journal of a job whose scheduler was stopped."""
     with scheduler(**env) as running, channel(running.target) as over:
         streams = form(over)
-        running.signal(signal.SIGTERM)
+        running.signal(by)
         running.wait()
         for stream in streams:
             stream.end()
@@ -157,12 +157,7 @@ def test_the_port_is_free_again_after_a_kill() -> None:
 
 def test_a_damaged_journal_is_named_and_left_as_it_is(tmp_path: Path) -> None:
     env = recovery(tmp_path)
-    with scheduler(**env) as running, channel(running.target) as over:
-        streams = form(over)
-        running.signal(signal.SIGKILL)
-        running.wait()
-        for stream in streams:
-            stream.end()
+    form_and_stop(env, signal.SIGKILL)
     file = next(path for path in tmp_path.iterdir() if path.suffix == ".sqlite")
     damaged = b"\xff" * 2048 + file.read_bytes()[2048:]
     file.write_bytes(damaged)
@@ -175,12 +170,7 @@ def test_a_damaged_journal_is_named_and_left_as_it_is(tmp_path: Path) -> None:
 
 def test_the_journal_of_another_job_is_named_and_left_as_it_is(tmp_path: Path) -> None:
     env = recovery(tmp_path)
-    with scheduler(**env) as running, channel(running.target) as over:
-        streams = form(over)
-        running.signal(signal.SIGKILL)
-        running.wait()
-        for stream in streams:
-            stream.end()
+    form_and_stop(env, signal.SIGKILL)
     for path in list(tmp_path.iterdir()):  # its own would lie beside it: somebody has put this one there
         path.rename(tmp_path / path.name.replace("default", "another"))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -14,7 +14,9 @@ import pytest
 from rendezvous.v1 import rendezvous_pb2 as pb
 from scheduler.access import Access
 from scheduler.config import load_settings
-from scheduler.core import values as v
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core.decision import Decision
 from scheduler.driver import Note
 from scheduler.jobs import Jobs
 from scheduler.logs import Recorder
@@ -48,7 +50,7 @@ class Rig:
 
 @asynccontextmanager
 async def served(
-    script: Callable[[v.Event], v.Decision], limits: Limits | None = None
+    script: Callable[[e.Event], Decision], limits: Limits | None = None
 ) -> AsyncIterator[tuple[Rig, grpc.aio.Channel]]:
     job, recorder = FakeJob(script), Recorder()
     jobs = Jobs(
@@ -77,10 +79,10 @@ def go(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-def welcome(event: v.Event) -> v.Decision:
-    if isinstance(event, v.Joined):
-        return v.Decision(messages=((event.session, v.Welcome(1, 5, 60)),))
-    return v.Decision()
+def welcome(event: e.Event) -> Decision:
+    if isinstance(event, e.Joined):
+        return Decision(messages=((event.session, m.Welcome(1, 5, 60)),))
+    return Decision()
 
 
 def test_too_many_streams_from_one_host() -> None:
@@ -126,13 +128,13 @@ def test_a_stream_without_join_is_ended() -> None:
 
 def test_a_worker_that_does_not_read_is_dropped_and_reported_lost() -> None:
     async def test() -> None:
-        lost: asyncio.Future[v.SessionLost] = asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[e.SessionLost] = asyncio.get_running_loop().create_future()
 
-        def script(event: v.Event) -> v.Decision:
-            if isinstance(event, v.SessionLost):
+        def script(event: e.Event) -> Decision:
+            if isinstance(event, e.SessionLost):
                 lost.set_result(event)
-            if isinstance(event, v.Heard):
-                return v.Decision(messages=((1, v.Waiting(1, 2, "x" * 500_000)),))
+            if isinstance(event, e.Heard):
+                return Decision(messages=((1, m.Waiting(1, 2, "x" * 500_000)),))
             return welcome(event)
 
         async with served(script) as (rig, channel):
@@ -165,8 +167,8 @@ def test_every_end_without_goodbye_is_reported_once(how: str) -> None:
                 await call.write(pb.WorkerMessage())
             await rig.service.idle.wait()
             driver = rig.jobs.get("default")
-            await driver.submit(v.Tick())
-            assert [type(e) for e in rig.job.events()] == [v.Joined, v.SessionLost, v.Tick]
+            await driver.submit(e.Tick())
+            assert [type(event) for event in rig.job.events()] == [e.Joined, e.SessionLost, e.Tick]
             assert driver.sessions == {}
 
     go(test())
@@ -182,7 +184,7 @@ def test_a_revoked_stream_without_a_place_is_dropped_too() -> None:
             await rig.service.expel_revoked()
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
             assert await call.details() == "it was revoked"
-            assert v.Expel("node-0", "it was revoked") in rig.job.events()
+            assert e.Expel("node-0", "it was revoked") in rig.job.events()
 
     go(test())
 
@@ -227,9 +229,9 @@ def test_a_certificate_that_ends_while_its_stream_lives_is_told_once() -> None:
 
 def test_a_goodbye_is_no_loss() -> None:
     async def test() -> None:
-        def script(event: v.Event) -> v.Decision:
-            if isinstance(event, v.LeftCleanly):
-                return v.Decision(messages=((event.session, v.Ended(True, "Goodbye.")),))
+        def script(event: e.Event) -> Decision:
+            if isinstance(event, e.LeftCleanly):
+                return Decision(messages=((event.session, m.Ended(True, "Goodbye.")),))
             return welcome(event)
 
         async with served(script) as (rig, channel):
@@ -239,15 +241,15 @@ def test_a_goodbye_is_no_loss() -> None:
             assert [(await call.read()).WhichOneof("body") for _ in range(2)] == ["welcome", "ended"]
             assert await call.code() is grpc.StatusCode.OK
             await rig.service.idle.wait()
-            await rig.jobs.get("default").submit(v.Tick())
-            assert [type(e) for e in rig.job.events()] == [v.Joined, v.LeftCleanly, v.Tick]
+            await rig.jobs.get("default").submit(e.Tick())
+            assert [type(event) for event in rig.job.events()] == [e.Joined, e.LeftCleanly, e.Tick]
 
     go(test())
 
 
 def test_a_fault_in_the_machine_tells_callers_nothing_but_that() -> None:
     async def test() -> None:
-        def script(event: v.Event) -> v.Decision:
+        def script(event: e.Event) -> Decision:
             raise RuntimeError("the secret inside")
 
         async with served(script) as (rig, channel):

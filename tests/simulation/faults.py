@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler.core import values as v
+from scheduler.core import events as se
 from tests.simulation.scenario import TOPO_TIMEOUT_S
-from worker.client import ENTER_ALONE_S
 from worker.core import events as e
+from worker.core.lone_leave import UNFORMED_S
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
@@ -63,14 +63,14 @@ def pause(world: World, worker: Worker) -> None:
 def drain(world: World, worker: Worker) -> None:
     world.leavers.add(worker.node_id)
     if world.scheduler.up:
-        world.scheduler.feed(v.DrainRequested(worker.node_id, "maintenance"))
+        world.scheduler.feed(se.DrainRequested(worker.node_id, "maintenance"))
 
 
 def request_leave(world: World, worker: Worker) -> None:
     """SIGTERM: it is told at once; who waits too long for a generation to form saves and goes by itself."""
     world.leavers.add(worker.node_id)
     worker.post(e.LeaveRequested("SIGTERM"))
-    world.loop.after(ENTER_ALONE_S, _go_alone, world, worker)
+    world.loop.after(UNFORMED_S, _go_alone, world, worker)
 
 
 def _go_alone(world: World, worker: Worker) -> None:
@@ -89,7 +89,7 @@ def evict(world: World, worker: Worker) -> None:
 
 def expel(world: World, worker: Worker) -> None:
     if world.scheduler.up:
-        world.scheduler.feed(v.Expel(worker.node_id, "revoked"))
+        world.scheduler.feed(se.Expel(worker.node_id, "revoked"))
 
 
 def extra(world: World, worker: Worker) -> None:

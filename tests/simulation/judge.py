@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NoReturn
 
+from scheduler.core import events as se
+from scheduler.core import messages as sm
+from scheduler.core import records as r
 from scheduler.core import values as v
+from scheduler.core.decision import Decision
 from scheduler.core.job import Job
 from tests.simulation.scenario import NODE_TIMEOUT_S
 from worker.core import events as e
@@ -33,14 +37,14 @@ class Judge:
         self.since: dict[Process, int] = {}
         self.newcomers: set[Process] = set()
         self.leaving: set[Process] = set()
-        self.formed: v.GenerationFormed | None = None
+        self.formed: r.GenerationFormed | None = None
         self.established = False
         self.ever_established = False
         self.suspended = False
         self.finished: set[str] = set()
         self.completed: set[Process] = set()
         self.finishing = False
-        self.outcome: v.JobEnded | None = None
+        self.outcome: r.JobEnded | None = None
         self.identity: dict[int, Process] = {}
         self.newest_stream: dict[Process, int] = {}
         self.closed: set[int] = set()
@@ -67,25 +71,25 @@ class Judge:
 
     # ------------------------------------------------------------ records
 
-    def committed(self, records: tuple[v.Record, ...]) -> None:
+    def committed(self, records: tuple[r.Record, ...]) -> None:
         for record in records:
             self.expect(self.outcome is None, "a record follows the end of the job")
-            if isinstance(record, v.Admitted):
+            if isinstance(record, r.Admitted):
                 self._admitted(record.candidate)
-            elif isinstance(record, v.LeavePlanned):
+            elif isinstance(record, r.LeavePlanned):
                 self.leaving.add((record.node_id, record.incarnation))
-            elif isinstance(record, v.Removed):
+            elif isinstance(record, r.Removed):
                 self._removed(record)
-            elif isinstance(record, v.GenerationFormed):
+            elif isinstance(record, r.GenerationFormed):
                 self._settled("a new generation was formed")
                 self._formed(record)
-            elif isinstance(record, v.GenerationEnded):
+            elif isinstance(record, r.GenerationEnded):
                 self.anew = self.suspended = True  # the step under way is given up
                 self._settled("the generation was ended")
                 self.established = False
-            elif isinstance(record, v.GroupEstablished):
+            elif isinstance(record, r.GroupEstablished):
                 self.established = self.ever_established = True
-            elif isinstance(record, v.JobEnded):
+            elif isinstance(record, r.JobEnded):
                 self.outcome = record
                 self._ended(record)
 
@@ -98,7 +102,7 @@ class Judge:
         earlier.add(incarnation)
         self.claims[node_id] = incarnation
 
-    def _removed(self, record: v.Removed) -> None:
+    def _removed(self, record: r.Removed) -> None:
         process = (record.node_id, record.incarnation)
         self.expect(self.claims.pop(record.node_id, None) == record.incarnation, "a stranger was removed")
         if process in self.since:
@@ -119,7 +123,7 @@ class Judge:
                 calm_for < NODE_TIMEOUT_S + 5.0, f"{what} though nothing happened for {calm_for:.1f} s"
             )
 
-    def _formed(self, record: v.GenerationFormed) -> None:
+    def _formed(self, record: r.GenerationFormed) -> None:
         before = self.formed.generation if self.formed else 0
         self.expect(record.generation == before + 1, f"generation {record.generation} follows {before}")
         members = record.members
@@ -165,7 +169,7 @@ class Judge:
         dead_for = self.world.dead_for(process)
         self.expect(dead_for < NODE_TIMEOUT_S + 3.0, f"{process} is ranked, dead for {dead_for:.1f} s")
 
-    def _check_source(self, record: v.GenerationFormed) -> None:
+    def _check_source(self, record: r.GenerationFormed) -> None:
         source = record.state_source_rank
         if source < 0:
             anew = self.finishing and self.formed is not None
@@ -191,7 +195,7 @@ class Judge:
             other = (member.candidate.node_id, member.candidate.incarnation)
             self.expect(other in self.since or rank in record.newcomer_ranks, f"{other} is not seen as new")
 
-    def _check_givers(self, record: v.GenerationFormed, givers: list[v.Member]) -> None:
+    def _check_givers(self, record: r.GenerationFormed, givers: list[v.Member]) -> None:
         """Who leaves stays for a generation more if, and only if, nobody else could hand on the state."""
         for giver in givers:
             self.expect([giver.rank] == [record.state_source_rank], f"{giver} is not let go without need")
@@ -205,14 +209,14 @@ class Judge:
             gone = self.claims.get(process[0]) != process[1]
             self.expect(gone, f"{process} holds the state and leaves, and the others begin anew")
 
-    def _survivors(self, record: v.GenerationFormed) -> list[Process]:
+    def _survivors(self, record: r.GenerationFormed) -> list[Process]:
         processes = [(x.candidate.node_id, x.candidate.incarnation) for x in record.members]
         return [process for process in processes if process in self.since]
 
-    def _state_known(self, record: v.GenerationFormed) -> bool:
+    def _state_known(self, record: r.GenerationFormed) -> bool:
         return self.ever_established and any(p not in self.newcomers for p in self._survivors(record))
 
-    def _ended(self, record: v.JobEnded) -> None:
+    def _ended(self, record: r.JobEnded) -> None:
         if record.ok:
             members = {x.candidate.node_id for x in self.formed.members} if self.formed else set()
             left = members - self.finished
@@ -228,24 +232,24 @@ class Judge:
         self.identity[session] = process
         self.newest_stream[process] = session
 
-    def sending(self, session: int, message: v.Message) -> None:
+    def sending(self, session: int, message: sm.Message) -> None:
         self.expect(session not in self.closed, f"a message follows the last one on session {session}")
-        if isinstance(message, v.Refused | v.Ended):
+        if isinstance(message, sm.Refused | sm.Ended):
             self.closed.add(session)
             self.expect(
-                bool(message.sentence if isinstance(message, v.Refused) else message.reason), "no reason"
+                bool(message.sentence if isinstance(message, sm.Refused) else message.reason), "no reason"
             )
-        elif isinstance(message, v.UniqueIds):
+        elif isinstance(message, sm.UniqueIds):
             self.expect(self.formed is not None and message.generation == self.formed.generation, "stale ids")
             self.expect(self.identity[session] in self._members(), "an id goes to a worker that is no member")
-        elif isinstance(message, v.Assignment):
+        elif isinstance(message, sm.Assignment):
             self._assigned(self.identity[session], message)
 
     def _members(self) -> list[Process]:
         members = self.formed.members if self.formed else ()
         return [(x.candidate.node_id, x.candidate.incarnation) for x in members]
 
-    def _assigned(self, process: Process, message: v.Assignment) -> None:
+    def _assigned(self, process: Process, message: sm.Assignment) -> None:
         if self.formed is None:
             self.fault("an assignment of a generation that is not on the disk")
         self.expect(message.generation == self.formed.generation, "an assignment of a stale generation")
@@ -256,14 +260,14 @@ class Judge:
             self.expect(members[message.rank] == process, f"{process} is told another's rank {message.rank}")
         self.expect(message.members == self.formed.members, "an assignment differs from the record")
 
-    def arriving(self, event: v.Event) -> None:
+    def arriving(self, event: se.Event) -> None:
         """Before each step of the scheduler."""
-        if isinstance(event, v.PeerSuspected | v.SessionLost | v.LeftCleanly | v.LeaveRequested):
+        if isinstance(event, se.PeerSuspected | se.SessionLost | se.LeftCleanly | se.LeaveRequested):
             self.disturbed()
 
-    def stepped(self, event: v.Event, decision: v.Decision, job: Job) -> None:
+    def stepped(self, event: se.Event, decision: Decision, job: Job) -> None:
         """After each step of the scheduler."""
-        if isinstance(event, v.SessionLost | v.LeftCleanly) and self.outcome is None:
+        if isinstance(event, se.SessionLost | se.LeftCleanly) and self.outcome is None:
             process = self.identity.get(event.session)
             if process is not None and self.newest_stream.get(process) == event.session:
                 gone = self.claims.get(process[0]) != process[1] or self.world.scheduler.forgives()
@@ -281,7 +285,7 @@ class Judge:
             limit = self.world.scenario.settings.stall_timeout_s + 3.0
             self.expect(held_up_for < limit, f"a planned change is held up for {held_up_for:.1f} s")
 
-    def check_recovery(self, job: Job, records: list[v.Record]) -> None:
+    def check_recovery(self, job: Job, records: list[r.Record]) -> None:
         """What the disk says is what the machine knew."""
         again = Job.recover("job", self.world.scenario.settings, records, self.world.loop.now)
         self.expect(again._ledger == job._ledger, "what was recovered is not what was")

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scheduler.core import admission, contacts, job, ledger, machine, planning, ranks, reception
+from scheduler.core import events as se
+from scheduler.core import messages as sm
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.wire import decode as scheduler_decode
 from scheduler.wire import encode as scheduler_encode
@@ -61,7 +64,7 @@ def by_arrival(candidates: Any, **options: Any) -> list[v.Candidate]:
 
 
 def two_with_rank_0(right: Any) -> Any:
-    return lambda ordered: tuple(replace(m, rank=max(0, m.rank - 1)) for m in right(ordered))
+    return lambda ordered: tuple(replace(each, rank=max(0, each.rank - 1)) for each in right(ordered))
 
 
 def local_ranks_by_host_name(right: Any) -> Any:
@@ -77,7 +80,7 @@ def local_ranks_by_host_name(right: Any) -> Any:
 
 def unrecorded(kind: type) -> Make:
     def make(right: Any) -> Any:
-        def commit(self: machine.Machine, record: v.Record) -> None:
+        def commit(self: machine.Machine, record: r.Record) -> None:
             if isinstance(record, kind):
                 self.apply(record)
             else:
@@ -110,7 +113,7 @@ def no_grace(right: Any) -> Any:
 
 def greets_with_welcome_alone(right: Any) -> Any:
     def greet(self: reception.Reception, node_id: str, now: float) -> None:
-        self._tell(node_id, v.Welcome(2.0, 6.0, 30.0))
+        self._tell(node_id, sm.Welcome(2.0, 6.0, 30.0))
 
     return greet
 
@@ -126,17 +129,17 @@ def of_any_generation(right: Any) -> Any:
 
 
 def keeps_ids_and_built(right: Any) -> Any:
-    def apply(self: machine.Machine, record: v.Record) -> None:
+    def apply(self: machine.Machine, record: r.Record) -> None:
         ids, built = self._unique_ids, set(self._built)
         right(self, record)
-        if isinstance(record, v.GenerationFormed):
+        if isinstance(record, r.GenerationFormed):
             self._unique_ids, self._built = ids, built
 
     return apply
 
 
 def ids_to_everybody(right: Any) -> Any:
-    def tell_members(self: machine.Machine, message: v.Message) -> None:
+    def tell_members(self: machine.Machine, message: sm.Message) -> None:
         for node_id in self._ledger.claims:
             self._tell(node_id, message)
 
@@ -204,7 +207,7 @@ def newcomers_may_begin_anew(right: Any) -> Any:
 
 
 def regroups_at_ticks(right: Any) -> Any:
-    def tick(self: job.Job, event: v.Tick, now: float) -> None:
+    def tick(self: job.Job, event: se.Tick, now: float) -> None:
         right(self, event, now)
         if self.phase is ledger.Phase.RUNNING and not self._ledger.finishing and now > 9.0:
             self._regroup(now, "for no reason")
@@ -213,9 +216,9 @@ def regroups_at_ticks(right: Any) -> Any:
 
 
 def speaks_after_the_end(right: Any) -> Any:
-    def left(self: job.Job, event: v.LeftCleanly, now: float) -> None:
+    def left(self: job.Job, event: se.LeftCleanly, now: float) -> None:
         right(self, event, now)
-        self._messages.append((event.session, v.GroupBuilt(1)))
+        self._messages.append((event.session, sm.GroupBuilt(1)))
 
     return left
 
@@ -225,15 +228,15 @@ def every_goodbye_is_finished(right: Any) -> Any:
 
 
 def leave_as_end(right: Any) -> Any:
-    return staticmethod(lambda reason: v.Ended(True, reason))
+    return staticmethod(lambda reason: sm.Ended(True, reason))
 
 
 # ---------------------------------------------------------------- codecs and workers
 
 
 def rank_off_by_one(right: Any) -> Any:
-    def encode(self: Any, message: v.Message) -> bytes:
-        if isinstance(message, v.Assignment) and message.rank > 0:
+    def encode(self: Any, message: sm.Message) -> bytes:
+        if isinstance(message, sm.Assignment) and message.rank > 0:
             message = replace(message, rank=message.rank - 1)
         return bytes(right(self, message))
 
@@ -273,9 +276,9 @@ MUTANTS: dict[str, Mutant] = {
     "retired incarnations forgotten": Mutant(ledger.Ledger, "retirement", instead(lambda *a: None)),
     "replaced incarnations not retired": Mutant(ledger.Ledger, "_retire", instead(nothing)),
     "node id taken while the holder lives": Mutant(admission, "_check_node", instead(nothing)),
-    "removals not recorded": Mutant(machine.Machine, "_commit", unrecorded(v.Removed)),
-    "group established not recorded": Mutant(machine.Machine, "_commit", unrecorded(v.GroupEstablished)),
-    "generations not recorded": Mutant(machine.Machine, "_commit", unrecorded(v.GenerationFormed)),
+    "removals not recorded": Mutant(machine.Machine, "_commit", unrecorded(r.Removed)),
+    "group established not recorded": Mutant(machine.Machine, "_commit", unrecorded(r.GroupEstablished)),
+    "generations not recorded": Mutant(machine.Machine, "_commit", unrecorded(r.GenerationFormed)),
     "leave planned beside the records": Mutant(job.Job, "_plan_leave", unapplied_unless_running),
     "messages before records": Mutant(simulated, "SEND_FIRST", instead(True)),
     "no grace after a restart": Mutant(job.Job, "recover", no_grace),
@@ -285,9 +288,11 @@ MUTANTS: dict[str, Mutant] = {
     "ids go to everybody": Mutant(machine.Machine, "_tell_members", ids_to_everybody),
     "generation number reused": Mutant(planning, "next_generation", same_number_again),
     "state from the youngest": Mutant(
-        planning, "next_generation", state_from(lambda r: max(r.newcomer_ranks, default=r.state_source_rank))
+        planning,
+        "next_generation",
+        state_from(lambda formed: max(formed.newcomer_ranks, default=formed.state_source_rank)),
     ),
-    "state never handed on": Mutant(planning, "next_generation", state_from(lambda r: -1)),
+    "state never handed on": Mutant(planning, "next_generation", state_from(lambda formed: -1)),
     "newcomers trusted at once": Mutant(contacts.Contacts, "stateless", instead(lambda *a: iter(()))),
     "a newcomer begins anew at the end": Mutant(planning, "choose", newcomers_may_begin_anew),
     "leavers take the state with them": Mutant(planning, "leaving_holders", instead(lambda *a: [])),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler.core import values as v
+from scheduler.core import events as se
+from scheduler.core import messages as sm
 from scheduler.wire import AssignmentEncoder, JoinRequest, decode_worker_message
 from tests.scheduler.core.transcript import show_message
 from worker.core import events as e
@@ -132,13 +133,13 @@ class Network:
             return
         decoded = decode_worker_message(data, stream.session)
         event = decoded.event if isinstance(decoded, JoinRequest) else decoded
-        if isinstance(event, v.Joined):
+        if isinstance(event, se.Joined):
             self.world.judge.identify(stream.session, event.candidate)
         self.world.scheduler.feed(event)
 
-    def send_down(self, stream: Stream, message: v.Message) -> None:
+    def send_down(self, stream: Stream, message: sm.Message) -> None:
         data = self.encoder.encode(message)
-        final = isinstance(message, v.Refused | v.Ended)
+        final = isinstance(message, sm.Refused | sm.Ended)
         times = 2 if not final and self.world.rng.random() < self.world.scenario.repeat else 1
         for _ in range(times):
             stream.down_at = max(self.world.loop.now + self.delay(), stream.down_at)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from scheduler.core import values as v
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core import records as r
+from scheduler.core.decision import Decision
 from scheduler.core.job import Job
 from scheduler.core.record_codec import decode_record, encode_record
 from tests.scheduler.core.transcript import show_record
@@ -28,7 +31,7 @@ class Scheduler:
     def __init__(self, world: World) -> None:
         self.world = world
         self.job = Job("job", world.scenario.settings)
-        self.disk: list[v.Record] = []
+        self.disk: list[r.Record] = []
         self.streams: dict[int, Stream] = {}
         self.up = True
         self.up_since = 0.0
@@ -41,7 +44,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ events
 
-    def feed(self, event: v.Event) -> None:
+    def feed(self, event: e.Event) -> None:
         """One event, all the way."""
         world = self.world
         if world.loop.now < self.paused_until:
@@ -49,7 +52,7 @@ class Scheduler:
             return
         world.judge.arriving(event)
         decision = self.job.step(event, world.loop.now)
-        if world.trace is not None and (type(event) is not v.Heard or decision.reason):
+        if world.trace is not None and (type(event) is not e.Heard or decision.reason):
             world.note(f"scheduler <- {_show_event(event)}")
             for record in decision.records:
                 world.note(f"           * {show_record(record)}")
@@ -72,11 +75,11 @@ class Scheduler:
         else:
             self.arm()
 
-    def _feed_late(self, epoch: int, event: v.Event) -> None:
+    def _feed_late(self, epoch: int, event: e.Event) -> None:
         if self.up and epoch == self._epoch:
             self.feed(event)
 
-    def _crash_point(self, decision: v.Decision) -> str:
+    def _crash_point(self, decision: Decision) -> str:
         rng = self.world.rng
         if not decision.records or self.crashes_left <= 0 or self.quiet:
             return ""
@@ -84,7 +87,7 @@ class Scheduler:
             return ""
         return rng.choice(("before the commit", "after the commit", "between two messages"))
 
-    def _send(self, messages: tuple[tuple[int, v.Message], ...]) -> None:
+    def _send(self, messages: tuple[tuple[int, m.Message], ...]) -> None:
         for session, message in messages:
             self.world.judge.sending(session, message)
             stream = self.streams.get(session)
@@ -94,7 +97,7 @@ class Scheduler:
     def lost(self, stream: Stream, detail: str) -> None:
         """The end of a stream has come through."""
         if self.up and self.streams.pop(stream.session, None) is not None:
-            self.feed(v.SessionLost(stream.session, detail))
+            self.feed(e.SessionLost(stream.session, detail))
 
     # ------------------------------------------------------------ time
 
@@ -118,7 +121,7 @@ class Scheduler:
         if deadline is None or deadline > now:
             self.arm()
             return
-        self.feed(v.Tick())
+        self.feed(e.Tick())
         after = self.job.deadline() if self.up else None
         self._ticks = self._ticks + 1 if after is not None and after <= now else 0
         if self._ticks > 5:
@@ -134,7 +137,7 @@ class Scheduler:
             return
         self.up_since = self.paused_until = now + seconds
         world.judge.disturbed(self.paused_until)
-        world.loop.at(self.paused_until, self._feed_late, self._epoch, v.StoodStill(seconds))
+        world.loop.at(self.paused_until, self._feed_late, self._epoch, e.StoodStill(seconds))
         for stream in self.streams.values():
             if seconds > BROKEN_AFTER_S and world.rng.random() < 0.7:
                 when = now + world.rng.uniform(BROKEN_AFTER_S, seconds)
@@ -171,16 +174,16 @@ class Scheduler:
         self.up_since = world.loop.now
         self.arm()
 
-    def _records(self) -> list[v.Record]:
+    def _records(self) -> list[r.Record]:
         """What the disk holds, through the journal's codec."""
         lines = [json.dumps(encode_record(record)) for record in self.disk]
         self.world.judge.check_secrecy(lines)
         return [decode_record(json.loads(line)) for line in lines]
 
 
-def _show_event(event: v.Event) -> str:
+def _show_event(event: e.Event) -> str:
     text = repr(event)
-    if isinstance(event, v.Joined):
+    if isinstance(event, e.Joined):
         candidate = event.candidate
         return (
             f"Joined({event.session}, {candidate.node_id}#{candidate.incarnation}, "

@@ -87,6 +87,7 @@ def to_wire(value: m.Assignment) -> pb.Assignment:
             device=pb.Device(kind="cpu", index=-1),
             local_rank=each.local_rank,
             local_world_size=each.local_world_size,
+            data_address=each.data_address,
         )
         for each in value.members
     ]

@@ -18,10 +18,10 @@ import grpc
 import pytest
 from cryptography import x509
 
-from certs.grpc_credentials import server_credentials
 from certs.identity import Identity
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from tests.certs.servers import server_credentials
 from tests.scheduler.processes import Pki, environment
 from worker.channel import DeniedError, GrpcConnector, MalformedError
 from worker.config import Settings

@@ -14,6 +14,7 @@ from tests.worker.scripted import ScriptedConnector, Thread, stub_communicator
 from worker.client import Client
 from worker.communicators.base import Communicator
 from worker.core import events as e
+from worker.core.lone_leave import LoneLeave
 from worker.core.membership import Membership
 from worker.core.messages import Assignment, Quiesce, RefusalCode, Refused, Suspended
 from worker.errors import (
@@ -40,7 +41,9 @@ class Mint:
 
 def client(connector: ScriptedConnector, mint: Mint | None = None, **timing: float) -> Client:
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
-    return Client(core, connector, mint=mint or Mint(), leave_alone_s=0.0, enter_alone_s=0.0)
+    return Client(
+        core, connector, mint=mint or Mint(), lone_leave=LoneLeave(unreachable_s=0.0, unformed_s=0.0)
+    )
 
 
 @pytest.fixture
@@ -191,8 +194,8 @@ def test_communicators_are_ended_youngest_first_and_after_their_abort(running: C
         assert isinstance(world.error, MembershipChanged) and isinstance(part.error, MembershipChanged)
         ended.append(communicator)
 
-    running.end_communicators(end)
-    running.end_communicators(end)
+    running.communicators.end(end)
+    running.communicators.end(end)
     assert ended == [part, world]
 
 
@@ -201,17 +204,17 @@ def test_the_end_of_a_generation_aborts_what_is_being_closed(running: Client) ->
     world, part, closed = stub_communicator(), stub_communicator(), stub_communicator()
     for each in (world, part, closed):
         running.adopt(1, each)
-    running.forget(closed)
+    running.communicators.forget(closed)
 
     def end(communicator: Communicator) -> None:
         if communicator is part:
             running.post(e.Received(1, _next_assignment()))
             part.hang()
 
-    running.end_communicators(end)
+    running.communicators.end(end)
     assert isinstance(part.error, MembershipChanged) and isinstance(world.error, MembershipChanged)
     assert closed.error is None
-    running.forget(closed)
+    running.communicators.forget(closed)
 
 
 def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Client) -> None:
@@ -224,7 +227,7 @@ def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Clie
     assert isinstance(granted, LeaveGranted) and granted.alone
     with pytest.raises(LeaveGranted):
         running.start_step(1, 1)
-    running.settle_aborts()
+    running.communicators.settle_aborts()
     assert communicator.error is granted
 
 

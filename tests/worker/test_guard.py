@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from scheduler.core.values import Heard
+from scheduler.core.events import Heard
 from scheduler.wire import decode_worker_message
 from tests.worker.scripted import DoneWork, StubCommunicator, stub_communicator
 from worker.collective_log import CollectiveLog

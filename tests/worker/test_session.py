@@ -60,12 +60,6 @@ class Stage:
     def all_reduce(self) -> Thread:
         return Thread(lambda: self.session.communicator.all_reduce(X, X, ReduceOp.SUM))
 
-    def rejoined(self, generation: int, **changes: object) -> None:
-        """Lets the session enter a generation."""
-        rejoining = Thread(self.session.rejoin)
-        self.line.form(self.join, generation, **changes)  # type: ignore[arg-type]
-        rejoining.result()
-
 
 def end(session: Session, line: Line) -> None:
     releasing = Thread(session.release)
@@ -393,7 +387,7 @@ def test_a_group_that_was_destroyed_is_not_kept(stage: Stage) -> None:
     assert part.closed
     stage.line.assign(stage.join, 2)
     stage.communicator.hang()
-    stage.session._client.settle_aborts()
+    stage.session._client.communicators.settle_aborts()
     assert not part.aborted.is_set()  # nobody holds it to abort it
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from rendezvous.v1 import rendezvous_pb2 as pb
 from tests.worker.core.machine import assignment, profile
+from tests.worker.scripted import to_wire
 from worker.core import messages as m
 from worker.wire import MAX_RECENT, WireError, decode, encode
 
@@ -20,34 +21,9 @@ def scheduler_message(**parts: object) -> bytes:
 
 def wire_assignment(**changes: object) -> pb.Assignment:
     """The wire's form of a sound assignment."""
-    members = [
-        pb.Member(
-            rank=each.rank,
-            node_id=each.node_id,
-            incarnation=each.incarnation,
-            host_index=each.rank,
-            device=pb.Device(kind="cpu", index=-1),
-            local_rank=each.local_rank,
-            local_world_size=each.local_world_size,
-            data_address=each.data_address,
-        )
-        for each in assignment().members
-    ]
-    fields: dict[str, object] = {
-        "generation": 1,
-        "rank": 0,
-        "members": members,
-        "hosts": [
-            pb.Host(id=each.host.id, name=each.host.name, address=each.host.address)
-            for each in assignment().members
-        ],
-        "state_source_rank": -1,
-        "unique_id_count": 1,
-        "reason": "because 1",
-        "switch_after_step": -1,
-        **changes,
-    }
-    return pb.Assignment(**fields)  # type: ignore[arg-type]
+    sound = to_wire(assignment())
+    fields = {field.name: getattr(sound, field.name) for field in sound.DESCRIPTOR.fields}
+    return pb.Assignment(**{**fields, **changes})
 
 
 def test_join_carries_everything() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from worker.communicators.base import Membership, ReduceOp
 from worker.errors import ArrayError
 
@@ -26,6 +29,22 @@ def check_peer(membership: Membership, peer: int, *, itself: bool = False) -> No
     check_rank(membership, peer, "peer")
     if peer == membership.rank and not itself:
         raise ArrayError(f"Rank {peer} cannot send to or receive from itself.")
+
+
+def part_of(membership: Membership, group: str, ranks: Sequence[int]) -> Membership | None:
+    """The membership of a subset, in the order of ``ranks``; None on ranks that are not in it.
+
+    Raises:
+        ArrayError: a rank is not one of the group, or stands twice, or there is none.
+    """
+    for rank in ranks:
+        check_rank(membership, rank, "a rank of the group")
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise ArrayError(f"The group {group!r} needs each of its ranks once, and one at least.")
+    if membership.rank not in ranks:
+        return None
+    peers = tuple(replace(membership.peers[rank], rank=i) for i, rank in enumerate(ranks))
+    return replace(membership, group=group, rank=list(ranks).index(membership.rank), peers=peers)
 
 
 def check_op(op: str) -> ReduceOp:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from worker.communicators import tcp_arrays as arrays
+from worker.communicators.arguments import part_of
 from worker.communicators.base import Array, Membership, ReduceOp, Work
 from worker.communicators.tcp_arguments import CheckedCommunicator
 from worker.communicators.tcp_arrays import NumpyArray, checked, dtype_code
@@ -197,17 +197,12 @@ class GlooCommunicator(CheckedCommunicator):
 
     def split(self, group: str, ranks: Sequence[int]) -> GlooCommunicator | None:
         """See :meth:`Communicator.split`."""
-        for rank in ranks:
-            self._check_rank(rank, "a rank of the group")
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ArrayError(f"The group {group!r} needs each of its ranks once, and one at least.")
+        membership = part_of(self.membership, group, ranks)
         number = self._splits
         self._splits += 1
         self.barrier()
-        if self.rank not in ranks:
+        if membership is None:
             return None
-        peers = tuple(replace(self.membership.peers[r], rank=i) for i, r in enumerate(ranks))
-        membership = replace(self.membership, group=group, rank=list(ranks).index(self.rank), peers=peers)
         path = f"{self._path}/{number}:{group}"
         made = self._make_group(membership, path, self.timeout_s)
         return GlooCommunicator(self._make_group, membership, made, path=path, timeout_s=self.timeout_s)

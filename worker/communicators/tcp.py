@@ -24,7 +24,6 @@ class TcpBackend(Backend):
         tls: how peers are authenticated, asked for each connection; None for plaintext, which stays on
             loopback.
         allow_insecure: lets plaintext leave loopback.
-        handshake_timeout_s: how long a peer's connection may take to prove itself.
     """
 
     name = "tcp"
@@ -34,11 +33,10 @@ class TcpBackend(Backend):
         *,
         tls: Callable[[], TlsPolicy] | None,
         allow_insecure: bool = False,
-        handshake_timeout_s: float = 10.0,
     ) -> None:
         self._tls = tls
         self._allow_insecure = allow_insecure
-        self._endpoint = Endpoint(tls, handshake_timeout_s=handshake_timeout_s)
+        self._endpoint = Endpoint(tls)
 
     def open_endpoint(self, address: str) -> str:
         """See :meth:`Backend.open_endpoint`.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from worker.communicators import tcp_arrays as arrays
 from worker.communicators import tcp_rings as rings
+from worker.communicators.arguments import part_of
 from worker.communicators.base import Array, ReduceOp, Work
 from worker.communicators.tcp_arrays import NumpyArray, as_bytes, checked, dtype_code
 from worker.communicators.tcp_engine import NOTHING, TcpEngine
@@ -220,10 +220,7 @@ class TcpCommunicator(TcpEngine):
 
     def split(self, group: str, ranks: Sequence[int]) -> TcpCommunicator | None:
         """See :meth:`Communicator.split`."""
-        for rank in ranks:
-            self._check_rank(rank, "a rank of the group")
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ArrayError(f"The group {group!r} needs each of its ranks once, and one at least.")
+        membership = part_of(self.membership, group, ranks)
         number = self._splits
         self._splits += 1
 
@@ -239,10 +236,8 @@ class TcpCommunicator(TcpEngine):
         mine = f"{group!r} of ranks {list(ranks)}".encode()
         payload = np.frombuffer(mine, np.uint8)
         self._collective(Call("split"), payload, agree, lambda: None, False, 0)
-        if self.rank not in ranks:
+        if membership is None:
             return None
-        peers = tuple(replace(self.membership.peers[r], rank=i) for i, r in enumerate(ranks))
-        membership = replace(self.membership, group=group, rank=list(ranks).index(self.rank), peers=peers)
         path = f"{self._path}/{number}:{group}"
         part = TcpCommunicator(membership, self._endpoint, path=path, timeout_s=self.timeout_s)
         part.bring_up(self.timeout_s, self._check)

@@ -18,6 +18,7 @@ RECORD = 16384
 """Most bytes in one TLS record: reads and writes go in pieces of this size."""
 
 _MOST_AHEAD = 64 << 20
+_GOODBYE_TIMEOUT_S = 1.0
 _PLAIN_PIECE = 262144
 _WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
@@ -121,10 +122,10 @@ class Connection:
             self.ended = farewell[0] is Reason.DONE
         return farewell
 
-    def close(self, reason: Reason, message: str = "", *, patience_s: float = 1.0) -> None:
+    def close(self, reason: Reason, message: str = "") -> None:
         """Says goodbye, if the stream is at a place where it can be said, and closes."""
         if not self.in_payload:
-            self._say(memoryview(goodbye(reason, message)), time.monotonic() + patience_s)
+            self._say(memoryview(goodbye(reason, message)), time.monotonic() + _GOODBYE_TIMEOUT_S)
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR if self.in_payload else socket.SHUT_WR)
         self.sock.close()

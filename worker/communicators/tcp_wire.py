@@ -14,6 +14,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from certs.one_line import one_line
 from worker.communicators.base import Membership
 from worker.errors import CommunicatorError
 
@@ -197,10 +198,8 @@ def read_goodbye(data: bytes) -> tuple[Reason, str] | None:
         return None
     size = int.from_bytes(data[FRAME.size : FRAME.size + 2], "big")
     text = data[FRAME.size + 2 : FRAME.size + 2 + size].decode(errors="replace")
-    if not text.isprintable():  # it stands in errors and logs here: no peer may forge a line there
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     known = reason in Reason._value2member_map_
-    return (Reason(reason) if known else Reason.FAILED), text
+    return (Reason(reason) if known else Reason.FAILED), one_line(text)
 
 
 @dataclass(frozen=True, slots=True)

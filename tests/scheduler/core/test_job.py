@@ -6,18 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.job import Job, RecoveryError
 
 SETTINGS = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)
 
 
-def join(session: int, node_id: str, worker_num: int = 2, incarnation: int = 1) -> v.Joined:
+def join(session: int, node_id: str, worker_num: int = 2, incarnation: int = 1) -> e.Joined:
     host = v.Host(f"id-{node_id}", f"host-{node_id}", "10.0.0.1")
-    return v.Joined(session, v.Candidate(node_id, incarnation, host, v.Device(), worker_num, 0, "tcp"))
+    return e.Joined(session, v.Candidate(node_id, incarnation, host, v.Device(), worker_num, 0, "tcp"))
 
 
-def history(job: Job, *events: v.Event) -> list[v.Record]:
+def history(job: Job, *events: e.Event) -> list[r.Record]:
     return [record for event in events for record in job.step(event, 0.0).records]
 
 
@@ -36,7 +39,7 @@ def test_records_of_another_size_are_refused_naming_both() -> None:
 
 def test_records_that_are_no_history_are_refused() -> None:
     with pytest.raises(RecoveryError, match="contradict"):
-        Job.recover("red", SETTINGS, [v.Removed("nobody", 1, "left")], 0.0)
+        Job.recover("red", SETTINGS, [r.Removed("nobody", 1, "left")], 0.0)
     records = history(Job("red", SETTINGS), join(1, "a"))
     with pytest.raises(RecoveryError, match="begin with its opening"):
         Job.recover("red", SETTINGS, records[1:], 0.0)
@@ -50,7 +53,7 @@ def test_nothing_recovered_is_a_new_job() -> None:
 
 def test_an_ended_job_stays_ended() -> None:
     job = Job("red", replace(SETTINGS, worker_num=1))
-    records = history(job, join(1, "a", 1), v.BuiltReported(1, 1), v.LeftCleanly(1, 1, True, ""))
+    records = history(job, join(1, "a", 1), e.BuiltReported(1, 1), e.LeftCleanly(1, 1, True, ""))
     assert job.outcome is not None and job.outcome.ok
     again = Job.recover("red", replace(SETTINGS, worker_num=1), records, 5.0)
     assert again.outcome == job.outcome
@@ -60,8 +63,8 @@ def test_an_ended_job_stays_ended() -> None:
 def test_no_unique_id_is_in_a_record_a_view_or_a_reason() -> None:
     job = Job("red", SETTINGS)
     decisions = [job.step(event, 0.0) for event in (join(1, "a"), join(2, "b"))]
-    decisions.append(job.step(v.UniqueIdsPublished(1, 1, (b"S3CRET",)), 0.0))
-    assert any(isinstance(message, v.UniqueIds) for _, message in decisions[-1].messages)
+    decisions.append(job.step(e.UniqueIdsPublished(1, 1, (b"S3CRET",)), 0.0))
+    assert any(isinstance(message, m.UniqueIds) for _, message in decisions[-1].messages)
     assert "S3CRET" not in repr(decisions) + repr(job.view(0.0)) + repr(job.__dict__["_records"])
     assert not decisions[-1].records
 
@@ -75,15 +78,15 @@ def test_a_rank_table_of_another_size_than_worker_num_is_refused() -> None:
 def test_who_has_no_device_is_told_so_where_a_rank_table_asks_for_one() -> None:
     table = v.RankTable((v.RankTableEntry(0, "host-a", 0), v.RankTableEntry(1, "host-a", 1)))
     job = Job("red", replace(SETTINGS, rank_table=table))
-    [refused] = [m for _, m in job.step(join(1, "a"), 0.0).messages if isinstance(m, v.Refused)]
-    assert refused.code is v.RefusalCode.NOT_IN_RANK_TABLE
+    [refused] = [told for _, told in job.step(join(1, "a"), 0.0).messages if isinstance(told, m.Refused)]
+    assert refused.code is m.RefusalCode.NOT_IN_RANK_TABLE
     assert "no device: DEVICE_ID is not set" in refused.sentence
 
 
 def test_large_worlds_take_several_unique_ids() -> None:
     job = Job("red", replace(SETTINGS, worker_num=5, ranks_per_unique_id=2))
     decisions = [job.step(join(number, str(number), 5), 0.0) for number in range(5)]
-    assignments = [m for _, m in decisions[-1].messages if isinstance(m, v.Assignment)]
+    assignments = [told for _, told in decisions[-1].messages if isinstance(told, m.Assignment)]
     assert {assignment.unique_id_count for assignment in assignments} == {3}
 
 
@@ -98,14 +101,14 @@ def test_a_thousand_joins_cost_few_messages() -> None:
 def test_the_deadline_is_never_in_the_past_after_a_tick_on_time() -> None:
     job = Job("red", replace(SETTINGS, spares=1))
     now = 0.0
-    for event in (v.Tick(), join(1, "a"), join(2, "b")):
+    for event in (e.Tick(), join(1, "a"), join(2, "b")):
         job.step(event, now)
     for _ in range(20):
         due = job.deadline()
         if due is None:
             break
         assert due >= now
-        job.step(v.Tick(), due)
+        job.step(e.Tick(), due)
         assert job.deadline() is None or job.deadline() != due
         now = due
     assert job.outcome is not None and not job.outcome.ok
@@ -114,21 +117,21 @@ def test_the_deadline_is_never_in_the_past_after_a_tick_on_time() -> None:
 def test_losses_that_come_together_make_one_generation_that_names_them_all() -> None:
     job = Job("red", replace(SETTINGS, worker_num=4, worker_min=1))
     history(job, *(join(number, str(number), 4) for number in range(4)))
-    first = job.step(v.SessionLost(1, "killed"), 1.0, more=True)
-    assert [type(record) for record in first.records] == [v.Removed]
-    last = job.step(v.SessionLost(2, "killed"), 1.0)
-    told = {session: message for session, message in last.messages if isinstance(message, v.Assignment)}
+    first = job.step(e.SessionLost(1, "killed"), 1.0, more=True)
+    assert [type(record) for record in first.records] == [r.Removed]
+    last = job.step(e.SessionLost(2, "killed"), 1.0)
+    told = {session: message for session, message in last.messages if isinstance(message, m.Assignment)}
     assert sorted(told) == [0, 3]
     assert {message.generation for message in told.values()} == {2}
     assert [len(message.lost) for message in told.values()] == [2, 2]
 
 
-def reasons(*events: v.Joined) -> str:
+def reasons(*events: e.Joined) -> str:
     job = Job("red", replace(SETTINGS, worker_num=3))
     return " ".join(job.step(event, 0.0).reason for event in events)
 
 
-def with_facts(event: v.Joined, model: str = "", **facts: str) -> v.Joined:
+def with_facts(event: e.Joined, model: str = "", **facts: str) -> e.Joined:
     device = replace(event.candidate.device, model=model)
     pairs = tuple(sorted((key.replace("soft_", "~"), value) for key, value in facts.items()))
     return replace(event, candidate=replace(event.candidate, device=device, facts=pairs))
@@ -158,7 +161,7 @@ def test_two_machines_with_one_name_are_warned_of() -> None:
     assert "Warning" not in reasons(join(1, "a", 3), join(2, "b", 3))
 
 
-def with_label(event: v.Joined, label: str) -> v.Joined:
+def with_label(event: e.Joined, label: str) -> e.Joined:
     host = v.Host("id-h", "h", "10.0.0.1", label)
     return replace(event, candidate=replace(event.candidate, host=host))
 
@@ -180,13 +183,13 @@ def test_a_host_with_two_labels_has_the_same_ranks_after_a_restart() -> None:
     job = Job("red", settings)
     labels = ("b", "a", "b")
     joins = [with_label(join(n, f"w{n}", 3), label) for n, label in enumerate(labels)]
-    records = history(job, *joins, *(v.BuiltReported(n, 1) for n in range(3)))
+    records = history(job, *joins, *(e.BuiltReported(n, 1) for n in range(3)))
     again = Job.recover("red", settings, records, 0.0)
     for number, event in enumerate(joins):  # under new streams
         rank = job._ledger.rank_of(event.candidate.node_id)
         again.step(replace(event, session=number + 3, held_generation=1, held_rank=rank, built=True), 0.0)
     for each, gone in ((job, 0), (again, 3)):
-        each.step(v.SessionLost(gone, "killed"), 1.0)
+        each.step(e.SessionLost(gone, "killed"), 1.0)
     after = [[(w.candidate.node_id, w.rank) for w in each.view(1.0).workers] for each in (job, again)]
     assert after[0] == after[1] == [("w1", 0), ("w2", 1)]
 
@@ -194,9 +197,9 @@ def test_a_host_with_two_labels_has_the_same_ranks_after_a_restart() -> None:
 STANDS = "Generation 1 stands with 2 members."
 
 
-def running(settings: v.Settings = SETTINGS) -> tuple[Job, list[v.Record]]:
+def running(settings: v.Settings = SETTINGS) -> tuple[Job, list[r.Record]]:
     job = Job("red", settings)
-    return job, history(job, join(1, "a"), join(2, "b"), v.BuiltReported(1, 1), v.BuiltReported(2, 1))
+    return job, history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -205,10 +208,10 @@ def running(settings: v.Settings = SETTINGS) -> tuple[Job, list[v.Record]]:
         join(3, "c"),
         join(3, "c", 7),
         join(3, "a", incarnation=9),
-        v.DrainRequested("nobody", "maintenance"),
+        e.DrainRequested("nobody", "maintenance"),
     ],
 )
-def test_what_is_refused_is_said_but_is_not_the_reason_of_a_running_job(event: v.Event) -> None:
+def test_what_is_refused_is_said_but_is_not_the_reason_of_a_running_job(event: e.Event) -> None:
     job, _ = running()
     decision = job.step(event, 1.0)
     assert decision.reason and decision.reason != STANDS
@@ -220,13 +223,13 @@ def test_what_is_refused_is_not_the_reason_of_a_job_that_forms_stalls_or_waits()
     history(job, join(1, "a"), join(2, "b", 7))
     assert job.view(0.0).reason == "1 of 2 workers is in: a; missing: 1 worker."
     job, _ = running(replace(SETTINGS, node_timeout_s=100.0))
-    job.step(v.Heard(1, 1, 4, 5, 1.0, ()), 0.0)
-    job.step(v.Tick(), 60.0)
+    job.step(e.Heard(1, 1, 4, 5, 1.0, ()), 0.0)
+    job.step(e.Tick(), 60.0)
     stalled = job.view(60.0).reason
     assert stalled and stalled != STANDS
     job.step(join(3, "c"), 61.0)
     assert job.view(61.0).reason == stalled
-    job.step(v.SessionLost(1, "killed"), 62.0)
+    job.step(e.SessionLost(1, "killed"), 62.0)
     suspended = job.view(62.0).reason
     job.step(join(4, "c", 7), 63.0)
     assert job.view(63.0).reason == suspended
@@ -238,7 +241,7 @@ def test_a_running_job_says_that_it_stands_whoever_comes_goes_or_restarts() -> N
     spare = join(3, "s")
     job.step(replace(spare, candidate=replace(spare.candidate, spare=True)), 1.0)
     assert job.view(1.0).reason == STANDS
-    job.step(v.SessionLost(3, "killed"), 1.0)
+    job.step(e.SessionLost(3, "killed"), 1.0)
     assert job.view(1.0).reason == STANDS
     assert Job.recover("red", SETTINGS, records, 1.0).view(1.0).reason == STANDS
 
@@ -247,17 +250,17 @@ def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_an
     settings = replace(SETTINGS, worker_num=1)
     records = history(Job("red", settings), join(1, "a", 1))
     job = Job.recover("red", settings, records, 0.0)
-    asks: list[v.Event] = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1)]
-    asks.append(v.SessionLost(4, "reset"))
-    answers = [m for i, ask in enumerate(asks) for m in job.step(ask, 1.0 + i).messages]
-    assert [type(message) for session, message in answers if session == 3] == [v.Refused]
+    asks: list[e.Event] = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1)]
+    asks.append(e.SessionLost(4, "reset"))
+    answers = [told for i, ask in enumerate(asks) for told in job.step(ask, 1.0 + i).messages]
+    assert [type(message) for session, message in answers if session == 3] == [m.Refused]
 
 
 def test_a_stream_that_ends_after_silence_is_put_down_to_the_silence() -> None:
     def lost_after(silent_s: float) -> str:
         job = Job("red", SETTINGS)
         job.step(join(1, "a"), 0.0)
-        return job.step(v.SessionLost(1, "reset"), silent_s).reason
+        return job.step(e.SessionLost(1, "reset"), silent_s).reason
 
     assert lost_after(2.0).startswith("Node a on host host-a is lost: its stream ended (reset).")
     assert "is lost: not heard for 2.5 s, until its stream ended (reset)." in lost_after(2.5)
@@ -266,30 +269,30 @@ def test_a_stream_that_ends_after_silence_is_put_down_to_the_silence() -> None:
 def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> None:
     job = Job("red", SETTINGS)
     history(job, join(1, "a"))
-    job.step(v.StoodStill(29.0), 29.0)
-    assert job.step(v.Tick(), 31.0).records == ()  # MS_TOPO_TIMEOUT, 30 s, has not run meanwhile
+    job.step(e.StoodStill(29.0), 29.0)
+    assert job.step(e.Tick(), 31.0).records == ()  # MS_TOPO_TIMEOUT, 30 s, has not run meanwhile
     job, _ = running(replace(SETTINGS, node_timeout_s=20.0, stall_timeout_s=10.0))
-    job.step(v.Heard(1, 1, 4, 5, 1.0, ()), 0.0)
-    job.step(v.PeerSuspected(1, 1, 1, "reset"), 0.0)
-    job.step(v.StoodStill(25.0), 25.0)
-    decision = job.step(v.Tick(), 26.0)
+    job.step(e.Heard(1, 1, 4, 5, 1.0, ()), 0.0)
+    job.step(e.PeerSuspected(1, 1, 1, "reset"), 0.0)
+    job.step(e.StoodStill(25.0), 25.0)
+    decision = job.step(e.Tick(), 26.0)
     assert decision.records == () and "No progress" not in decision.reason
 
 
 def test_a_suspension_leaves_it_to_the_worker_to_say_how_long_it_waits() -> None:
     job = Job("red", SETTINGS)
-    history(job, join(1, "a"), join(2, "b"), v.BuiltReported(1, 1), v.BuiltReported(2, 1))
-    decision = job.step(v.SessionLost(2, "reset"), 0.0)
-    (suspended,) = (message for _, message in decision.messages if isinstance(message, v.Suspended))
+    history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
+    decision = job.step(e.SessionLost(2, "reset"), 0.0)
+    (suspended,) = (message for _, message in decision.messages if isinstance(message, m.Suspended))
     assert suspended.wait_s == 30.0
     assert suspended.reason.endswith("1 member left (a), MS_WORKER_MIN is 2.")
     assert decision.reason.endswith("MS_WORKER_MIN is 2; waiting up to 30 s for more.")
 
 
-def suspended() -> list[v.Record]:
+def suspended() -> list[r.Record]:
     """What a job of two that must be two has written down when one of them has died."""
     job, records = running()
-    return records + list(job.step(v.SessionLost(2, "reset"), 0.0).records)
+    return records + list(job.step(e.SessionLost(2, "reset"), 0.0).records)
 
 
 def test_a_lower_worker_min_at_a_restart_is_journaled_and_frees_a_suspended_job() -> None:
@@ -297,21 +300,21 @@ def test_a_lower_worker_min_at_a_restart_is_journaled_and_frees_a_suspended_job(
     records = suspended()
     job = Job.recover("red", lower, records, 5.0)
     assert job.deadline() == 0.0  # at once
-    decision = job.step(v.Tick(), 5.0)
+    decision = job.step(e.Tick(), 5.0)
     assert decision.reason.startswith(
         "MS_WORKER_MIN is 1 from now on; it was 2. Generation 2 is formed with 1"
     )
-    assert decision.records[0] == v.JobOpened("red", 2, 1)
+    assert decision.records[0] == r.JobOpened("red", 2, 1)
     assert job.view(5.0).worker_min == 1
     same = replace(join(3, "b", incarnation=2).candidate, worker_min=1)
     other = replace(join(4, "b", incarnation=3).candidate, worker_min=2)
-    answers = [job.step(v.Joined(session, each), 6.0) for session, each in ((4, other), (3, same))]
+    answers = [job.step(e.Joined(session, each), 6.0) for session, each in ((4, other), (3, same))]
     (refused,) = (message for _, message in answers[0].messages)
-    assert isinstance(refused, v.Refused) and "the job has MS_WORKER_MIN=1" in refused.sentence
-    assert any(isinstance(record, v.Admitted) for record in answers[1].records)
+    assert isinstance(refused, m.Refused) and "the job has MS_WORKER_MIN=1" in refused.sentence
+    assert any(isinstance(record, r.Admitted) for record in answers[1].records)
     again = Job.recover("red", lower, [*records, *decision.records], 7.0)
     assert again.view(7.0).worker_min == 1
-    assert not again.step(v.Tick(), 7.0).records
+    assert not again.step(e.Tick(), 7.0).records
 
 
 def test_a_worker_min_that_the_workers_said_stays() -> None:
@@ -345,25 +348,25 @@ ELASTIC = v.Settings(2, 1, 0, 30.0, 5.0, 1.0)
 def switching(settings: v.Settings = ELASTIC) -> Job:
     """A job of member a; b is to arrive after step 7: generation 3 is formed, and a still runs in 2."""
     job = Job("red", settings)
-    history(job, join(1, "a"), join(2, "b"), v.BuiltReported(1, 1), v.BuiltReported(2, 1))
-    history(job, v.LeftCleanly(2, 1, False, "gives up"), v.BuiltReported(1, 2))
-    history(job, join(3, "b", incarnation=2), v.QuiescedReported(1, 2, 7))
+    history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
+    history(job, e.LeftCleanly(2, 1, False, "gives up"), e.BuiltReported(1, 2))
+    history(job, join(3, "b", incarnation=2), e.QuiescedReported(1, 2, 7))
     return job
 
 
-def formed_by(job: Job, event: v.Event) -> v.GenerationFormed:
-    (record,) = [r for r in job.step(event, 0.0).records if isinstance(r, v.GenerationFormed)]
+def formed_by(job: Job, event: e.Event) -> r.GenerationFormed:
+    (record,) = [each for each in job.step(event, 0.0).records if isinstance(each, r.GenerationFormed)]
     return record
 
 
 def test_a_newcomer_that_goes_before_it_came_breaks_no_step() -> None:
-    record = formed_by(switching(), v.LeftCleanly(3, 3, False, "gives up"))
+    record = formed_by(switching(), e.LeftCleanly(3, 3, False, "gives up"))
     assert [member.candidate.node_id for member in record.members] == ["a"]
     assert (record.generation, record.switch_after_step) == (4, 7)
 
 
 def test_a_member_that_is_lost_before_a_switch_breaks_its_step() -> None:
-    record = formed_by(switching(), v.SessionLost(1, "reset"))
+    record = formed_by(switching(), e.SessionLost(1, "reset"))
     assert [member.candidate.node_id for member in record.members] == ["b"]
     assert record.switch_after_step == -1
 
@@ -371,7 +374,7 @@ def test_a_member_that_is_lost_before_a_switch_breaks_its_step() -> None:
 def test_what_fails_among_those_who_switched_too_early_breaks_no_step() -> None:
     """Only a failure in the generation that stands tells that its last step cannot be finished."""
     job = switching()
-    formed_by(job, v.LeftCleanly(3, 3, False, "gives up"))
-    late = v.PeerSuspected(1, 3, 1, "connection reset")  # a was about to build generation 3 with the newcomer
+    formed_by(job, e.LeftCleanly(3, 3, False, "gives up"))
+    late = e.PeerSuspected(1, 3, 1, "connection reset")  # a was about to build generation 3 with the newcomer
     assert not job.step(late, 0.0).records
-    assert formed_by(job, v.PeerSuspected(1, 2, 0, "connection reset")).switch_after_step == -1
+    assert formed_by(job, e.PeerSuspected(1, 2, 0, "connection reset")).switch_after_step == -1

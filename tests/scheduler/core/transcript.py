@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core import records as r
 from scheduler.core import values as v
+from scheduler.core.decision import Decision
 from scheduler.core.job import Job
 from scheduler.core.rank_table import parse_rank_table
 
@@ -31,12 +35,12 @@ def candidate(node_id: str, options: Arguments, worker_num: int) -> v.Candidate:
     )
 
 
-def show_message(message: v.Message) -> str:
-    if isinstance(message, v.Welcome):
+def show_message(message: m.Message) -> str:
+    if isinstance(message, m.Welcome):
         return "Welcome as spare" if message.spare else "Welcome"
-    if isinstance(message, v.Waiting):
+    if isinstance(message, m.Waiting):
         return f"Waiting {message.present}/{message.needed}: {message.sentence}"
-    if isinstance(message, v.Assignment):
+    if isinstance(message, m.Assignment):
         members = " ".join(member.candidate.node_id for member in message.members)
         parts = [f"Assignment g{message.generation} rank {message.rank} of [{members}]"]
         if message.state_source_rank >= 0:
@@ -44,36 +48,36 @@ def show_message(message: v.Message) -> str:
         if message.switch_after_step >= 0:
             parts.append(f"after step {message.switch_after_step}")
         return ", ".join([*parts, *(f"lost: {sentence}" for sentence in message.lost)])
-    if isinstance(message, v.UniqueIds):
+    if isinstance(message, m.UniqueIds):
         return f"UniqueIds g{message.generation} x{len(message.unique_ids)}"
-    if isinstance(message, v.GroupBuilt):
+    if isinstance(message, m.GroupBuilt):
         return f"GroupBuilt g{message.generation}"
-    if isinstance(message, v.Suspended):
+    if isinstance(message, m.Suspended):
         return f"Suspended g{message.generation} for {message.wait_s:g} s"
-    if isinstance(message, v.Quiesce):
+    if isinstance(message, m.Quiesce):
         return f"Quiesce g{message.generation}: {message.reason}"
-    if isinstance(message, v.Refused):
+    if isinstance(message, m.Refused):
         return f"Refused {message.code.name}: {message.sentence}"
     how = "leave" if message.leave else "well" if message.ok else "badly"
     return f"Ended {how}: {message.reason}"
 
 
-def show_record(record: v.Record) -> str:
+def show_record(record: r.Record) -> str:
     name = type(record).__name__
-    if isinstance(record, v.JobOpened):
+    if isinstance(record, r.JobOpened):
         return f"{name} {record.worker_num}/{record.worker_min}"
-    if isinstance(record, v.Admitted):
+    if isinstance(record, r.Admitted):
         return f"{name} {record.candidate.node_id}#{record.candidate.incarnation}"
-    if isinstance(record, v.LeavePlanned):
+    if isinstance(record, r.LeavePlanned):
         return f"{name} {record.node_id}#{record.incarnation}"
-    if isinstance(record, v.Removed):
+    if isinstance(record, r.Removed):
         return f"{name} {record.node_id}#{record.incarnation}{' finished' if record.finished else ''}"
-    if isinstance(record, v.GenerationFormed):
+    if isinstance(record, r.GenerationFormed):
         members = " ".join(
-            f"{m.candidate.node_id}({m.local_rank}/{m.local_world_size})" for m in record.members
+            f"{each.candidate.node_id}({each.local_rank}/{each.local_world_size})" for each in record.members
         )
         return f"{name} g{record.generation} [{members}]"
-    if isinstance(record, v.GroupEstablished | v.GenerationEnded):
+    if isinstance(record, r.GroupEstablished | r.GenerationEnded):
         return f"{name} g{record.generation}"
     return f"{name} {'well' if record.ok else 'badly'}"
 
@@ -84,7 +88,7 @@ class Player:
     def __init__(self) -> None:
         self.settings = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)
         self.job = Job("job", self.settings)
-        self.records: list[v.Record] = []
+        self.records: list[r.Record] = []
         self.sent: set[v.SessionId] = set()
         self.over: set[v.SessionId] = set()
 
@@ -152,13 +156,13 @@ class Player:
         if view.reason:
             yield f"    {view.reason}"
 
-    def _show(self, decision: v.Decision) -> Iterator[str]:
+    def _show(self, decision: Decision) -> Iterator[str]:
         self.records += decision.records
         yield from (f"  * {show_record(record)}" for record in decision.records)
         for session, message in decision.messages:
             assert session not in self.over, f"message to session {session} after its last one"
             self.sent.add(session)
-            if isinstance(message, v.Refused | v.Ended):
+            if isinstance(message, m.Refused | m.Ended):
                 self.over.add(session)
             yield f"  -> {session} {show_message(message)}"
         if decision.reason:
@@ -167,9 +171,9 @@ class Player:
         yield f"  next {'never' if deadline is None else f'{deadline:g}'}"
 
 
-def joined(words: list[str], options: Arguments, settings: v.Settings) -> v.Event:
+def joined(words: list[str], options: Arguments, settings: v.Settings) -> e.Event:
     generation, _, rank = options.get("held", "0/-1").partition("/")
-    return v.Joined(
+    return e.Joined(
         int(words[0]),
         candidate(words[1], options, settings.worker_num or 2),
         int(generation),
@@ -179,7 +183,7 @@ def joined(words: list[str], options: Arguments, settings: v.Settings) -> v.Even
     )
 
 
-def heard(words: list[str], options: Arguments, settings: v.Settings) -> v.Event:
+def heard(words: list[str], options: Arguments, settings: v.Settings) -> e.Event:
     session, generation, step = (int(word) for word in words[:3])
     recent = []
     for item in options.get("recent", "").split(","):
@@ -187,21 +191,21 @@ def heard(words: list[str], options: Arguments, settings: v.Settings) -> v.Event
             sequence, name, size, done = item.split(":")
             recent.append(v.Collective(int(sequence), name, "world", "float32", int(size), done == "done"))
     started, entered = int(options.get("started", step)), int(options.get("in", generation))
-    return v.Heard(session, generation, step, started, 1.0, tuple(recent), entered)
+    return e.Heard(session, generation, step, started, 1.0, tuple(recent), entered)
 
 
-EVENTS: dict[str, Callable[[list[str], Arguments, v.Settings], v.Event]] = {
+EVENTS: dict[str, Callable[[list[str], Arguments, v.Settings], e.Event]] = {
     "join": joined,
     "heard": heard,
-    "ids": lambda w, o, s: v.UniqueIdsPublished(int(w[0]), int(w[1]), (b"secret",) * int(o.get("count", 1))),
-    "built": lambda w, o, s: v.BuiltReported(int(w[0]), int(w[1])),
-    "quiesced": lambda w, o, s: v.QuiescedReported(int(w[0]), int(w[1]), int(w[2])),
-    "suspect": lambda w, o, s: v.PeerSuspected(int(w[0]), int(w[1]), int(w[2]), "connection reset"),
-    "request-leave": lambda w, o, s: v.LeaveRequested(int(w[0]), int(w[1]), "SIGTERM"),
-    "leave": lambda w, o, s: v.LeftCleanly(int(w[0]), int(w[1]), "finished" in o, ""),
-    "lost": lambda w, o, s: v.SessionLost(int(w[0]), "reset"),
-    "drain": lambda w, o, s: v.DrainRequested(w[0], "maintenance"),
-    "expel": lambda w, o, s: v.Expel(w[0], "certificate revoked"),
-    "tick": lambda w, o, s: v.Tick(),
-    "still": lambda w, o, s: v.StoodStill(float(w[0])),
+    "ids": lambda w, o, s: e.UniqueIdsPublished(int(w[0]), int(w[1]), (b"secret",) * int(o.get("count", 1))),
+    "built": lambda w, o, s: e.BuiltReported(int(w[0]), int(w[1])),
+    "quiesced": lambda w, o, s: e.QuiescedReported(int(w[0]), int(w[1]), int(w[2])),
+    "suspect": lambda w, o, s: e.PeerSuspected(int(w[0]), int(w[1]), int(w[2]), "connection reset"),
+    "request-leave": lambda w, o, s: e.LeaveRequested(int(w[0]), int(w[1]), "SIGTERM"),
+    "leave": lambda w, o, s: e.LeftCleanly(int(w[0]), int(w[1]), "finished" in o, ""),
+    "lost": lambda w, o, s: e.SessionLost(int(w[0]), "reset"),
+    "drain": lambda w, o, s: e.DrainRequested(w[0], "maintenance"),
+    "expel": lambda w, o, s: e.Expel(w[0], "certificate revoked"),
+    "tick": lambda w, o, s: e.Tick(),
+    "still": lambda w, o, s: e.StoodStill(float(w[0])),
 }

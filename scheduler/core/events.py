@@ -1,0 +1,146 @@
+"""What comes into the scheduler's state machine.
+
+All times are seconds on one monotonic clock, all steps count from 0, all ranks from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler.core.values import Candidate, Collective, SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker asks for a place, or takes up the place it held before its stream broke."""
+
+    session: SessionId
+    candidate: Candidate
+    held_generation: int = 0
+    held_rank: int = -1
+    built: bool = False
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A heartbeat. ``generation`` is the newest that it knows of; it may still be busy in an older one."""
+
+    session: SessionId
+    generation: int
+    step: int
+    started_step: int
+    samples_per_s: float
+    recent: tuple[Collective, ...] = ()
+    entered_generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UniqueIdsPublished:
+    """Rank 0 of a generation hands in its unique ids (secret: never in a repr, record or log)."""
+
+    session: SessionId
+    generation: int
+    unique_ids: tuple[bytes, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltReported:
+    """The communicator of the generation stands on this worker."""
+
+    session: SessionId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuiescedReported:
+    """A worker stops at a step boundary for a planned change."""
+
+    session: SessionId
+    generation: int
+    last_started_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSuspected:
+    """A worker saw a collective fail on a peer."""
+
+    session: SessionId
+    generation: int
+    rank: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """A worker wants to leave at a step boundary."""
+
+    session: SessionId
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftCleanly:
+    """A worker says goodbye."""
+
+    session: SessionId
+    generation: int
+    finished: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """A worker's stream ended without a goodbye."""
+
+    session: SessionId
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator wants this node out at a step boundary."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """This worker must go at once (its certificate was revoked, say)."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The deadline that the machine asked for has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoodStill:
+    """The scheduler's own process was late by so much: stopped, frozen with its machine, held by the disk.
+
+    It goes before whatever came meanwhile.
+    """
+
+    seconds: float
+
+
+Event = (
+    Joined
+    | Heard
+    | UniqueIdsPublished
+    | BuiltReported
+    | QuiescedReported
+    | PeerSuspected
+    | LeaveRequested
+    | LeftCleanly
+    | SessionLost
+    | DrainRequested
+    | Expel
+    | Tick
+    | StoodStill
+)

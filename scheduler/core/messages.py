@@ -1,0 +1,116 @@
+"""What the scheduler's state machine tells workers."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from scheduler.core.values import Member
+
+
+class RefusalCode(enum.IntEnum):
+    """Why a worker has no place; values are those of the wire."""
+
+    SETTINGS_DIFFER = 1
+    JOB_FULL = 2
+    NODE_ID_TAKEN = 3
+    NOT_IN_RANK_TABLE = 4
+    SUPERSEDED = 5
+    JOB_ENDED = 6
+    TOPO_TIMEOUT = 7
+    MALFORMED = 8
+    NOT_PERMITTED = 9
+    EXPELLED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """First answer to an accepted Join."""
+
+    heartbeat_interval_s: float
+    node_timeout_s: float
+    topo_timeout_s: float
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Formation is under way."""
+
+    present: int
+    needed: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A generation's membership and the receiver's rank in it.
+
+    ``rank`` -1 goes to a worker that leaves as planned: it finishes ``switch_after_step`` with the others
+    (-1: stops at once), then says goodbye.
+    """
+
+    generation: int
+    rank: int
+    members: tuple[Member, ...]
+    state_source_rank: int
+    newcomer_ranks: tuple[int, ...]
+    unique_id_count: int
+    reason: str
+    switch_after_step: int = -1
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UniqueIds:
+    """The generation's unique ids (secret)."""
+
+    generation: int
+    unique_ids: tuple[bytes, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBuilt:
+    """Every member has built the communicator of this generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """The generation is over and too few members are left for a new one."""
+
+    generation: int
+    reason: str
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesce:
+    """A planned change is coming: begin no further step."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No place for this worker. Final: the adapter closes the stream after it."""
+
+    code: RefusalCode
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The job is over, or the answer to a goodbye. Final: the adapter closes the stream after it.
+
+    ``leave``: only for the receiver, which leaves as asked and at once; the job may go on.
+    """
+
+    ok: bool
+    reason: str
+    leave: bool = False
+
+
+Message = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended

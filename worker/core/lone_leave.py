@@ -1,0 +1,50 @@
+"""When a worker that was asked to leave goes without anybody's consent: nobody can plan its leave in time."""
+
+from __future__ import annotations
+
+UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
+UNFORMED_S = 5.0  # for the next generation to form
+
+
+class LoneLeave:
+    """Whether a leave was asked for, and what has stood in its way for too long.
+
+    Args:
+        unreachable_s: how long the worker waits for a lost scheduler's consent.
+        unformed_s: how long it waits for a generation to form.
+
+    Attributes:
+        wanted: when the leave was asked for, and why; None: it was not. One value, so that a signal handler
+            can set it without a lock.
+    """
+
+    def __init__(self, *, unreachable_s: float = UNREACHABLE_S, unformed_s: float = UNFORMED_S) -> None:
+        self._unreachable_s = unreachable_s
+        self._unformed_s = unformed_s
+        self._entering_since: float | None = None
+        self.wanted: tuple[float, str] | None = None
+
+    def note_entering(self, now: float) -> None:
+        """The worker waits for a generation, if it does not do so already."""
+        if self._entering_since is None:
+            self._entering_since = now
+
+    def note_entered(self) -> None:
+        """The generation has formed."""
+        self._entering_since = None
+
+    def obstacle(self, now: float, *, away: bool) -> str:
+        """Why this worker goes by itself; empty: it does not, or not yet.
+
+        Args:
+            now: seconds on the clock of all other times here.
+            away: there is no line to the scheduler.
+        """
+        if self.wanted is None:
+            return ""
+        since, entering = self.wanted[0], self._entering_since
+        if away and now >= since + self._unreachable_s:
+            return "the scheduler cannot be reached"
+        if entering is not None and now >= max(since, entering) + self._unformed_s:
+            return f"the next generation did not form within {self._unformed_s:g} s"
+        return ""
