@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.stand_in import FakeEvent, fake_cupy
-from worker.communicators import nccl_communicator, nccl_handles, tcp_arrays
+from worker.communicators import nccl_handles, nccl_lifetime, tcp_arrays
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, read_torch, reader_of
@@ -414,7 +414,7 @@ def test_an_abort_within_a_group_waits_for_its_end(
     comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group that NCCL never sees the end of holds back all that its thread issues later."""
-    monkeypatch.setattr(nccl_communicator, "_LEAVE_WAIT_S", 60)
+    monkeypatch.setattr(nccl_lifetime, "_LEAVE_WAIT_S", 60)
     array, change = FakeArray(8, 4096), MembershipChanged("rank 1 is gone", generation=3)
     aborting = threading.Thread(target=comm.abort, args=(change,))
     with pytest.raises(MembershipChanged), comm.group():
@@ -438,7 +438,7 @@ def test_an_abort_within_a_group_waits_for_its_end(
 def test_a_change_that_comes_within_a_group_is_told_at_its_end(
     comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_communicator, "_LEAVE_WAIT_S", 0)
+    monkeypatch.setattr(nccl_lifetime, "_LEAVE_WAIT_S", 0)
     with pytest.raises(MembershipChanged, match="rank 1 is gone"), comm.group():
         comm.abort(MembershipChanged("rank 1 is gone", generation=3))
     assert comm.await_ended(10)
@@ -507,7 +507,7 @@ class HangingNccl(RecordingNccl):
 
 
 def hanging(comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch, nccl: HangingNccl) -> NcclCommunicator:
-    monkeypatch.setattr(nccl_communicator, "_DESTROY_WAIT_S", 0)
+    monkeypatch.setattr(nccl_lifetime, "_DESTROY_WAIT_S", 0)
     return NcclCommunicator(nccl, "comm", "root", comm.membership, device=0, timeout_s=60)
 
 
@@ -543,7 +543,7 @@ def test_an_abort_leaves_a_close_that_goes_on_to_itself(
     """NCCL must not free one communicator in two threads."""
     nccl = HangingNccl()
     closed = hanging(comm, monkeypatch, nccl)
-    monkeypatch.setattr(nccl_communicator, "_DESTROY_WAIT_S", 60)
+    monkeypatch.setattr(nccl_lifetime, "_DESTROY_WAIT_S", 60)
     closing = threading.Thread(target=closed.close)
 
     def wait(timeout_s: float) -> None:
