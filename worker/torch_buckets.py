@@ -166,24 +166,40 @@ class FlatBuffers:
         self.flat = torch.zeros(room, dtype=tensors[0].dtype, device=tensors[0].device)
         self._entries = []
         for owners, tensor, part in zip(shared, tensors, views_of(self.flat, tensors), strict=True):
-            # Autograd counts changes per base tensor: real views would all look changed by each one's update.
-            view = torch.empty(0, dtype=part.dtype, device=part.device)
-            view.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
-            view.copy_(tensor)
-            for owner, name in owners:
-                owner._buffers[name] = view
-                self._entries.append((owner, name, view))
+            part.copy_(tensor.detach())
+            # The tensors stay the objects they are: a module may hold them under other names too. And they do
+            # not become views, which autograd would all take for changed by each one's update.
+            tensor.data = part
+            self._entries += [(owner, name, tensor) for owner, name in owners]
 
     def gather(self) -> list[Any]:
-        """Takes in buffers that the module has replaced since, and returns those."""
+        """Takes in buffers that the module has replaced since, and returns those.
+
+        Raises:
+            ArrayError: one became something else.
+        """
         replaced = []
-        for owner, name, view in self._entries:
-            current = owner._buffers[name]
-            if current is not view:
-                view.copy_(current)
-                owner._buffers[name] = view
-                replaced.append(current)
+        for owner, name, kept in self._entries:
+            current = owner._buffers.get(name)
+            if current is kept:
+                continue
+            if _kind(current) != _kind(kept):
+                raise ArrayError(
+                    f"the buffer {name!r} of a {type(owner).__name__} was {_kind(kept)} when it was wrapped,"
+                    f" and now is {_kind(current)}",
+                    remedy="Wrap the module anew after such a change, or leave its buffers alone with"
+                    " broadcast_buffers=False.",
+                )
+            kept.detach().copy_(current.detach())
+            owner._buffers[name] = kept
+            replaced.append(current)
         return replaced
+
+
+def _kind(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return str(tensor)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 def flat_buffers(module: Any) -> list[FlatBuffers]:
