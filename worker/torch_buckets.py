@@ -55,7 +55,7 @@ class GradientBucket:
             must not be reused before this one has read them.
 
         Raises:
-            ArrayError: a gradient is sparse.
+            ArrayError: a gradient is sparse, or of another dtype or device than before.
         """
         targets, sources = [], []
         self.missing = []
@@ -71,7 +71,7 @@ class GradientBucket:
             elif gradient.data_ptr() != self.wire_views[index].data_ptr():
                 targets.append(self.wire_views[index])
                 sources.append(gradient)
-                parameter.grad = self.views[index] if self.master is None else None
+                self._replace(parameter, index)
         if self.master is not None and self.master.grad is not None:
             # Averaged before and not cleared: what comes now is added, as to any gradient.
             self.wire[: self.size].copy_(self.master.grad)
@@ -88,6 +88,16 @@ class GradientBucket:
         if scale is not None:
             self.wire[: self.size].mul_(scale)
         return sources
+
+    def _replace(self, parameter: Any, index: int) -> None:
+        try:
+            parameter.grad = self.views[index] if self.master is None else None
+        except RuntimeError as error:
+            raise ArrayError(
+                f"a parameter of shape {tuple(parameter.shape)} was {_kind(self.views[index])} when it was"
+                f" wrapped, and now is {_kind(parameter)}",
+                remedy="Convert or move the module before you wrap it.",
+            ) from error
 
     def unpack(self) -> None:
         """After the reduction: gradients in their own dtype, on the current stream."""

@@ -58,7 +58,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
             from another rank's; in the backward pass: a sparse gradient.
         SettingsError: no such compression, or these parameters cannot have masters.
-        WorkerError: nothing to train; in the backward pass: the one before it broke off.
+        WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
+            requires a gradient that did not when it was wrapped.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
                 raise SettingsError(f'{name} is None or "bf16", not {value!r}')
         self.module = module
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         if not self._named:
             raise WorkerError("this module has no parameter that requires a gradient")
         self.communicator = communicator or _communicator_of(session)
@@ -107,6 +109,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._read_aside: list[Any] = []
         self._unused_in_capture: dict[int, frozenset[int]] = {}
         self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
+        self._first = [next(module.parameters())]  # a module would take a bare one for its own
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
         if weights is not None:
@@ -121,6 +124,12 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
+        if not torch.compiler.is_compiling() and next(self.module.parameters()) is not self._first[0]:
+            raise WorkerError(
+                "the module's parameters are others than those that were wrapped:"
+                " nobody would average their gradients",
+                remedy="Load states without assign=True, or wrap the module anew, on all ranks.",
+            )
         if self._masters is not None:
             self._masters.refresh()
         return self.module(*args, **kwargs)
@@ -164,9 +173,13 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         """Whether this is within :meth:`uneven_batch`."""
         return self._scale is not None
 
-    def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """What an optimizer trains: the module's parameters, or their float32 masters if there are any."""
-        return iter(super().parameters(recurse) if self._masters is None else self._masters.parameters)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """What an optimizer trains, as :meth:`parameters` gives it: the module's parameters or, if there are
+        any, their masters, of which each holds several parameters.
+        """
+        if self._masters is None:
+            return super().named_parameters(*args, **kwargs)  # type: ignore[no-any-return]
+        return ((f"masters.{index}", each) for index, each in enumerate(self._masters.parameters))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients. An optimizer's clears what was averaged, not what :meth:`no_sync` accumulated
@@ -238,20 +251,46 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             self._build(theirs)
         self._order = None if theirs_settled else []
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The bare module's state; in float32 where there are masters."""
-        state = self.module.state_dict(*args, **kwargs)
-        state.update(self._master_views())
+        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
+        state.update({prefix + name: view for name, view in self._master_views().items()})
         return state
 
-    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads a bare module's state."""
-        result = self.module.load_state_dict(state, *args, **kwargs)
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a bare module's state.
+
+        Raises:
+            SettingsError: with ``assign``, which would exchange the parameters for others.
+        """
+        if assign:
+            raise _cannot_assign()
+        result = self.module.load_state_dict(state, strict)
+        self._load_masters(state, "")
+        return result
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        """As a part of another module, in whose state this one has the names of the bare module."""
+        if metadata.get("assign_to_params_buffers"):
+            raise _cannot_assign()
+        self._load_masters(state, prefix)
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+    def _load_masters(self, state: Any, prefix: str) -> None:
         with torch.no_grad():
             for name, view in self._master_views().items():
-                if name in state:
-                    view.copy_(state[name])
-        return result
+                value = state.get(prefix + name)
+                if value is not None and value.shape == view.shape:  # else the module itself refuses it
+                    view.copy_(value)
+
+    def __getstate__(self) -> Any:
+        """Refuses."""
+        raise WorkerError(
+            "a DataParallel belongs to a communicator and can be neither copied nor pickled",
+            remedy="Copy its module (copy.deepcopy(model.module)), or save its state_dict().",
+        )
 
     def _master_views(self) -> dict[str, Any]:
         """The masters by the module's names, of which shared parameters have several."""
@@ -298,6 +337,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
                 "this DataParallel was made with elastic=True, and nothing has joined it to the others yet",
                 remedy="Train in an ElasticLoop with a TorchTrainingState, or leave elastic out.",
             )
+        self._check_unchanged()
         # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
         # was reduced too early. A mean bears to be taken twice.
         before, self._task = self._task, torch._C._current_graph_task_id()
@@ -310,11 +350,23 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._in_backward = self._ran = True
         Variable._execution_engine.queue_callback(self._finish)
 
+    def _check_unchanged(self) -> None:
+        """What would train apart from the other ranks, or not at all, must not do so silently."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise WorkerError(
+                    f"{name} did not require a gradient when it was wrapped, and now does: no rank would get"
+                    " the others' gradient of it",
+                    remedy="Wrap the module anew after such a change, on all ranks.",
+                )
+        if self._masters is not None:
+            self._masters.check_in_place()
+
     def _launch(self, bucket: GradientBucket) -> None:
         self._launched += 1
         last = self._launched == len(self._buckets)
         buffers = self._flat_buffers if last and self.module.training else []
-        with self._lane.aside():
+        with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
             for flat in buffers:
                 self._keep(flat.gather())
@@ -369,7 +421,21 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             self._build(order.tolist())
 
 
+def _cannot_assign() -> SettingsError:
+    return SettingsError(
+        "assign=True would exchange the parameters for others, whose gradients nobody averages."
+        " Leave it out, or load before you wrap the module."
+    )
+
+
 def _one_device(module: torch.nn.Module) -> Any:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) or tensor.is_meta:
+            raise ArrayError(
+                f"{name} has no {'values' if tensor.is_meta else 'shape'} yet",
+                remedy="Run one forward pass, or module.to_empty(device=...) and load a state, before"
+                " you wrap the module.",
+            )
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices)))
