@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch.autograd import Variable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from worker.communicators.base import Communicator, ReduceOp
 from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
@@ -18,8 +19,8 @@ from worker.torch_masters import MasterWeights
 from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_parameters, gather_numbers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
-_HOOKS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-"""The hooks of each wrapped module: those of an earlier wrapper would go on reducing its gradients."""
+_WRAPPERS: Any = WeakIdKeyDictionary()
+"""Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""
 DEFAULT_LAST_BYTES = 4 * 2**20
 
 
@@ -35,7 +36,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
     Gradients travel in flat buckets while the backward pass still runs; afterwards each ``parameter.grad``
     is a view into its bucket. Parameters without a gradient on this rank count as zero; where no rank has
     one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after every training step.
-    ``state_dict`` is the bare module's. A module has one wrapper: a second one takes the first one's place.
+    ``state_dict`` is the bare module's. A parameter has one wrapper: a later one takes the earlier one's
+    place. A hook of yours on a parameter sees this rank's own gradient.
 
     Args:
         module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
@@ -59,7 +61,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             from another rank's; in the backward pass: a sparse gradient.
         SettingsError: no such compression, or these parameters cannot have masters.
         WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
-            requires a gradient that did not when it was wrapped.
+            requires a gradient that did not when it was wrapped; in the forward pass: this is not the
+            parameters' wrapper any more.
     """
 
     def __init__(
@@ -114,9 +117,9 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._build(list(reversed(range(len(self._named)))))
         if weights is not None:
             self._masters = MasterWeights(module, self._buckets, _DTYPES[weights])
-        for handle in _HOOKS.pop(module, []):
-            handle.remove()
-        _HOOKS[module] = [  # after the masters: the hook fixes the gradient's dtype
+        self._replaced = False
+        _take_over(self, [parameter for _, parameter in self._named])
+        self._hooks = [  # after the masters: the hook fixes the gradient's dtype
             parameter.register_post_accumulate_grad_hook(self._ready) for _, parameter in self._named
         ]
 
@@ -124,6 +127,11 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
+        if self._replaced:
+            raise WorkerError(
+                "some of these parameters were wrapped again, in a DataParallel that lacks the others",
+                remedy="Let one DataParallel wrap one module that holds all that is trained together.",
+            )
         if not torch.compiler.is_compiling() and next(self.module.parameters()) is not self._first[0]:
             raise WorkerError(
                 "the module's parameters are others than those that were wrapped:"
@@ -230,6 +238,13 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._seen.clear()
         self._read_aside.clear()
         self.zero_grad()
+
+    def give_way(self, parameters: Iterable[Any]) -> None:
+        """Reduces nothing any more: ``parameters`` have a new wrapper."""
+        theirs = {id(parameter) for parameter in parameters}
+        self._replaced = any(id(parameter) not in theirs for _, parameter in self._named)
+        for handle in self._hooks:
+            handle.remove()
 
     def join(self, communicator: Communicator, source: int) -> None:
         """Enters a generation that may have newcomers; every rank of it calls this.
@@ -419,6 +434,15 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         broadcast_tensors(self.communicator, [order], 0)
         if order.tolist() != planned:
             self._build(order.tolist())
+
+
+def _take_over(wrapper: DataParallel, parameters: list[Any]) -> None:
+    """Makes ``wrapper`` the only one of these parameters."""
+    references = [_WRAPPERS.get(parameter) for parameter in parameters]
+    for earlier in {reference() for reference in references if reference is not None} - {None}:
+        earlier.give_way(parameters)
+    for parameter in parameters:
+        _WRAPPERS[parameter] = ref(wrapper)
 
 
 def _cannot_assign() -> SettingsError:

@@ -268,3 +268,68 @@ def test_a_graph_may_be_passed_twice() -> None:
 
     for found in run_ranks(2, one):
         assert_close(found, [2 * each for each in whole_gradients(0)])
+
+
+@pytest.mark.parametrize("weights", [None, "bf16"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_module_or_wrapper_may_be_compiled(outside: bool, weights: str | None) -> None:
+    def one(communicator: ThreadCommunicator, compiled: bool) -> Any:
+        module = linear_net()
+        if compiled and not outside:
+            module.compile(backend="aot_eager")
+        model = DataParallel(module, communicator=communicator, weights=weights)
+        runs = torch.compile(model, backend="aot_eager") if compiled and outside else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        images, labels = batch_of(8, 0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            given = images if weights is None else images.bfloat16()
+            loss_function(runs(given).float(), labels).backward()
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    torch._dynamo.reset()
+    (found,) = run_ranks(1, lambda communicator: one(communicator, True))
+    (expected,) = run_ranks(1, lambda communicator: one(communicator, False))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2 if weights else 1e-6)
+
+
+# ---------------------------------------------------------------- several wrappers
+
+
+def test_a_wrapper_of_more_takes_over_what_another_had() -> None:
+    """First a part is trained, then the whole: the part's wrapper must not reduce its gradients once more."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        part = DataParallel(net[1], communicator=communicator)
+        part(torch.ones(1, 108)).sum().backward()
+        model = DataParallel(net, communicator=communicator)
+        model.zero_grad()
+        loss_of(model, 0, communicator).backward()
+        begin = len(communicator.calls)
+        model.zero_grad()
+        loss_of(model, 0, communicator).backward()
+        sent = sum(size for name, size in communicator.calls[begin:] if name == "all_reduce")
+        return gradients_of(model), sent
+
+    for found, sent in run_ranks(2, one):
+        assert_close(found, whole_gradients(0))
+        assert sent < 1.2 * sum(parameter.numel() for parameter in linear_net().parameters())
+
+
+def test_two_wrappers_of_one_layer_are_refused() -> None:
+    """Each would reduce its gradient in a bucket of its own, at the same time."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        shared = torch.nn.Linear(3, 3)
+        first, second = (
+            DataParallel(torch.nn.Sequential(shared, torch.nn.Linear(3, 3)), communicator=communicator)
+            for _ in range(2)
+        )
+        with pytest.raises(WorkerError, match="wrapped again, in a DataParallel that lacks the others"):
+            first(torch.ones(1, 3))
+        second(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(2, one)
