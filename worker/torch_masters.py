@@ -84,6 +84,6 @@ class MasterWeights:
                 low.copy_(master)
 
 
-# What torch.compiler.disable sets; calling that would load all of torch's compiler. To the compiler the weights
-# are several inputs that share memory, which it refuses where they are written.
+# What torch.compiler.disable sets; calling that would load all of torch's compiler. To the compiler weights
+# are inputs that share memory, which it refuses where they are written.
 MasterWeights.refresh._torchdynamo_disable = True  # type: ignore[attr-defined]
