@@ -61,7 +61,9 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         # The hot path: everything that is not needed for a small all_reduce is elsewhere.
         read, current, issued = self._readers.get(type(send)) or self._learn(send)
         pointer, count, dtype, device = read(send)
-        target = pointer if recv is send else self._read_like(recv, count, dtype)
+        target = (
+            pointer if recv is send else self._read_like(recv, count, dtype, beside=(pointer, count), at=0)
+        )
         if device != self.device_index and device >= 0:
             self._refuse_device(device)
         number = 0 if op is _SUM else self._operations.number(op, dtype, grouped=self._grouped)
@@ -89,7 +91,9 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         """Like all_reduce, but only ``root`` gets the result (``recv`` is None elsewhere)."""
         check_rank(self.membership, root, "root")
         pointer, count, dtype = self._read(send)
-        target = self._read_like(recv, count, dtype) if self.rank == root else pointer
+        target = pointer
+        if self.rank == root:
+            target = self._read_like(recv, count, dtype, beside=(pointer, count), at=0)
         number = self._operations.number(op, dtype, grouped=self._grouped)
         args = (pointer, target, count, dtype, number, root, self._comm)
         return self._run(self._reduce, args, (send, recv), async_op)
@@ -104,7 +108,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """``recv`` has ``world_size * send.size`` elements: rank r's ``send`` is its r-th part."""
         pointer, count, dtype = self._read(send, moved=True)
-        target = self._read_like(recv, count * self.world_size, dtype, moved=True)
+        target = self._read_whole(recv, count, dtype, pointer, moved=True)
         return self._run(
             self._nccl.all_gather, (pointer, target, count, dtype, self._comm), (send, recv), async_op
         )
@@ -114,7 +118,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
     ) -> Work:
         """``send`` has ``world_size * recv.size`` elements; rank r gets the combined r-th part."""
         target, count, dtype = self._read(recv)
-        pointer = self._read_like(send, count * self.world_size, dtype)
+        pointer = self._read_whole(send, count, dtype, target)
         number = self._operations.number(op, dtype, grouped=self._grouped)
         args = (pointer, target, count, dtype, number, self._comm)
         return self._run(self._reduce_scatter, args, (send, recv), async_op)
@@ -125,7 +129,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         pointer, count, dtype = self._read(send, moved=True)
         moves = [(self._nccl.send, pointer, root)]
         if self.rank == root:
-            target = self._read_like(recv, count * self.world_size, dtype, moved=True)
+            target = self._read_whole(recv, count, dtype, pointer, moved=True)
             step = count * ITEM_SIZES[dtype]
             moves += [(self._nccl.recv, target + peer * step, peer) for peer in range(self.world_size)]
         return self._run(self._exchange, (moves, count, dtype), (send, recv), async_op)
@@ -136,7 +140,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         target, count, dtype = self._read(recv, moved=True)
         moves = [(self._nccl.recv, target, root)]
         if self.rank == root:
-            pointer = self._read_like(send, count * self.world_size, dtype, moved=True)
+            pointer = self._read_whole(send, count, dtype, target, moved=True)
             step = count * ITEM_SIZES[dtype]
             moves += [(self._nccl.send, pointer + peer * step, peer) for peer in range(self.world_size)]
         return self._run(self._exchange, (moves, count, dtype), (send, recv), async_op)
@@ -144,12 +148,12 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """Part j of rank i's ``send`` becomes part i of rank j's ``recv``. Same size, divisible by ranks."""
         pointer, total, dtype = self._read(send, moved=True)
-        target = self._read_like(recv, total, dtype, moved=True)
         count, rest = divmod(total, self.world_size)
         if rest:
             raise ArrayError(
                 f"all_to_all of {total} elements cannot be divided among {self.world_size} ranks"
             )
+        target = self._read_like(recv, total, dtype, beside=(pointer, total), at=None, moved=True)
         step = count * ITEM_SIZES[dtype]
         moves = [(self._nccl.send, pointer + peer * step, peer) for peer in range(self.world_size)]
         moves += [(self._nccl.recv, target + peer * step, peer) for peer in range(self.world_size)]
@@ -256,6 +260,11 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         return child
 
     # ------------------------------------------------------------ inside
+
+    def _read_whole(self, array: Array, count: int, dtype: int, part: int, *, moved: bool = False) -> int:
+        """Address of what has ``count`` elements of each rank, or in which ``part`` is this rank's."""
+        beside, at = (part, count), -self.rank * count
+        return self._read_like(array, count * self.world_size, dtype, beside=beside, at=at, moved=moved)
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], arrays: tuple[Any, ...], async_op: bool
