@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.gpu_fleet import Fleet
 from bench.gpu_machine import describe_machine as describe_gpu
-from bench.train import make_model, make_step, tear_down
+from bench.train import make_model, make_step, start_clean
 
 CURVES = {
     "muster": ("muster", 0),
@@ -53,6 +53,7 @@ def curve(communicator: Any, *, name: str, steps: int, batch: int, lr: float, in
 
     from worker.communicators.base import ReduceOp
 
+    start_clean()
     variant, turns = CURVES[name]
     exact = name.endswith("float32")
     torch.set_float32_matmul_precision("highest" if exact else "high")
@@ -68,7 +69,8 @@ def curve(communicator: Any, *, name: str, steps: int, batch: int, lr: float, in
         losses[number] = step(images[chosen].contiguous(memory_format=torch.channels_last), labels[chosen])
     communicator.all_reduce(losses, losses, ReduceOp.MEAN)
     result: list[float] = losses.tolist()
-    tear_down(step, variant)
+    if hasattr(step, "release"):  # a captured step
+        step.release()
     return result
 
 

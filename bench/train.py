@@ -52,6 +52,7 @@ def speed(
     """
     import torch
 
+    start_clean()
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     begin = time.perf_counter()
@@ -78,7 +79,8 @@ def speed(
         "reason": getattr(step, "reason", None),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
-    tear_down(step, variant)
+    if hasattr(step, "release"):  # a captured step
+        step.release()
     return result
 
 
@@ -236,13 +238,13 @@ def _profile(step: Any, path: str) -> None:
     Path(path).write_text(table)
 
 
-def tear_down(step: Any, variant: str) -> None:
-    """Frees what a step holds, so that the next variant finds the GPU as this one did."""
+def start_clean() -> None:
+    """Frees what the variant before has left: each finds the GPU, and its peak of memory, as the first did.
+
+    At the beginning of the next one, because only then nothing refers to the one before any more.
+    """
     import torch
 
-    if hasattr(step, "release"):  # a captured step
-        step.release()
-    del step
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()

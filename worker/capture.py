@@ -6,7 +6,6 @@ is launched once; the AllReduce of each bucket runs inside it, beside the rest o
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
@@ -15,15 +14,15 @@ from typing import Any
 
 import torch
 
+from worker.captured_settings import CapturedSettings, host_bound
 from worker.communicators.base import Communicator, ReduceOp
 from worker.errors import ArrayError, SettingsError, WorkerError
 from worker.sharded_optimizer import ShardedOptimizer
 from worker.torch_optimizer_state import check_trains
+from worker.torch_step import StepBody
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.2
-_MOST_CHANGES = 10
-"""Settings that change so many times before a capture are taken to change in each step."""
 
 
 class CaptureError(WorkerError):
@@ -38,19 +37,15 @@ class TrainingStep:
 
     def __init__(
         self,
-        loss: Callable[..., Any],
+        body: StepBody,
         model: Any,
         optimizer: Any,
         *,
-        autocast: Any | None,
-        clip_norm: float | None,
-        accumulate: int,
         warmup_steps: int,
         capture: bool,
         strict: bool,
     ) -> None:
-        self._loss, self._model, self._optimizer = loss, model, optimizer
-        self._autocast, self._clip_norm, self._accumulate = autocast, clip_norm, accumulate
+        self._body, self._model, self._optimizer = body, model, optimizer
         self._warmup_steps, self._strict = warmup_steps, strict
         self._device = next(model.parameters()).device
         self._graph: Any = None
@@ -60,8 +55,6 @@ class TrainingStep:
         self._eager_steps = 0
         self._communicator: Communicator | None = None
         self._capture_failed = False
-        self._settings: list[Any] = []
-        self._changes = 0
         self._forget: Callable[[], None] = _nothing
         self._note: Callable[[str], None] = _ignore
         self._lock = threading.Lock()
@@ -71,7 +64,7 @@ class TrainingStep:
         if self.reason is None:
             self._stream = torch.cuda.Stream(self._device)
             self._copies = torch.cuda.Stream(self._device)
-            self._make_rates_tensors()
+            self._settings = CapturedSettings(optimizer, self._device)
             drop = weakref.WeakMethod(self._drop)  # the optimizer may live longer
             optimizer.register_load_state_dict_post_hook(lambda _: (call := drop()) and call())
 
@@ -103,17 +96,18 @@ class TrainingStep:
                 remedy="Let the loss function bind what is no part of the batch.",
             )
         self._follow_communicator()
-        if self.reason is None:
-            self._follow_settings()
+        if self.reason is None and self._settings.changed():
+            self._drop()
+            self._decline(self._settings.obstacle())
         if self.reason is not None:
-            return self._body(self._to_device(batch), samples)
+            return self._body.run(self._to_device(batch), samples)
         uneven = samples is not None or getattr(self._model, "uneven", False)
         if self._graph is None and self._eager_steps >= self._warmup_steps and not uneven:
             self._capture(self._to_device(batch))
         if self._graph is None or uneven or not self._fits(batch):
             self._eager_steps += 1
             return self._run_eagerly(self._to_device(batch), samples)
-        self._update_rates()
+        self._settings.update_rates()
         with self._lock:  # an abort in another thread may take the graph away
             if self._graph is not None:
                 for static, given in zip(self._static, batch, strict=True):
@@ -151,62 +145,11 @@ class TrainingStep:
         finally:
             self._lock.release()
 
-    # ------------------------------------------------------------ the step
-
-    def _body(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
-        self._optimizer.zero_grad(set_to_none=True)
-        uneven = getattr(self._model, "uneven_batch", None) if samples is not None else None
-        with uneven(samples) if uneven else contextlib.nullcontext():
-            total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
-        self._optimizer.step()
-        return total
-
-    def _passes(self, batch: tuple[Any, ...]) -> Any:
-        """Forward and backward passes over the parts of a batch; returns the loss."""
-        parts = self._parts(batch)
-        no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
-        total = None
-        for number, (share, part) in enumerate(parts, 1):
-            with contextlib.nullcontext() if number == len(parts) else no_sync():
-                with self._precision():
-                    loss = self._loss(*part)
-                loss = loss * share if len(parts) > 1 else loss
-                loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        return total
-
-    def _parts(self, batch: tuple[Any, ...]) -> list[tuple[float, tuple[Any, ...]]]:
-        """The parts of a batch, each with its share of the samples: the last part may be smaller."""
-        if self._accumulate == 1:
-            return [(1.0, batch)]
-        lengths = {len(tensor) if tensor.dim() else 0 for tensor in batch}
-        if len(lengths) != 1 or lengths == {0}:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch)
-            raise ArrayError(
-                f"accumulate={self._accumulate} cuts all tensors of a batch along their first axis,"
-                f" which must be as long in each; these have the shapes {shapes}.",
-                remedy="What is no part of the batch can be bound by the loss function.",
-            )
-        count = lengths.pop()
-        cut = zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True)
-        return [(len(part[0]) / count, part) for part in cut]
-
-    def _precision(self) -> Any:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
-
-    def _clip(self, norm: float) -> None:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)
-
     def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
         """On the stream of the capture, so that what is lazily made for a stream is there in time."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            loss = self._body(batch, samples)
+            loss = self._body.run(batch, samples)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return loss
 
@@ -232,7 +175,7 @@ class TrainingStep:
         _log.warning("training steps run eagerly: %s", reason)
 
     def _capture(self, batch: tuple[Any, ...]) -> None:
-        self._update_rates()
+        self._settings.update_rates()
         static = tuple(tensor.clone() for tensor in batch)
         graph, loss, error = torch.cuda.CUDAGraph(), None, None
         communicator: Any = self._communicator
@@ -243,7 +186,7 @@ class TrainingStep:
         try:
             # thread_local: other threads (heartbeats, the autograd engine) may call CUDA meanwhile
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                loss = self._body(static)
+                loss = self._body.run(static)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
             _free_generator(self._device)
@@ -259,7 +202,7 @@ class TrainingStep:
             self._capture_failed = True
             self._decline(error or "another rank could not capture it")
             return
-        self._changes = 0
+        self._settings.captured()
         with self._lock:
             self._static, self._static_loss, self._graph = static, loss, graph
         if self._ended:
@@ -291,35 +234,13 @@ class TrainingStep:
         if self._capture_failed:
             self._capture_failed, self.reason = False, None
 
-    def _follow_settings(self) -> None:
-        """A graph holds the optimizer's settings as they were: with others it must be captured anew."""
-        settings = [
-            {key: id(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            | {"lr": None, "params": len(group["params"])}
-            for group in self._optimizer.param_groups
-        ]
-        before, self._settings = self._settings, settings
-        if settings == before or not before:
-            return
-        self._drop()
-        if len(settings) != len(before):
-            self._make_rates_tensors()
-            return
-        self._changes += 1
-        if self._changes == _MOST_CHANGES:
-            pairs = zip(before, settings, strict=True)
-            changed = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
-            self._decline(
-                f"the optimizer's {', '.join(changed)} changes in each step, and a graph holds it fixed"
-            )
-
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         return len(batch) == len(self._static) and all(
             given.shape == static.shape and given.dtype == static.dtype
             for given, static in zip(batch, self._static, strict=True)
         )
 
-    # ------------------------------------------------------------ batches and learning rates
+    # ------------------------------------------------------------ batches
 
     def _to_device(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
@@ -334,19 +255,6 @@ class TrainingStep:
             for tensor in batch:
                 tensor.record_stream(current)
         return batch
-
-    def _make_rates_tensors(self) -> None:
-        """Learning rates become tensors on the GPU: a number would be fixed in the graph for ever."""
-        self._rates = []
-        for group in self._optimizer.param_groups:
-            self._rates.append(torch.tensor(float(group["lr"]), device=self._device))
-            group["lr"] = self._rates[-1]
-
-    def _update_rates(self) -> None:
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if group["lr"] is not rate:
-                rate.fill_(float(group["lr"]))
-                group["lr"] = rate
 
 
 def capture_step(
@@ -407,32 +315,8 @@ def capture_step(
             "a ShardedOptimizer runs collectives of its own: call its step() without capture_step"
         )
     check_trains(optimizer, model)
-    return TrainingStep(
-        loss,
-        model,
-        optimizer,
-        autocast=autocast,
-        clip_norm=clip_norm,
-        accumulate=accumulate,
-        warmup_steps=warmup_steps,
-        capture=capture,
-        strict=strict,
-    )
-
-
-def host_bound(optimizer: Any) -> str | None:
-    """Why no graph can hold this optimizer's step: what it needs of the host; None: nothing that is known."""
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS decides on the host how often to evaluate the loss"
-    for group in optimizer.param_groups:
-        if "capturable" in group:
-            if not group["capturable"]:
-                return f"{kind} reads its step count on the host: make it with capturable=True"
-        elif type(optimizer).__module__.startswith("torch.optim") and not group.get("fused"):
-            remedy = ": make it with fused=True" if "fused" in group else ""
-            return f"{kind} reads its learning rate on the host{remedy}"
-    return None
+    body = StepBody(loss, model, optimizer, autocast=autocast, clip_norm=clip_norm, accumulate=accumulate)
+    return TrainingStep(body, model, optimizer, warmup_steps=warmup_steps, capture=capture, strict=strict)
 
 
 def _free_generator(device: Any) -> None:

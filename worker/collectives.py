@@ -37,7 +37,7 @@ from worker.process import current
 
 
 class Pending:
-    """A collective under way. ``result`` is the array that it fills; it is None where there is none."""
+    """A collective under way. Keep it until you have waited for it: it holds the arrays, which are in use."""
 
     def __init__(self, work: Work, result: Array | None) -> None:
         self._work = work

@@ -31,6 +31,8 @@ class ShardedOptimizer:
 
     The parameters move into one flat tensor, of which every rank updates its part. So the optimizer must
     treat each element by itself, as SGD and Adam do, with one learning rate and weight decay for all.
+    Parameters without a gradient count as having one of zero, frozen ones too: weight decay and momentum go
+    on. A learning rate scheduler takes :attr:`inner`. There is no loss scaling: train in bfloat16.
 
     Buffers are not synchronised: each rank keeps its own (BatchNorm's statistics), from the start. Where
     that matters, broadcast rank 0's before evaluating and before a checkpoint.
@@ -49,7 +51,7 @@ class ShardedOptimizer:
 
     Raises:
         ArrayError: parameters of several dtypes or devices, or different from another rank's.
-        SettingsError: nothing to train.
+        SettingsError: nothing to train, or ``make`` does not use what it gets.
     """
 
     def __init__(
@@ -78,24 +80,56 @@ class ShardedOptimizer:
                 view.copy_(parameter)
                 parameter.data = view
         broadcast_tensors(communicator, [self._flat], 0)
+        self._reduced = False
+        self._places = [parameter.data_ptr() for parameter in self._parameters]
         length = total // communicator.world_size
         begin = communicator.rank * length
-        self._part = torch.nn.Parameter(self._flat[begin : begin + length].clone())
+        # Within the flat tensor: what is written into the module's parameters counts, a loaded state say.
+        self._part = torch.nn.Parameter(self._flat[begin : begin + length])
         self._part.grad = torch.zeros_like(self._part)
         self.inner = make([self._part])
+        _check_trains(self.inner, self._part)
         self.zero_grad()
 
     def step(self) -> None:
-        """Reduces the gradients, updates this rank's part and gathers everybody's."""
+        """Reduces the gradients, updates this rank's part and gathers everybody's.
+
+        Raises:
+            SettingsError: the module was moved or converted since.
+        """
+        if not self._reduced:
+            self._reduce()
+        self._reduced = False
         communicator = self._communicator
-        self._collect()
-        part = self._part.grad
-        communicator.reduce_scatter(
-            array_of(communicator, self._gradients), array_of(communicator, part), self._op
-        )
         self.inner.step()
         communicator.all_gather(
             array_of(communicator, self._part.detach()), array_of(communicator, self._flat)
+        )
+
+    def clip_grad_norm_(self, max_norm: float) -> Any:
+        """Scales the averaged gradient down to a norm of at most ``max_norm``; between backward and step.
+
+        ``torch.nn.utils.clip_grad_norm_`` would see only what this rank computed. All ranks must call it.
+
+        Returns:
+            The norm before, a 0-dim tensor; the host does not wait for it.
+        """
+        self._reduce()
+        self._reduced = True
+        part = self._part.grad
+        square = torch.linalg.vector_norm(part, dtype=torch.float32).square().reshape(1)
+        array = array_of(self._communicator, square)
+        self._communicator.all_reduce(array, array, ReduceOp.SUM)
+        norm = square.sqrt()[0]
+        part.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _reduce(self) -> None:
+        """Puts this rank's part of the averaged gradient where the inner optimizer finds it."""
+        self._collect()
+        communicator = self._communicator
+        communicator.reduce_scatter(
+            array_of(communicator, self._gradients), array_of(communicator, self._part.grad), self._op
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -104,12 +138,18 @@ class ShardedOptimizer:
         Args:
             set_to_none: taken as torch's optimizers do; the gradients' memory stays in any case.
         """
+        self._reduced = False
         self._gradients.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
 
     def _collect(self) -> None:
         """Takes gradients that do not lie in the flat tensor, because somebody else has set them."""
+        if any(each.data_ptr() != place for each, place in zip(self._parameters, self._places, strict=True)):
+            raise SettingsError(
+                "the module was moved or converted after its ShardedOptimizer was made, and would compute"
+                " with weights that nobody updates. Call to(...) before you make the optimizer."
+            )
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -121,6 +161,14 @@ class ShardedOptimizer:
     def param_groups(self) -> Any:
         """The inner optimizer's, for learning rates."""
         return self.inner.param_groups
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's GradScaler asks before a step."""
+        raise SettingsError(
+            "a GradScaler cannot work with a ShardedOptimizer, whose gradients are averaged within step()."
+            " Train in bfloat16, which needs no loss scaling, or with worker.DataParallel."
+        )
 
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of optimizer state on this rank, and what they would be undivided."""
@@ -135,10 +183,10 @@ class ShardedOptimizer:
     def gather_state(self) -> dict[str, Any]:
         """The whole state, on every rank: flat tensors by name, in the order of ``module.parameters()``.
 
-        Under ``"shapes"`` it says of which parameters. For checkpoints. All ranks must call it, and it takes
-        the memory that the division saves.
+        Under ``"shapes"`` it says of which parameters, under ``"settings"`` are the learning rate and other
+        numbers. For checkpoints. All ranks must call it, and it takes the memory that the division saves.
         """
-        state: dict[str, Any] = {"shapes": self._shapes()}
+        state: dict[str, Any] = {"shapes": self._shapes(), "settings": _numbers(self.inner.param_groups[0])}
         for name, value in self.inner.state.get(self._part, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == self._part.shape:
                 whole = torch.zeros_like(self._flat, dtype=value.dtype)
@@ -151,6 +199,8 @@ class ShardedOptimizer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes this rank's part of what :meth:`gather_state` gave, of any number of ranks, on any device.
+
+        The learning rate and other numbers of the inner optimizer become what they were, too.
 
         Raises:
             ArrayError: it is the state of other parameters.
@@ -166,7 +216,7 @@ class ShardedOptimizer:
         begin = self._communicator.rank * length
         mine: dict[str, Any] = {}
         for name, value in state.items():
-            if name == "shapes":
+            if name in ("shapes", "settings"):
                 continue
             if isinstance(value, torch.Tensor) and value.dim() == 1:
                 whole = torch.zeros_like(self._flat, dtype=value.dtype)
@@ -177,9 +227,29 @@ class ShardedOptimizer:
                 mine[name] = value.clone() if isinstance(value, torch.Tensor) else value
         # The optimizer knows on which device and in which dtype it needs its step count, say.
         self.inner.load_state_dict(self.inner.state_dict() | {"state": {0: mine} if mine else {}})
+        group = self.inner.param_groups[0]
+        for name, value in state.get("settings", {}).items():
+            own = group.get(name)
+            group[name] = own.fill_(value) if isinstance(own, torch.Tensor) else value
 
     def _shapes(self) -> list[list[int]]:
         return [list(parameter.shape) for parameter in self._parameters]
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group that are numbers, or several of them (betas)."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    plain = {
+        name: v.item() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"
+    }
+    return {
+        name: value
+        for name, value in plain.items()
+        if is_number(value) or (isinstance(value, (tuple, list)) and all(map(is_number, value)))
+    }
 
 
 def _difference(shapes: Any, own: list[list[int]]) -> str:
@@ -189,6 +259,15 @@ def _difference(shapes: Any, own: list[list[int]]) -> str:
         return f"it is of {len(shapes)}"
     number = next(index for index, pair in enumerate(zip(shapes, own, strict=True)) if pair[0] != pair[1])
     return f"parameter {number} has the shape {shapes[number]} there and {own[number]} here"
+
+
+def _check_trains(inner: Any, part: Any) -> None:
+    trained = [id(parameter) for group in inner.param_groups for parameter in group["params"]]
+    if trained != [id(part)]:
+        raise SettingsError(
+            "the inner optimizer must train what it is given, and that alone:"
+            " lambda part: torch.optim.AdamW(part, lr=1e-3), not of module.parameters()"
+        )
 
 
 def _check(parameters: list[Any]) -> None:

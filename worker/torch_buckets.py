@@ -55,7 +55,7 @@ class GradientBucket:
             must not be reused before this one has read them.
 
         Raises:
-            ArrayError: a gradient is sparse.
+            ArrayError: a gradient is sparse, or of another dtype or device than before.
         """
         targets, sources = [], []
         self.missing = []
@@ -71,7 +71,7 @@ class GradientBucket:
             elif gradient.data_ptr() != self.wire_views[index].data_ptr():
                 targets.append(self.wire_views[index])
                 sources.append(gradient)
-                parameter.grad = self.views[index] if self.master is None else None
+                self._replace(parameter, index)
         if self.master is not None and self.master.grad is not None:
             # Averaged before and not cleared: what comes now is added, as to any gradient.
             self.wire[: self.size].copy_(self.master.grad)
@@ -88,6 +88,16 @@ class GradientBucket:
         if scale is not None:
             self.wire[: self.size].mul_(scale)
         return sources
+
+    def _replace(self, parameter: Any, index: int) -> None:
+        try:
+            parameter.grad = self.views[index] if self.master is None else None
+        except RuntimeError as error:
+            raise ArrayError(
+                f"a parameter of shape {tuple(parameter.shape)} was {_kind(self.views[index])} when it was"
+                f" wrapped, and now is {_kind(parameter)}",
+                remedy="Convert or move the module before you wrap it.",
+            ) from error
 
     def unpack(self) -> None:
         """After the reduction: gradients in their own dtype, on the current stream."""
@@ -166,24 +176,40 @@ class FlatBuffers:
         self.flat = torch.zeros(room, dtype=tensors[0].dtype, device=tensors[0].device)
         self._entries = []
         for owners, tensor, part in zip(shared, tensors, views_of(self.flat, tensors), strict=True):
-            # Autograd counts changes per base tensor: real views would all look changed by each one's update.
-            view = torch.empty(0, dtype=part.dtype, device=part.device)
-            view.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
-            view.copy_(tensor)
-            for owner, name in owners:
-                owner._buffers[name] = view
-                self._entries.append((owner, name, view))
+            part.copy_(tensor.detach())
+            # The tensors stay the objects they are: a module may hold them under other names too. And they do
+            # not become views, which autograd would all take for changed by each one's update.
+            tensor.data = part
+            self._entries += [(owner, name, tensor) for owner, name in owners]
 
     def gather(self) -> list[Any]:
-        """Takes in buffers that the module has replaced since, and returns those."""
+        """Takes in buffers that the module has replaced since, and returns those.
+
+        Raises:
+            ArrayError: one became something else.
+        """
         replaced = []
-        for owner, name, view in self._entries:
-            current = owner._buffers[name]
-            if current is not view:
-                view.copy_(current)
-                owner._buffers[name] = view
-                replaced.append(current)
+        for owner, name, kept in self._entries:
+            current = owner._buffers.get(name)
+            if current is kept:
+                continue
+            if _kind(current) != _kind(kept):
+                raise ArrayError(
+                    f"the buffer {name!r} of a {type(owner).__name__} was {_kind(kept)} when it was wrapped,"
+                    f" and now is {_kind(current)}",
+                    remedy="Wrap the module anew after such a change, or leave its buffers alone with"
+                    " broadcast_buffers=False.",
+                )
+            kept.detach().copy_(current.detach())
+            owner._buffers[name] = kept
+            replaced.append(current)
         return replaced
+
+
+def _kind(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return str(tensor)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 def flat_buffers(module: Any) -> list[FlatBuffers]:

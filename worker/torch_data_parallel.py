@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch.autograd import Variable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from worker.communicators.base import Communicator, ReduceOp
 from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
@@ -18,8 +19,8 @@ from worker.torch_masters import MasterWeights
 from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_parameters, gather_numbers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
-_HOOKS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-"""The hooks of each wrapped module: those of an earlier wrapper would go on reducing its gradients."""
+_WRAPPERS: Any = WeakIdKeyDictionary()
+"""Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""
 DEFAULT_LAST_BYTES = 4 * 2**20
 
 
@@ -35,7 +36,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
     Gradients travel in flat buckets while the backward pass still runs; afterwards each ``parameter.grad``
     is a view into its bucket. Parameters without a gradient on this rank count as zero; where no rank has
     one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after every training step.
-    ``state_dict`` is the bare module's. A module has one wrapper: a second one takes the first one's place.
+    ``state_dict`` is the bare module's. A parameter has one wrapper: a later one takes the earlier one's
+    place. A hook of yours on a parameter sees this rank's own gradient.
 
     Args:
         module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
@@ -58,7 +60,9 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
             from another rank's; in the backward pass: a sparse gradient.
         SettingsError: no such compression, or these parameters cannot have masters.
-        WorkerError: nothing to train; in the backward pass: the one before it broke off.
+        WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
+            requires a gradient that did not when it was wrapped; in the forward pass: this is not the
+            parameters' wrapper any more.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
                 raise SettingsError(f'{name} is None or "bf16", not {value!r}')
         self.module = module
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         if not self._named:
             raise WorkerError("this module has no parameter that requires a gradient")
         self.communicator = communicator or _communicator_of(session)
@@ -107,13 +112,14 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._read_aside: list[Any] = []
         self._unused_in_capture: dict[int, frozenset[int]] = {}
         self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
+        self._first = [next(module.parameters())]  # a module would take a bare one for its own
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
         if weights is not None:
             self._masters = MasterWeights(module, self._buckets, _DTYPES[weights])
-        for handle in _HOOKS.pop(module, []):
-            handle.remove()
-        _HOOKS[module] = [  # after the masters: the hook fixes the gradient's dtype
+        self._replaced = False
+        _take_over(self, [parameter for _, parameter in self._named])
+        self._hooks = [  # after the masters: the hook fixes the gradient's dtype
             parameter.register_post_accumulate_grad_hook(self._ready) for _, parameter in self._named
         ]
 
@@ -121,6 +127,17 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
+        if self._replaced:
+            raise WorkerError(
+                "some of these parameters were wrapped again, in a DataParallel that lacks the others",
+                remedy="Let one DataParallel wrap one module that holds all that is trained together.",
+            )
+        if not torch.compiler.is_compiling() and next(self.module.parameters()) is not self._first[0]:
+            raise WorkerError(
+                "the module's parameters are others than those that were wrapped:"
+                " nobody would average their gradients",
+                remedy="Load states without assign=True, or wrap the module anew, on all ranks.",
+            )
         if self._masters is not None:
             self._masters.refresh()
         return self.module(*args, **kwargs)
@@ -164,9 +181,13 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         """Whether this is within :meth:`uneven_batch`."""
         return self._scale is not None
 
-    def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """What an optimizer trains: the module's parameters, or their float32 masters if there are any."""
-        return iter(super().parameters(recurse) if self._masters is None else self._masters.parameters)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """What an optimizer trains, as :meth:`parameters` gives it: the module's parameters or, if there are
+        any, their masters, of which each holds several parameters.
+        """
+        if self._masters is None:
+            return super().named_parameters(*args, **kwargs)  # type: ignore[no-any-return]
+        return ((f"masters.{index}", each) for index, each in enumerate(self._masters.parameters))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients. An optimizer's clears what was averaged, not what :meth:`no_sync` accumulated
@@ -218,6 +239,13 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._read_aside.clear()
         self.zero_grad()
 
+    def give_way(self, parameters: Iterable[Any]) -> None:
+        """Reduces nothing any more: ``parameters`` have a new wrapper."""
+        theirs = {id(parameter) for parameter in parameters}
+        self._replaced = any(id(parameter) not in theirs for _, parameter in self._named)
+        for handle in self._hooks:
+            handle.remove()
+
     def join(self, communicator: Communicator, source: int) -> None:
         """Enters a generation that may have newcomers; every rank of it calls this.
 
@@ -238,20 +266,46 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             self._build(theirs)
         self._order = None if theirs_settled else []
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The bare module's state; in float32 where there are masters."""
-        state = self.module.state_dict(*args, **kwargs)
-        state.update(self._master_views())
+        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
+        state.update({prefix + name: view for name, view in self._master_views().items()})
         return state
 
-    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads a bare module's state."""
-        result = self.module.load_state_dict(state, *args, **kwargs)
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a bare module's state.
+
+        Raises:
+            SettingsError: with ``assign``, which would exchange the parameters for others.
+        """
+        if assign:
+            raise _cannot_assign()
+        result = self.module.load_state_dict(state, strict)
+        self._load_masters(state, "")
+        return result
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        """As a part of another module, in whose state this one has the names of the bare module."""
+        if metadata.get("assign_to_params_buffers"):
+            raise _cannot_assign()
+        self._load_masters(state, prefix)
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+    def _load_masters(self, state: Any, prefix: str) -> None:
         with torch.no_grad():
             for name, view in self._master_views().items():
-                if name in state:
-                    view.copy_(state[name])
-        return result
+                value = state.get(prefix + name)
+                if value is not None and value.shape == view.shape:  # else the module itself refuses it
+                    view.copy_(value)
+
+    def __getstate__(self) -> Any:
+        """Refuses."""
+        raise WorkerError(
+            "a DataParallel belongs to a communicator and can be neither copied nor pickled",
+            remedy="Copy its module (copy.deepcopy(model.module)), or save its state_dict().",
+        )
 
     def _master_views(self) -> dict[str, Any]:
         """The masters by the module's names, of which shared parameters have several."""
@@ -298,6 +352,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
                 "this DataParallel was made with elastic=True, and nothing has joined it to the others yet",
                 remedy="Train in an ElasticLoop with a TorchTrainingState, or leave elastic out.",
             )
+        self._check_unchanged()
         # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
         # was reduced too early. A mean bears to be taken twice.
         before, self._task = self._task, torch._C._current_graph_task_id()
@@ -310,11 +365,23 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._in_backward = self._ran = True
         Variable._execution_engine.queue_callback(self._finish)
 
+    def _check_unchanged(self) -> None:
+        """What would train apart from the other ranks, or not at all, must not do so silently."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise WorkerError(
+                    f"{name} did not require a gradient when it was wrapped, and now does: no rank would get"
+                    " the others' gradient of it",
+                    remedy="Wrap the module anew after such a change, on all ranks.",
+                )
+        if self._masters is not None:
+            self._masters.check_in_place()
+
     def _launch(self, bucket: GradientBucket) -> None:
         self._launched += 1
         last = self._launched == len(self._buckets)
         buffers = self._flat_buffers if last and self.module.training else []
-        with self._lane.aside():
+        with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
             for flat in buffers:
                 self._keep(flat.gather())
@@ -369,7 +436,30 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             self._build(order.tolist())
 
 
+def _take_over(wrapper: DataParallel, parameters: list[Any]) -> None:
+    """Makes ``wrapper`` the only one of these parameters."""
+    references = [_WRAPPERS.get(parameter) for parameter in parameters]
+    for earlier in {reference() for reference in references if reference is not None} - {None}:
+        earlier.give_way(parameters)
+    for parameter in parameters:
+        _WRAPPERS[parameter] = ref(wrapper)
+
+
+def _cannot_assign() -> SettingsError:
+    return SettingsError(
+        "assign=True would exchange the parameters for others, whose gradients nobody averages."
+        " Leave it out, or load before you wrap the module."
+    )
+
+
 def _one_device(module: torch.nn.Module) -> Any:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) or tensor.is_meta:
+            raise ArrayError(
+                f"{name} has no {'values' if tensor.is_meta else 'shape'} yet",
+                remedy="Run one forward pass, or module.to_empty(device=...) and load a state, before"
+                " you wrap the module.",
+            )
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices)))

@@ -62,10 +62,28 @@ class MasterWeights:
             self._pairs.append((low, master))
             bucket.master = torch.nn.Parameter(master)
             self.parameters.append(bucket.master)
+        self._places = [(p, p.data_ptr()) for bucket in buckets for p in bucket.parameters]
         self.refresh()
+
+    def check_in_place(self) -> None:
+        """Makes sure that the module computes with what the optimizer trains.
+
+        Raises:
+            SettingsError: its parameters were moved or converted.
+        """
+        if any(parameter.data_ptr() != place for parameter, place in self._places):
+            raise SettingsError(
+                'the module was moved or converted after it was wrapped with weights="bf16": it would compute'
+                " with weights that nobody trains. Call to(...) before you wrap it."
+            )
 
     def refresh(self) -> None:
         """Brings the weights for computing up to the masters."""
         with torch.no_grad():
             for low, master in self._pairs:
                 low.copy_(master)
+
+
+# What torch.compiler.disable sets; calling that would load all of torch's compiler. To the compiler weights
+# are inputs that share memory, which it refuses where they are written.
+MasterWeights.refresh._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -36,7 +37,8 @@ class TorchTrainingState(TrainingState):
     Of torch's default generators, the CPU's and this GPU's, each rank keeps its own: a step that is redone
     draws what it drew before (what is drawn after a step counts towards the next). Whoever takes up a run,
     as a newcomer or from a checkpoint, seeds them anew from its initial seed, its rank and the step.
-    Generators of your own are not part of the state: seed them from (seed, step, rank).
+    What ``optimizer.load_state_dict`` brings becomes part of the state, and so do parameters that it is given
+    later, on all ranks. Generators of your own are not part of the state: seed them from (seed, step, rank).
 
     Args:
         model: made with ``elastic=True``.
@@ -65,8 +67,11 @@ class TorchTrainingState(TrainingState):
         self._optimizer = optimizer
         self._samples_per_rank = samples_per_rank
         self._kept: list[Any] = []
+        self._trained = _trained(optimizer)
         self._random = RandomState(model.device)
         self._takes_up = False
+        follow = WeakMethod(self._follow_optimizer)  # the optimizer may live longer
+        optimizer.register_load_state_dict_post_hook(lambda _: (call := follow()) and call())
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -101,7 +106,18 @@ class TorchTrainingState(TrainingState):
             self._takes_up = False
             self._random.begin(communicator.rank, self.step)
 
+    def _follow_optimizer(self) -> None:
+        """The optimizer's tensors are others now: it has loaded a state, or got more parameters."""
+        make_optimizer_state(self._optimizer)
+        self.arrays.clear()
+        self.arrays.update(_tensors(self._model, self._optimizer))
+        self._trained = _trained(self._optimizer)
+        if self._kept:
+            self._kept = [tensor.clone() for tensor in self.arrays.values()]
+
     def _keep(self) -> None:
+        if _trained(self._optimizer) != self._trained:
+            self._follow_optimizer()
         self._random.keep()
         tensors = list(self.arrays.values())
         if self._kept:
@@ -195,6 +211,10 @@ def _tensors(model: DataParallel, optimizer: Any) -> Iterator[tuple[str, Any]]:
             for key, value in sorted(optimizer.state[parameter].items()):
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer.{number}.{index}.{key}", value
+
+
+def _trained(optimizer: Any) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _is_number(value: Any) -> bool:

@@ -22,7 +22,7 @@ class FakeEvent:
         pass
 
     def record(self, stream: Any) -> None:
-        pass
+        self.stream = stream
 
 
 class FakeStream:
@@ -61,6 +61,7 @@ def fake_cupy(current: Any) -> ModuleType:
         get_current_stream=lambda: current,
         Device=lambda index: contextlib.nullcontext(),
         Stream=FakeStream,
+        ExternalStream=lambda address: SimpleNamespace(ptr=address),
         Event=FakeEvent,
     )
     module: ModuleType = fake

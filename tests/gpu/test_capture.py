@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
-from worker.capture import CaptureError, capture_step, host_bound  # noqa: E402
+from worker.capture import CaptureError, capture_step  # noqa: E402
+from worker.captured_settings import host_bound  # noqa: E402
 from worker.errors import ArrayError, SettingsError  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 

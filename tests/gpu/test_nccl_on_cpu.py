@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.stand_in import FakeEvent, fake_cupy
-from worker.communicators import nccl_communicator, nccl_handles, tcp_arrays
+from worker.communicators import nccl_handles, nccl_lifetime, tcp_arrays
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, read_torch, reader_of
@@ -87,12 +88,31 @@ def test_what_is_only_moved_may_have_a_dtype_that_nccl_does_not_know(
 
 def test_a_tensor_that_is_only_moved_may_have_any_dtype() -> None:
     torch = pytest.importorskip("torch")
-    facts = {"is_cuda": True, "is_contiguous": lambda: True, "data_ptr": lambda: 1, "numel": lambda: 3}
+    facts = {
+        "is_cuda": True,
+        "is_contiguous": lambda: True,
+        "is_conj": lambda: False,
+        "data_ptr": lambda: 1,
+        "numel": lambda: 3,
+    }
     for dtype, number in ((torch.bool, 1), (torch.complex64, 4), (torch.int16, 6), (torch.bfloat16, 9)):
         tensor = SimpleNamespace(
             dtype=dtype, element_size=lambda dtype=dtype: dtype.itemsize, get_device=lambda: 0, **facts
         )
         assert read_torch(tensor, moved=True) == (1, 3, number, 0)
+
+
+def test_a_tensor_whose_conjugate_is_yet_to_be_computed_is_not_moved() -> None:
+    """Its memory holds the numbers before."""
+    torch = pytest.importorskip("torch")
+
+    class OnGpu(torch.Tensor):  # type: ignore[misc,name-defined]
+        is_cuda = True
+
+    lazy = torch.ones(3, dtype=torch.complex64).as_subclass(OnGpu)
+    assert read_torch(lazy, moved=True)[1:3] == (3, 4)
+    with pytest.raises(ArrayError, match=r"conjugate.*resolve_conj"):
+        read_torch(lazy.conj(), moved=True)
 
 
 def test_an_array_on_the_cpu_is_refused_with_the_backend_to_use() -> None:
@@ -370,6 +390,61 @@ def test_nothing_is_issued_for_arrays_that_do_not_fit(comm: NcclCommunicator) ->
     assert calls_of(comm) == []
 
 
+@pytest.mark.parametrize(
+    ("call", "at", "legal"),
+    [
+        ("all_reduce", 0, True),
+        ("all_reduce", 4, False),
+        ("all_reduce", -28, False),
+        ("all_reduce", 32, True),  # right behind
+        ("reduce", 12, False),
+        ("all_gather", 0, True),  # rank 0 of two: its part is the first
+        ("all_gather", -32, False),
+        ("gather", -4, False),
+        ("reduce_scatter", 0, True),
+        ("reduce_scatter", 32, False),
+        ("scatter", 32, False),
+        ("all_to_all", 0, False),
+        ("all_to_all", 32, True),
+    ],
+)
+def test_arrays_share_memory_in_place_or_not_at_all(
+    comm: NcclCommunicator, call: str, at: int, legal: bool
+) -> None:
+    """NCCL would send what it has overwritten already."""
+    send, recv = FakeArray(8, 4096), FakeArray(8, 4096 + at)
+    if call in ("all_gather", "gather"):
+        recv = FakeArray(16, 4096 + at)
+    elif call in ("reduce_scatter", "scatter"):
+        send = FakeArray(16, 4096)
+    others = {"all_reduce": (ReduceOp.SUM,), "reduce": (ReduceOp.SUM, 0), "reduce_scatter": (ReduceOp.SUM,)}
+    more = others.get(call, (0,) if call in ("gather", "scatter") else ())
+    with contextlib.nullcontext() if legal else pytest.raises(ArrayError, match="share memory otherwise"):
+        getattr(comm, call)(send, recv, *more)
+    assert bool(calls_of(comm)) is legal
+
+
+@pytest.mark.parametrize(("stream", "waits"), [(None, []), (77, []), (55, [55])])
+def test_an_exported_array_is_taken_after_what_its_stream_does(
+    comm: NcclCommunicator, current: SimpleNamespace, stream: int | None, waits: list[int]
+) -> None:
+    seen: list[int] = []
+    current.wait_event = lambda event: seen.append(event.stream.ptr)
+    comm.all_reduce(Interface(stream=stream), Interface(), ReduceOp.SUM)
+    assert seen == waits
+
+
+def test_a_kind_of_cupy_array_goes_to_cupys_stream_also_where_torch_is_loaded(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(FakeArray):
+        pass
+
+    monkeypatch.setitem(sys.modules, "torch", cast("Any", None))
+    comm.all_reduce(Own(8, 4096), Own(8, 8192), ReduceOp.SUM)
+    assert calls_of(comm)[0][-1] == 77
+
+
 def test_a_handle_is_not_done_while_its_stream_is_busy(
     comm: NcclCommunicator, current: SimpleNamespace
 ) -> None:
@@ -414,7 +489,7 @@ def test_an_abort_within_a_group_waits_for_its_end(
     comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group that NCCL never sees the end of holds back all that its thread issues later."""
-    monkeypatch.setattr(nccl_communicator, "_LEAVE_WAIT_S", 60)
+    monkeypatch.setattr(nccl_lifetime, "_LEAVE_WAIT_S", 60)
     array, change = FakeArray(8, 4096), MembershipChanged("rank 1 is gone", generation=3)
     aborting = threading.Thread(target=comm.abort, args=(change,))
     with pytest.raises(MembershipChanged), comm.group():
@@ -438,7 +513,7 @@ def test_an_abort_within_a_group_waits_for_its_end(
 def test_a_change_that_comes_within_a_group_is_told_at_its_end(
     comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_communicator, "_LEAVE_WAIT_S", 0)
+    monkeypatch.setattr(nccl_lifetime, "_LEAVE_WAIT_S", 0)
     with pytest.raises(MembershipChanged, match="rank 1 is gone"), comm.group():
         comm.abort(MembershipChanged("rank 1 is gone", generation=3))
     assert comm.await_ended(10)
@@ -507,7 +582,7 @@ class HangingNccl(RecordingNccl):
 
 
 def hanging(comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch, nccl: HangingNccl) -> NcclCommunicator:
-    monkeypatch.setattr(nccl_communicator, "_DESTROY_WAIT_S", 0)
+    monkeypatch.setattr(nccl_lifetime, "_DESTROY_WAIT_S", 0)
     return NcclCommunicator(nccl, "comm", "root", comm.membership, device=0, timeout_s=60)
 
 
@@ -543,7 +618,7 @@ def test_an_abort_leaves_a_close_that_goes_on_to_itself(
     """NCCL must not free one communicator in two threads."""
     nccl = HangingNccl()
     closed = hanging(comm, monkeypatch, nccl)
-    monkeypatch.setattr(nccl_communicator, "_DESTROY_WAIT_S", 60)
+    monkeypatch.setattr(nccl_lifetime, "_DESTROY_WAIT_S", 60)
     closing = threading.Thread(target=closed.close)
 
     def wait(timeout_s: float) -> None:

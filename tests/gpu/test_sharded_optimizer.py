@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
-from worker.errors import ArrayError  # noqa: E402
+from worker.errors import ArrayError, SettingsError  # noqa: E402
 from worker.sharded_optimizer import ShardedOptimizer  # noqa: E402
 
 BATCHES = [batch_of(12, seed) for seed in range(8)]
@@ -221,3 +221,112 @@ def test_parameters_of_several_dtypes_are_refused() -> None:
     net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()])
     with pytest.raises(ArrayError, match="one dtype"):
         ShardedOptimizer(net, object(), MAKERS["sgd"])  # type: ignore[arg-type]
+
+
+def test_a_state_that_the_module_loads_later_counts() -> None:
+    """Each rank's part of it was overwritten in the next step, by what the optimizer remembered."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        optimizer = ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(part, lr=0.0))
+        net.load_state_dict({name: torch.full_like(v, 0.5) for name, v in net.state_dict().items()})
+        optimizer.step()
+        return [bool((value == 0.5).all()) for value in net.state_dict().values()]
+
+    assert all(all(held) for held in run_ranks(3, one))
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_clipping_sees_the_whole_averaged_gradient(mean: bool) -> None:
+    alone = linear_net()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=1.0, momentum=0.9)
+    norms = []
+    for images, labels in BATCHES[:3]:
+        optimizer.zero_grad()
+        (loss_function(alone(images), labels) * (1 if mean else 3)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.3))
+        optimizer.step()
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        net, found = linear_net(), []
+        optimizer = ShardedOptimizer(
+            net,
+            communicator,
+            lambda part: torch.optim.SGD(part, lr=1.0, momentum=0.9),
+            gradients_mean=mean,
+        )
+        part = slice(communicator.rank, None, 3)
+        for images, labels in BATCHES[:3]:
+            optimizer.zero_grad()
+            loss_function(net(images[part]), labels[part]).backward()
+            begin = [name for name, _ in communicator.calls].count("reduce_scatter")
+            found.append(optimizer.clip_grad_norm_(0.3))
+            optimizer.step()
+            assert [name for name, _ in communicator.calls].count("reduce_scatter") == begin + 1
+        return found, net.state_dict()
+
+    for found, state in run_ranks(3, one):
+        torch.testing.assert_close(found, norms, rtol=1e-4, atol=1e-5)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5)
+
+
+def test_loss_scaling_is_refused() -> None:
+    """It would unscale what is left of the step before, and the step take scaled gradients."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        net = torch.nn.Linear(3, 3)
+        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(net(torch.ones(1, 3)).sum()).backward()
+        with pytest.raises(SettingsError, match="GradScaler cannot work with a ShardedOptimizer"):
+            scaler.step(optimizer)
+
+    run_ranks(1, one)
+
+
+def test_an_inner_optimizer_of_the_modules_own_parameters_is_refused() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        net = torch.nn.Linear(3, 3)
+        with pytest.raises(SettingsError, match="must train what it is given, and that alone"):
+            ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(net.parameters(), lr=0.1))
+
+    run_ranks(1, one)
+
+
+def test_a_module_that_was_moved_since_is_refused() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        net = torch.nn.Conv2d(2, 2, 3)
+        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        net.to(memory_format=torch.channels_last)
+        with pytest.raises(SettingsError, match="moved or converted after its ShardedOptimizer was made"):
+            optimizer.step()
+
+    run_ranks(1, one)
+
+
+@pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3)])
+def test_learning_rate_and_momenta_are_saved_with_the_state(lr: Any) -> None:
+    """A scheduler that goes on multiplies what the rate was, not what it began with."""
+
+    def make(part: Any, lr: Any = 1e-2) -> Any:
+        return torch.optim.AdamW(part, lr=lr, betas=(0.5, 0.9), capturable=isinstance(lr, torch.Tensor))
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        _, optimizer = trained(communicator, make)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.5)
+        optimizer.step()
+        schedule.step()
+        state = optimizer.gather_state()
+        other = ShardedOptimizer(
+            torch.nn.Linear(3, 3), communicator, lambda part: torch.optim.AdamW(part, lr=lr)
+        )
+        other.load_state(state)
+        (group,) = other.param_groups
+        assert type(group["lr"]) is type(lr)
+        other.load_state({name: value for name, value in state.items() if name != "settings"})
+        return float(group["lr"]), group["betas"], group["initial_lr"], group["capturable"]
+
+    assert all(
+        found == (pytest.approx(0.005), (0.5, 0.9), pytest.approx(0.01), False) for found in run_ranks(2, one)
+    )

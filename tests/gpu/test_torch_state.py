@@ -209,3 +209,38 @@ def test_a_rate_that_is_a_tensor_stays_the_one_that_a_captured_step_reads() -> N
     generation([first, second], 0, source=0, newcomers=(1,))
     assert second.optimizer.param_groups[0]["lr"] is held
     assert float(held) == pytest.approx(0.025)
+
+
+def test_what_the_optimizer_loads_later_is_part_of_the_state() -> None:
+    """It brings tensors of its own: a newcomer got the old ones, and a broken step was undone in those."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        member = Member(seed=1 + communicator.rank)
+        member.enter(communicator)
+        member.train(1)
+        loaded = copy.deepcopy(member.optimizer.state_dict())
+        for values in loaded["state"].values():
+            values["momentum_buffer"].fill_(7)
+        member.optimizer.load_state_dict(loaded)
+        member.compute()
+        member.state.roll_back()
+        return [float(v["momentum_buffer"].mean()) for v in member.optimizer.state.values()]
+
+    assert all(set(means) == {7.0} for means in run_ranks(2, one))
+
+
+def test_parameters_that_the_optimizer_gets_later_are_part_of_the_state() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = Net(1)
+        model = DataParallel(net, communicator=communicator, elastic=True)
+        optimizer = torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)
+        state = TorchTrainingState(model, optimizer, ShardedSampler(SAMPLES, BATCH, seed=1))
+        share_state(Place(communicator), state)
+        optimizer.add_param_group({"params": list(net.first.parameters())})
+        state.commit()
+        model(IMAGES[:4]).sum().backward()
+        optimizer.step()
+        state.roll_back()
+        return [float(v["momentum_buffer"].abs().sum()) for v in optimizer.state.values()]
+
+    assert run_ranks(2, one) == [[0.0] * 4] * 2

@@ -77,6 +77,11 @@ def read_torch(tensor: Any, moved: bool = False) -> Facts:
     dtype = _torch_types().get(tensor.dtype)
     if dtype is None and moved:
         dtype = _MOVED_AS.get(tensor.element_size())
+        if tensor.is_conj():
+            raise ArrayError(
+                "this tensor's conjugate is yet to be computed: its memory holds other numbers",
+                remedy="Give tensor.resolve_conj().",
+            )
     if dtype is None or not tensor.is_cuda or not tensor.is_contiguous():
         _refuse_torch(tensor, dtype)
     return tensor.data_ptr(), tensor.numel(), dtype, tensor.get_device()
@@ -113,6 +118,12 @@ def read_interface(array: Any, moved: bool = False) -> Facts:
     for length in shape:
         count *= length
     return interface["data"][0], count, dtype, -1
+
+
+def exported_stream(array: Any) -> int | None:
+    """The stream on which what fills the array is queued, as its interface tells it; None: none."""
+    stream = array.__cuda_array_interface__.get("stream")
+    return None if stream is None else int(stream)
 
 
 def read_dlpack(array: Any, moved: bool = False) -> Facts:

@@ -9,33 +9,27 @@ a session does when the scheduler tells it of a change.
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from worker.communicators import nccl_handles as handles
-from worker.communicators.arguments import check_op, check_peer, check_rank, undefined_mean
-from worker.communicators.base import Array, Communicator, Membership, ReduceOp, Work
-from worker.communicators.nccl_arrays import ITEM_SIZES, TYPE_NAMES
+from worker.communicators.arguments import check_peer, check_rank
+from worker.communicators.base import Array, Membership, ReduceOp, Work
+from worker.communicators.nccl_arrays import ITEM_SIZES
+from worker.communicators.nccl_lifetime import NcclLifetime
 from worker.communicators.nccl_one_rank import whole
 from worker.communicators.nccl_reading import ArrayReading
 from worker.communicators.nccl_streams import CudaLibrary
-from worker.communicators.nccl_work import PreMultipliedSum, Queued, address_of, scalar_bytes
-from worker.errors import ArrayError, CollectiveTimeoutError, CommunicatorAbortedError, CommunicatorError
+from worker.communicators.nccl_work import PreMultipliedSum, Queued
+from worker.errors import ArrayError, CollectiveTimeoutError, CommunicatorError
 
-_log = logging.getLogger("muster.worker")
-_SUM, _MEAN = ReduceOp.SUM, ReduceOp.MEAN
-_OPS = {_SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, _MEAN: 4}
-_INT32, _FIRST_FLOAT = 2, 6
-_LEAVE_WAIT_S = 0.2
-_DESTROY_WAIT_S = 2.0
-_KEPT_FACTORS = 16
+_SUM = ReduceOp.SUM
+_INT32 = 2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 
 
-class NcclCommunicator(Communicator, ArrayReading):
+class NcclCommunicator(NcclLifetime, ArrayReading):
     """Collectives among the GPUs of one group. Made by :meth:`NcclBackend.connect` and :meth:`split`."""
 
     name = "nccl"
@@ -51,27 +45,12 @@ class NcclCommunicator(Communicator, ArrayReading):
         timeout_s: float,
         min_ctas: int | None = None,
     ) -> None:
-        self._nccl = nccl
-        self._min_ctas = min_ctas
-        self._comm = comm
-        self._root = root
-        self.membership = membership
-        self.timeout_s = timeout_s
+        NcclLifetime.__init__(self, nccl, comm, root, membership, timeout_s=timeout_s)
         ArrayReading.__init__(self, device)
+        self._min_ctas = min_ctas
         mended: Callable[..., Any] = whole if membership.world_size == 1 else lambda reduction: reduction
         self._all_reduce = mended(nccl.all_reduce)
         self._reduce, self._reduce_scatter = mended(nccl.reduce), mended(nccl.reduce_scatter)
-        self._alive = [each for each in (comm, root) if each is not None]
-        self._error: Exception | None = None
-        self._closed = self._closing = False
-        self._destroyed = threading.Event()
-        self._inside = False
-        self._endings: list[threading.Thread] = []
-        self._grouped = False
-        self._ending = threading.Lock()
-        self._factors: dict[tuple[float, int], int] = {}
-        self._children: list[NcclCommunicator] = []
-        self._before_end: dict[int, Callable[[], None]] = {}
 
     # ------------------------------------------------------------ collectives
 
@@ -82,10 +61,12 @@ class NcclCommunicator(Communicator, ArrayReading):
         # The hot path: everything that is not needed for a small all_reduce is elsewhere.
         read, current, issued = self._readers.get(type(send)) or self._learn(send)
         pointer, count, dtype, device = read(send)
-        target = pointer if recv is send else self._read_like(recv, count, dtype)
+        target = (
+            pointer if recv is send else self._read_like(recv, count, dtype, beside=(pointer, count), at=0)
+        )
         if device != self.device_index and device >= 0:
             self._refuse_device(device)
-        number = 0 if op is _SUM else self._op_number(op, dtype)
+        number = 0 if op is _SUM else self._operations.number(op, dtype, grouped=self._grouped)
         if async_op or self._error is not None:
             args = (pointer, target, count, dtype, number, self._comm)
             return self._run(self._all_reduce, args, (send, recv), async_op)
@@ -110,8 +91,11 @@ class NcclCommunicator(Communicator, ArrayReading):
         """Like all_reduce, but only ``root`` gets the result (``recv`` is None elsewhere)."""
         check_rank(self.membership, root, "root")
         pointer, count, dtype = self._read(send)
-        target = self._read_like(recv, count, dtype) if self.rank == root else pointer
-        args = (pointer, target, count, dtype, self._op_number(op, dtype), root, self._comm)
+        target = pointer
+        if self.rank == root:
+            target = self._read_like(recv, count, dtype, beside=(pointer, count), at=0)
+        number = self._operations.number(op, dtype, grouped=self._grouped)
+        args = (pointer, target, count, dtype, number, root, self._comm)
         return self._run(self._reduce, args, (send, recv), async_op)
 
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
@@ -124,7 +108,7 @@ class NcclCommunicator(Communicator, ArrayReading):
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """``recv`` has ``world_size * send.size`` elements: rank r's ``send`` is its r-th part."""
         pointer, count, dtype = self._read(send, moved=True)
-        target = self._read_like(recv, count * self.world_size, dtype, moved=True)
+        target = self._read_whole(recv, count, dtype, pointer, moved=True)
         return self._run(
             self._nccl.all_gather, (pointer, target, count, dtype, self._comm), (send, recv), async_op
         )
@@ -134,8 +118,9 @@ class NcclCommunicator(Communicator, ArrayReading):
     ) -> Work:
         """``send`` has ``world_size * recv.size`` elements; rank r gets the combined r-th part."""
         target, count, dtype = self._read(recv)
-        pointer = self._read_like(send, count * self.world_size, dtype)
-        args = (pointer, target, count, dtype, self._op_number(op, dtype), self._comm)
+        pointer = self._read_whole(send, count, dtype, target)
+        number = self._operations.number(op, dtype, grouped=self._grouped)
+        args = (pointer, target, count, dtype, number, self._comm)
         return self._run(self._reduce_scatter, args, (send, recv), async_op)
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
@@ -144,7 +129,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         pointer, count, dtype = self._read(send, moved=True)
         moves = [(self._nccl.send, pointer, root)]
         if self.rank == root:
-            target = self._read_like(recv, count * self.world_size, dtype, moved=True)
+            target = self._read_whole(recv, count, dtype, pointer, moved=True)
             step = count * ITEM_SIZES[dtype]
             moves += [(self._nccl.recv, target + peer * step, peer) for peer in range(self.world_size)]
         return self._run(self._exchange, (moves, count, dtype), (send, recv), async_op)
@@ -155,7 +140,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         target, count, dtype = self._read(recv, moved=True)
         moves = [(self._nccl.recv, target, root)]
         if self.rank == root:
-            pointer = self._read_like(send, count * self.world_size, dtype, moved=True)
+            pointer = self._read_whole(send, count, dtype, target, moved=True)
             step = count * ITEM_SIZES[dtype]
             moves += [(self._nccl.send, pointer + peer * step, peer) for peer in range(self.world_size)]
         return self._run(self._exchange, (moves, count, dtype), (send, recv), async_op)
@@ -163,12 +148,12 @@ class NcclCommunicator(Communicator, ArrayReading):
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """Part j of rank i's ``send`` becomes part i of rank j's ``recv``. Same size, divisible by ranks."""
         pointer, total, dtype = self._read(send, moved=True)
-        target = self._read_like(recv, total, dtype, moved=True)
         count, rest = divmod(total, self.world_size)
         if rest:
             raise ArrayError(
                 f"all_to_all of {total} elements cannot be divided among {self.world_size} ranks"
             )
+        target = self._read_like(recv, total, dtype, beside=(pointer, total), at=None, moved=True)
         step = count * ITEM_SIZES[dtype]
         moves = [(self._nccl.send, pointer + peer * step, peer) for peer in range(self.world_size)]
         moves += [(self._nccl.recv, target + peer * step, peer) for peer in range(self.world_size)]
@@ -225,7 +210,7 @@ class NcclCommunicator(Communicator, ArrayReading):
         for library, event in [(each, each.mark()) for each in self._libraries_in_use()]:
             self._await(library, event, "the current stream")
 
-    # ------------------------------------------------------------ life and death
+    # ------------------------------------------------------------ groups
 
     def split(self, group: str, ranks: Sequence[int]) -> NcclCommunicator | None:
         """Makes a communicator of a subset; called by every rank of this one, in the same order."""
@@ -274,139 +259,12 @@ class NcclCommunicator(Communicator, ArrayReading):
         self._children = [each for each in self._children if not each._ended] + [child]
         return child
 
-    def before_end(self, release: Callable[[], None]) -> Callable[[], None]:
-        """Registers what must be released before an abort or close: CUDA graphs that hold collectives.
-
-        Returns:
-            A function that takes the registration back.
-        """
-        key = id(release)
-        self._before_end[key] = release
-        return lambda: self._before_end.pop(key, None) and None
-
-    def check(self) -> None:
-        """Raises what ended this communicator, or what NCCL reports of it."""
-        state = int(self._call(self._nccl.comm_get_async_error, (self._comm,)))
-        if state not in (0, handles.IN_PROGRESS):
-            raise CommunicatorError(
-                f"NCCL failed on rank {self.rank}: {self._nccl.get_error_string(state)}",
-                remedy="Run with NCCL_DEBUG=WARN to see why.",
-            )
-
-    def abort(self, error: Exception) -> None:
-        """Makes blocked and later calls raise ``error``, and running kernels end. From any thread.
-
-        NCCL frees what it holds in the background (half a second); meanwhile one may build another.
-        """
-        with self._ending:
-            if self._error is None:
-                self._error = error
-            if self._ended:
-                return
-            self._closed = True
-            closing = self._closing
-        for child in self._children:
-            child.abort(error)
-        if closing:
-            # NCCL is to free each communicator once. Only where destroying it hangs, on a peer that died
-            # before it destroyed its own, is it aborted amid that: the abort ends the wait and frees nothing.
-            self._destroyed.wait(_DESTROY_WAIT_S)
-        else:
-            self._await_outside()
-        with self._ending:
-            alive, self._alive = self._alive, []
-        if closing and alive:
-            _log.warning("closing the communicator of %r hangs and is given up: %s", self._group_name, error)
-        # At the same time: NCCL's abort waits for graphs that hold its kernels, and giving up a graph
-        # waits for its kernels, which only the abort ends.
-        self._endings += handles.abort_in_background(self._nccl, alive)
-        self._release()
-
-    def close(self) -> None:
-        """Releases everything after outstanding work is done, or at the deadline; idempotent."""
-        with self._ending:
-            if self._closed:
-                return
-            self._closed = self._closing = True
-            self._error = CommunicatorAbortedError(
-                f"the communicator of group {self._group_name!r} is closed",
-                remedy="Make a new one; a closed one cannot be used.",
-            )
-        late = CommunicatorAbortedError(f"it was not destroyed within {self.timeout_s:g} s")
-        deadline = threading.Timer(self.timeout_s, self.abort, [late])
-        deadline.daemon = True
-        deadline.start()
-        try:
-            for child in self._children:
-                child.close()
-            self._release()
-            self._destroy()
-        finally:
-            deadline.cancel()
-            self._closing = False
-            self._destroyed.set()
-
-    def await_ended(self, timeout_s: float) -> bool:
-        """After :meth:`abort`: waits until NCCL has freed everything; False where the deadline came first."""
-        deadline = time.monotonic() + timeout_s
-        for thread in self._endings:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._endings)
-
     # ------------------------------------------------------------ inside
 
-    @property
-    def _ended(self) -> bool:
-        """Whether it was aborted, or closed to the end."""
-        return self._closed and not self._closing
-
-    @property
-    def _group_name(self) -> str:
-        return self.membership.group
-
-    def _release(self) -> None:
-        for release in list(self._before_end.values()):
-            try:
-                release()
-            except Exception as error:  # what follows must end all the same
-                _log.warning("what group %r held was not released: %s", self._group_name, error)
-        self._before_end.clear()
-
-    def _destroy(self) -> None:
-        """Lets NCCL free what it holds; what an abort takes meanwhile is freed there."""
-        for number in self._factors.values() if self._alive else ():
-            with contextlib.suppress(self._nccl.NCCLError):
-                self._nccl.red_op_destroy(number, self._comm)
-        while alive := self._alive:
-            with contextlib.suppress(self._nccl.NCCLError):
-                self._nccl.comm_destroy(alive[0])
-            with self._ending:
-                self._alive = self._alive[1:]
-
-    def _await_outside(self) -> None:
-        """Waits for another thread to leave NCCL, but not for one that only the abort can free."""
-        end = time.monotonic() + _LEAVE_WAIT_S
-        while self._inside and time.monotonic() < end:
-            time.sleep(_FIRST_POLL_S)
-
-    def _op_number(self, op: ReduceOp | PreMultipliedSum, dtype: int) -> int:
-        if not isinstance(op, PreMultipliedSum):
-            if op == _MEAN and dtype < _FIRST_FLOAT:
-                raise undefined_mean(TYPE_NAMES[dtype])
-            return _OPS[check_op(op)]
-        number = self._factors.get((op.factor, dtype))
-        if number is None:
-            scalar = scalar_bytes(op.factor, dtype)
-            # NCCL needs an operation until the call that it was given to returns: within a group, its end.
-            while len(self._factors) >= _KEPT_FACTORS and not self._grouped:
-                oldest = self._factors.pop(next(iter(self._factors)))
-                self._call(self._nccl.red_op_destroy, (oldest, self._comm))
-            # HostImmediate: NCCL reads the factor during the call
-            number = self._call(
-                self._nccl.red_op_create_pre_mul_sum, (address_of(scalar), dtype, 1, self._comm)
-            )
-            self._factors[op.factor, dtype] = number
-        return number
+    def _read_whole(self, array: Array, count: int, dtype: int, part: int, *, moved: bool = False) -> int:
+        """Address of what has ``count`` elements of each rank, or in which ``part`` is this rank's."""
+        beside, at = (part, count), -self.rank * count
+        return self._read_like(array, count * self.world_size, dtype, beside=beside, at=at, moved=moved)
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], arrays: tuple[Any, ...], async_op: bool
@@ -448,26 +306,6 @@ class NcclCommunicator(Communicator, ArrayReading):
                 function(pointer, count, dtype, peer, self._comm, stream)
         finally:
             self._nccl.group_end()
-
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        self._inside = True
-        try:
-            return function(*args)
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._inside = self._grouped
-
-    def _fail(self, error: Exception) -> NoReturn:
-        if self._error is not None:
-            raise self._error.with_traceback(None) from None
-        raise CommunicatorError(
-            f"NCCL refused a call on rank {self.rank} of {self.world_size}"
-            f" (group {self._group_name!r}): {error}",
-            remedy="Run with NCCL_DEBUG=WARN to see why.",
-        ) from error
 
     def _await(self, library: CudaLibrary, event: Any, what: str) -> None:
         deadline = time.monotonic() + self.timeout_s

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from worker.communicators.base import Array
-from worker.communicators.nccl_arrays import TYPE_NAMES, Facts, read_torch, reader_of
+from worker.communicators.nccl_arrays import (
+    ITEM_SIZES,
+    TYPE_NAMES,
+    Facts,
+    exported_stream,
+    read_cupy,
+    read_interface,
+    read_torch,
+    reader_of,
+)
 from worker.communicators.nccl_streams import CudaLibrary, library_of, loaded_library
 from worker.communicators.nccl_work import Issued
 from worker.errors import ArrayError
@@ -41,11 +50,10 @@ class ArrayReading:
 
     def _learn(self, array: Array) -> tuple[Callable[..., Facts], Callable[[], int], Issued]:
         read = reader_of(array)
-        if read is read_torch:
-            name = "torch"
-        else:
-            name = "cupy" if type(array).__module__.partition(".")[0] == "cupy" else loaded_library()
+        name = {read_torch: "torch", read_cupy: "cupy"}.get(read) or loaded_library()
         library = self._library(name)
+        if read is read_interface:
+            read = _in_order(library)
         entry = (read, library.current, Issued(self, library))
         self._readers[type(array)] = entry
         return entry
@@ -78,12 +86,40 @@ class ArrayReading:
             self._refuse_device(device)
         return pointer, count, dtype
 
-    def _read_like(self, array: Array, count: int, dtype: int, moved: bool = False) -> int:
+    def _read_like(
+        self,
+        array: Array,
+        count: int,
+        dtype: int,
+        *,
+        beside: tuple[int, int],
+        at: int | None,
+        moved: bool = False,
+    ) -> int:
+        """Address of an array of so many elements.
+
+        Args:
+            array: the second one of a collective.
+            count: its number of elements.
+            dtype: NCCL's number of its dtype.
+            beside: address and number of elements of the first one.
+            at: so many elements behind the first one it may begin, and so be in place; nowhere else may it
+                share memory. None: not even there.
+            moved: what NCCL does with it needs no arithmetic.
+        """
         pointer, found, found_dtype = self._read(array, moved)
         if found != count or found_dtype != dtype:
             raise ArrayError(
                 f"the arrays do not fit: one has {found} elements of {TYPE_NAMES[found_dtype]} where"
                 f" {count} of {TYPE_NAMES[dtype]} are needed (group of {self.world_size} ranks)"
+            )
+        first, length = beside
+        item = ITEM_SIZES[dtype]
+        apart = pointer >= first + length * item or first >= pointer + count * item
+        if not apart and (at is None or pointer != first + at * item):
+            raise ArrayError(
+                "send and recv share memory otherwise than in place.",
+                remedy="Use two arrays apart, or one in place where the collective allows it.",
             )
         return pointer
 
@@ -92,3 +128,16 @@ class ArrayReading:
             f"the array is on GPU {device}, the communicator of rank {self.rank} on GPU {self.device_index}",
             remedy=f"Move the array to GPU {self.device_index}.",
         )
+
+
+def _in_order(library: CudaLibrary) -> Callable[..., Facts]:
+    """:func:`read_interface`; the current stream waits for the one on which the array is exported."""
+
+    def read(array: Array, moved: bool = False) -> Facts:
+        facts = read_interface(array, moved)
+        stream = exported_stream(array)
+        if stream is not None:
+            library.follow_exported(stream)
+        return facts
+
+    return read

@@ -34,6 +34,10 @@ class CudaLibrary(abc.ABC):
         """Makes ``stream`` wait for what is queued on the current stream."""
 
     @abc.abstractmethod
+    def follow_exported(self, address: int) -> None:
+        """Makes the current stream wait for what is queued on the one with this address, of any library."""
+
+    @abc.abstractmethod
     def mark(self, stream: Any | None = None) -> Any:
         """An event recorded on ``stream`` (None: the current one)."""
 
@@ -70,6 +74,11 @@ class _TorchCuda(CudaLibrary):
 
     def follow(self, stream: Any) -> None:
         stream.wait_stream(self._torch.cuda.current_stream(self._device))
+
+    def follow_exported(self, address: int) -> None:
+        if address != self.current():
+            exported = self._torch.cuda.ExternalStream(address, self._device)
+            self._torch.cuda.current_stream(self._device).wait_stream(exported)
 
     def mark(self, stream: Any | None = None) -> Any:
         event = self._torch.cuda.Event()
@@ -108,6 +117,10 @@ class _CupyCuda(CudaLibrary):
 
     def follow(self, stream: Any) -> None:
         stream.wait_event(self.mark())
+
+    def follow_exported(self, address: int) -> None:
+        if address != self.current():
+            self.wait(self.mark(self._cupy.cuda.ExternalStream(address)))
 
     def mark(self, stream: Any | None = None) -> Any:
         with self._cupy.cuda.Device(self._device):

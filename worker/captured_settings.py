@@ -1,0 +1,84 @@
+"""What a CUDA graph holds of an optimizer: its learning rates as tensors, all other settings as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_MOST_CHANGES = 10
+"""Settings that change so many times before a capture are taken to change in each step."""
+
+
+class CapturedSettings:
+    """An optimizer's settings, so that a captured step notices what it would not follow.
+
+    Learning rates become tensors on the GPU: a number would be fixed in the graph for ever.
+
+    Args:
+        optimizer: of torch.
+        device: where the model is.
+    """
+
+    def __init__(self, optimizer: Any, device: Any) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._before: list[Any] = []
+        self._changes = 0
+        self._last: list[str] = []
+        self._make_rates()
+
+    def changed(self) -> bool:
+        """Whether other settings than learning rates are not what they were at the last call."""
+        settings = [
+            {key: id(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            | {"lr": None, "params": len(group["params"])}
+            for group in self._optimizer.param_groups
+        ]
+        before, self._before = self._before, settings
+        if settings == before or not before:
+            return False
+        if len(settings) != len(before):
+            self._make_rates()
+            return True
+        self._changes += 1
+        pairs = zip(before, settings, strict=True)
+        self._last = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
+        return True
+
+    def obstacle(self) -> str | None:
+        """Why it is of no use to capture with these settings; None: nothing is known."""
+        if self._changes < _MOST_CHANGES:
+            return None
+        return f"the optimizer's {', '.join(self._last)} changes in each step, and a graph holds it fixed"
+
+    def captured(self) -> None:
+        """A graph holds them now: changes are counted anew."""
+        self._changes = 0
+
+    def update_rates(self) -> None:
+        """Brings learning rates that were set by hand, or by a scheduler, to where a graph reads them."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                rate.fill_(float(group["lr"]))
+                group["lr"] = rate
+
+    def _make_rates(self) -> None:
+        self._rates = []
+        for group in self._optimizer.param_groups:
+            self._rates.append(torch.tensor(float(group["lr"]), device=self._device))
+            group["lr"] = self._rates[-1]
+
+
+def host_bound(optimizer: Any) -> str | None:
+    """Why no graph can hold this optimizer's step: what it needs of the host; None: nothing that is known."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS decides on the host how often to evaluate the loss"
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            if not group["capturable"]:
+                return f"{kind} reads its step count on the host: make it with capturable=True"
+        elif type(optimizer).__module__.startswith("torch.optim") and not group.get("fused"):
+            remedy = ": make it with fused=True" if "fused" in group else ""
+            return f"{kind} reads its learning rate on the host{remedy}"
+    return None
