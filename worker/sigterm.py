@@ -5,8 +5,32 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+TWIN_S = 0.1
+"""How long after a SIGTERM another is the same request.
+
+GNU timeout, for one, sends it to the process and to its group, both at once.
+"""
+
+
+def absorb_twin() -> None:
+    """Waits in a handler of SIGTERM until the signal's twin, if there is one, has come and gone.
+
+    The caller sets the handler that is to be after it: until then there is one that does nothing.
+    """
+    signal.signal(signal.SIGTERM, _nothing)
+    _pause()
+
+
+def _pause() -> None:
+    time.sleep(TWIN_S)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The request is known."""
 
 
 @contextlib.contextmanager
@@ -21,6 +45,7 @@ def on_sigterm(react: Callable[[], None]) -> Iterator[None]:
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
+        absorb_twin()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         react()
 

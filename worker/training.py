@@ -33,6 +33,7 @@ from worker.errors import (
     SchedulerUnreachableError,
     WorkerError,
 )
+from worker.sigterm import absorb_twin
 from worker.state import TrainingState
 from worker.state_transfer import share_state
 
@@ -290,6 +291,7 @@ class ElasticLoop:
             return
 
         def handler(number: int, frame: FrameType | None) -> None:
+            absorb_twin()
             signal.signal(signal.SIGTERM, before)  # asked twice, it ends at once
             self.leave("SIGTERM")
 
