@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     """Runs one command.
 
     Returns:
-        The exit code; 2 for a wrong setting.
+        The exit code; 2 for a wrong setting, 130 for Ctrl-C before anything runs.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     environment = os.environ if env is None else env
@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     except (SchedulerError, CertificateError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:

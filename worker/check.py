@@ -121,13 +121,24 @@ def check(options: argparse.Namespace) -> int:
         result = examine(session, facts)
         if not result.failed:
             _measure(session, options, result)
+        if session.rank == 0:
+            tell(session, facts, result)
+        if result.failed:
+            _fail_together(session)
     except BaseException as error:
         process.abandon(error)
         raise
-    if session.rank == 0:
-        tell(session, facts, result)
     process.release()
     return 1 if result.failed else 0
+
+
+def _fail_together(session: Session) -> None:
+    """Lets nobody fail before rank 0 has told why: a launcher ends its workers with the first that fails."""
+    from worker.collectives import barrier
+
+    barrier()
+    if session.rank:
+        say(f"not ready to train: rank 0, on host {session.members[0].host.name}, says why")
 
 
 # ---------------------------------------------------------------- facts

@@ -31,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
     except SettingsError as error:
         say(str(error))
         return error.exit_code
+    except KeyboardInterrupt:  # at the question for a password: nothing runs yet
+        say("interrupted")
+        return 130
     launcher = Launcher(scheduler, launch.policy())
     try:
         code = launcher.run(launch.worker_recipes())

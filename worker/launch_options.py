@@ -61,16 +61,19 @@ def parser() -> argparse.ArgumentParser:
 def _add_counts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-n",
+        "-np",
         dest="workers",
         type=_count,
         default=0,
         metavar="N",
         help="workers of the job (default: one per GPU)",
     )
-    group.add_argument("--nproc-per-node", type=_count, default=0, metavar="N", help="workers of each host")
+    group.add_argument(
+        *_both_ways("--nproc-per-node"), type=_count, default=0, metavar="N", help="workers of each host"
+    )
     group.add_argument("--nnodes", type=_count, default=0, metavar="N", help="hosts of the job")
     group.add_argument(
-        "--node-rank",
+        *_both_ways("--node-rank"),
         type=int,
         metavar="I",
         help="number of this host, from 0 (srun and indexed jobs tell it)",
@@ -113,7 +116,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         help="go on with as few as N workers (MS_WORKER_MIN)",
     )
     group.add_argument(
-        "--max-restarts",
+        *_both_ways("--max-restarts"),
         type=int,
         default=0,
         metavar="N",
@@ -122,7 +125,9 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--log-dir", type=Path, default=Path("device"), metavar="DIR", help="default: device")
+    group.add_argument(
+        *_both_ways("--log-dir"), type=Path, default=Path("device"), metavar="DIR", help="default: device"
+    )
     group.add_argument(
         "--tail",
         default="0,scheduler",
@@ -145,6 +150,11 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="fork: import NumPy and gRPC once and fork the workers; exec: a fresh interpreter each; "
         "auto (default): fork where it helps, which is CPU workers run by this Python",
     )
+
+
+def _both_ways(name: str) -> tuple[str, str]:
+    """An option that torchrun has too, as torchrun takes it: with hyphens or underscores."""
+    return name, "--" + name[2:].replace("-", "_")
 
 
 def _count(text: str) -> int:

@@ -5,8 +5,32 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+TWIN_S = 0.1
+"""How long after a SIGTERM another is the same request.
+
+GNU timeout, for one, sends it to the process and to its group, both at once.
+"""
+
+
+def _absorb_twin() -> None:
+    """Waits until the signal's twin, if there is one, has come and gone.
+
+    The handler that is there afterwards is the caller's to set.
+    """
+    signal.signal(signal.SIGTERM, _nothing)
+    _pause()
+
+
+def _pause() -> None:
+    time.sleep(TWIN_S)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The request is known."""
 
 
 @contextlib.contextmanager
@@ -27,6 +51,7 @@ def on_sigterm(react: Callable[[], None], *, before_own: bool = False) -> Iterat
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
+        _absorb_twin()
         signal.signal(signal.SIGTERM, own)
         react()
 

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from worker.core.check_rules import (
     rounds,
     slow_sentences,
 )
+from worker.launch_devices import free_port
 
 
 class Plane:
@@ -306,6 +308,35 @@ def test_the_command_on_one_machine(tmp_path: Path, env: dict[str, str]) -> None
     assert f"muster {worker.__version__}" in done.stdout
     assert "AllReduce over tcp: the numbers are right" in done.stdout
     assert done.stdout.rstrip().endswith("ready to train")
+
+
+def test_rank_0_tells_what_is_refused_before_a_launcher_ends_it_for_another_rank(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    options = (
+        "--size-mib",
+        "1",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--join",
+        address,
+        "--tail",
+        "0,2",
+    )
+    with ThreadPoolExecutor(2) as pool:
+        launches = [
+            pool.submit(run, tmp_path, *options, "--log-dir", algorithm, *more, NCCL_ALGO=algorithm)
+            for algorithm, more in (
+                ("Ring", ("--node-rank", "0", "--scheduler")),
+                ("Tree", ("--node-rank", "1")),
+            )
+        ]
+    first, second = (launch.result() for launch in launches)
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert re.search(r"refused\W+NCCL_ALGO\W+Ring\W+0-1\b", first.stdout), first.stdout + first.stderr
+    assert "not ready to train: make equal what is refused above" in first.stdout
+    assert re.search(r"not ready to train: rank 0, on host \S+, says why", second.stderr), second.stderr
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from worker import launch_options
 from worker.core.launch_plan import WorkerPlan
 from worker.errors import SettingsError
 from worker.launch_command import Launch
+from worker.launch_devices import free_port
 from worker.launch_ranks import with_table_ranks
 
 ENV = {"MS_SCHED_PORT": "6667", "PATH": "/usr/bin:/bin"}
@@ -43,8 +44,17 @@ def test_the_devices_asked_for_are_those_that_workers_see(
     assert [each.get("DEVICE_ID") for each in seen] == (["0", "1"] if offered else [None, None])
 
 
+def test_the_spellings_of_other_launchers_are_understood(tmp_path: Path) -> None:
+    line = "--nnodes 2 --nproc_per_node 8 --node_rank 1 --max_restarts 3 --log_dir logs -- true"
+    torchrun = launch_options.parse(line.split())
+    assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.node_rank) == (2, 8, 1)
+    assert (torchrun.max_restarts, torchrun.log_dir, torchrun.command) == (3, Path("logs"), ["true"])
+    assert launch_options.parse(["-np", "4", "true"]).workers == 4
+
+
 def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> None:
-    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night")
+    port = free_port("127.0.0.1")
+    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT=port)
     scheduler = made.scheduler_recipe()
     assert scheduler is not None
     recipes = [scheduler, *made.worker_recipes()]

@@ -201,6 +201,17 @@ def test_sigterm_while_waiting_for_a_place_is_a_good_end(opening: Begin) -> None
     assert session.handlers == [signal.SIG_DFL], "a second SIGTERM must end it at once"
 
 
+def test_the_same_sigterm_to_process_and_group_is_one(
+    opening: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = opening(sigterm)
+    monkeypatch.setattr("worker.sigterm._pause", sigterm)
+    with pytest.raises(SystemExit) as caught:
+        worker.init()
+    assert caught.value.code == 0
+    assert session.handlers == [signal.SIG_DFL]
+
+
 def test_a_drain_while_waiting_for_a_place_is_a_good_end(opening: Begin) -> None:
     def drained() -> None:
         raise LeaveGranted("This worker leaves the job: maintenance.")

@@ -471,6 +471,22 @@ def test_a_step_that_turns_out_broken_at_its_end_may_still_end_in_a_leave() -> N
     assert state.notes == ["rolled back", "saved 3"]
 
 
+def test_the_same_sigterm_to_process_and_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(number: int, frame: object) -> None:
+        raise AssertionError("taken for a second request")
+
+    monkeypatch.setattr("worker.sigterm._pause", lambda: signal.raise_signal(signal.SIGTERM))
+    job = Job(1, run_only=())
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        leaver = in_main_thread(job, 0)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert leaver.loop.left
+    assert leaver.session.leave_reasons == ["SIGTERM"]
+
+
 def test_who_is_asked_twice_to_leave_ends_at_once() -> None:
     class AtOnceError(Exception):
         """Plays the end that the script's own handler, or the system, makes."""
