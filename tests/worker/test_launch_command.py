@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from pathlib import Path
@@ -112,3 +113,14 @@ def test_no_scheduler_is_started_where_another_process_listens(tmp_path: Path, h
         joining = launch(tmp_path, "-n", "1", MS_SCHED_HOST=host, MS_SCHED_PORT=port)
         assert joining.scheduler_recipe() is None
     assert taken.scheduler_recipe() is not None
+
+
+def test_the_port_of_a_scheduler_to_be_started_is_kept_free_until_the_launch_is_over(tmp_path: Path) -> None:
+    made = launch(tmp_path, "-n", "2", "--scheduler", MS_SCHED_PORT="")
+    scheduler = made.scheduler_recipe()
+    assert scheduler is not None
+    address = ("127.0.0.1", int(scheduler.env["MS_SCHED_PORT"]))
+    with contextlib.closing(made), socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    with socket.socket() as later:
+        later.bind(address)
