@@ -29,7 +29,8 @@ CLOSE_TIMEOUT_S = 2.0
 LEAVE_ALONE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
 ENTER_ALONE_S = 5.0  # for the next generation to form, before a worker that is to leave goes without it
 LOOK_S = 1.0  # how often it is looked whether that time is over
-HANG_S = 5.0  # of a collective, after which a worker without scheduler may be cut off
+LEAVE_S = 20.0  # for all to finish the step, before a worker that is to leave goes amid it
+HANG_S = 5.0  # of a collective, after which it counts as waiting for others that may not come
 _QUIET = (e.StepGranted, e.StepHeld)
 
 
@@ -45,6 +46,7 @@ class Client:
         clock: monotonic seconds.
         leave_alone_s: how long a worker that is to leave waits for a lost scheduler's consent.
         enter_alone_s: how long it waits for a generation to form.
+        leave_s: how long after it was asked it still waits for others that do not come to the step's end.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Client:
         clock: Callable[[], float] = time.monotonic,
         leave_alone_s: float = LEAVE_ALONE_S,
         enter_alone_s: float = ENTER_ALONE_S,
+        leave_s: float = LEAVE_S,
     ) -> None:
         self._core = core
         self._connector = connector
@@ -67,9 +70,11 @@ class Client:
         self._clock = clock
         self._leave_alone_s = leave_alone_s
         self._enter_alone_s = enter_alone_s
+        self._leave_s = leave_s
         self._leave_wanted: tuple[float, str] | None = None
         self._leave_told = False
         self._entering_since: float | None = None
+        self._is_held = False  # at a step boundary, until a planned change is worked out
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._wakes: SimpleQueue[None] = SimpleQueue()  # for the timer; a signal handler may put one, too
@@ -214,6 +219,8 @@ class Client:
             obstacle = "the scheduler cannot be reached"
         elif entering is not None and now >= max(since, entering) + self._enter_alone_s:
             obstacle = f"the next generation did not form within {self._enter_alone_s:g} s"
+        elif now >= since + self._leave_s and (self._is_held or self._hanging_s() > HANG_S):
+            obstacle = f"others did not finish the step with it within {self._leave_s:g} s"
         if obstacle:
             told = f"This worker leaves the job as asked, by itself: {obstacle}."
             self.failure = LeaveGranted(told, alone=True)
@@ -455,8 +462,10 @@ class Client:
             if notices and type(notices[-1]) is e.StepGranted:
                 return
             with self._lock:
+                self._is_held = True
                 while self._news == seen and not self._closed and self.change_of(generation) is None:
                     self._changed.wait()
+                self._is_held = False
             self._refuse_if_closed()
 
     def _wait_unless_closed(self) -> None:

@@ -84,7 +84,7 @@ class Launch:
         workers = plan_workers(
             self.layout,
             self._env,
-            common={**self._common, **self._device_variables()},
+            common={**self._common, **self._device_variables(), **self._leave_timeout()},
             host=socket.gethostname(),
             devices=len(self._devices),
             cores=launch_devices.cores() if self._options.bind_cores else (),
@@ -221,6 +221,12 @@ class Launch:
                 self._asked = getpass.getpass(f"Password of the certificates of {self._config_path}: ")
             return {variable: self._asked}
         return {}
+
+    def _leave_timeout(self) -> dict[str, str]:
+        """Workers that are asked to end know when they will be killed, and save what they have before."""
+        if self._env.get("MS_LEAVE_TIMEOUT"):
+            return {}
+        return {"MS_LEAVE_TIMEOUT": f"{max(0.8 * self._options.grace, 1.0):g}"}
 
     def _device_variables(self) -> dict[str, str]:
         """Narrowed devices reach the workers as CUDA_VISIBLE_DEVICES; ``none`` hides them all."""

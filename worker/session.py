@@ -81,6 +81,7 @@ class Session:
             mint=backend.mint_unique_ids,
             recent=self._recorder.recent,
             hanging_s=self._recorder.hanging_s,
+            leave_s=settings.leave_timeout_s,
         )
 
     def open(self) -> None:
@@ -242,8 +243,8 @@ class Session:
 
         Callable from any thread; the others re-form without an abort. Whoever alone holds the training
         state is let go once others have it: MembershipChanged comes first. If the scheduler is lost and does
-        not come back within seconds, or no next generation forms, LeaveGranted comes all the same, with
-        ``alone``, also amid a step.
+        not come back within seconds, no next generation forms, or others do not come to the step's end
+        within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also amid a step.
         """
         self.expect_leave(reason)
         self._client.post(e.LeaveRequested(reason))

@@ -11,7 +11,7 @@ import pytest
 from rendezvous.v1 import rendezvous_pb2 as pb
 from tests.worker.core.machine import assignment, profile
 from tests.worker.scripted import ScriptedConnector, Thread, stub_communicator
-from worker.client import Client
+from worker.client import HANG_S, Client
 from worker.communicators.base import Communicator
 from worker.core import events as e
 from worker.core.membership import Membership
@@ -38,9 +38,29 @@ class Mint:
         return tuple(b"minted" for _ in range(count))
 
 
-def client(connector: ScriptedConnector, mint: Mint | None = None, **timing: float) -> Client:
+class Hanging:
+    """For how long a collective has been under way, in seconds."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def client(
+    connector: ScriptedConnector, mint: Mint | None = None, hanging: Hanging | None = None, **timing: float
+) -> Client:
+    """A client that waits for nobody once it is to leave."""
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
-    return Client(core, connector, mint=mint or Mint(), leave_alone_s=0.0, enter_alone_s=0.0)
+    return Client(
+        core,
+        connector,
+        mint=mint or Mint(),
+        hanging_s=hanging or Hanging(),
+        leave_alone_s=0.0,
+        enter_alone_s=0.0,
+        leave_s=0.0,
+    )
 
 
 @pytest.fixture
@@ -49,9 +69,14 @@ def connector() -> ScriptedConnector:
 
 
 @pytest.fixture
-def running(connector: ScriptedConnector) -> Iterator[Client]:
+def hanging() -> Hanging:
+    return Hanging()
+
+
+@pytest.fixture
+def running(connector: ScriptedConnector, hanging: Hanging) -> Iterator[Client]:
     """A client in generation 1, whose goodbye nobody answers."""
-    made = client(connector, leave_timeout_s=0.01)
+    made = client(connector, hanging=hanging, leave_timeout_s=0.01)
     made.start()
     line = connector.next_line()
     line.welcome()
@@ -243,6 +268,32 @@ def test_a_leave_is_told_while_the_training_thread_is_in_a_step(
     running.expect_leave("SIGTERM")
     running.expect_leave("again")
     assert connector.lines[0].hear("request_leave").reason == "SIGTERM"
+    running.check(1)  # its own step may take as long as it likes: it waits for nobody
+
+
+def test_who_is_to_leave_waits_but_a_while_for_others_in_a_collective(
+    running: Client, hanging: Hanging, connector: ScriptedConnector
+) -> None:
+    communicator = stub_communicator()
+    running.adopt(1, communicator)
+    running.start_step(0, 1)
+    hanging.seconds = HANG_S + 1
+    running.expect_leave("SIGTERM")
+    assert connector.lines[0].hear("request_leave").reason == "SIGTERM"
+    communicator.hang()  # until it is aborted
+    with pytest.raises(LeaveGranted, match="did not finish the step") as caught:
+        running.start_step(1, 1)
+    assert caught.value.alone
+    assert communicator.error is caught.value
+
+
+def test_who_is_to_leave_waits_but_a_while_for_others_at_a_step_boundary(running: Client) -> None:
+    running.post(e.Received(1, Quiesce(1, "node b leaves")))
+    held = Thread(lambda: running.start_step(0, 1))
+    running.expect_leave("SIGTERM")
+    with pytest.raises(LeaveGranted, match="did not finish the step") as caught:
+        held.result()
+    assert caught.value.alone
 
 
 def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(

@@ -124,3 +124,16 @@ def test_the_port_of_a_scheduler_to_be_started_is_kept_free_until_the_launch_is_
         stranger.bind(address)
     with socket.socket() as later:
         later.bind(address)
+
+
+def test_workers_are_told_to_leave_before_the_launcher_kills_them(tmp_path: Path) -> None:
+    def told(*options: str, **env: str) -> set[str]:
+        return {
+            each.env.get("MS_LEAVE_TIMEOUT", "")
+            for each in launch(tmp_path, *options, **env).worker_recipes()
+        }
+
+    assert told("-n", "2") == {"8"}
+    assert told("-n", "2", "--grace", "100") == {"80"}
+    assert told("-n", "2", "--grace", "0") == {"1"}
+    assert told("-n", "2", MS_LEAVE_TIMEOUT="30") == {""}  # theirs already
