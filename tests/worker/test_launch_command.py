@@ -45,10 +45,11 @@ def test_the_devices_asked_for_are_those_that_workers_see(
 
 
 def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> None:
-    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night")
-    scheduler = made.scheduler_recipe()
-    assert scheduler is not None
-    recipes = [scheduler, *made.worker_recipes()]
+    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT="")
+    with contextlib.closing(made):
+        scheduler = made.scheduler_recipe()
+        assert scheduler is not None
+        recipes = [scheduler, *made.worker_recipes()]
     assert [recipe.env["MS_JOB_ID"] for recipe in recipes] == ["night"] * 3
 
 
@@ -127,13 +128,9 @@ def test_the_port_of_a_scheduler_to_be_started_is_kept_free_until_the_launch_is_
 
 
 def test_workers_are_told_to_leave_before_the_launcher_kills_them(tmp_path: Path) -> None:
-    def told(*options: str, **env: str) -> set[str]:
-        return {
-            each.env.get("MS_LEAVE_TIMEOUT", "")
-            for each in launch(tmp_path, *options, **env).worker_recipes()
-        }
+    def told(grace: str = "10", **env: str) -> set[str]:
+        recipes = launch(tmp_path, "-n", "2", "--grace", grace, **env).worker_recipes()  # type: ignore[arg-type]
+        return {each.env.get("MS_LEAVE_TIMEOUT", "") for each in recipes}
 
-    assert told("-n", "2") == {"8"}
-    assert told("-n", "2", "--grace", "100") == {"80"}
-    assert told("-n", "2", "--grace", "0") == {"1"}
-    assert told("-n", "2", MS_LEAVE_TIMEOUT="30") == {""}  # theirs already
+    assert [told(), told("100"), told("0")] == [{"8"}, {"80"}, {"1"}]
+    assert told(MS_LEAVE_TIMEOUT="30") == {""}  # theirs already
