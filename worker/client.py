@@ -72,6 +72,7 @@ class Client:
         self._enter_alone_s = enter_alone_s
         self._leave_s = leave_s
         self._leave_wanted: tuple[float, str] | None = None
+        self._leaves_now = False
         self._leave_told = False
         self._entering_since: float | None = None
         self._is_held = False  # at a step boundary, until a planned change is worked out
@@ -124,6 +125,11 @@ class Client:
         if self._leave_wanted is None:
             self._leave_wanted = (self._clock(), reason)
             self._wakes.put(None)
+
+    def leave_now(self, reason: str) -> None:
+        """As :meth:`expect_leave`, for a worker that has begun nothing yet and need wait for nobody."""
+        self._leaves_now = True
+        self.expect_leave(reason)
 
     @property
     def leave_granted(self) -> bool:
@@ -213,9 +219,11 @@ class Client:
         """Ends the membership of a worker that is to leave where nobody can plan it in time."""
         if self._leave_wanted is None or self.failure is not None:
             return
-        since, entering, now = self._leave_wanted[0], self._entering_since, self._clock()
+        (since, reason), entering, now = self._leave_wanted, self._entering_since, self._clock()
         obstacle = ""
-        if self._core.is_away and now >= since + self._leave_alone_s:
+        if self._leaves_now:
+            self._leave_alone(LeaveGranted(f"This worker leaves the job: {reason}."))
+        elif self._core.is_away and now >= since + self._leave_alone_s:
             obstacle = "the scheduler cannot be reached"
         elif entering is not None and now >= max(since, entering) + self._enter_alone_s:
             obstacle = f"the next generation did not form within {self._enter_alone_s:g} s"
@@ -223,11 +231,14 @@ class Client:
             obstacle = f"others did not finish the step with it within {self._leave_s:g} s"
         if obstacle:
             told = f"This worker leaves the job as asked, by itself: {obstacle}."
-            self.failure = LeaveGranted(told, alone=True)
-            log.warning("%s", self.failure)
-            self._abort(self.failure)
-            self._news += 1
-            self._changed.notify_all()
+            self._leave_alone(LeaveGranted(told, alone=True))
+            log.warning("%s", told)
+
+    def _leave_alone(self, failure: LeaveGranted) -> None:
+        self.failure = failure
+        self._abort(failure)
+        self._news += 1
+        self._changed.notify_all()
 
     def _carry_out(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
         """Takes note of one notice, under the lock; appends what must happen outside it."""

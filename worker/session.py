@@ -253,6 +253,10 @@ class Session:
         """Does what ``request_leave`` does, by another thread; callable from a signal handler."""
         self._client.expect_leave(reason)
 
+    def leave_now(self, reason: str) -> None:
+        """Ends :meth:`open` with LeaveGranted, whatever it waits for; callable from a signal handler."""
+        self._client.leave_now(reason)
+
     def note_left(self) -> None:
         """Says that this worker leaves before the training's end: ``release()`` must not call it finished."""
         self._left = True

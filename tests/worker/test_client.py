@@ -312,6 +312,22 @@ def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(
     made.close()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_who_leaves_now_waits_for_nothing(connector: ScriptedConnector, is_there: bool) -> None:
+    core = Membership(profile(), e.Timing(), lambda: 0.5)
+    made = Client(core, connector, mint=Mint())  # as patient as in a real job
+    made.start()
+    if is_there:
+        line = connector.next_line()
+        line.welcome()
+        line.hear("join")
+    entering = Thread(made.next_build)
+    made.leave_now("SIGTERM")
+    with pytest.raises(LeaveGranted, match=r"^This worker leaves the job: SIGTERM\.$"):
+        entering.result()
+    made.close()
+
+
 def test_who_leaves_learns_that_nobody_goes_on_with_the_state(running: Client) -> None:
     running.start_step(0, 1)
     running.post(e.Received(1, assignment(2, -1, state_source_rank=-1)))
