@@ -29,7 +29,7 @@ from worker.wire import encode
 log = logging.getLogger("muster.worker")
 
 LOOK_S = 1.0  # how often it is looked whether a leave has waited too long, or a collective hangs
-HANG_S = 5.0  # of a collective, after which a worker without scheduler may be cut off
+HANG_S = 5.0  # of a collective, after which it counts as waiting for others that may not come
 _QUIET = (e.StepGranted, e.StepHeld)
 
 
@@ -68,6 +68,7 @@ class Client:
         self._clock = clock
         self._lone_leave = lone_leave or LoneLeave()
         self._leave_told = False
+        self._is_held = False  # at a step boundary, until a planned change is worked out
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._wakes: SimpleQueue[None] = SimpleQueue()  # for the timer; a signal handler may put one, too
@@ -103,6 +104,11 @@ class Client:
         if self._lone_leave.wanted is None:
             self._lone_leave.wanted = (self._clock(), reason)
             self._wakes.put(None)
+
+    def leave_now(self, reason: str) -> None:
+        """As :meth:`expect_leave`, for a worker that has begun nothing yet and need wait for nobody."""
+        self._lone_leave.at_once = True
+        self.expect_leave(reason)
 
     def leave(self, *, finished: bool, reason: str) -> bool:
         """Says goodbye and waits until that is heard, or its deadline is over."""
@@ -184,12 +190,18 @@ class Client:
 
     def _leave_alone_if_due(self) -> None:
         """Ends the membership of a worker that is to leave where nobody can plan it in time."""
-        obstacle = self._lone_leave.obstacle(self._clock(), away=self._core.is_away)
-        if obstacle and self.standing.failure is None:
+        wanted = self._lone_leave.wanted
+        if wanted is None or self.standing.failure is not None:
+            return
+        if self._lone_leave.at_once:
+            self._fail(LeaveGranted(f"This worker leaves the job: {wanted[1]}."))
+            return
+        waits = self._is_held or self._hanging_s() > HANG_S
+        obstacle = self._lone_leave.obstacle(self._clock(), away=self._core.is_away, waits=waits)
+        if obstacle:
             told = f"This worker leaves the job as asked, by itself: {obstacle}."
-            failure = LeaveGranted(told, alone=True)
-            log.warning("%s", failure)
-            self._fail(failure)
+            log.warning("%s", told)
+            self._fail(LeaveGranted(told, alone=True))
 
     def _fail(self, error: WorkerError) -> None:
         self.standing.failure = error
@@ -308,8 +320,10 @@ class Client:
             if notices and type(notices[-1]) is e.StepGranted:
                 return
             with self._lock:
+                self._is_held = True
                 while self._news == seen and not self._closed and self.change_of(generation) is None:
                     self._changed.wait()
+                self._is_held = False
             self._refuse_if_closed()
 
     def _wait_unless_closed(self) -> None:

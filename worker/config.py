@@ -61,6 +61,7 @@ class Settings(Value):
     node_timeout_s: float = 5.0
     collective_timeout_s: float = 600.0
     reconnect_timeout_s: float = 120.0
+    leave_timeout_s: float = 20.0
     host_id: str = ""
     topology: str = ""
     interface: str = ""
@@ -111,6 +112,7 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
         node_timeout_s=read.seconds("MS_NODE_TIMEOUT", 5.0, 0.5, 3600.0),
         collective_timeout_s=read.seconds("MS_COLLECTIVE_TIMEOUT", 600.0, 0.1, 604_800.0),
         reconnect_timeout_s=read.seconds("MS_RECONNECT_TIMEOUT", 120.0, 1.0, 604_800.0),
+        leave_timeout_s=read.seconds("MS_LEAVE_TIMEOUT", 20.0, 1.0, 604_800.0),
         host_id=_short("MS_HOST_ID", read.text("MS_HOST_ID"), 128),
         topology=_short("MS_TOPOLOGY", read.text("MS_TOPOLOGY"), 256, blanks=True),
         interface=_short("MS_INTERFACE", read.text("MS_INTERFACE"), 15),

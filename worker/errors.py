@@ -133,4 +133,4 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
 
 
 class LeaveNow(BaseException):
-    """What a handler of SIGTERM ends a wait with, while there is no step to finish."""
+    """What SIGTERM ends ``init`` with, while there is no step to finish."""

@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     launcher = Launcher(scheduler, launch.policy())
     try:
         code = launcher.run(launch.worker_recipes())
+        launch.close()
         return launch_fork.leave(code) if launch.warm else code
     except Forked as fork:
         recipe = fork.recipe
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         launcher.abandon()
         raise
     launcher.forget()
+    launch.close()
     launch_fork.become(recipe.argv)  # outside the handler: the script must not see our exception
     return 0
 
@@ -64,6 +66,7 @@ class Launch:
         self._options = options
         self._env = env
         self._asked = ""
+        self._held_port: socket.socket | None = None
         self.warm = False
         request = launch_options.request(options, env)
         self._meeting = request.meeting
@@ -84,7 +87,7 @@ class Launch:
         workers = plan_workers(
             self.layout,
             self._env,
-            common={**self._common, **self._device_variables()},
+            common={**self._common, **self._device_variables(), **self._leave_timeout()},
             host=socket.gethostname(),
             devices=len(self._devices),
             cores=launch_devices.cores() if self._options.bind_cores else (),
@@ -95,6 +98,11 @@ class Launch:
         """How the launcher is to act when processes end."""
         chosen = self._options
         return Policy(chosen.grace, chosen.max_restarts, chosen.min_workers, chosen.timestamps)
+
+    def close(self) -> None:
+        """Lets go of what was held for the scheduler; idempotent."""
+        if self._held_port is not None:
+            self._held_port.close()
 
     # ------------------------------------------------------------ the processes
 
@@ -217,6 +225,12 @@ class Launch:
             return {variable: self._asked}
         return {}
 
+    def _leave_timeout(self) -> dict[str, str]:
+        """Workers that are asked to end know when they will be killed, and save what they have before."""
+        if self._env.get("MS_LEAVE_TIMEOUT"):
+            return {}
+        return {"MS_LEAVE_TIMEOUT": f"{max(0.8 * self._options.grace, 1.0):g}"}
+
     def _device_variables(self) -> dict[str, str]:
         """Narrowed devices reach the workers as CUDA_VISIBLE_DEVICES; ``none`` hides them all."""
         if self._options.devices == "all":
@@ -238,12 +252,17 @@ class Launch:
                 "give its address on every host with --join HOST:PORT."
             )
         if options.scheduler:
-            return "127.0.0.1", port or launch_devices.free_port("127.0.0.1")
+            return "127.0.0.1", port or self._hold_port("127.0.0.1")
         if port:
             return "127.0.0.1", port
         raise SettingsError(
             "No scheduler is known: start one here with --scheduler, or say where it runs: --join HOST:PORT."
         )
+
+    def _hold_port(self, host: str) -> str:
+        """A free port, kept so until the launch is over: the scheduler takes seconds to come to it."""
+        self._held_port = launch_devices.hold_port(host)
+        return str(self._held_port.getsockname()[1])
 
 
 def _prepare(log_dir: Path) -> None:

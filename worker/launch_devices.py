@@ -75,12 +75,15 @@ def _is_local(name: str) -> bool:
     return False
 
 
-def free_port(host: str) -> str:
-    """A port on which nothing listens right now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return str(probe.getsockname()[1])
+def hold_port(host: str) -> socket.socket:
+    """A socket bound to a port on which nothing listens. Until it is closed nobody is given that port.
+
+    A server that asks for this very port still gets it, where it sets SO_REUSEADDR as gRPC does.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
 
 
 def cores() -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import threading
 import time
 from _sitebuiltins import Quitter
 from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -104,10 +105,14 @@ def init(backend: str | None = None) -> Session:
     if _process.session is not None and not _process.session.released:
         return _process.session
     _hook_exit()
+    leaving = _Leaving()
     try:
-        with on_sigterm(_leave_now):
-            _process.session = session = open_session(os.environ, _process.context, backend)
+        with on_sigterm(leaving.ask):
+            session = open_session(os.environ, _process.context, backend, sleep=leaving.sleep)
+            _process.session = leaving.session = session
+            leaving.check()
             session.open()
+            leaving.check()
     except KeyboardInterrupt:
         _process.interrupted = True
         raise
@@ -125,8 +130,35 @@ def _is_good_end(error: BaseException) -> bool:
     return isinstance(error, LeaveNow) or (isinstance(error, WorkerError) and error.exit_code == 0)
 
 
-def _leave_now() -> NoReturn:
-    raise LeaveNow("This worker leaves the job: SIGTERM.")
+class _Leaving:
+    """SIGTERM while ``init`` is under way: noted, and told to whatever waits.
+
+    A handler must not raise there: what it interrupts may be an import, whose lock would stay locked for
+    ever, or something whose errors Python drops, and the request with them.
+    """
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self._asked = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # a signal handler may put one, wherever it interrupts
+
+    def ask(self) -> None:
+        """Notes the request."""
+        self._asked = True
+        self._wakes.put(None)
+        if self.session is not None:
+            self.session.leave_now("SIGTERM")
+
+    def sleep(self, seconds: float) -> None:
+        """Waits, but no longer than until the request."""
+        with contextlib.suppress(Empty):
+            self._wakes.get(timeout=seconds)
+        self.check()
+
+    def check(self) -> None:
+        """Raises LeaveNow if there was a request."""
+        if self._asked:
+            raise LeaveNow("This worker leaves the job: SIGTERM.")
 
 
 def release() -> None:
@@ -146,8 +178,14 @@ def current() -> Session:
     return _process.session
 
 
-def open_session(env: Mapping[str, str], context: SecurityContext, backend: str | None = None) -> Session:
-    """Makes a session from the settings, not yet joined.
+def open_session(
+    env: Mapping[str, str],
+    context: SecurityContext,
+    backend: str | None = None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Session:
+    """Makes a session from the settings, not yet joined; ``sleep`` waits for what may pass by itself.
 
     Raises:
         SettingsError: a setting is wrong.
@@ -170,7 +208,7 @@ def open_session(env: Mapping[str, str], context: SecurityContext, backend: str 
     from worker.core.messages import Profile
     from worker.session import Session, new_incarnation
 
-    host = retried(lambda: describe_host(settings), UnresolvedHostError)
+    host = retried(lambda: describe_host(settings), UnresolvedHostError, sleep=sleep)
     bind_libraries(settings.interface)
     plane = create_backend(name, tls=keyring, job_id=settings.job_id, allow_insecure=settings.allow_insecure)
     profile = Profile(

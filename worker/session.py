@@ -16,6 +16,7 @@ from worker.communicators.base import Backend, Communicator
 from worker.core import events as e
 from worker.core import membership as machine
 from worker.core import messages as m
+from worker.core.lone_leave import LoneLeave
 from worker.errors import CommunicatorError, MembershipChanged, NotInitializedError, RefusedError
 from worker.failures import is_good_exit, reason_of
 from worker.groups import Groups
@@ -64,6 +65,7 @@ class Session(SessionFacts):
             mint=backend.mint_unique_ids,
             recent=self._recorder.recent,
             hanging_s=self._recorder.hanging_s,
+            lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
         )
         self._builder = CommunicatorBuilder(settings, backend, self._client, self._recorder)
 
@@ -144,8 +146,8 @@ class Session(SessionFacts):
 
         Callable from any thread; the others re-form without an abort. Whoever alone holds the training
         state is let go once others have it: MembershipChanged comes first. If the scheduler is lost and does
-        not come back within seconds, or no next generation forms, LeaveGranted comes all the same, with
-        ``alone``, also amid a step.
+        not come back within seconds, no next generation forms, or others do not come to the step's end
+        within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also amid a step.
         """
         self.expect_leave(reason)
         self._client.post(e.LeaveRequested(reason))
@@ -153,6 +155,10 @@ class Session(SessionFacts):
     def expect_leave(self, reason: str) -> None:
         """Does what ``request_leave`` does, by another thread; callable from a signal handler."""
         self._client.expect_leave(reason)
+
+    def leave_now(self, reason: str) -> None:
+        """Ends :meth:`open` with LeaveGranted, whatever it waits for; callable from a signal handler."""
+        self._client.leave_now(reason)
 
     def note_left(self) -> None:
         """Says that this worker leaves before the training's end: ``release()`` must not call it finished."""

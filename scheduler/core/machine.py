@@ -16,7 +16,7 @@ from scheduler.core import values as v
 from scheduler.core.building import absent
 from scheduler.core.ledger import Claim, Phase
 from scheduler.core.state import JobState
-from scheduler.core.wording import STATELESS, count, listing, nodes, upper_first, who
+from scheduler.core.wording import STATELESS, all_in, are_in, count, listing, nodes, upper_first, who
 
 HAND_OVER_S = 15.0
 """How long a member that leaves waits for others to take the state: half of what Kubernetes gives it."""
@@ -52,7 +52,7 @@ class Machine(JobState):
     def _advance_forming(self, now: float) -> bool:
         opened = self._ledger.opened
         if opened is not None and self._enough_to_form(opened.worker_num, now):
-            return self._regroup(now, f"all {count(opened.worker_num, 'worker')} are in")
+            return self._regroup(now, all_in(opened.worker_num))
         if not self._timed_out(now):
             return False
         if opened is not None and len(planning.choose(self._ledger, self.settings)) >= opened.worker_min:
@@ -121,7 +121,7 @@ class Machine(JobState):
             return True
         if not self._contacts.all_quiesced(ledger):
             return False
-        change = planning.wanted_change(ledger, self.settings) or self._plan or ""  # by now more may leave
+        change = self._planned()  # by now more may leave
         if self._suspicion is not None:  # whose collective failed cannot finish the step with the others
             return self._regroup(now, change)
         return self._regroup(now, change, self._contacts.last_started_step())
@@ -132,7 +132,7 @@ class Machine(JobState):
         if self._ledger.finishing:
             return self._regroup(now, self._departure())
         if opened is not None and len(present) >= opened.worker_min:
-            return self._regroup(now, f"{count(len(present), 'worker')} are in again")
+            return self._regroup(now, f"{are_in(len(present))} again")
         if self._timed_out(now):
             return self._end(False, f"No group could be formed again in time: {self._waiting_sentence()}.")
         return False
@@ -165,10 +165,18 @@ class Machine(JobState):
         due = self._switch_due()
         if due is None or now < due:
             return False
-        if now >= self._progress_since + self.settings.stall_timeout_s:
-            self._say(self._stall_report(now))
+        stalled = now >= self._progress_since + self.settings.stall_timeout_s
+        if stalled and (report := self._stall_report(now)):
+            self._say(report)
         self._phase_since = now
-        return self._regroup(now, f"the planned change took over {self._switch_patience_s():g} s")
+        took = f"took over {self._switch_patience_s():g} s"
+        return self._regroup(now, f"the planned change ({self._planned()}) {took}")
+
+    def _planned(self) -> str:
+        """Who joins or leaves by the planned change under way, in words."""
+        if self.phase is Phase.QUIESCING:
+            return planning.wanted_change(self._ledger, self.settings) or self._plan or ""
+        return self._change
 
     def _stateless(self) -> frozenset[str]:
         return frozenset(self._contacts.stateless(self._ledger))
@@ -212,11 +220,13 @@ class Machine(JobState):
         lost = tuple(ledger.lost.values())
         if ledger.finishing:
             self._release_idle({candidate.node_id for candidate in chosen})
+        change = f"{self._change}; {reason}" if self._switches_by_steps() else reason
         reason += self._remark_on_state(chosen, stateless)
         record = planning.next_generation(
             ledger, chosen, stateless=stateless, reason=reason, switch_after_step=switch_after_step
         )
         self._commit(record)
+        self._change = change
         for member in record.members:
             self._tell(member.candidate.node_id, self._assignment(member.rank, lost))
         for claim in self._departing():

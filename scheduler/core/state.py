@@ -43,6 +43,7 @@ class JobState:
         self._built: set[str] = set()
         self._trained: dict[str, int] = {}
         self._plan: str | None = None
+        self._change = ""
         self._suspicion: Suspicion | None = None
         self._broken: str | None = None
         self._hand_over_due: float | None = None
@@ -77,7 +78,9 @@ class JobState:
             self._suspicion, self._broken, self._stalled = None, None, False
             self._hand_over_due = None
             self._formed_at = self._progress_since = self._now
-            if isinstance(record, r.GenerationFormed):  # what members have shown counts beyond a suspension
+            if isinstance(record, r.GenerationFormed):
+                self._change = record.reason
+                # What members have shown counts beyond a suspension.
                 for contact in self._contacts.by_node.values():
                     contact.enter_generation()
         elif isinstance(record, r.GroupEstablished):

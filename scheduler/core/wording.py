@@ -40,6 +40,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def are_in(number: int) -> str:
+    """``1 worker is in``, ``2 workers are in``."""
+    return f"{count(number, 'worker')} {'is' if number == 1 else 'are'} in"
+
+
+def all_in(number: int) -> str:
+    """``the only worker is in``, ``all 2 workers are in``."""
+    return "the only worker is in" if number == 1 else f"all {are_in(number)}"
+
+
 def missing(candidates: Sequence[v.Candidate], needed: int, table: v.RankTable | None) -> tuple[str, ...]:
     """Who is not there: lines of the rank table, integer node ids, or how many.
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.scheduler.processes import PASSWORD, ROOT, Pki, environment
+from tests.worker.launching import free_port
 from worker import datasets
-from worker.launch_devices import free_port
 
 EXAMPLES = ROOT / "examples"
 TRAIN = f"{ROOT / 'train.py'}"

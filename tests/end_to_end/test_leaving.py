@@ -247,3 +247,17 @@ def test_a_leave_is_known_while_the_worker_waits_in_a_collective_for_one_that_bl
         code, last = leaver.end()
         assert (code, last) == (0, "5 left"), leaver.log
         assert blocked.process.poll() is None
+
+
+def test_who_leaves_does_not_wait_for_one_that_blocks_until_it_is_killed(tmp_path: Path) -> None:
+    """A platform's grace is over sooner than MS_STALL_TIMEOUT; the blocked one keeps its place."""
+    with job(tmp_path, 2, 1) as (running, workers):
+        leaver, blocked = workers.start("0", MS_LEAVE_TIMEOUT="1"), workers.start("1", BLOCK_AFTER="5")
+        blocked.await_line("blocked")
+        ask_to_leave("SIGTERM", running, leaver)
+        code, last = leaver.end()
+        assert (code, last) == (0, "5 left"), leaver.log
+        assert leaver.saved.read_text() == "5"
+        assert "others did not finish the step with it within 1 s" in leaver.log
+        running.await_log("Generation 2 is formed with 1 member")
+        assert blocked.process.poll() is None

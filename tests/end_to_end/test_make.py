@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.launch_devices import free_port
+from tests.worker.launching import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("Makefile", "pyproject.toml", "train.py", "certs", "rendezvous", "scheduler", "worker")

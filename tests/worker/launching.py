@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from worker.launch_devices import hold_port
+
 DEADLINE_S = 60.0
 
 
@@ -76,6 +78,12 @@ def place(directory: Path) -> Iterator[Place]:
         for launch in made.launched:
             launch.kill()
             launch.communicate()
+
+
+def free_port(host: str) -> str:
+    """A port on which nothing listens right now; another process may be faster."""
+    with hold_port(host) as held:
+        return str(held.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import worker
 from tests.end_to_end.workers import company
 from tests.scheduler.processes import ROOT, environment, scheduler
+from tests.worker.launching import free_port
 from worker.check import Result, tell
 from worker.check_facts import (
     PROJECTS,
@@ -36,7 +37,6 @@ from worker.core.check_rules import (
     rounds,
     slow_sentences,
 )
-from worker.launch_devices import free_port
 
 
 class Plane:

@@ -11,7 +11,7 @@ import pytest
 from rendezvous.v1 import rendezvous_pb2 as pb
 from tests.worker.core.machine import assignment, profile
 from tests.worker.scripted import ScriptedConnector, Thread, stub_communicator
-from worker.client import Client
+from worker.client import HANG_S, Client
 from worker.communicators.base import Communicator
 from worker.core import events as e
 from worker.core.lone_leave import LoneLeave
@@ -39,10 +39,26 @@ class Mint:
         return tuple(b"minted" for _ in range(count))
 
 
-def client(connector: ScriptedConnector, mint: Mint | None = None, **timing: float) -> Client:
+class Hanging:
+    """For how long a collective has been under way, in seconds."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def client(
+    connector: ScriptedConnector, mint: Mint | None = None, hanging: Hanging | None = None, **timing: float
+) -> Client:
+    """A client that waits for nobody once it is to leave."""
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
     return Client(
-        core, connector, mint=mint or Mint(), lone_leave=LoneLeave(unreachable_s=0.0, unformed_s=0.0)
+        core,
+        connector,
+        mint=mint or Mint(),
+        hanging_s=hanging or Hanging(),
+        lone_leave=LoneLeave(unreachable_s=0.0, unformed_s=0.0, unfinished_s=0.0),
     )
 
 
@@ -52,9 +68,14 @@ def connector() -> ScriptedConnector:
 
 
 @pytest.fixture
-def running(connector: ScriptedConnector) -> Iterator[Client]:
+def hanging() -> Hanging:
+    return Hanging()
+
+
+@pytest.fixture
+def running(connector: ScriptedConnector, hanging: Hanging) -> Iterator[Client]:
     """A client in generation 1, whose goodbye nobody answers."""
-    made = client(connector, leave_timeout_s=0.01)
+    made = client(connector, hanging=hanging, leave_timeout_s=0.01)
     made.start()
     line = connector.next_line()
     line.welcome()
@@ -246,6 +267,32 @@ def test_a_leave_is_told_while_the_training_thread_is_in_a_step(
     running.expect_leave("SIGTERM")
     running.expect_leave("again")
     assert connector.lines[0].hear("request_leave").reason == "SIGTERM"
+    running.check(1)  # its own step may take as long as it likes: it waits for nobody
+
+
+def test_who_is_to_leave_waits_but_a_while_for_others_in_a_collective(
+    running: Client, hanging: Hanging, connector: ScriptedConnector
+) -> None:
+    communicator = stub_communicator()
+    running.adopt(1, communicator)
+    running.start_step(0, 1)
+    hanging.seconds = HANG_S + 1
+    running.expect_leave("SIGTERM")
+    assert connector.lines[0].hear("request_leave").reason == "SIGTERM"
+    communicator.hang()  # until it is aborted
+    with pytest.raises(LeaveGranted, match="did not finish the step") as caught:
+        running.start_step(1, 1)
+    assert caught.value.alone
+    assert communicator.error is caught.value
+
+
+def test_who_is_to_leave_waits_but_a_while_for_others_at_a_step_boundary(running: Client) -> None:
+    running.post(e.Received(1, Quiesce(1, "node b leaves")))
+    held = Thread(lambda: running.start_step(0, 1))
+    running.expect_leave("SIGTERM")
+    with pytest.raises(LeaveGranted, match="did not finish the step") as caught:
+        held.result()
+    assert caught.value.alone
 
 
 def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(
@@ -261,6 +308,22 @@ def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(
     with pytest.raises(LeaveGranted, match="did not form") as caught:
         entering.result()
     assert caught.value.alone
+    made.close()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_who_leaves_now_waits_for_nothing(connector: ScriptedConnector, is_there: bool) -> None:
+    core = Membership(profile(), e.Timing(), lambda: 0.5)
+    made = Client(core, connector, mint=Mint())  # as patient as in a real job
+    made.start()
+    if is_there:
+        line = connector.next_line()
+        line.welcome()
+        line.hear("join")
+    entering = Thread(made.next_build)
+    made.leave_now("SIGTERM")
+    with pytest.raises(LeaveGranted, match=r"^This worker leaves the job: SIGTERM\.$"):
+        entering.result()
     made.close()
 
 

@@ -36,6 +36,7 @@ def test_defaults() -> None:
         ("MS_TOPO_TIMEOUT", "90.5", "topo_timeout_s", 90.5),
         ("MS_COLLECTIVE_TIMEOUT", "7", "collective_timeout_s", 7.0),
         ("MS_RECONNECT_TIMEOUT", "7", "reconnect_timeout_s", 7.0),
+        ("MS_LEAVE_TIMEOUT", "7", "leave_timeout_s", 7.0),
         ("MS_LOCAL_INDEX", "3", "local_index", 3),
         ("DEVICE_ID", "0", "device_id", 0),
         ("MS_BACKEND", "TCP", "backend", "tcp"),

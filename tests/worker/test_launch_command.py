@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from pathlib import Path
@@ -13,7 +14,6 @@ from worker import launch_options
 from worker.core.launch_plan import WorkerPlan
 from worker.errors import SettingsError
 from worker.launch_command import Launch
-from worker.launch_devices import free_port
 from worker.launch_ranks import with_table_ranks
 
 ENV = {"MS_SCHED_PORT": "6667", "PATH": "/usr/bin:/bin"}
@@ -53,11 +53,11 @@ def test_the_spellings_of_other_launchers_are_understood(tmp_path: Path) -> None
 
 
 def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
-    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT=port)
-    scheduler = made.scheduler_recipe()
-    assert scheduler is not None
-    recipes = [scheduler, *made.worker_recipes()]
+    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT="")
+    with contextlib.closing(made):
+        scheduler = made.scheduler_recipe()
+        assert scheduler is not None
+        recipes = [scheduler, *made.worker_recipes()]
     assert [recipe.env["MS_JOB_ID"] for recipe in recipes] == ["night"] * 3
 
 
@@ -122,3 +122,23 @@ def test_no_scheduler_is_started_where_another_process_listens(tmp_path: Path, h
         joining = launch(tmp_path, "-n", "1", MS_SCHED_HOST=host, MS_SCHED_PORT=port)
         assert joining.scheduler_recipe() is None
     assert taken.scheduler_recipe() is not None
+
+
+def test_the_port_of_a_scheduler_to_be_started_is_kept_free_until_the_launch_is_over(tmp_path: Path) -> None:
+    made = launch(tmp_path, "-n", "2", "--scheduler", MS_SCHED_PORT="")
+    scheduler = made.scheduler_recipe()
+    assert scheduler is not None
+    address = ("127.0.0.1", int(scheduler.env["MS_SCHED_PORT"]))
+    with contextlib.closing(made), socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    with socket.socket() as later:
+        later.bind(address)
+
+
+def test_workers_are_told_to_leave_before_the_launcher_kills_them(tmp_path: Path) -> None:
+    def told(grace: str = "10", **env: str) -> set[str]:
+        recipes = launch(tmp_path, "-n", "2", "--grace", grace, **env).worker_recipes()  # type: ignore[arg-type]
+        return {each.env.get("MS_LEAVE_TIMEOUT", "") for each in recipes}
+
+    assert [told(), told("100"), told("0")] == [{"8"}, {"80"}, {"1"}]
+    assert told(MS_LEAVE_TIMEOUT="30") == {""}  # theirs already

@@ -10,7 +10,7 @@ import pytest
 
 from worker.config import visible_devices
 from worker.errors import SettingsError
-from worker.launch_devices import cores, count_gpus, free_port, local_names, offered_devices
+from worker.launch_devices import cores, count_gpus, hold_port, local_names, offered_devices
 
 
 def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
@@ -69,9 +69,19 @@ def test_this_host_answers_to_its_own_names_only() -> None:
     assert not {"no-such-host.invalid", "a..b"} & names
 
 
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", int(free_port("127.0.0.1"))))
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_that_is_held_is_given_to_nobody_but_a_server_that_asks_for_it(host: str) -> None:
+    with hold_port(host) as held, socket.socket(held.family) as stranger:
+        address = (host, held.getsockname()[1])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        with pytest.raises(OSError, match="in use"):  # as the system does where it looks for a free port
+            stranger.bind(address)
+        with (
+            socket.create_server(address, family=held.family) as server,
+            socket.create_connection(address),
+        ):
+            server.accept()[0].close()
 
 
 def test_cores_are_those_this_process_may_use() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.launching import Place, place
-from worker.launch_devices import free_port
+from tests.worker.launching import Place, free_port, place
 
 PYTHON = sys.executable
 SUM = """

@@ -155,6 +155,10 @@ class Opening:
         self._wait = wait
         self.ended: list[BaseException | None] = []
         self.handlers: list[object] = []
+        self.told: list[str] = []
+
+    def leave_now(self, reason: str) -> None:
+        self.told.append(reason)
 
     def open(self) -> None:
         try:
@@ -176,7 +180,7 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
     def begin(wait: Callable[[], object]) -> Opening:
         session = Opening(wait)
-        monkeypatch.setattr(process, "open_session", lambda *_: session)
+        monkeypatch.setattr(process, "open_session", lambda *_, sleep: session)
         monkeypatch.setattr(process, "_hook_exit", lambda: None)
         monkeypatch.setattr(process._process, "session", None)
         return session
@@ -210,6 +214,28 @@ def test_the_same_sigterm_to_process_and_group_is_one(
         worker.init()
     assert caught.value.code == 0
     assert session.handlers == [signal.SIG_DFL]
+
+
+def test_sigterm_raises_nothing_amid_what_init_does(opening: Begin) -> None:
+    """It may interrupt an import, whose lock then stays locked, or what drops errors."""
+    went_on: list[bool] = []
+
+    def wait() -> None:
+        sigterm()
+        went_on.append(True)
+
+    session = opening(wait)
+    with pytest.raises(SystemExit):
+        worker.init()
+    assert went_on == [True]
+    assert session.told == ["SIGTERM"]  # so what waits does not wait on
+
+
+def test_sigterm_ends_a_pause_before_the_next_attempt() -> None:
+    leaving = process._Leaving()
+    leaving.ask()
+    with pytest.raises(LeaveNow):
+        leaving.sleep(1000.0)
 
 
 def test_a_drain_while_waiting_for_a_place_is_a_good_end(opening: Begin) -> None:

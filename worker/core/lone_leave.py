@@ -4,6 +4,7 @@ from __future__ import annotations
 
 UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
 UNFORMED_S = 5.0  # for the next generation to form
+UNFINISHED_S = 20.0  # for all to finish the step; Kubernetes kills after 30
 
 
 class LoneLeave:
@@ -12,17 +13,27 @@ class LoneLeave:
     Args:
         unreachable_s: how long the worker waits for a lost scheduler's consent.
         unformed_s: how long it waits for a generation to form.
+        unfinished_s: how long after it was asked it waits for others that do not come to the step's end.
 
     Attributes:
         wanted: when the leave was asked for, and why; None: it was not. One value, so that a signal handler
             can set it without a lock.
+        at_once: the worker has begun nothing yet and need wait for nobody.
     """
 
-    def __init__(self, *, unreachable_s: float = UNREACHABLE_S, unformed_s: float = UNFORMED_S) -> None:
+    def __init__(
+        self,
+        *,
+        unreachable_s: float = UNREACHABLE_S,
+        unformed_s: float = UNFORMED_S,
+        unfinished_s: float = UNFINISHED_S,
+    ) -> None:
         self._unreachable_s = unreachable_s
         self._unformed_s = unformed_s
+        self._unfinished_s = unfinished_s
         self._entering_since: float | None = None
         self.wanted: tuple[float, str] | None = None
+        self.at_once = False
 
     def note_entering(self, now: float) -> None:
         """The worker waits for a generation, if it does not do so already."""
@@ -33,12 +44,13 @@ class LoneLeave:
         """The generation has formed."""
         self._entering_since = None
 
-    def obstacle(self, now: float, *, away: bool) -> str:
+    def obstacle(self, now: float, *, away: bool, waits: bool) -> str:
         """Why this worker goes by itself; empty: it does not, or not yet.
 
         Args:
             now: seconds on the clock of all other times here.
             away: there is no line to the scheduler.
+            waits: others keep this worker from the step's end; its own work may take as long as it likes.
         """
         if self.wanted is None:
             return ""
@@ -47,4 +59,6 @@ class LoneLeave:
             return "the scheduler cannot be reached"
         if entering is not None and now >= max(since, entering) + self._unformed_s:
             return f"the next generation did not form within {self._unformed_s:g} s"
+        if waits and now >= since + self._unfinished_s:
+            return f"others did not finish the step with it within {self._unfinished_s:g} s"
         return ""
