@@ -217,7 +217,6 @@ class Client:
         if obstacle:
             told = f"This worker leaves the job as asked, by itself: {obstacle}."
             self.failure = LeaveGranted(told, alone=True)
-            log.warning("%s", self.failure)
             self._abort(self.failure)
             self._news += 1
             self._changed.notify_all()
