@@ -63,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        lacking = (error.name or str(error)).partition(".")[0]
+        print(f"bench: {name} needs {lacking}, which this Python does not have", file=sys.stderr)
+        return 1
     if not isinstance(result, dict):
         return int(result or 0)
     if hasattr(module, "report"):

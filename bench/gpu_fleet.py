@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from worker.communicators.base import Membership, Peer
+from worker.launch_devices import count_gpus
 
 SAFE_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -46,11 +47,17 @@ class Fleet:
         timeout_s: deadline for forming, and default for :meth:`run`.
         communicate: build an NCCL communicator; False: functions get None.
         ranks_per_gpu: how many share a GPU; see :func:`sharing_environment`.
+
+    Raises:
+        FleetError: there are not so many GPUs, or the processes did not form a communicator.
     """
 
     def __init__(
         self, size: int, *, timeout_s: float = 120, communicate: bool = True, ranks_per_gpu: int = 1
     ) -> None:
+        needed, here = -(-size // ranks_per_gpu), count_gpus()
+        if here < needed:
+            raise FleetError(f"{needed} GPUs are asked for and this host has {here}; see --gpus.")
         self.size = size
         self.timeout_s = timeout_s
         context = multiprocessing.get_context("spawn")

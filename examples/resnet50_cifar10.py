@@ -5,7 +5,7 @@
 
 or, with a scheduler and one worker per GPU of this host at once:
 
-    DATA_PATH=cifar-10-batches-bin python -m worker -n 4 -- -m examples.resnet50_cifar10
+    DATA_PATH=cifar-10-batches-bin python -m worker --scheduler -- python -m examples.resnet50_cifar10
 """
 
 from __future__ import annotations

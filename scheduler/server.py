@@ -24,6 +24,7 @@ from scheduler.access import Access
 from scheduler.config import SchedulerSettings
 from scheduler.core import records as r
 from scheduler.core.job import Job
+from scheduler.core.wording import count
 from scheduler.errors import BindError, JobFailedError
 from scheduler.health import GuardedHealth
 from scheduler.jobs import Jobs, Storage
@@ -213,7 +214,7 @@ def _bind(
 
 
 def _say_ready(settings: SchedulerSettings, security: Security | None, port: int) -> None:
-    size = f"{settings.worker_num} workers" if settings.worker_num else "any number of workers"
+    size = count(settings.worker_num, "worker") if settings.worker_num else "any number of workers"
     transport = "mutual TLS" if security is not None else "NO TLS"
     where = listen.show(settings.bind_host, port)
     print(f"scheduler ready on {where} (job {settings.job_id}, {size}, {transport})", flush=True)

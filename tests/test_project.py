@@ -79,8 +79,9 @@ def test_links_of_documents_lead_somewhere(name: str) -> None:
 
 
 def launches() -> list[str]:
-    """Every ``python -m worker`` line of the documents, continued lines joined."""
-    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS).replace("\\\n", " ")
+    """Every ``python -m worker`` line of the documents and of the example, continued lines joined."""
+    names = (*DOCUMENTS, "examples/resnet50_cifar10.py")
+    text = "\n".join((ROOT / name).read_text() for name in names).replace("\\\n", " ")
     lines = re.findall(r"^\s*(?:[A-Z_]+=\S+ )*(?:python -m worker|muster run) (.*)$", text, re.MULTILINE)
     # The check takes the launcher's options, and its command is the check itself.
     lines = [f"{line[6:]} -- python" if line.startswith("check ") else line for line in lines]

@@ -200,7 +200,6 @@ class Client:
         obstacle = self._lone_leave.obstacle(self._clock(), away=self._core.is_away, waits=waits)
         if obstacle:
             told = f"This worker leaves the job as asked, by itself: {obstacle}."
-            log.warning("%s", told)
             self._fail(LeaveGranted(told, alone=True))
 
     def _fail(self, error: WorkerError) -> None:

@@ -194,7 +194,8 @@ def _check_role(read: _Reader) -> None:
         remedy = (
             "Start the scheduler with MS_ROLE=MS_SCHED python -m scheduler."
             if role == "MS_SCHED"
-            else ("Start a worker with MS_ROLE=MS_WORKER, or a job with python -m worker -n N -- train.py.")
+            else "Start a worker with MS_ROLE=MS_WORKER, "
+            "or a job with python -m worker -n N --scheduler -- python train.py."
         )
         raise SettingsError(f"MS_ROLE must be MS_WORKER in a training process; {said}.", remedy=remedy)
     servers = read.text("MS_SERVER_NUM", "0")

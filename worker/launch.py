@@ -225,11 +225,13 @@ class Launcher:
     def _blame(self, child: Child, code: int) -> None:
         """Takes this process's code as the launch's and shows why it ended."""
         self._status = self._status or exit_status(code)
-        name = "the scheduler" if child is self._scheduler else f"worker {child.label}"
         where = f"pid {child.pid} on {os.uname().nodename}"
-        say(f"{name} ({where}) {_how(code)}; the end of {child.recipe.log_path}:")
+        say(f"{self._name(child)} ({where}) {_how(code)}; the end of {child.recipe.log_path}:")
         for line in child.last_lines:
             write(sys.stderr.fileno(), b"    " + line + b"\n")
+
+    def _name(self, child: Child) -> str:
+        return "the scheduler" if child is self._scheduler else f"worker {child.label}"
 
     def _stop(self, number: int) -> None:
         """Asks the workers to end; what is left after the grace is killed."""
@@ -244,11 +246,13 @@ class Launcher:
         self._next_signal = then
 
     def _overdue(self) -> None:
-        """The time is up."""
+        """The time is up. The scheduler has been asked to end only if no worker is left."""
         number = self._next_signal
-        for child in self._alive():
+        late = [child for child in self._alive() if child is not self._scheduler or not self._working()]
+        for child in late:
             if number == signal.SIGKILL:
-                say(f"{child.label} (pid {child.pid}) did not end within {self._policy.grace_s:g} s; killed")
+                waited = f"did not end within {self._policy.grace_s:g} s; killed"
+                say(f"{self._name(child)} (pid {child.pid}) {waited}")
             child.signal(number)
         self._deadline = None
         if number != signal.SIGKILL:

@@ -119,7 +119,7 @@ class Launch:
             "MS_ROLE": "MS_SCHED",
             "MS_WORKER_NUM": str(self.layout.world_size),
         }
-        argv = (sys.executable, "-m", "scheduler")
+        argv = (sys.executable, *_scheduler_module())
         hidden = self._hidden(_SERVER_PASSWORD, _CLIENT_PASSWORD)
         shown = "scheduler" in self._shown
         return self._recipe("scheduler", argv, env, hidden, "scheduler.log", shown=shown)
@@ -272,6 +272,16 @@ def _prepare(log_dir: Path) -> None:
             raise PermissionError(None, "permission denied")
     except OSError as error:
         raise SettingsError(f"--log-dir {log_dir} cannot be written: {error.strerror}.") from error
+
+
+def _scheduler_module() -> tuple[str, ...]:
+    """Muster's scheduler, also where the user's project has one of its own: for learning rates, mostly."""
+    ours = Path(__file__).resolve().parent.parent
+    here = Path.cwd()
+    if here == ours or not any((here / name).exists() for name in ("scheduler.py", "scheduler/__init__.py")):
+        return "-m", "scheduler"
+    run = "import runpy; runpy.run_module('scheduler', run_name='__main__', alter_sys=True)"
+    return "-c", f"import sys; sys.path[0] = {str(ours)!r}; {run}"
 
 
 def _with_file(variable: str) -> frozenset[str]:

@@ -219,6 +219,8 @@ def _hosts(options: argparse.Namespace) -> tuple[HostShare, ...]:
         return ()
     try:
         text = options.hostfile.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SettingsError(f"--hostfile {options.hostfile} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
         raise SettingsError(f"--hostfile {options.hostfile} cannot be read: {error}.") from error
     return parse_hostfile(text, str(options.hostfile))

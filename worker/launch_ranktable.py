@@ -113,7 +113,9 @@ def read_json(path: Path) -> object:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path} cannot be read as JSON: {error}.") from error
 
 

@@ -16,6 +16,7 @@ block, and read the session's rank and communicator anew in each step.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -32,6 +33,8 @@ from worker.errors import (
 from worker.sigterm import on_sigterm
 from worker.state import TrainingState
 from worker.state_transfer import StateHolder, share_state
+
+log = logging.getLogger("muster.worker")
 
 
 class ElasticSession(StateHolder, Protocol):
@@ -107,7 +110,7 @@ class Step:
             self._loop._recover(error)
             return True
         if isinstance(error, LeaveGranted):
-            self._loop._go(alone=error.alone)
+            self._loop._go(error)
             return True
         self._loop._save_at_the_end(error)
         return False
@@ -201,7 +204,7 @@ class ElasticLoop:
             action()
             return True
         except LeaveGranted as granted:
-            self._go(alone=granted.alone)
+            self._go(granted)
         except WorkerError as error:
             if not _is_change(error):
                 self._save_at_the_end(error)
@@ -213,7 +216,7 @@ class ElasticLoop:
         """Enters the next generation that holds, with the state of the furthest member."""
         while not self._closed:
             if self._leave_reason and _is_declared_dead(change):  # no newcomer's place is worth asking for
-                self._go(alone=True)
+                self._go(LeaveGranted(f"This worker leaves the job: {self._leave_reason}.", alone=True))
                 return
             try:
                 self._rejoin()
@@ -221,7 +224,7 @@ class ElasticLoop:
                     self._share()
                 return
             except LeaveGranted as granted:
-                self._go(alone=granted.alone)
+                self._go(granted)
                 return
             except (MembershipChanged, RefusedError) as error:
                 if not _is_change(error):
@@ -258,13 +261,14 @@ class ElasticLoop:
         share_state(self.session, self.state)
         self._last_finish = self._clock()
 
-    def _go(self, *, alone: bool = False) -> None:
+    def _go(self, granted: LeaveGranted) -> None:
         """Ends the loop; the last one to hold the state, for all that is known, puts it on disk."""
         self.left = True
+        log.info("%s", granted)
         self.session.note_left()
-        if alone:
+        if granted.alone:
             self.state.roll_back()  # of a step that it cannot finish with the others
-        if alone or self.session.world_size == 1:
+        if granted.alone or self.session.world_size == 1:
             self._save()
 
 

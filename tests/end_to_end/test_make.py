@@ -209,7 +209,7 @@ def test_the_readme_s_lines_for_terminals_work(checkout: Path) -> None:
         "MS_ROLE=MS_WORKER",
     ]
     (checkout / "Makefile").write_text("lines:\n\t@bash lines.sh\n")
-    script = ["set -e", "export PATH=$PWD/.venv/bin:$PATH", *first]
+    script = ["set -e", *first]
     for index, line in enumerate(apart):
         script += [f"{line} > out.{index} 2>&1 &", f"pid{index}=$!"]
     script += [f"wait $pid{index} || {{ cat out.*; exit 1; }}" for index in range(len(apart))]

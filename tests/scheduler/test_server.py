@@ -32,6 +32,11 @@ from tests.scheduler.processes import (
 )
 
 
+def test_a_job_of_one_is_told_in_the_singular() -> None:
+    with scheduler(MS_WORKER_NUM="1") as running:
+        assert "job default, 1 worker, NO TLS" in running.ready_line
+
+
 def test_a_job_from_join_to_exit(pki: Pki, tmp_path: Path) -> None:
     audit = tmp_path / "audit.jsonl"
     with scheduler(**pki.env(), MS_AUDIT_LOG=str(audit)) as running:

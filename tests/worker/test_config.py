@@ -57,7 +57,7 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
 @pytest.mark.parametrize(
     ("variable", "value", "legal"),
     [
-        ("MS_ROLE", "", "must be MS_WORKER"),
+        ("MS_ROLE", "", "a job with python -m worker -n N --scheduler -- python train.py"),
         ("MS_ROLE", "MS_SCHED", "python -m scheduler"),
         ("MS_ROLE", "MS_PSERVER", "no parameter servers"),
         ("MS_ROLE", "worker", "must be MS_WORKER"),

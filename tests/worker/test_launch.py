@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -152,8 +153,22 @@ def test_a_worker_that_will_not_end_is_killed_after_the_grace(here: Place) -> No
     )
     code, _, err = here.run("-n", "2", "--grace", "0.2", command=(PYTHON, script))
     assert code == 3
-    assert "0 (pid " in err
-    assert "did not end within 0.2 s; killed" in err
+    assert re.search(r"worker 0 \(pid \d+\) did not end within 0\.2 s; killed", err)
+
+
+def test_the_scheduler_is_not_killed_with_a_worker_that_will_not_end(here: Place) -> None:
+    script = here.script(
+        HELPERS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "while 'ready on' not in open('device/scheduler.log').read():\n    time.sleep(0.01)\n"
+        "tell('ready')\nstay()"
+    )
+    launch = here.start("-n", "1", "--grace", "2", "--scheduler", command=(PYTHON, script))
+    here.until("ready")
+    launch.send_signal(signal.SIGINT)
+    _, err = launch.communicate(timeout=60)
+    assert "worker 0 (pid " in err.decode()
+    assert "scheduler" not in err.decode()
+    assert "stopping on SIGTERM" in (here.directory / "device" / "scheduler.log").read_text()
 
 
 def test_a_second_interrupt_kills_at_once(here: Place) -> None:
@@ -295,7 +310,7 @@ def test_a_bare_script_is_run_by_this_python(here: Place) -> None:
         (("-n", "1"), ("no-such-program",), "'no-such-program' is not found"),
         (("-n", "1", "--config", "none.json"), ("true",), "--config names none.json"),
         (("-n", "1", "--password-file", "none"), ("true",), "--password-file names none"),
-        (("-n", "1", "--hostfile", "none"), ("true",), "--hostfile none cannot be read"),
+        (("-n", "1", "--hostfile", "none"), ("true",), "none cannot be read: No such file or directory."),
         (("-n", "1", "--log-dir", "/dev/null/logs"), ("true",), "--log-dir /dev/null/logs cannot be written"),
         (("-n", "1", "--grace", "-1"), ("true",), "--grace is -1"),
         (("-n", "1", "--devices", "900"), ("true",), "--devices asks for 900"),
@@ -328,6 +343,16 @@ def test_the_help_names_the_other_commands(here: Place, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     for words in ("python -m worker check", "python -m worker ranktable", "worker_<host>_<index>.log"):
         assert words in text.partition("options:")[0].partition("\n\n")[2]
+
+
+@pytest.mark.parametrize("name", ["scheduler.py", "scheduler/__init__.py"])
+def test_a_scheduler_of_the_users_own_is_not_taken_for_musters(here: Place, name: str) -> None:
+    here.script("RATE = 0.1\n", name)
+    script = here.script("import scheduler\nprint(scheduler.RATE)\n")
+    code, out, err = here.run("-n", "1", "--scheduler", "--grace", "60", command=(PYTHON, script))
+    assert (code, err) == (0, "")
+    assert "[0] 0.1\n" in out
+    assert "scheduler ready on" in (here.directory / "device" / "scheduler.log").read_text()
 
 
 def test_without_any_scheduler_nothing_starts(here: Place) -> None:

@@ -142,7 +142,7 @@ def test_mistakes_end_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     for arguments, words in (
         (["--device_num", "[0,2)", "--output", str(file)], "exists already"),
         (["merge", str(file), str(file), "--output", str(tmp_path / "all.json")], "host 'a' stands in"),
-        (["merge", str(tmp_path / "none.json")], "cannot be read"),
+        (["merge", str(tmp_path / "none.json")], "none.json cannot be read: No such file or directory."),
         (["merge", str(deep)], "cannot be read as JSON"),
         (["merge"], "nothing to merge"),
         (["--device_num", f"[0,{'9' * 5000})"], "--device_num is"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -311,7 +312,10 @@ def in_main_thread(job: Job, member: int) -> Worker:
     return Worker(session, fault, make_state()).run()
 
 
-def test_sigterm_finishes_the_step_and_leaves_while_the_others_go_on() -> None:
+def test_sigterm_finishes_the_step_and_leaves_while_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     before = signal.getsignal(signal.SIGTERM)
     job = Job(3, run_only=(1, 2))
     leaver = in_main_thread(job, 0)
@@ -323,6 +327,7 @@ def test_sigterm_finishes_the_step_and_leaves_while_the_others_go_on() -> None:
     stayers = job.survivors()
     check_like_undisturbed(stayers)
     assert job.world.generation == 2
+    assert caplog.messages == ["This worker leaves the job."]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
