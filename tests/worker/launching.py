@@ -6,10 +6,11 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.waiting import wait_for
 
 DEADLINE_S = 60.0
 
@@ -76,14 +77,6 @@ def place(directory: Path) -> Iterator[Place]:
         for launch in made.launched:
             launch.kill()
             launch.communicate()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Polls until the condition holds; fails after a long time."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
