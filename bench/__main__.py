@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import sys
@@ -14,13 +13,13 @@ from bench.report import describe_machine, write
 
 COMMANDS = {
     "allreduce": "AllReduce: time and bandwidth, on the CPU or, with --backend nccl, on GPUs",
-    "formation": "start of the command to all workers through one AllReduce and exit",
-    "train": "training steps per second",
+    "formation": "time of a short CPU job: from its start command through one AllReduce to its end",
+    "train": "training speed: images a second of ResNet-50",
     "loss-curve": "loss of ResNet-50 by step, against DistributedDataParallel",
     "sharded": "memory and step time with the optimizer's state divided among the ranks",
-    "start": "start of a worker to its first AllReduce",
-    "recovery": "loss of a worker to the next good step",
-    "scale": "many workers at one scheduler",
+    "start": "time from the start command of a GPU job to the end of its first AllReduce",
+    "recovery": "time from the loss of a worker to the next good step",
+    "scale": "how many workers one scheduler carries",
 }
 
 
@@ -52,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    with contextlib.suppress(argparse.ArgumentError):
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args(rest)
     try:
         result = module.run(options)

@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has torch"
     )
     parser.add_argument("--nccl-tests", type=Path, metavar="PROGRAM", help="nccl's all_reduce_perf, as peer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """ResNet-50 training speed: ours, DistributedDataParallel, and DistributedDataParallel compiled, in one run.
 
-    python -m bench.train --gpus 1 2 4 --batch 32 256 --json results.json
+    python -m bench train --gpus 1 2 4 --batch 32 256 --json results.json
 
 Synthetic images of 224x224 that lie on the GPU; bfloat16 autocast, channels_last, fused SGD with momentum
 for everybody.
@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -253,20 +252,20 @@ def start_clean() -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This benchmark's arguments."""
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (default 1 2 4)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="images per GPU")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (1 2 4)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="images per GPU (32 256)")
     parser.add_argument(
         "--variants",
         nargs="+",
         choices=VARIANTS,
         default=["muster", "muster-autocast", "ddp", "ddp-compiled"],
+        help="what to measure (muster muster-autocast ddp ddp-compiled)",
     )
-    parser.add_argument("--bucket-mib", type=float, default=64, help="our gradient buckets, in MiB")
+    parser.add_argument("--bucket-mib", type=float, default=64, help="our gradient buckets, in MiB (64)")
     parser.add_argument(
         "--peers-gpus", type=int, default=0, help="world size at which DDP runs (0: the largest)"
     )
     parser.add_argument("--profile", default="", help="write a kernel table of one GPU's steps here")
-    parser.add_argument("--json", type=Path, help="write the results here")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -335,9 +334,3 @@ def _write(path: Path | None, machine: dict[str, Any], results: list[dict[str, A
             "results": results,
         }
         path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    sys.exit(run(parser.parse_args()))

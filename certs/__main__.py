@@ -17,8 +17,9 @@ Muster's certificates. Each names, in its subject alternative name, a job, a rol
 The scheduler gives a place only to workers of its job, and a node's place only to that node."""
 
 _EPILOG = """\
-passwords: --password-file FILE, else MS_CERTS_PASSWORD or MS_CERTS_PASSWORD_FILE, else a prompt; no argument.
-  Where MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD (or .._FILE) is set, it protects the .p12 files of that side.
+passwords: --password-file FILE, else MS_CERTS_PASSWORD or MS_CERTS_PASSWORD_FILE, else a prompt.
+  Where MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD (or that with _FILE) is set, it protects the .p12 files of
+  that side.
 
 examples:
   python -m certs init --dir certificates --job resnet --hosts sched.example.org,10.0.0.1
@@ -103,7 +104,7 @@ def _add_issue(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     show = commands.add_parser("show", help="print what certificates and revocation lists say")
-    show.add_argument("files", nargs="+", type=Path, metavar="FILE", help="PKCS#12 or PEM")
+    show.add_argument("files", nargs="+", type=Path, metavar="FILE", help="PKCS#12 or PEM files")
     show.add_argument("--json", action="store_true", help="one JSON object per certificate")
     _add_password(show)
 
@@ -145,7 +146,11 @@ def _add_revoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_directory(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
-        "--dir", type=Path, default=Path("certificates"), metavar="DIR", help=f"directory {what}"
+        "--dir",
+        type=Path,
+        default=Path("certificates"),
+        metavar="DIR",
+        help=f"directory {what} (certificates)",
     )
 
 

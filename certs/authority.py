@@ -285,7 +285,7 @@ def open_authority(directory: Path, password: bytes) -> Authority:
     if not key_file.exists():
         raise FileError(
             f"{str(directory)!r} holds no authority (no ca.key).",
-            remedy=f"`python -m certs init --dir {directory}`",
+            remedy=f"`python -m certs init --dir {directory}` makes one.",
         )
     roots = parse_certificates(read_file(directory / "ca.crt", "The CA file"), str(directory / "ca.crt"))
     chain_file = directory / "chain.crt"

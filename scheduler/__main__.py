@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
             from scheduler.status import command
 
             return command(arguments, environment)
+        if arguments and not arguments[0].startswith("-"):
+            parser().error(f"there is no command {arguments[0]!r}; there are status, health and drain")
         return _serve(arguments, environment)
     except (SchedulerError, CertificateError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
@@ -47,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m scheduler", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
-    made.add_argument("--config", type=Path, help="config.json with the certificates (or MS_CONFIG_FILE)")
+    made.add_argument(
+        "--config", type=Path, metavar="FILE", help="config.json with the certificates (or MS_CONFIG_FILE)"
+    )
     made.add_argument("--serve", action="store_true", help="serve any number of jobs and stay when they end")
     made.add_argument("--port", type=int, help="listen here instead of MS_SCHED_PORT; 0 takes any free port")
     made.add_argument("--bind", default="", metavar="ADDRESS", help="listen here instead of MS_SCHED_HOST")

@@ -127,7 +127,8 @@ class Client:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"The scheduler at {self._where} did not answer within {TIMEOUT_S:g} s.")
         if code is grpc.StatusCode.UNAVAILABLE:
-            return self._tls_needed() or self._unreachable(details)
+            reason = details.rpartition("Failed to connect to remote host: ")[2]  # gRPC tells all tries
+            return self._tls_needed() or self._unreachable(reason)
         return RefusedByScheduler(details or code.name, code=code.name)
 
     def _tls_needed(self) -> TlsNeededError | None:

@@ -301,7 +301,7 @@ def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
 
 
 def _log_level(read: Environment) -> str:
-    level = read.text("MS_LOG_LEVEL", "INFO").upper()
-    if level not in LOG_LEVELS:
-        raise SettingsError(f"MS_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}; it is {level!r}.")
-    return level
+    raw = read.text("MS_LOG_LEVEL", "INFO")
+    if raw.upper() not in LOG_LEVELS:
+        raise SettingsError(f"MS_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}; it is {raw!r}.")
+    return raw.upper()

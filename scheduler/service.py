@@ -47,7 +47,7 @@ class Limits:
     """How much callers may hold; per host counts all streams from one address."""
 
     sessions: int = 20_000
-    sessions_per_host: int = 4_096
+    sessions_per_host: int = 4_096  # MS_MAX_STREAMS_PER_HOST
     join_timeout_s: float = 10.0
     farewell_timeout_s: float = 5.0
 

@@ -54,24 +54,29 @@ def command(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the commands."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--config", type=Path, help="config.json with the certificates (or MS_CONFIG_FILE)")
+    common.add_argument(
+        "--config", type=Path, metavar="FILE", help="config.json with the certificates (or MS_CONFIG_FILE)"
+    )
     common.add_argument("--job", default="", metavar="ID", help="the job (default: MS_JOB_ID, or 'default')")
     common.add_argument(
-        "--cert", type=Path, metavar="P12", help="certificate to use instead of client_cert_path"
+        "--cert", type=Path, metavar="FILE", help="the .p12 file to use instead of client_cert_path"
     )
     common.add_argument("--host", default="", metavar="ADDRESS", help="ask here instead of at MS_SCHED_HOST")
     made = argparse.ArgumentParser(prog="python -m scheduler")
     commands = made.add_subparsers(dest="command", required=True)
-    status = commands.add_parser("status", parents=[common], help="show a job and its workers")
+    status = commands.add_parser("status", parents=[common], description="Shows a job and its workers.")
     status.add_argument("--json", action="store_true", help="print JSON instead of a table")
     commands.add_parser(
         "health",
         parents=[common],
-        help="exit 0 if the scheduler serves, 1 if not; with MS_ROLE=MS_SCHED by the scheduler's certificate",
+        description="For probes: exits with 0 if the scheduler serves, with 1 if not. If MS_ROLE=MS_SCHED, it"
+        " uses the scheduler's own certificate and password.",
     )
-    drain = commands.add_parser("drain", parents=[common], help="let a worker finish its step and leave")
+    drain = commands.add_parser(
+        "drain", parents=[common], description="Lets a worker finish its step and leave; the others go on."
+    )
     drain.add_argument("node", metavar="NODE", help="the worker's node id")
-    drain.add_argument("--reason", default="drained by an operator", help="shown to the workers")
+    drain.add_argument("--reason", default="drained by an operator", help="why, for the log and the workers")
     return made
 
 

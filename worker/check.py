@@ -64,7 +64,10 @@ class Result:
 
 def main(argv: Sequence[str]) -> int:
     """Launches the workers that check, or is one of them; returns the exit code."""
-    options, rest = _parser().parse_known_args(list(argv))
+    parser = _parser()
+    options, rest = parser.parse_known_args(list(argv))
+    if not 1 <= options.size_mib <= 4096 or options.partners < 1:
+        parser.error("--size-mib must be from 1 to 4096, and --partners at least 1")
     # One task of srun on each node may well be a launcher: then it has options that only a launcher has.
     if os.environ.get("MS_ROLE") != "MS_WORKER" and (rest or not translate(os.environ)):
         from worker import launch_command
@@ -94,13 +97,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--size-mib", type=int, default=16, metavar="N", help="size of the AllReduce (16)")
+    parser.add_argument(
+        "--size-mib", type=int, default=16, metavar="N", help="size of the AllReduce in MiB (16)"
+    )
     parser.add_argument(
         "--partners",
         type=int,
         default=16,
         metavar="N",
-        help="with how many others each host is measured (16)",
+        help="other hosts with which each host is measured, at most (16)",
     )
     return parser
 
@@ -109,8 +114,6 @@ def check(options: argparse.Namespace) -> int:
     """Runs the check as one worker of the job; rank 0 tells."""
     from worker import process
 
-    if not 1 <= options.size_mib <= 4096 or options.partners < 1:
-        raise SettingsError("--size-mib must be from 1 to 4096, and --partners at least 1.")
     os.environ.setdefault("MS_COLLECTIVE_TIMEOUT", str(COLLECTIVE_TIMEOUT_S))
     try:
         session = process.init("tcp")

@@ -101,12 +101,12 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         help="start the scheduler too (of several hosts on the first; without numbers, where --join leads)",
     )
     group.add_argument(
-        "--join", metavar="HOST:PORT", help="where the scheduler runs (or MS_SCHED_HOST and _PORT)"
+        "--join", metavar="HOST:PORT", help="where the scheduler runs (or MS_SCHED_HOST, MS_SCHED_PORT)"
     )
     group.add_argument("--job-id", metavar="ID", help="name of the job (MS_JOB_ID)")
     group.add_argument("--config", type=Path, metavar="FILE", help="config.json with the certificates")
     group.add_argument(
-        "--password-file", type=Path, metavar="FILE", help="file with the password of the .p12 files"
+        "--password-file", type=Path, metavar="FILE", help="file that holds the password of the .p12 files"
     )
     group.add_argument(
         "--min-workers",
@@ -120,13 +120,17 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="start a process that failed again, N times each",
+        help="start a worker that failed anew, up to N times each (0)",
     )
 
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        *_both_ways("--log-dir"), type=Path, default=Path("device"), metavar="DIR", help="default: device"
+        *_both_ways("--log-dir"),
+        type=Path,
+        default=Path("device"),
+        metavar="DIR",
+        help="directory of the logs (device)",
     )
     group.add_argument(
         "--tail",
@@ -219,8 +223,7 @@ def _hosts(options: argparse.Namespace) -> tuple[HostShare, ...]:
         return ()
     try:
         text = options.hostfile.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"--hostfile {options.hostfile} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"--hostfile {options.hostfile} cannot be read: {error}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise SettingsError(f"--hostfile {options.hostfile} cannot be read: {reason}.") from error
     return parse_hostfile(text, str(options.hostfile))

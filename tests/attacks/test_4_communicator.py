@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from tests.attacks.field import Field
 from tests.attacks.proxy import Change, Proxy
 from tests.attacks.test_1_transport import CLIENT_HELLO, PLAIN
 from tests.scheduler.processes import PASSWORD
+from tests.waiting import wait_for
 from tests.worker.communicators.tcp_world import Office, World, make_world, together
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.tcp import TcpCommunicator
@@ -144,10 +144,8 @@ def test_an_insider_without_the_unique_id_is_challenged_and_never_let_in(
                 proof = {"guessed": os.urandom(32), "reflected": theirs, "empty": bytes(32)}[kind]
                 assert answer(sock, PROOF.pack(proof, bytes(32))) == b""
     assert challenged >= 3
-    until = time.monotonic() + 30
-    while refusals(field) < before + challenged:  # the place is taken as well, so only the log tells why
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    # The place is taken as well, so only the log tells why.
+    wait_for(lambda: refusals(field) >= before + challenged)
 
 
 def refusals(field: Field) -> int:

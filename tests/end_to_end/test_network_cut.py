@@ -13,6 +13,7 @@ from bench.recovery_loop import PACE_VARIABLE, RECORD_VARIABLE
 from certs.identity import Identity
 from tests.end_to_end.hosts import PORT, Cluster, can_make_namespaces, cluster, python
 from tests.scheduler.processes import Pki
+from tests.waiting import wait_for
 
 NODE_TIMEOUT_S = 3.0
 RECONNECT_TIMEOUT_S = 4.0
@@ -61,13 +62,14 @@ class Trained:
 
     def await_steps(self, workers: list[Worker], world: int) -> None:
         """Waits until these have finished some steps as ``world`` ranks."""
-        deadline = time.monotonic() + WAIT_S
-        while not all(
-            len(last := worker.steps()[-3:]) == 3 and last[0]["world"] == world for worker in workers
-        ):
-            assert time.monotonic() < deadline, self.logs()
-            assert all(worker.alive for worker in workers), self.logs()
-            time.sleep(0.01)
+
+        def there() -> bool:
+            last = [worker.steps()[-3:] for worker in workers]
+            done = all(len(each) == 3 and each[0]["world"] == world for each in last)
+            assert done or all(worker.alive for worker in workers), self.logs()
+            return done
+
+        wait_for(there, self.logs)
 
     def logs(self) -> str:
         """All output."""

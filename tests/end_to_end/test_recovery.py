@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,12 +47,13 @@ def test_nobody_notices_that_the_scheduler_is_killed(tmp_path: Path) -> None:
 
 def test_nobody_is_lost_because_the_scheduler_stood_still(tmp_path: Path) -> None:
     """It is stopped for so long that the workers give up their streams; it sees that when it goes on."""
-    with digits(tmp_path, 3, 3, epochs=60) as job:
+    with digits(tmp_path, 3, 3, epochs=90) as job:
         job.begin()
         assert job.scheduler is not None
         log = job.directory / "scheduler.log"
         job.scheduler.send_signal(signal.SIGSTOP)
-        time.sleep(9)
+        logs = [worker.log for worker in job.workers]
+        job.wait("all gave up", lambda: all("trying again" in each.read_text() for each in logs), WAIT_S)
         job.scheduler.send_signal(signal.SIGCONT)
         job.wait("it has noticed", lambda: "itself stood still for" in log.read_text(), WAIT_S)
         job.wait("all are back", lambda: log.read_text().count(" is back.") == 3, WAIT_S)

@@ -79,7 +79,7 @@ def test_a_foreign_jobs_size_is_not_the_own_jobs() -> None:
         ("MS_METRICS_HOST", "10.0.0.1:80", ("MS_METRICS_HOST", "MS_METRICS_PORT")),
         ("MS_CONFIG_FILE", "/nowhere/config.json", ("MS_CONFIG_FILE", "/nowhere/config.json")),
         ("MS_METRICS_PORT", "99999", ("MS_METRICS_PORT", "1 to 65535", "'99999'")),
-        ("MS_LOG_LEVEL", "LOUD", ("MS_LOG_LEVEL", "DEBUG, INFO, WARNING, ERROR", "'LOUD'")),
+        ("MS_LOG_LEVEL", "loud", ("MS_LOG_LEVEL", "DEBUG, INFO, WARNING, ERROR", "'loud'")),
         ("RANK_TABLE_FILE", "/nowhere/table.json", ("RANK_TABLE_FILE", "/nowhere/table.json")),
         ("MS_AUDIT_LOG", "a\nb", ("MS_AUDIT_LOG", "printable")),
     ],

@@ -20,6 +20,7 @@ from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.certs.making import DAY, NOW, certificate, key_pem, pem
 from tests.scheduler.processes import Pki, Scheduler, channel, environment, run_scheduler, scheduler
 from tests.scheduler.test_metrics import free_port, read
+from tests.waiting import wait_for
 
 WAIT_S = 30.0
 FLOOD = 300
@@ -144,10 +145,8 @@ def test_a_handshake_that_takes_too_long_is_told(running: Scheduler) -> None:
 
 def test_the_audit_log_has_it_too(running: Scheduler, audit_path: Path) -> None:
     mine = refused_bytes(running.port, "127.0.6.1", b"GET / HTTP/1.1\r\n\r\n")
-    until = time.monotonic() + WAIT_S
-    while not (lines := [line for line in audit_path.read_text().splitlines() if mine in line]):
-        assert time.monotonic() < until
-    [entry] = map(json.loads, lines)
+    wait_for(lambda: mine in audit_path.read_text())
+    [entry] = [json.loads(line) for line in audit_path.read_text().splitlines() if mine in line]
     assert (entry["event"], entry["code"], entry["call"]) == ("denied", "plaintext_http", "handshake")
     assert entry["peer"] == mine
     assert mine in entry["text"]

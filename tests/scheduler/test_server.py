@@ -316,7 +316,14 @@ def test_nobody_listens() -> None:
         port = unused.getsockname()[1]
         done = run_scheduler("status", env=environment(MS_SCHED_PORT=str(port)))
     assert done.returncode == 1
-    assert done.stderr.startswith(f"scheduler: No scheduler can be reached at 127.0.0.1:{port}")
+    told = f"scheduler: No scheduler can be reached at 127.0.0.1:{port}: Connection refused. Check"
+    assert done.stderr.startswith(told)
+
+
+def test_an_unknown_command_is_named_with_those_there_are() -> None:
+    done = run_scheduler("statsu", env=environment())
+    assert done.returncode == 2
+    assert "there is no command 'statsu'; there are status, health and drain" in done.stderr
 
 
 # ---------------------------------------------------------------- starting

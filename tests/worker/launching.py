@@ -6,11 +6,11 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.waiting import wait_for
 from worker.launch_devices import hold_port
 
 DEADLINE_S = 60.0
@@ -84,14 +84,6 @@ def free_port(host: str) -> str:
     """A port on which nothing listens right now; another process may be faster."""
     with hold_port(host) as held:
         return str(held.getsockname()[1])
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Polls until the condition holds; fails after a long time."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:

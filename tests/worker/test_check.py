@@ -341,7 +341,9 @@ def test_rank_0_tells_what_is_refused_before_a_launcher_ends_it_for_another_rank
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     worker_env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1"}
-    done = run(tmp_path, "--size-mib", "0", **worker_env)
-    assert (done.returncode, "--size-mib must be from 1 to 4096" in done.stderr) == (2, True)
+    for before in (["-n", "2", "--scheduler"], []):  # nothing is launched first
+        done = run(tmp_path, *before, "--size-mib", "0", **({} if before else worker_env))
+        assert (done.returncode, "--size-mib must be from 1 to 4096" in done.stderr) == (2, True)
+        assert not (tmp_path / "device").exists()
     done = run(tmp_path, "-n", "2", **worker_env)
     assert (done.returncode, "has no option '-n'" in done.stderr) == (2, True)

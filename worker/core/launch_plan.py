@@ -113,9 +113,11 @@ def _layout_of_nodes(request: Request, here: Collection[str], devices: int) -> L
     if rank is not None and not 0 <= rank < nodes:
         raise SettingsError(f"--node-rank is {rank}; with --nnodes {nodes} it must be from 0 to {nodes - 1}.")
     per_node = request.per_node or (request.workers // nodes if request.workers else devices)
-    if not per_node:
+    if not per_node and not request.workers:
         raise SettingsError("This host offers no GPU to count: say with --nproc-per-node how many workers.")
     if request.workers and request.workers != per_node * nodes:
+        if not request.per_node:
+            raise SettingsError(f"-n is {request.workers}, which {nodes} hosts cannot share evenly.")
         raise SettingsError(
             f"-n is {request.workers}, but {nodes} hosts with {per_node} workers make {per_node * nodes}."
         )

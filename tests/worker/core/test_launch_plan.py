@@ -71,20 +71,21 @@ def test_hosts_without_numbers_meet_where_the_address_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_",
+    ("request_", "told"),
     [
-        Request(workers=2, per_node=3),
-        Request(workers=7, nodes=2),
-        Request(workers=2, nodes=2, per_node=2),
-        Request(per_node=2, nodes=2, node_rank=2),
-        Request(workers=2, node_rank=1),
-        Request(hosts=HOSTS, nodes=3),
-        Request(hosts=HOSTS, node_rank=2),
-        Request(nodes=2),
+        (Request(workers=2, per_node=3), "differ, and there is one host"),
+        (Request(workers=7, nodes=2), "-n is 7, which 2 hosts cannot share evenly"),
+        (Request(workers=2, nodes=3), "-n is 2, which 3 hosts cannot share evenly"),
+        (Request(workers=2, nodes=2, per_node=2), "2 hosts with 2 workers make 4"),
+        (Request(per_node=2, nodes=2, node_rank=2), "it must be from 0 to 1"),
+        (Request(workers=2, node_rank=1), "needs --nnodes or -H"),
+        (Request(hosts=HOSTS, nodes=3), "the host list names 2 hosts"),
+        (Request(hosts=HOSTS, node_rank=2), "--node-rank"),
+        (Request(nodes=2), "--nproc-per-node"),
     ],
 )
-def test_contradictions_are_refused(request_: Request) -> None:
-    with pytest.raises(SettingsError):
+def test_contradictions_are_refused(request_: Request, told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
         layout(request_)
 
 
