@@ -32,7 +32,7 @@ class Timing(Value):
     reconnect_timeout_s: float = 120.0
     verdict_margin_s: float = 2.0
     leave_timeout_s: float = 15.0
-    report_first_s: float = 10.0
+    report_first_s: float = 3.0
     report_last_s: float = 300.0
     retry_first_s: float = 0.005
     retry_last_s: float = 2.0
