@@ -51,7 +51,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
             masters, which :meth:`parameters` gives to the optimizer then. Faster than autocast. All
             parameters must be float32 and require gradients. None: as they are.
-        compression: "bf16": gradients travel as bfloat16; None: in their own dtype.
+        compression: "bf16": gradients travel as bfloat16, but for complex ones; None: in their own dtype.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first one.
         last_bytes: so many bytes at the end of the backward pass travel apart from what comes before.
@@ -95,8 +95,10 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._lane = Lane(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         self._wire_dtype = _DTYPES[compression]
-        if compression is not None:  # a backend that cannot send it says so now
-            array_of(self.communicator, torch.empty(1, dtype=self._wire_dtype, device=self.device))
+        for dtype in {
+            self._wire_dtype or p.dtype for _, p in self._named
+        }:  # a backend that cannot says so now
+            array_of(self.communicator, torch.empty(1, dtype=dtype, device=self.device))
         self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "last_bytes": last_bytes}
         self._buffers_follow = broadcast_buffers
         self._masters: MasterWeights | None = None

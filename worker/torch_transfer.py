@@ -140,7 +140,7 @@ class Lane:
         """Reduces ``flat`` over all ranks and overwrites ``buffers`` (dense) with rank 0's; in place."""
         communicator = self._communicator
         arrays = [array_of(communicator, bytes_of(buffer)) for buffer in buffers]
-        array = array_of(communicator, flat)
+        array = array_of(communicator, torch.view_as_real(flat) if flat.is_complex() else flat)
         if self._stream is None:
             self._works.append(communicator.all_reduce(array, array, op, async_op=True))
             self._works += [communicator.broadcast(each, 0, async_op=True) for each in arrays]
