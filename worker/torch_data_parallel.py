@@ -47,7 +47,8 @@ class DataParallel(ModuleWrapper):
         elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
         weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
             masters, which :meth:`parameters` gives to the optimizer then. Faster than autocast. All
-            parameters must be float32 and require gradients. None: as they are.
+            parameters must be float32 and require gradients; what no rank used counts as having a gradient
+            of zero, so that weight decay and momentum go on. None: as they are.
         compression: "bf16": gradients travel as bfloat16, but for complex ones; None: in their own dtype.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first one.
