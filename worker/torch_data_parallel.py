@@ -14,7 +14,7 @@ from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 from worker.errors import SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
-from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_parameters, gather_numbers
+from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_tensors, gather_numbers
 from worker.torch_wrapper import ModuleWrapper
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -92,7 +92,11 @@ class DataParallel(ModuleWrapper):
         self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "last_bytes": last_bytes}
         self._joined = not elastic
         if not elastic:
-            check_same_parameters(self.communicator, self.device, self._named)
+            # Only here what is frozen counts: members that join later may have frozen something meanwhile.
+            frozen = [(f"{name} (frozen)", parameter) for name, parameter in self._frozen]
+            follow = parameter_broadcast or broadcast_buffers
+            sent = [*self._named, *frozen, *(module.named_buffers() if follow else ())]
+            check_same_tensors(self.communicator, self.device, sent)
             if parameter_broadcast:
                 self.broadcast_parameters()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
@@ -209,7 +213,7 @@ class DataParallel(ModuleWrapper):
             source: the rank that all follow in how gradients are put into buckets.
         """
         self.rebind(communicator)
-        check_same_parameters(self.communicator, self.device, self._named)
+        check_same_tensors(self.communicator, self.device, self._named)
         settled = self._order is None
         mine = [self._indices[id(parameter)] for bucket in self._buckets for parameter in bucket.parameters]
         told = torch.tensor([int(settled), *mine], dtype=torch.int64, device=self.device)

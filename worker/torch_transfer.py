@@ -81,19 +81,20 @@ def pieces(tensors: Mapping[Key, Any]) -> Iterator[list[Key]]:
             yield chunk
 
 
-def check_same_parameters(communicator: Communicator, device: Any, named: Iterable[tuple[str, Any]]) -> None:
-    """Compares names, shapes and dtypes of all ranks' parameters. The host waits.
+def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[tuple[str, Any]]) -> None:
+    """Compares names, shapes and dtypes of all ranks' parameters and buffers. The host waits.
 
     Raises:
         ArrayError: they differ; on all ranks.
     """
-    text = ";".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
+    text = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     digests = gather_numbers(communicator, device, digest)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise ArrayError(
-            f"the module's parameters on ranks {others} differ from rank 0's in name, shape or dtype",
+            f"parameters or buffers on ranks {others} differ from rank 0's in name, shape or dtype,"
+            " or in being frozen",
             remedy="Build the same module on all ranks.",
         )
 

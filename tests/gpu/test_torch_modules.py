@@ -83,6 +83,30 @@ def test_a_buffer_that_requires_a_gradient_gets_one() -> None:
     assert all(run_ranks(2, one))
 
 
+@pytest.mark.parametrize("differs", ["buffer", "frozen"])
+def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str) -> None:
+    """NCCL would hang, or write beyond the end."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        module = Counting()
+        if communicator.rank and differs == "buffer":
+            module.register_buffer("count", torch.zeros(4))
+        if communicator.rank and differs == "frozen":
+            module.layer.bias.requires_grad_(False)
+        with pytest.raises(ArrayError, match=r"ranks \[1\] differ from rank 0's .* or in being frozen"):
+            DataParallel(module, communicator=communicator)
+        if differs == "frozen":
+            joins = DataParallel(Counting(), communicator=communicator, elastic=True)
+            joins.module.layer.bias.requires_grad_(communicator.rank == 0)
+            joins.join(communicator, 0)
+        else:  # each rank may keep its own buffers
+            DataParallel(
+                module, communicator=communicator, parameter_broadcast=False, broadcast_buffers=False
+            )
+
+    run_ranks(2, one)
+
+
 class Growing(torch.nn.Module):  # type: ignore[misc,name-defined]
     def __init__(self) -> None:
         super().__init__()
