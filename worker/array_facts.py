@@ -102,7 +102,9 @@ def _dtype(x: Array) -> Any:
 
 
 def _tells_all(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    # NumPy's scalars, what a.mean() returns say, have shape and dtype too, but are numbers.
+    scalar = hasattr(x, "__array_interface__") and not hasattr(x, "__setitem__")
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not scalar
 
 
 def _is_foreign(x: Any) -> bool:

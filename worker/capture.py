@@ -64,7 +64,7 @@ class TrainingStep:
         if self.reason is None:
             self._stream = torch.cuda.Stream(self._device)
             self._copies = torch.cuda.Stream(self._device)
-            self._settings = CapturedSettings(optimizer, self._device)
+            self._settings = CapturedSettings(optimizer, model, self._device)
             drop = weakref.WeakMethod(self._drop)  # the optimizer may live longer
             optimizer.register_load_state_dict_post_hook(lambda _: (call := drop()) and call())
 
@@ -282,16 +282,17 @@ def capture_step(
 
     The first ``warmup_steps`` calls train eagerly (libraries choose their algorithms then); the next one
     captures. A batch of another shape runs eagerly. Learning rates may be changed at any time through
-    ``optimizer.param_groups`` or a scheduler. Other settings, and what ``optimizer.load_state_dict`` brings,
-    are fixed in the graph: after a change, which all ranks must make, it is captured anew. Where capture
-    fails, on any rank, all ranks go on eagerly and ``step.reason`` says why.
+    ``optimizer.param_groups`` or a scheduler. A graph holds fixed: other settings, what
+    ``optimizer.load_state_dict`` brings, which parameters are frozen, which modules are in training mode.
+    After a change of those, which all ranks must make, it is captured anew. Where capture fails, on any rank,
+    all ranks go on eagerly and ``step.reason`` says why.
 
     Args:
         loss: gets the batch, calls the model, returns a scalar, a mean over the samples; must not read the
             GPU (``item()``, ``if`` on a tensor).
         model: a :class:`worker.DataParallel`, or a bare module in a job of one.
         optimizer: of torch; ``SGD(fused=True)`` or ``AdamW(fused=True, capturable=True)`` are fast.
-        autocast: dtype of mixed precision, or None.
+        autocast: dtype of mixed precision, or None. Losses are not scaled, as float16 would need it.
         clip_norm: clip the averaged gradient to this norm.
         accumulate: cut each batch along the first axis into so many parts (fewer where it is too short),
             and reduce once. Parts count by their samples, so a loss that is a mean over them gives what the

@@ -1,7 +1,8 @@
-"""What a CUDA graph holds of an optimizer: its learning rates as tensors, all other settings as they were."""
+"""What a CUDA graph holds as it was: all settings of an optimizer but its rates, and the modes of a model."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,25 +11,41 @@ _MOST_CHANGES = 10
 """Settings that change so many times before a capture are taken to change in each step."""
 
 
+_trains, _in_training = attrgetter("requires_grad"), attrgetter("training")
+
+
 class CapturedSettings:
-    """An optimizer's settings, so that a captured step notices what it would not follow.
+    """An optimizer's settings and a model's modes, so that a captured step notices what it would not follow.
 
     Learning rates become tensors on the GPU: a number would be fixed in the graph for ever.
 
     Args:
         optimizer: of torch.
+        model: which of its parameters are frozen, and which of its modules are in training mode, counts.
         device: where the model is.
     """
 
-    def __init__(self, optimizer: Any, device: Any) -> None:
+    def __init__(self, optimizer: Any, model: Any, device: Any) -> None:
         self._optimizer, self._device = optimizer, device
+        self._modules = list(model.modules())
+        self._parameters = [
+            each for module in self._modules for each in module._parameters.values() if each is not None
+        ]
+        self._modes = self._modes_now()
         self._before: list[Any] = []
         self._changes = 0
-        self._last: list[str] = []
+        self._last = ""
         self._make_rates()
 
     def changed(self) -> bool:
-        """Whether other settings than learning rates are not what they were at the last call."""
+        """Whether modes, or other settings than learning rates, are not what they were at the last call."""
+        modes, self._modes = self._modes, self._modes_now()
+        return self._settings_changed() or self._count(modes != self._modes, "which parts of the model train")
+
+    def _modes_now(self) -> list[bool]:
+        return [*map(_trains, self._parameters), *map(_in_training, self._modules)]
+
+    def _settings_changed(self) -> bool:
         settings = [
             {key: id(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             | {"lr": None, "params": len(group["params"])}
@@ -40,16 +57,21 @@ class CapturedSettings:
         if len(settings) != len(before):
             self._make_rates()
             return True
-        self._changes += 1
         pairs = zip(before, settings, strict=True)
-        self._last = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
-        return True
+        keys = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
+        return self._count(True, f"the optimizer's {', '.join(keys)}")
+
+    def _count(self, changed: bool, what: str) -> bool:
+        if changed:
+            self._changes += 1
+            self._last = what
+        return changed
 
     def obstacle(self) -> str | None:
         """Why it is of no use to capture with these settings; None: nothing is known."""
         if self._changes < _MOST_CHANGES:
             return None
-        return f"the optimizer's {', '.join(self._last)} changes in each step, and a graph holds it fixed"
+        return f"{self._last} changes in each step, and a graph holds it fixed"
 
     def captured(self) -> None:
         """A graph holds them now: changes are counted anew."""

@@ -14,7 +14,7 @@ import torch
 from worker.communicators.base import Communicator, ReduceOp
 from worker.errors import ArrayError, SettingsError
 from worker.torch_buckets import ALIGNMENT, views_of
-from worker.torch_transfer import array_of, broadcast_tensors, check_same_parameters
+from worker.torch_transfer import array_of, broadcast_tensors, check_same_tensors
 
 
 class ShardedOptimizer:
@@ -65,7 +65,7 @@ class ShardedOptimizer:
         named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         _check(self._parameters)
-        check_same_parameters(communicator, self._parameters[0].device, named)
+        check_same_tensors(communicator, self._parameters[0].device, named)
         self._communicator = communicator
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self._parameters]

@@ -26,7 +26,7 @@ class GradientBucket:
 
     Args:
         parameters: the parameters, in the bucket's order.
-        wire_dtype: dtype in which gradients travel; None: their own.
+        wire_dtype: dtype in which gradients travel, but for complex ones; None: their own.
     """
 
     def __init__(self, parameters: Sequence[Any], *, wire_dtype: Any | None) -> None:
@@ -35,7 +35,7 @@ class GradientBucket:
         first = self.parameters[0]
         total = self.size + len(self.parameters)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        compressed = wire_dtype is not None and wire_dtype != first.dtype
+        compressed = wire_dtype not in (None, first.dtype) and not first.is_complex()
         self.wire = torch.zeros_like(self.flat, dtype=wire_dtype) if compressed else self.flat
         self.views = views_of(self.flat, self.parameters)
         self.wire_views = views_of(self.wire, self.parameters) if compressed else self.views

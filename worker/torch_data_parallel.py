@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.autograd import Variable
-from torch.utils.weak import WeakIdKeyDictionary
 
 from worker.communicators.base import Communicator, ReduceOp
 from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
-from worker.errors import ArrayError, SettingsError, WorkerError
+from worker.errors import SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
-from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_parameters, gather_numbers
+from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_tensors, gather_numbers
+from worker.torch_wrapper import ModuleWrapper
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
-_WRAPPERS: Any = WeakIdKeyDictionary()
-"""Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""
 DEFAULT_LAST_BYTES = 4 * 2**20
 
 
-class DataParallel(torch.nn.Module):  # type: ignore[misc]
+class DataParallel(ModuleWrapper):
     """Wraps a module so that every backward pass leaves gradients averaged over all ranks.
 
     ::
@@ -50,8 +47,9 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
         weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
             masters, which :meth:`parameters` gives to the optimizer then. Faster than autocast. All
-            parameters must be float32 and require gradients. None: as they are.
-        compression: "bf16": gradients travel as bfloat16; None: in their own dtype.
+            parameters must be float32 and require gradients; what no rank used counts as having a gradient
+            of zero, so that weight decay and momentum go on. None: as they are.
+        compression: "bf16": gradients travel as bfloat16, but for complex ones; None: in their own dtype.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first one.
         last_bytes: so many bytes at the end of the backward pass travel apart from what comes before.
@@ -81,28 +79,24 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         first_bytes: int = DEFAULT_FIRST_BYTES,
         last_bytes: int = DEFAULT_LAST_BYTES,
     ) -> None:
-        super().__init__()
+        super().__init__(module)
         for name, value in (("compression", compression), ("weights", weights)):
             if value not in _DTYPES:
                 raise SettingsError(f'{name} is None or "bf16", not {value!r}')
-        self.module = module
-        self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        if not self._named:
-            raise WorkerError("this module has no parameter that requires a gradient")
         self.communicator = communicator or _communicator_of(session)
-        self.device = _one_device(module)
         self._lane = Lane(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         self._wire_dtype = _DTYPES[compression]
-        if compression is not None:  # a backend that cannot send it says so now
-            array_of(self.communicator, torch.empty(1, dtype=self._wire_dtype, device=self.device))
+        for dtype in {self._wire_dtype or p.dtype for _, p in self._named}:  # refused now, not later
+            array_of(self.communicator, torch.empty(1, dtype=dtype, device=self.device))
         self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "last_bytes": last_bytes}
-        self._buffers_follow = broadcast_buffers
-        self._masters: MasterWeights | None = None
         self._joined = not elastic
         if not elastic:
-            check_same_parameters(self.communicator, self.device, self._named)
+            # Only here what is frozen counts: members that join later may have frozen something meanwhile.
+            frozen = [(f"{name} (frozen)", parameter) for name, parameter in self._frozen]
+            follow = parameter_broadcast or broadcast_buffers
+            sent = [*self._named, *frozen, *(module.named_buffers() if follow else ())]
+            check_same_tensors(self.communicator, self.device, sent)
             if parameter_broadcast:
                 self.broadcast_parameters()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
@@ -112,32 +106,17 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._read_aside: list[Any] = []
         self._unused_in_capture: dict[int, frozenset[int]] = {}
         self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
-        self._first = [next(module.parameters())]  # a module would take a bare one for its own
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
         if weights is not None:
             self._masters = MasterWeights(module, self._buckets, _DTYPES[weights])
-        self._replaced = False
-        _take_over(self, [parameter for _, parameter in self._named])
-        self._hooks = [  # after the masters: the hook fixes the gradient's dtype
-            parameter.register_post_accumulate_grad_hook(self._ready) for _, parameter in self._named
-        ]
+        self._hook(self._ready)  # after the masters: a hook fixes the gradient's dtype
 
     # ------------------------------------------------------------ what users call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        if self._replaced:
-            raise WorkerError(
-                "some of these parameters were wrapped again, in a DataParallel that lacks the others",
-                remedy="Let one DataParallel wrap one module that holds all that is trained together.",
-            )
-        if not torch.compiler.is_compiling() and next(self.module.parameters()) is not self._first[0]:
-            raise WorkerError(
-                "the module's parameters are others than those that were wrapped:"
-                " nobody would average their gradients",
-                remedy="Load states without assign=True, or wrap the module anew, on all ranks.",
-            )
+        self._check_wrapped()
         if self._masters is not None:
             self._masters.refresh()
         return self.module(*args, **kwargs)
@@ -180,21 +159,6 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
     def uneven(self) -> bool:
         """Whether this is within :meth:`uneven_batch`."""
         return self._scale is not None
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """What an optimizer trains, as :meth:`parameters` gives it: the module's parameters or, if there are
-        any, their masters, of which each holds several parameters.
-        """
-        if self._masters is None:
-            return super().named_parameters(*args, **kwargs)  # type: ignore[no-any-return]
-        return ((f"masters.{index}", each) for index, each in enumerate(self._masters.parameters))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients. An optimizer's clears what was averaged, not what :meth:`no_sync` accumulated
-        for masters.
-        """
-        self.module.zero_grad(set_to_none)
-        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """Scales the averaged gradients down to a norm of at most ``max_norm``.
@@ -239,13 +203,6 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         self._read_aside.clear()
         self.zero_grad()
 
-    def give_way(self, parameters: Iterable[Any]) -> None:
-        """Reduces nothing any more: ``parameters`` have a new wrapper."""
-        theirs = {id(parameter) for parameter in parameters}
-        self._replaced = any(id(parameter) not in theirs for _, parameter in self._named)
-        for handle in self._hooks:
-            handle.remove()
-
     def join(self, communicator: Communicator, source: int) -> None:
         """Enters a generation that may have newcomers; every rank of it calls this.
 
@@ -256,7 +213,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             source: the rank that all follow in how gradients are put into buckets.
         """
         self.rebind(communicator)
-        check_same_parameters(self.communicator, self.device, self._named)
+        check_same_tensors(self.communicator, self.device, self._named)
         settled = self._order is None
         mine = [self._indices[id(parameter)] for bucket in self._buckets for parameter in bucket.parameters]
         told = torch.tensor([int(settled), *mine], dtype=torch.int64, device=self.device)
@@ -265,53 +222,6 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         if theirs != mine:
             self._build(theirs)
         self._order = None if theirs_settled else []
-
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """The bare module's state; in float32 where there are masters."""
-        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
-        state.update({prefix + name: view for name, view in self._master_views().items()})
-        return state
-
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a bare module's state.
-
-        Raises:
-            SettingsError: with ``assign``, which would exchange the parameters for others.
-        """
-        if assign:
-            raise _cannot_assign()
-        result = self.module.load_state_dict(state, strict)
-        self._load_masters(state, "")
-        return result
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
-        """As a part of another module, in whose state this one has the names of the bare module."""
-        if metadata.get("assign_to_params_buffers"):
-            raise _cannot_assign()
-        self._load_masters(state, prefix)
-        for key in [key for key in state if key.startswith(prefix)]:
-            state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
-        super()._load_from_state_dict(state, prefix, metadata, *others)
-
-    def _load_masters(self, state: Any, prefix: str) -> None:
-        with torch.no_grad():
-            for name, view in self._master_views().items():
-                value = state.get(prefix + name)
-                if value is not None and value.shape == view.shape:  # else the module itself refuses it
-                    view.copy_(value)
-
-    def __getstate__(self) -> Any:
-        """Refuses."""
-        raise WorkerError(
-            "a DataParallel belongs to a communicator and can be neither copied nor pickled",
-            remedy="Copy its module (copy.deepcopy(model.module)), or save its state_dict().",
-        )
-
-    def _master_views(self) -> dict[str, Any]:
-        """The masters by the module's names, of which shared parameters have several."""
-        views = {} if self._masters is None else self._masters.views
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: views[id(parameter)] for name, parameter in named if id(parameter) in views}
 
     # ------------------------------------------------------------ the backward pass
 
@@ -364,18 +274,6 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
             )
         self._in_backward = self._ran = True
         Variable._execution_engine.queue_callback(self._finish)
-
-    def _check_unchanged(self) -> None:
-        """What would train apart from the other ranks, or not at all, must not do so silently."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise WorkerError(
-                    f"{name} did not require a gradient when it was wrapped, and now does: no rank would get"
-                    " the others' gradient of it",
-                    remedy="Wrap the module anew after such a change, on all ranks.",
-                )
-        if self._masters is not None:
-            self._masters.check_in_place()
 
     def _launch(self, bucket: GradientBucket) -> None:
         self._launched += 1
@@ -434,39 +332,6 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]
         broadcast_tensors(self.communicator, [order], 0)
         if order.tolist() != planned:
             self._build(order.tolist())
-
-
-def _take_over(wrapper: DataParallel, parameters: list[Any]) -> None:
-    """Makes ``wrapper`` the only one of these parameters."""
-    references = [_WRAPPERS.get(parameter) for parameter in parameters]
-    for earlier in {reference() for reference in references if reference is not None} - {None}:
-        earlier.give_way(parameters)
-    for parameter in parameters:
-        _WRAPPERS[parameter] = ref(wrapper)
-
-
-def _cannot_assign() -> SettingsError:
-    return SettingsError(
-        "assign=True would exchange the parameters for others, whose gradients nobody averages."
-        " Leave it out, or load before you wrap the module."
-    )
-
-
-def _one_device(module: torch.nn.Module) -> Any:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) or tensor.is_meta:
-            raise ArrayError(
-                f"{name} has no {'values' if tensor.is_meta else 'shape'} yet",
-                remedy="Run one forward pass, or module.to_empty(device=...) and load a state, before"
-                " you wrap the module.",
-            )
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices)))
-        raise ArrayError(
-            f"the module must be on one device, not on {found}", remedy="Call module.to(device)."
-        )
-    return devices.pop()
 
 
 def _communicator_of(session: Any) -> Communicator:

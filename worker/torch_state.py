@@ -39,6 +39,8 @@ class TorchTrainingState(TrainingState):
     as a newcomer or from a checkpoint, seeds them anew from its initial seed, its rank and the step.
     What ``optimizer.load_state_dict`` brings becomes part of the state, and so do parameters that it is given
     later, on all ranks. Generators of your own are not part of the state: seed them from (seed, step, rank).
+    Nor is what a learning rate scheduler or a GradScaler counts, and newcomers would begin anew with it: set
+    rates as a function of :attr:`step`, and train in bfloat16.
 
     Args:
         model: made with ``elastic=True``.

@@ -81,19 +81,20 @@ def pieces(tensors: Mapping[Key, Any]) -> Iterator[list[Key]]:
             yield chunk
 
 
-def check_same_parameters(communicator: Communicator, device: Any, named: Iterable[tuple[str, Any]]) -> None:
-    """Compares names, shapes and dtypes of all ranks' parameters. The host waits.
+def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[tuple[str, Any]]) -> None:
+    """Compares names, shapes and dtypes of all ranks' parameters and buffers. The host waits.
 
     Raises:
         ArrayError: they differ; on all ranks.
     """
-    text = ";".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
+    text = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     digests = gather_numbers(communicator, device, digest)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise ArrayError(
-            f"the module's parameters on ranks {others} differ from rank 0's in name, shape or dtype",
+            f"parameters or buffers on ranks {others} differ from rank 0's in name, shape or dtype,"
+            " or in being frozen",
             remedy="Build the same module on all ranks.",
         )
 
@@ -140,7 +141,7 @@ class Lane:
         """Reduces ``flat`` over all ranks and overwrites ``buffers`` (dense) with rank 0's; in place."""
         communicator = self._communicator
         arrays = [array_of(communicator, bytes_of(buffer)) for buffer in buffers]
-        array = array_of(communicator, flat)
+        array = array_of(communicator, torch.view_as_real(flat) if flat.is_complex() else flat)
         if self._stream is None:
             self._works.append(communicator.all_reduce(array, array, op, async_op=True))
             self._works += [communicator.broadcast(each, 0, async_op=True) for each in arrays]

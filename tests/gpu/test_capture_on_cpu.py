@@ -130,6 +130,29 @@ def test_parameters_that_are_added_later_are_captured_too() -> None:
     assert assert_as_eager(before=add).captured
 
 
+def test_a_parameter_that_is_frozen_or_a_module_in_another_mode_is_captured_anew() -> None:
+    """A graph would go on training the one, and dropping out in the other."""
+
+    def run(capture: bool) -> Any:
+        net = torch.nn.Sequential(linear_net(), torch.nn.BatchNorm1d(5))
+        step, _ = make(net, capture=capture)
+        for number in range(STEPS):
+            if number == 5:
+                net[0][1].weight.requires_grad_(False)
+            if number == 9:
+                net[1].eval()
+            if number == 7:  # between steps anything may be looked at
+                net.eval()
+                net.train()
+            step(*batch_of(6, number))
+            assert step.captured is (capture and number in (3, 4, 8))
+        return net.state_dict()
+
+    found, expected = run(True), run(False)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
 def test_a_setting_that_changes_in_each_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def cycle(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1)

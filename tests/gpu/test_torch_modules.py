@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -19,6 +20,7 @@ from tests.gpu.test_torch_data_parallel import (  # noqa: E402
 )
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
 from worker.errors import ArrayError, SettingsError, WorkerError  # noqa: E402
+from worker.torch_buckets import GradientBucket  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 
 
@@ -79,6 +81,30 @@ def test_a_buffer_that_requires_a_gradient_gets_one() -> None:
         return module.count.is_leaf and module.count.grad is not None
 
     assert all(run_ranks(2, one))
+
+
+@pytest.mark.parametrize("differs", ["buffer", "frozen"])
+def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str) -> None:
+    """NCCL would hang, or write beyond the end."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        module = Counting()
+        if communicator.rank and differs == "buffer":
+            module.register_buffer("count", torch.zeros(4))
+        if communicator.rank and differs == "frozen":
+            module.layer.bias.requires_grad_(False)
+        with pytest.raises(ArrayError, match=r"ranks \[1\] differ from rank 0's .* or in being frozen"):
+            DataParallel(module, communicator=communicator)
+        if differs == "frozen":
+            joins = DataParallel(Counting(), communicator=communicator, elastic=True)
+            joins.module.layer.bias.requires_grad_(communicator.rank == 0)
+            joins.join(communicator, 0)
+        else:  # each rank may keep its own buffers
+            DataParallel(
+                module, communicator=communicator, parameter_broadcast=False, broadcast_buffers=False
+            )
+
+    run_ranks(2, one)
 
 
 class Growing(torch.nn.Module):  # type: ignore[misc,name-defined]
@@ -209,6 +235,59 @@ def test_named_parameters_are_those_that_parameters_gives() -> None:
 def test_parameters_without_shape_or_values_are_refused(module: Any, words: str) -> None:
     with pytest.raises(ArrayError, match=f"weight has {words}"):
         run_ranks(1, lambda communicator: DataParallel(module(), communicator=communicator))
+
+
+class Waves(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """One complex parameter and a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+        self.real = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Any) -> Any:
+        return (x * self.wave * self.real).abs().square().sum()
+
+
+@pytest.mark.parametrize("samples", [None, 2])
+def test_complex_gradients_are_averaged(samples: int | None) -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(Waves(), communicator=communicator)
+        x = torch.tensor([1.0 + communicator.rank, 2j])
+        with contextlib.nullcontext() if samples is None else model.uneven_batch(samples):
+            model(x).backward()
+        return gradients_of(model)
+
+    alone = Waves()
+    ((alone(torch.tensor([1.0, 2j])) + alone(torch.tensor([2.0, 2j]))) / 2).backward()
+    for found in run_ranks(2, one):
+        assert_close(found, gradients_of(alone))
+
+
+class RealOnly(ThreadCommunicator):
+    """As tcp, gloo and NCCL: they have no complex dtype."""
+
+    def all_reduce(self, send: Any, recv: Any, op: Any, *, async_op: bool = False) -> Any:
+        assert send.dtype.kind == "f"
+        return super().all_reduce(send, recv, op, async_op=async_op)
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_complex_gradients_travel_as_pairs_of_real_numbers(compression: str | None) -> None:
+    """Cut down to a real dtype they would lose their imaginary part."""
+    bucket = GradientBucket([Waves().wave], wire_dtype={None: None, "bf16": torch.bfloat16}[compression])
+    assert bucket.wire.is_complex()
+
+    def one(communicator: ThreadCommunicator) -> None:
+        own = RealOnly(communicator._meeting, communicator.rank)
+        DataParallel(Waves(), communicator=own)(torch.ones(2)).backward()
+
+    run_ranks(2, one)
+
+
+def test_a_dtype_that_the_backend_cannot_send_is_refused_at_once() -> None:
+    with pytest.raises(ArrayError, match=r"does not take torch\.bfloat16"):
+        run_ranks(1, lambda communicator: DataParallel(linear_net().bfloat16(), communicator=communicator))
 
 
 # ---------------------------------------------------------------- states, copies, graphs

@@ -85,6 +85,15 @@ def test_numbers_become_arrays(session: StubSession) -> None:
     assert worker.all_reduce(1.5).dtype == np.float64
 
 
+@pytest.mark.parametrize("call", [worker.all_reduce, worker.broadcast, worker.all_gather])
+def test_numpys_scalars_are_numbers(session: StubSession, call: Any) -> None:
+    """What array.mean() returns has a shape and a dtype, and is no array that a communicator takes."""
+    result = call(np.ones(3, np.float32).mean())
+    assert isinstance(result, np.ndarray) and result.dtype == np.float32
+    with pytest.raises(ArrayError, match=r"out is a numpy\.float32, which cannot be filled"):
+        worker.all_reduce(np.ones(()), out=np.float32(1))
+
+
 def test_async_gives_the_result_at_wait(session: StubSession) -> None:
     pending = worker.all_gather(X, async_op=True)
     assert pending.done()

@@ -15,9 +15,10 @@ def check_rank(membership: Membership, rank: int, name: str) -> None:
     Raises:
         ArrayError: it is not.
     """
-    if not 0 <= rank < membership.world_size:
+    legal = hasattr(rank, "__index__") and 0 <= rank < membership.world_size
+    if not legal:
         last = membership.world_size - 1
-        raise ArrayError(f"{name} is {rank}; the group {membership.group!r} has ranks 0 to {last}.")
+        raise ArrayError(f"{name} is {rank!r}; the group {membership.group!r} has ranks 0 to {last}.")
 
 
 def check_peer(membership: Membership, peer: int, *, itself: bool = False) -> None:

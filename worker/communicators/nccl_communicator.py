@@ -61,12 +61,10 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         # The hot path: everything that is not needed for a small all_reduce is elsewhere.
         read, current, issued = self._readers.get(type(send)) or self._learn(send)
         pointer, count, dtype, device = read(send)
-        target = (
-            pointer if recv is send else self._read_like(recv, count, dtype, beside=(pointer, count), at=0)
-        )
+        target = pointer if recv is send else self._read_like(recv, count, dtype, pointer, count, 0)
         if device != self.device_index and device >= 0:
             self._refuse_device(device)
-        number = 0 if op is _SUM else self._operations.number(op, dtype, grouped=self._grouped)
+        number = 0 if op is _SUM else self._operations.number(op, dtype, self._grouped)
         if async_op or self._error is not None:
             args = (pointer, target, count, dtype, number, self._comm)
             return self._run(self._all_reduce, args, (send, recv), async_op)
@@ -93,8 +91,8 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         pointer, count, dtype = self._read(send)
         target = pointer
         if self.rank == root:
-            target = self._read_like(recv, count, dtype, beside=(pointer, count), at=0)
-        number = self._operations.number(op, dtype, grouped=self._grouped)
+            target = self._read_like(recv, count, dtype, pointer, count, 0)
+        number = self._operations.number(op, dtype, self._grouped)
         args = (pointer, target, count, dtype, number, root, self._comm)
         return self._run(self._reduce, args, (send, recv), async_op)
 
@@ -119,7 +117,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         """``send`` has ``world_size * recv.size`` elements; rank r gets the combined r-th part."""
         target, count, dtype = self._read(recv)
         pointer = self._read_whole(send, count, dtype, target)
-        number = self._operations.number(op, dtype, grouped=self._grouped)
+        number = self._operations.number(op, dtype, self._grouped)
         args = (pointer, target, count, dtype, number, self._comm)
         return self._run(self._reduce_scatter, args, (send, recv), async_op)
 
@@ -153,7 +151,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
             raise ArrayError(
                 f"all_to_all of {total} elements cannot be divided among {self.world_size} ranks"
             )
-        target = self._read_like(recv, total, dtype, beside=(pointer, total), at=None, moved=True)
+        target = self._read_like(recv, total, dtype, pointer, total, None, moved=True)
         step = count * ITEM_SIZES[dtype]
         moves = [(self._nccl.send, pointer + peer * step, peer) for peer in range(self.world_size)]
         moves += [(self._nccl.recv, target + peer * step, peer) for peer in range(self.world_size)]
@@ -263,8 +261,8 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
 
     def _read_whole(self, array: Array, count: int, dtype: int, part: int, *, moved: bool = False) -> int:
         """Address of what has ``count`` elements of each rank, or in which ``part`` is this rank's."""
-        beside, at = (part, count), -self.rank * count
-        return self._read_like(array, count * self.world_size, dtype, beside=beside, at=at, moved=moved)
+        whole = count * self.world_size
+        return self._read_like(array, whole, dtype, part, count, -self.rank * count, moved=moved)
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], arrays: tuple[Any, ...], async_op: bool

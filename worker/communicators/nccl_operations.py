@@ -12,7 +12,7 @@ from worker.communicators.nccl_arrays import TYPE_NAMES
 from worker.communicators.nccl_work import PreMultipliedSum, address_of, scalar_bytes
 
 _NUMBERS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.MEAN: 4}
-_FIRST_FLOAT = 6
+_MEAN, _FIRST_FLOAT = ReduceOp.MEAN, 6
 _IMMEDIATE = 1
 """NCCL reads the factor, in the host's memory, during the call (``ncclScalarHostImmediate``)."""
 _KEPT_FACTORS = 16
@@ -31,7 +31,7 @@ class Operations:
         self._nccl, self._comm, self._call = nccl, comm, call
         self._factors: dict[tuple[float, int], int] = {}
 
-    def number(self, op: ReduceOp | PreMultipliedSum, dtype: int, *, grouped: bool) -> int:
+    def number(self, op: ReduceOp | PreMultipliedSum, dtype: int, grouped: bool) -> int:
         """The number of an operation.
 
         Args:
@@ -43,7 +43,7 @@ class Operations:
             ArrayError: there is no such operation, or not for this dtype.
         """
         if not isinstance(op, PreMultipliedSum):
-            if op == ReduceOp.MEAN and dtype < _FIRST_FLOAT:
+            if op == _MEAN and dtype < _FIRST_FLOAT:
                 raise undefined_mean(TYPE_NAMES[dtype])
             return _NUMBERS[check_op(op)]
         number = self._factors.get((op.factor, dtype))

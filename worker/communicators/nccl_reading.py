@@ -91,8 +91,8 @@ class ArrayReading:
         array: Array,
         count: int,
         dtype: int,
-        *,
-        beside: tuple[int, int],
+        first: int,
+        length: int,
         at: int | None,
         moved: bool = False,
     ) -> int:
@@ -102,7 +102,8 @@ class ArrayReading:
             array: the second one of a collective.
             count: its number of elements.
             dtype: NCCL's number of its dtype.
-            beside: address and number of elements of the first one.
+            first: address of the first one.
+            length: its number of elements.
             at: so many elements behind the first one it may begin, and so be in place; nowhere else may it
                 share memory. None: not even there.
             moved: what NCCL does with it needs no arithmetic.
@@ -113,7 +114,6 @@ class ArrayReading:
                 f"the arrays do not fit: one has {found} elements of {TYPE_NAMES[found_dtype]} where"
                 f" {count} of {TYPE_NAMES[dtype]} are needed (group of {self.world_size} ranks)"
             )
-        first, length = beside
         item = ITEM_SIZES[dtype]
         apart = pointer >= first + length * item or first >= pointer + count * item
         if not apart and (at is None or pointer != first + at * item):

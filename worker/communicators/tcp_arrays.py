@@ -38,7 +38,7 @@ def checked(array: Array, name: str, *, writable: bool = False) -> NumpyArray:
         writable: whether it is to be written.
 
     Raises:
-        ArrayError: not a NumPy array, not contiguous, read-only, or of a dtype that is not supported.
+        ArrayError: not a NumPy array, masked, not contiguous, read-only, or of a dtype that is not supported.
     """
     if not isinstance(array, np.ndarray):
         raise ArrayError(f"{name} is a {type(array).__name__}, not a NumPy array.")
@@ -51,7 +51,9 @@ def checked(array: Array, name: str, *, writable: bool = False) -> NumpyArray:
         raise ArrayError(f"{name} is not C-contiguous.", remedy="Give numpy.ascontiguousarray(x).")
     if writable and not array.flags.writeable:
         raise ArrayError(f"{name} is read-only.", remedy="Give an array that may be written.")
-    return array.reshape(-1)
+    if hasattr(array, "mask"):
+        raise ArrayError(f"{name} is masked, and masks do not travel.", remedy="Give array.filled(...).")
+    return array.view(np.ndarray).reshape(-1)  # a numpy.matrix is never flat
 
 
 def check_pair(send: NumpyArray, recv: NumpyArray, *, send_parts: int = 1, recv_parts: int = 1) -> None:

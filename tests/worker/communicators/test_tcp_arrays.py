@@ -18,6 +18,7 @@ from worker.errors import ArrayError
         (np.ones(4, ">f4"), "dtype"),
         (np.ones(4, complex), "complex"),
         (np.array(["a"]), "dtype"),
+        (np.ma.masked_array([1.0, 2.0], [False, True]), "masked, and masks do not travel"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(array: object, word: str) -> None:
@@ -38,6 +39,7 @@ def test_a_checked_array_is_flat_and_the_same_memory() -> None:
     arrays.checked(array, "recv", writable=True)[:] = 7
     assert (array == 7).all()
     assert arrays.checked(np.array(5.0), "send").shape == (1,)
+    assert arrays.checked(array.view(np.matrix), "send").shape == (6,)
 
 
 def test_overlap_is_all_or_nothing() -> None:

@@ -1,0 +1,176 @@
+"""What a wrapper shows of its module, and what would break the bond between them unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from worker.errors import ArrayError, SettingsError, WorkerError
+from worker.torch_masters import MasterWeights
+
+_WRAPPERS: Any = WeakIdKeyDictionary()
+"""Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""
+
+
+class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
+    """A module within another one that sees its gradients.
+
+    To optimizers and checkpoints it looks like the bare module, or like its masters where there are any.
+
+    Args:
+        module: on one device.
+
+    Raises:
+        ArrayError: it is on several devices, or parts of it have no shape or values yet.
+        WorkerError: nothing to train.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.device = _one_device(module)
+        self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        if not self._named:
+            raise WorkerError("this module has no parameter that requires a gradient")
+        self._masters: MasterWeights | None = None
+        self._first = [next(module.parameters())]  # a module would take a bare one for its own
+        self._hooks: list[Any] = []
+        self._replaced = False
+
+    # ------------------------------------------------------------ parameters and states
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """What an optimizer trains, as :meth:`parameters` gives it: the module's parameters or, if there are
+        any, their masters, of which each holds several parameters.
+        """
+        if self._masters is None:
+            return super().named_parameters(*args, **kwargs)  # type: ignore[no-any-return]
+        return ((f"masters.{index}", each) for index, each in enumerate(self._masters.parameters))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients. An optimizer's clears what was averaged, not what :meth:`no_sync` accumulated
+        for masters.
+        """
+        self.module.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """The bare module's state; in float32 where there are masters."""
+        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
+        state.update({prefix + name: view for name, view in self._master_views().items()})
+        return state
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a bare module's state.
+
+        Raises:
+            SettingsError: with ``assign``, which would exchange the parameters for others.
+        """
+        if assign:
+            raise _cannot_assign()
+        result = self.module.load_state_dict(state, strict)
+        self._load_masters(state, "")
+        return result
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        """As a part of another module, in whose state this one has the names of the bare module."""
+        if metadata.get("assign_to_params_buffers"):
+            raise _cannot_assign()
+        self._load_masters(state, prefix)
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+    def _load_masters(self, state: Any, prefix: str) -> None:
+        with torch.no_grad():
+            for name, view in self._master_views().items():
+                value = state.get(prefix + name)
+                if value is not None and value.shape == view.shape:  # else the module itself refuses it
+                    view.copy_(value)
+
+    def __getstate__(self) -> Any:
+        """Refuses."""
+        raise WorkerError(
+            "a DataParallel belongs to a communicator and can be neither copied nor pickled",
+            remedy="Copy its module (copy.deepcopy(model.module)), or save its state_dict().",
+        )
+
+    def _master_views(self) -> dict[str, Any]:
+        """The masters by the module's names, of which shared parameters have several."""
+        views = {} if self._masters is None else self._masters.views
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: views[id(parameter)] for name, parameter in named if id(parameter) in views}
+
+    # ------------------------------------------------------------ the bond
+
+    def _hook(self, ready: Callable[[Any], None]) -> None:
+        """Calls ``ready`` with each parameter whose gradient is complete, and is the only one to do so."""
+        parameters = [parameter for _, parameter in self._named]
+        references = [_WRAPPERS.get(parameter) for parameter in parameters]
+        for earlier in {reference() for reference in references if reference is not None} - {None}:
+            earlier.give_way(parameters)
+        for parameter in parameters:
+            _WRAPPERS[parameter] = ref(self)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def give_way(self, parameters: Iterable[Any]) -> None:
+        """Reduces nothing any more: ``parameters`` have a new wrapper."""
+        theirs = {id(parameter) for parameter in parameters}
+        self._replaced = any(id(parameter) not in theirs for _, parameter in self._named)
+        for handle in self._hooks:
+            handle.remove()
+
+    def _check_wrapped(self) -> None:
+        """Before a forward pass: whether this is the wrapper of what the module computes with."""
+        if self._replaced:
+            raise WorkerError(
+                "some of these parameters were wrapped again, in a DataParallel that lacks the others",
+                remedy="Let one DataParallel wrap one module that holds all that is trained together.",
+            )
+        if not torch.compiler.is_compiling() and next(self.module.parameters()) is not self._first[0]:
+            raise WorkerError(
+                "the module's parameters are others than those that were wrapped:"
+                " nobody would average their gradients",
+                remedy="Load states without assign=True, or wrap the module anew, on all ranks.",
+            )
+
+    def _check_unchanged(self) -> None:
+        """What would train apart from the other ranks, or not at all, must not do so silently."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise WorkerError(
+                    f"{name} did not require a gradient when it was wrapped, and now does: no rank would get"
+                    " the others' gradient of it",
+                    remedy="Wrap the module anew after such a change, on all ranks.",
+                )
+        if self._masters is not None:
+            self._masters.check_in_place()
+
+
+def _cannot_assign() -> SettingsError:
+    return SettingsError(
+        "assign=True would exchange the parameters for others, whose gradients nobody averages."
+        " Leave it out, or load before you wrap the module."
+    )
+
+
+def _one_device(module: torch.nn.Module) -> Any:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) or tensor.is_meta:
+            raise ArrayError(
+                f"{name} has no {'values' if tensor.is_meta else 'shape'} yet",
+                remedy="Run one forward pass, or module.to_empty(device=...) and load a state, before"
+                " you wrap the module.",
+            )
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ArrayError(
+            f"the module must be on one device, not on {found}", remedy="Call module.to(device)."
+        )
+    return devices.pop()
