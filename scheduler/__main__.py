@@ -53,7 +53,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
-    options = parser().parse_args(arguments)
+    made = parser()
+    if arguments and not arguments[0].startswith("-"):
+        made.error(
+            f"there is no command {arguments[0]!r}; there are status, health and drain, and none to serve"
+        )
+    options = made.parse_args(arguments)
     settings = load_settings(
         env, config_path=options.config, serve=options.serve, port=options.port, bind_host=options.bind
     )
