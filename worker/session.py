@@ -56,6 +56,7 @@ class Session(SessionFacts):
         self._groups = Groups()
         self._left = False
         self._release_lock = threading.Lock()
+        self._rejoin_lock = threading.Lock()
         timing = e.Timing(
             topo_timeout_s=settings.topo_timeout_s, reconnect_timeout_s=settings.reconnect_timeout_s
         )
@@ -171,11 +172,15 @@ class Session(SessionFacts):
 
         Waits until it has formed, as long as the scheduler lets the job wait. Returns at once if the
         generation still stands. After RefusedError with the code SUPERSEDED (this worker was declared dead)
-        it asks for a place as a newcomer.
+        it asks for a place as a newcomer. Of several threads that call it one does so, and the others wait.
 
         Raises:
             WorkerError: there will be no next generation, or not with this worker.
         """
+        with self._rejoin_lock:
+            self._rejoin()
+
+    def _rejoin(self) -> None:
         place = self._place
         failure = self._client.standing.failure
         if isinstance(failure, RefusedError) and failure.code == "SUPERSEDED":

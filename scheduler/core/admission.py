@@ -35,8 +35,8 @@ def check_process(ledger: Ledger, event: e.Joined) -> m.Refused | m.Ended | None
     candidate = event.candidate
     if (candidate.node_id, candidate.incarnation) in ledger.completed:
         return m.Ended(True, f"{upper_first(who(candidate))} has completed the training.")
-    if ledger.outcome is not None and event.held_generation > 0:
-        return m.Ended(ledger.outcome.ok, ledger.outcome.reason)
+    if ledger.outcome is not None and (event.held_generation > 0 or _holds(ledger, candidate)):
+        return m.Ended(ledger.outcome.ok, ledger.outcome.reason)  # also to a spare that was away at the end
     retirement = ledger.retirement(candidate.node_id, candidate.incarnation)
     if retirement is not None:
         return m.Refused(

@@ -237,6 +237,21 @@ def test_where_nobody_holds_the_state_any_more_everybody_is_told(tmp_path: Path)
         assert told in spare.log
 
 
+def test_who_has_taken_the_state_is_known_to_hold_it_with_its_first_step(tmp_path: Path) -> None:
+    """Its giver dies in that step, long before the next heartbeat."""
+    with job(tmp_path, 2, 1) as (running, workers):
+        giver, victim = workers.start("0"), workers.start("1")
+        giver.await_step(5)
+        victim.process.kill()
+        running.await_log("Generation 2 stands with 1 member")
+        heir = workers.start("1")
+        first = heir.await_step()
+        giver.process.kill()
+        heir.await_step(first + 1)
+        line = running.await_log("Generation 4 is formed with 1 member")
+        assert "no member is known" not in line
+
+
 def test_a_leave_is_known_while_the_worker_waits_in_a_collective_for_one_that_blocks(tmp_path: Path) -> None:
     with job(tmp_path, 2, 1, MS_STALL_TIMEOUT="3") as (running, workers):
         leaver, blocked = workers.start("0"), workers.start("1", BLOCK_AFTER="5")

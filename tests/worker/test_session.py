@@ -249,6 +249,22 @@ def test_rejoin_in_a_generation_that_stands_does_nothing(stage: Stage) -> None:
     assert stage.session.generation == 1
 
 
+def test_two_threads_that_rejoin_enter_one_generation_once(stage: Stage) -> None:
+    """As those of a data loader and of the training; a second entry would be that of the generation after."""
+    stage.communicator.behave = StubCommunicator.hang
+    hanging = stage.all_reduce()
+    stage.line.assign(stage.join, 2, lost=("Rank 0 was killed.",))
+    with pytest.raises(MembershipChanged):
+        hanging.result()
+    threads = [Thread(stage.session.rejoin) for _ in range(2)]
+    stage.line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
+    assert stage.line.hear("built").generation == 2
+    stage.line.say(group_built=pb.GroupBuilt(generation=2))
+    for thread in threads:
+        thread.result()
+    assert stage.session.generation == 2
+
+
 def test_a_planned_change_happens_at_the_step_boundary(stage: Stage) -> None:
     session, line = stage.session, stage.line
     session.step_boundary(4)

@@ -53,6 +53,7 @@ class Lifecycle:
         self._suspended = False
         self._held = 0  # generation in which no further step may begin
         self._uses_steps = False
+        self._stepped_in = 0  # the last generation in which a step was begun
         self._leave_reason: str | None = None
         self._goodbye: e.Goodbye | None = None
         self._leave_at: float | None = None

@@ -314,6 +314,14 @@ class Membership(Lifecycle):
         else:
             self._started = event.step + 1
             self._notices.append(e.StepGranted())
+            self._tell_first_step(current)
+
+    def _tell_first_step(self, current: m.Assignment) -> None:
+        """A newcomer that begins a step holds the state: told at once, as its giver may go or die."""
+        if self._stepped_in < current.generation:
+            self._stepped_in = current.generation
+            if current.rank in current.newcomer_ranks and self._link.settled:
+                self._send_heartbeat()
 
     def _on_progress(self, event: e.Progress) -> None:
         self._step = event.step

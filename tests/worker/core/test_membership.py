@@ -420,6 +420,24 @@ class TestUnplannedChange:
         w.hear(m.Quiesce(2, "n3 comes"))
         assert w.message(m.Quiesced) == m.Quiesced(2, 4)
 
+    def test_a_newcomer_tells_at_once_that_it_has_begun_a_step_and_so_holds_the_state(self) -> None:
+        """Until the next heartbeat its giver would be waited for, or taken for the only one that holds it."""
+        w = Machine().welcomed()
+        w.hear(assignment(3, 1, state_source_rank=0, newcomer_ranks=(1,)))
+        w.entered(3)
+        w.feed(e.StepStarting(42))
+        beat = w.message(m.Heartbeat)
+        assert (beat.generation, beat.started_step, beat.entered_generation) == (3, 43, 3)
+        w.feed(e.StepStarting(43))
+        assert w.last.messages == ()
+
+    def test_who_is_no_newcomer_leaves_its_steps_to_the_heartbeats(self) -> None:
+        w = Machine().welcomed()
+        w.hear(assignment(3, 1, state_source_rank=1, newcomer_ranks=(0,)))
+        w.entered(3)
+        w.feed(e.StepStarting(42))
+        assert w.last.messages == ()
+
     def test_a_failed_collective_in_a_generation_that_is_over_is_no_news(self) -> None:
         w = Machine().running()
         w.hear(assignment(2, 1))
