@@ -135,13 +135,6 @@ def test_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
     assert loaded.host == "127.0.0.1"
 
 
-def test_a_mistyped_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["statsu"], GOOD)
-    assert caught.value.code == 2
-    assert "no command 'statsu'; there are status, health and drain" in capsys.readouterr().err
-
-
 def test_operators_address() -> None:
     address = load_address({"MS_SCHED_HOST": "::1", "MS_SCHED_PORT": "7001", "MS_JOB_ID": "a"}, job_id="b")
     assert (address.host, address.port, address.job_id) == ("::1", 7001, "b")
