@@ -28,7 +28,7 @@ from worker.wire import encode
 
 log = logging.getLogger("muster.worker")
 
-LOOK_S = 1.0  # how often it is looked whether a leave has waited too long, or a collective hangs
+LOOK_S = 1.0  # how often it is looked whether a leave waits for too long, a collective hangs, a signal came
 HANG_S = 5.0  # of a collective, after which it counts as waiting for others that may not come
 _QUIET = (e.StepGranted, e.StepHeld)
 
@@ -115,7 +115,7 @@ class Client:
         self.post(e.Goodbye(finished, reason))
         with self._lock:
             while not self.standing.left and not self._closed:
-                self._changed.wait()
+                self._wait()
         return self.standing.left
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ class Client:
                 change = self.change_of(generation)
                 if change is not None:
                     return change.with_traceback(None)
-                self._changed.wait()
+                self._wait()
             return error
 
     def start_step(self, step: int, generation: int) -> None:
@@ -321,13 +321,21 @@ class Client:
             with self._lock:
                 self._is_held = True
                 while self._news == seen and not self._closed and self.change_of(generation) is None:
-                    self._changed.wait()
+                    self._wait()
                 self._is_held = False
             self._refuse_if_closed()
 
+    def _wait(self) -> None:
+        """Waits for news, a while: a signal may have come by another thread, which wakes nobody here.
+
+        So it is where a process was stopped, got the signal, and was continued. Python runs handlers in the
+        main thread, and only between two steps of its code.
+        """
+        self._changed.wait(LOOK_S)
+
     def _wait_unless_closed(self) -> None:
         self._refuse_if_closed()
-        self._changed.wait()
+        self._wait()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:  # nothing is carried out any more that could end a wait

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import os
 import shutil
@@ -26,7 +27,17 @@ _SERVER_PASSWORD, _CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 def main(argv: Sequence[str]) -> int:
     """Launches and returns the exit code. In a forked worker it runs the worker's script instead."""
     try:
-        launch = Launch(launch_options.parse(argv), dict(os.environ), launch_devices.count_gpus())
+        with contextlib.ExitStack() as held:
+            return _launch(argv, held)
+    except Forked as fork:
+        recipe = fork.recipe
+    launch_fork.become(recipe.argv)  # outside the handler: the script must not see our exception
+    return 0
+
+
+def _launch(argv: Sequence[str], held: contextlib.ExitStack) -> int:
+    try:
+        launch = Launch(launch_options.parse(argv), dict(os.environ), launch_devices.count_gpus(), held)
         scheduler = launch.scheduler_recipe()
     except SettingsError as error:
         say(str(error))
@@ -37,17 +48,13 @@ def main(argv: Sequence[str]) -> int:
     launcher = Launcher(scheduler, launch.policy())
     try:
         code = launcher.run(launch.worker_recipes())
-        launch.close()
         return launch_fork.leave(code) if launch.warm else code
-    except Forked as fork:
-        recipe = fork.recipe
+    except Forked:
+        launcher.forget()
+        raise
     except BaseException:
         launcher.abandon()
         raise
-    launcher.forget()
-    launch.close()
-    launch_fork.become(recipe.argv)  # outside the handler: the script must not see our exception
-    return 0
 
 
 class Launch:
@@ -57,16 +64,23 @@ class Launch:
         options: from :func:`worker.launch_options.parse`.
         env: the launcher's environment.
         gpus: how many GPUs the host has.
+        held: what is closed when the launch is over.
 
     Raises:
         SettingsError: something is asked for that cannot be.
     """
 
-    def __init__(self, options: argparse.Namespace, env: Mapping[str, str], gpus: int) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        env: Mapping[str, str],
+        gpus: int,
+        held: contextlib.ExitStack,
+    ) -> None:
         self._options = options
+        self._held = held
         self._env = env
         self._asked = ""
-        self._held_port: socket.socket | None = None
         self.warm = False
         request = launch_options.request(options, env)
         self._meeting = request.meeting
@@ -98,11 +112,6 @@ class Launch:
         """How the launcher is to act when processes end."""
         chosen = self._options
         return Policy(chosen.grace, chosen.max_restarts, chosen.min_workers, chosen.timestamps)
-
-    def close(self) -> None:
-        """Lets go of what was held for the scheduler; idempotent."""
-        if self._held_port is not None:
-            self._held_port.close()
 
     # ------------------------------------------------------------ the processes
 
@@ -261,8 +270,8 @@ class Launch:
 
     def _hold_port(self, host: str) -> str:
         """A free port, kept so until the launch is over: the scheduler takes seconds to come to it."""
-        self._held_port = launch_devices.hold_port(host)
-        return str(self._held_port.getsockname()[1])
+        port = self._held.enter_context(launch_devices.hold_port(host))
+        return str(port.getsockname()[1])
 
 
 def _prepare(log_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -325,6 +326,34 @@ def test_who_leaves_now_waits_for_nothing(connector: ScriptedConnector, is_there
     with pytest.raises(LeaveGranted, match=r"^This worker leaves the job: SIGTERM\.$"):
         entering.result()
     made.close()
+
+
+@pytest.mark.timeout(30, method="signal")
+def test_a_signal_that_another_thread_got_ends_the_wait(connector: ScriptedConnector) -> None:
+    """As when a process is stopped, terminated and continued; the main thread is not interrupted then."""
+    made = client(connector)
+    made.start()
+    line = connector.next_line()
+    line.hear("join")
+    line.welcome()
+    waits = threading.Event()
+
+    def get_signal() -> None:
+        assert waits.wait(20)
+        with made._lock:  # the main thread is in its wait, or has given this lock up for it
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: made.leave_now("SIGUSR1"))
+    try:
+        thread = Thread(get_signal)
+        with made._lock:
+            waits.set()
+            with pytest.raises(LeaveGranted):
+                made.next_build()
+        thread.result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        made.close()
 
 
 def test_who_leaves_learns_that_nobody_goes_on_with_the_state(running: Client) -> None:

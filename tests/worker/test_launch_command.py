@@ -21,8 +21,15 @@ ENV = {"MS_SCHED_PORT": "6667", "PATH": "/usr/bin:/bin"}
 
 def launch(directory: Path, *options: str, gpus: int = 0, **env: str) -> Launch:
     """A launch of ``true`` that is not carried out."""
+    return launch_holding(contextlib.ExitStack(), directory, *options, gpus=gpus, **env)
+
+
+def launch_holding(
+    held: contextlib.ExitStack, directory: Path, *options: str, gpus: int = 0, **env: str
+) -> Launch:
+    """The same; ``held`` closes what is held for it."""
     line = [*options, "--log-dir", str(directory), "--start", "exec", "--", "true"]
-    return Launch(launch_options.parse(line), {**ENV, **env}, gpus)
+    return Launch(launch_options.parse(line), {**ENV, **env}, gpus, held)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +60,8 @@ def test_the_spellings_of_other_launchers_are_understood(tmp_path: Path) -> None
 
 
 def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> None:
-    made = launch(tmp_path, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT="")
-    with contextlib.closing(made):
+    with contextlib.ExitStack() as held:
+        made = launch_holding(held, tmp_path, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT="")
         scheduler = made.scheduler_recipe()
         assert scheduler is not None
         recipes = [scheduler, *made.worker_recipes()]
@@ -125,12 +132,13 @@ def test_no_scheduler_is_started_where_another_process_listens(tmp_path: Path, h
 
 
 def test_the_port_of_a_scheduler_to_be_started_is_kept_free_until_the_launch_is_over(tmp_path: Path) -> None:
-    made = launch(tmp_path, "-n", "2", "--scheduler", MS_SCHED_PORT="")
-    scheduler = made.scheduler_recipe()
-    assert scheduler is not None
-    address = ("127.0.0.1", int(scheduler.env["MS_SCHED_PORT"]))
-    with contextlib.closing(made), socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(address)
+    with contextlib.ExitStack() as held:
+        made = launch_holding(held, tmp_path, "-n", "2", "--scheduler", MS_SCHED_PORT="")
+        scheduler = made.scheduler_recipe()
+        assert scheduler is not None
+        address = ("127.0.0.1", int(scheduler.env["MS_SCHED_PORT"]))
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(address)
     with socket.socket() as later:
         later.bind(address)
 
