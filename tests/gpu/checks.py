@@ -233,6 +233,18 @@ def check_cupy_and_interfaces(comm: Any) -> None:
         comm.all_reduce(wrap(inner), wrap(inner), ReduceOp.SUM)
         torch.cuda.synchronize()
         assert inner.get().tolist() == [size] * 3
+    for exporting in (
+        cupy.cuda.Stream.null,
+        cupy.cuda.Stream(non_blocking=True),
+    ):  # the latter waits for none
+        for reducing in (torch.cuda.default_stream(), torch.cuda.Stream()):
+            with exporting, torch.cuda.stream(reducing):
+                late = cupy.zeros(1 << 26, dtype=cupy.float32)
+                for _ in range(20):
+                    late += 1
+                comm.all_reduce(Interface(late), Interface(late), ReduceOp.SUM)
+                reducing.synchronize()
+                assert float(late.min()) == float(late.max()) == 20 * size
     with pytest.raises(ArrayError, match="not C-contiguous"):
         comm.broadcast(cupy.zeros((4, 4))[:, ::2], 0)
     with pytest.raises(ArrayError, match="not C-contiguous"):

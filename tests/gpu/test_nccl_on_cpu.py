@@ -19,6 +19,7 @@ from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, read_torch, reader_of
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_presence import Presence, absent_peers, presence_key
+from worker.communicators.nccl_streams import _TorchCuda
 from worker.communicators.nccl_tuning import fewest_ctas
 from worker.communicators.nccl_work import PreMultipliedSum, scalar_bytes
 from worker.errors import (
@@ -431,6 +432,30 @@ def test_an_exported_array_is_taken_after_what_its_stream_does(
     seen: list[int] = []
     current.wait_event = lambda event: seen.append(event.stream.ptr)
     comm.all_reduce(Interface(stream=stream), Interface(), ReduceOp.SUM)
+    assert seen == waits
+
+
+@pytest.mark.parametrize(
+    ("current", "stream", "waits"),
+    [
+        *[(0, 0, []), (0, 1, []), (77, 77, []), (0, 55, [55]), (77, 1, ["default"])],
+        (77, 2, ["everything"]),  # torch cannot name a thread's default stream
+    ],
+)
+def test_torch_takes_an_exported_array_after_what_its_stream_does(
+    current: int, stream: int, waits: list[Any]
+) -> None:
+    seen: list[Any] = []
+    library: Any = _TorchCuda.__new__(_TorchCuda)
+    library._device, library.current = None, lambda: current
+    cuda = SimpleNamespace(
+        current_stream=lambda _: SimpleNamespace(wait_stream=seen.append),
+        default_stream=lambda _: "default",
+        ExternalStream=lambda address, _: address,
+        synchronize=lambda _: seen.append("everything"),
+    )
+    library._torch = SimpleNamespace(cuda=cuda)
+    library.follow_exported(stream)
     assert seen == waits
 
 

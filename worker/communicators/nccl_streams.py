@@ -17,6 +17,9 @@ from typing import Any
 
 from worker.errors import CommunicatorError
 
+LEGACY_STREAM, THREAD_STREAM = 1, 2
+"""CUDA's handles of the default stream of a device (its address is 0, too) and of that of a thread."""
+
 
 class CudaLibrary(abc.ABC):
     """What the communicator needs of torch or CuPy on one device."""
@@ -76,9 +79,15 @@ class _TorchCuda(CudaLibrary):
         stream.wait_stream(self._torch.cuda.current_stream(self._device))
 
     def follow_exported(self, address: int) -> None:
-        if address != self.current():
-            exported = self._torch.cuda.ExternalStream(address, self._device)
-            self._torch.cuda.current_stream(self._device).wait_stream(exported)
+        if address == self.current() or (address == LEGACY_STREAM and self.current() == 0):
+            return
+        if address == THREAD_STREAM:  # torch knows no such stream
+            self._torch.cuda.synchronize(self._device)
+            return
+        cuda = self._torch.cuda
+        legacy = address == LEGACY_STREAM
+        exported = cuda.default_stream(self._device) if legacy else cuda.ExternalStream(address, self._device)
+        cuda.current_stream(self._device).wait_stream(exported)
 
     def mark(self, stream: Any | None = None) -> Any:
         event = self._torch.cuda.Event()
