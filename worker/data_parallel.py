@@ -87,11 +87,6 @@ class GradientReducer:
         self._started = 0
         self._accumulating = False
 
-    @property
-    def bucket_count(self) -> int:
-        """Collectives per step."""
-        return len(self._buckets)
-
     def broadcast_parameters(self, source: int = 0) -> None:
         """Overwrites the parameters of all ranks with those of ``source``.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from worker.communicators import nccl_handles as handles
-from worker.communicators.arguments import check_peer, check_rank
+from worker.communicators.arguments import check_peer, check_rank, part_of
 from worker.communicators.base import Array, Membership, ReduceOp, Work
 from worker.communicators.nccl_arrays import ITEM_SIZES
 from worker.communicators.nccl_lifetime import NcclLifetime
@@ -213,20 +213,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
     def split(self, group: str, ranks: Sequence[int]) -> NcclCommunicator | None:
         """Makes a communicator of a subset; called by every rank of this one, in the same order."""
         self.check()
-        distinct = ranks and len(set(ranks)) == len(ranks)
-        if not distinct or not all(0 <= rank < self.world_size for rank in ranks):
-            raise CommunicatorError(
-                f"group {group!r} cannot have the ranks {list(ranks)} of {self.world_size}"
-            )
-        member = self.rank in ranks
-        peers = tuple(self.membership.peers[rank] for rank in ranks)
-        own = Membership(
-            self.membership.job_id,
-            self.membership.generation,
-            group,
-            list(ranks).index(self.rank) if member else -1,
-            peers,
-        )
+        own = part_of(self.membership, group, ranks)
         waiting = handles.Waiting(
             self.membership,
             timeout_s=self.timeout_s,
@@ -234,7 +221,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
             absent=lambda: f"not every rank called split({group!r})",
         )
         parent = self._comm if self._root is None else self._root
-        color, key = (0, own.rank) if member else (handles.NO_COLOR, 0)
+        color, key = (handles.NO_COLOR, 0) if own is None else (0, own.rank)
         try:
             comm = handles.split_child(
                 self._nccl, parent, color=color, key=key, waiting=waiting, min_ctas=self._min_ctas
@@ -242,7 +229,7 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
         except Exception as error:
             self.abort(error)
             raise
-        if comm is None:
+        if comm is None or own is None:
             return None
         child = NcclCommunicator(
             self._nccl,
