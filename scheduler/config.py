@@ -265,6 +265,11 @@ def _worker_counts(read: Environment, *, serve: bool) -> tuple[int, int]:
 def _recovery_path(read: Environment) -> Path | None:
     path = read.path("MS_RECOVERY_PATH")
     if not read.flag("MS_ENABLE_RECOVERY"):
+        if path is not None and not read.text("MS_ENABLE_RECOVERY"):  # who names one counts on it
+            raise SettingsError(
+                "MS_RECOVERY_PATH is set and MS_ENABLE_RECOVERY is not: set it to 1 to keep a journal there,"
+                " or to 0 to keep none."
+            )
         return None
     if path is None:
         raise SettingsError(

@@ -74,6 +74,7 @@ def test_a_foreign_jobs_size_is_not_the_own_jobs() -> None:
         ("MS_STALL_TIMEOUT", "0", ("MS_STALL_TIMEOUT", "1 to 604800 seconds", "'0'")),
         ("MS_ENABLE_RECOVERY", "yes", ("MS_ENABLE_RECOVERY", "0 or 1", "'yes'")),
         ("MS_ENABLE_RECOVERY", "1", ("MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY=1")),
+        ("MS_RECOVERY_PATH", "/nowhere", ("MS_RECOVERY_PATH is set", "MS_ENABLE_RECOVERY is not")),
         ("MS_ALLOW_INSECURE", "true", ("MS_ALLOW_INSECURE", "0 or 1", "'true'")),
         ("MS_METRICS_HOST", "a b", ("MS_METRICS_HOST", "'a b'")),
         ("MS_METRICS_HOST", "10.0.0.1:80", ("MS_METRICS_HOST", "MS_METRICS_PORT")),
