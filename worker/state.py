@@ -31,6 +31,7 @@ class TrainingState:
         rng: the run's random generator, if it draws from one. It is the same on all ranks; what must
             differ between ranks is best drawn from (seed, step, rank).
         extra: anything else, as JSON knows it (a learning rate schedule, say).
+        shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
     """
 
     arrays: dict[str, Array]
@@ -38,6 +39,7 @@ class TrainingState:
     step: int = 0
     rng: np.random.Generator | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    shared: bool = field(default=False, init=False)
 
     def describe(self) -> str:
         """Everything but the arrays' contents, as JSON."""

@@ -45,7 +45,8 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
 
     A change of members may catch some ranks just before, others just after a step: the most steps win, so
     that no finished step is redone. When all start anew, a rank that resumed from a checkpoint is the
-    furthest. Where nobody lacks anything, one small collective is all that happens.
+    furthest. Should it die before any other has its state, the rest start anew once more: its replacement
+    may have the checkpoint, too. Where nobody lacks anything, one small collective is all that happens.
 
     What is received is put in place only when it is there as a whole: a giver that dies half-way leaves
     every other rank with the state it had.
@@ -62,8 +63,11 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
     rank, anew = communicator.rank, session.state_source_rank < 0
     carrier = state.carrier(communicator)
     description = state.describe().encode()
-    holds = anew or rank not in session.newcomer_ranks
-    tickets = carrier.gather([state.step if holds else -1, zlib.crc32(description), len(description)])
+    holds = anew or (state.shared and rank not in session.newcomer_ranks)
+    ticket = [zlib.crc32(description), len(description)]
+    tickets = carrier.gather([state.step if holds else -1, *ticket])
+    if all(steps < 0 for steps, *_ in tickets):
+        anew, tickets = True, carrier.gather([state.step, *ticket])
     source = _furthest([ticket[0] for ticket in tickets], session.state_source_rank)
     if anew or any(ticket != tickets[source] for ticket in tickets):
         text = carrier.broadcast_text(description, tickets[source][2], source)
@@ -75,6 +79,7 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
                 state.arrays[name][...] = array
             state.restore(text)
     state.enter(communicator, source)
+    state.shared = True
     return source
 
 

@@ -39,6 +39,13 @@ def make_state(seed: int = 0) -> TrainingState:
     return TrainingState(arrays, ShardedSampler(SIZE, BATCH, seed=4), rng=np.random.default_rng(seed))
 
 
+def shared_state(seed: int = 0) -> TrainingState:
+    """One that all ranks have had."""
+    state = make_state(seed)
+    state.shared = True
+    return state
+
+
 class Worker:
     """One worker's training; ``fault(step, place)`` is called at the places where it may die."""
 
@@ -206,7 +213,7 @@ def test_many_changes_in_one_run() -> None:
 def test_the_most_steps_win_so_that_no_finished_step_is_redone() -> None:
     """Member 2 has finished step 10 when member 0 dies; member 1 has not, and takes it over."""
     world = ElasticWorld(3)
-    states = [make_state(0) for _ in range(3)]
+    states = [shared_state(0) for _ in range(3)]
     states[2].step, states[2].arrays["w"][:] = 10, 5.0
     states[2].sampler.advance()
     world.kill(world.members[0])
@@ -221,7 +228,7 @@ def test_where_nobody_lacks_anything_no_state_is_sent() -> None:
     world = ElasticWorld(3)
     world.kill(world.members[0])
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda member: share_state(member, make_state(1)), world.members))
+        list(threads.map(lambda member: share_state(member, shared_state(1)), world.members))
     assert world.members[0].communicator.log == [("all_gather", 3)]
 
 
@@ -256,6 +263,22 @@ def test_a_resumed_rank_gives_its_state_to_all() -> None:
     for state in states:
         assert state.step == STEPS
         np.testing.assert_array_equal(state.arrays["w"], trained.state.arrays["w"])
+
+
+@pytest.mark.parametrize("was_shared", [False, True])
+def test_a_newcomers_checkpoint_counts_only_where_the_others_never_had_a_common_state(
+    was_shared: bool,
+) -> None:
+    """The rank that resumed may die while its state goes round; its replacement resumes, too."""
+    world = ElasticWorld(3)
+    world.kill(world.members[0], replace=True)
+    states = [shared_state(i) if was_shared else make_state(i) for i in range(2)] + [make_state(2)]
+    states[2].step, states[2].arrays["w"][:] = 1000, 5.0
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(share_state, world.members, states))
+    assert {state.step for state in states} == {0 if was_shared else 1000}
+    assert len({state.describe() for state in states}) == 1
+    assert (states[0].arrays["w"].tolist() == [5.0] * 3) is not was_shared
 
 
 def test_a_newcomer_with_another_model_is_told_what_differs() -> None:
