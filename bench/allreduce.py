@@ -29,7 +29,6 @@ from typing import Any
 
 from bench.report import describe_machine, summary, write
 from worker.communicators.base import Communicator, Membership, Peer, ReduceOp
-from worker.launch_devices import count_gpus
 
 SIZES = (4096, 1 << 20, 64 << 20)
 _WARMUPS = 3
@@ -91,11 +90,8 @@ def _on_gpus(options: argparse.Namespace) -> int:
 
     if options.peer or options.plain or options.tls_only:
         raise RuntimeError("--peer, --plain and --tls-only are for the CPU; leave them out with nccl.")
-    gpus, here = options.workers or 4, count_gpus()
-    if here < gpus:
-        raise RuntimeError(f"{gpus} GPUs are asked for and this host has {here}; see --workers.")
     return nccl_allreduce.run(
-        gpus=gpus,
+        gpus=options.workers or 4,
         sizes=tuple(options.sizes or nccl_allreduce.SIZES),
         nccl_tests=options.nccl_tests,
         json_path=options.json,

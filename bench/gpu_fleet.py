@@ -57,7 +57,7 @@ class Fleet:
     ) -> None:
         needed, here = -(-size // ranks_per_gpu), count_gpus()
         if here < needed:
-            raise FleetError(f"{needed} GPUs are asked for and this host has {here}; see --gpus.")
+            raise FleetError(f"{needed} GPUs are asked for and this host has {here}.")
         self.size = size
         self.timeout_s = timeout_s
         context = multiprocessing.get_context("spawn")

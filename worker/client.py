@@ -40,10 +40,10 @@ class Client:
         core: the machine.
         connector: opens streams.
         mint: makes unique ids; called on a thread of the client.
+        lone_leave: when a worker that is to leave goes without consent.
         recent: the last collectives, for heartbeats; only the very last while the training goes on.
         hanging_s: for how long the oldest collective under way has been so.
         clock: monotonic seconds.
-        lone_leave: when a worker that is to leave goes without consent.
 
     Attributes:
         standing: what is known of the membership.
@@ -56,17 +56,17 @@ class Client:
         connector: Connector,
         *,
         mint: Callable[[int], tuple[bytes, ...]],
+        lone_leave: LoneLeave,
         recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
         hanging_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
-        lone_leave: LoneLeave | None = None,
     ) -> None:
         self._core = core
         self._mint = mint
         self._recent = recent
         self._hanging_s = hanging_s
         self._clock = clock
-        self._lone_leave = lone_leave or LoneLeave()
+        self._lone_leave = lone_leave
         self._leave_told = False
         self._is_held = False  # at a step boundary, until a planned change is worked out
         self._lock = threading.RLock()
@@ -93,6 +93,9 @@ class Client:
         with self._lock:
             self.standing = Standing()
         self.post(e.Renewed(incarnation, data_address))
+        with self._lock:
+            self._leave_told = False  # the machine has begun anew, and the leave that was asked for has not
+            self._wakes.put(None)
 
     def expect_leave(self, reason: str) -> None:
         """Lets the timer's thread ask for leave at once, whatever the training thread is in.

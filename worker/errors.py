@@ -49,6 +49,11 @@ class RefusedError(WorkerError):
         super().__init__(message, remedy=remedy)
         self.code = code
 
+    @property
+    def declared_dead(self) -> bool:
+        """Whether this worker had a place and lost it; it may ask for one anew."""
+        return self.code == "SUPERSEDED"
+
 
 class FormationTimeoutError(WorkerError):
     """The group or its communicator did not form in time; says who is missing."""

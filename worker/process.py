@@ -327,7 +327,7 @@ def _was_interrupted() -> bool:
 
 
 def abandon(error: BaseException) -> None:
-    """Tells the scheduler that this worker failed, and why. Never raises; Ctrl-C cuts the goodbye short."""
+    """Tells the scheduler that this worker is gone, and why. Never raises; Ctrl-C cuts the goodbye short."""
     _end(error)
 
 

@@ -183,7 +183,7 @@ class Session(SessionFacts):
     def _rejoin(self) -> None:
         place = self._place
         failure = self._client.standing.failure
-        if isinstance(failure, RefusedError) and failure.code == "SUPERSEDED":
+        if isinstance(failure, RefusedError) and failure.declared_dead:
             self._ask_anew(failure)
         elif failure is not None:
             raise failure.with_traceback(None)
@@ -220,7 +220,7 @@ class Session(SessionFacts):
             except RefusedError as refusal:
                 # Stopped for too long before its first place: it has computed nothing that could be lost.
                 # A new incarnation is not refused so before it was silent again for as long.
-                if refusal.code != "SUPERSEDED" or self._assignment is not None:
+                if not refusal.declared_dead or self._assignment is not None:
                     raise
                 self._ask_anew(refusal)
                 continue

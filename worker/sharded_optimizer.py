@@ -14,6 +14,7 @@ import torch
 from worker.communicators.base import Communicator, ReduceOp
 from worker.errors import ArrayError, SettingsError
 from worker.torch_buckets import ALIGNMENT, views_of
+from worker.torch_optimizer_state import is_number, number_of
 from worker.torch_transfer import array_of, broadcast_tensors, check_same_tensors
 
 
@@ -88,7 +89,7 @@ class ShardedOptimizer:
         self._part = torch.nn.Parameter(self._flat[begin : begin + length])
         self._part.grad = torch.zeros_like(self._part)
         self.inner = make([self._part])
-        _check_trains(self.inner, self._part)
+        _check_trains_only(self.inner, self._part)
         self.zero_grad()
 
     def step(self) -> None:
@@ -238,16 +239,10 @@ class ShardedOptimizer:
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group that are numbers, or several of them (betas)."""
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-    plain = {
-        name: v.item() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"
-    }
+    settings = {name: value for name, value in group.items() if name != "params"}
     return {
-        name: value
-        for name, value in plain.items()
+        name: number_of(value)
+        for name, value in settings.items()
         if is_number(value) or (isinstance(value, (tuple, list)) and all(map(is_number, value)))
     }
 
@@ -261,7 +256,7 @@ def _difference(shapes: Any, own: list[list[int]]) -> str:
     return f"parameter {number} has the shape {shapes[number]} there and {own[number]} here"
 
 
-def _check_trains(inner: Any, part: Any) -> None:
+def _check_trains_only(inner: Any, part: Any) -> None:
     trained = [id(parameter) for group in inner.param_groups for parameter in group["params"]]
     if trained != [id(part)]:
         raise SettingsError(

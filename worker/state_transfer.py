@@ -64,10 +64,10 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
     carrier = state.carrier(communicator)
     description = state.describe().encode()
     holds = anew or (state.shared and rank not in session.newcomer_ranks)
-    ticket = [zlib.crc32(description), len(description)]
-    tickets = carrier.gather([state.step if holds else -1, *ticket])
+    digest = [zlib.crc32(description), len(description)]
+    tickets = carrier.gather([state.step if holds else -1, *digest])
     if all(steps < 0 for steps, *_ in tickets):
-        anew, tickets = True, carrier.gather([state.step, *ticket])
+        anew, tickets = True, carrier.gather([state.step, *digest])
     source = _furthest([ticket[0] for ticket in tickets], session.state_source_rank)
     if anew or any(ticket != tickets[source] for ticket in tickets):
         text = carrier.broadcast_text(description, tickets[source][2], source)

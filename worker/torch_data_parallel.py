@@ -56,11 +56,13 @@ class DataParallel(ModuleWrapper):
 
     Raises:
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
-            from another rank's; in the backward pass: a sparse gradient.
-        SettingsError: no such compression, or these parameters cannot have masters.
+            from another rank's; in the backward pass: a sparse gradient, or a parameter or buffer that was
+            converted since.
+        SettingsError: no such compression, or these parameters cannot have masters; in the backward pass:
+            the module was moved since, away from its masters.
         WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
-            requires a gradient that did not when it was wrapped; in the forward pass: this is not the
-            parameters' wrapper any more.
+            requires a gradient that did not when it was wrapped; in the forward pass: a later wrapper has
+            some of the parameters, or the module has others by now.
     """
 
     def __init__(

@@ -163,3 +163,14 @@ def _check_tensors(optimizer: Any) -> None:
 
 def _kind(optimizer: Any) -> str:
     return type(optimizer).__name__
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting of a parameter group is one number, as a tensor or not."""
+    scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def number_of(value: Any) -> Any:
+    """A number as Python has it."""
+    return value.item() if isinstance(value, torch.Tensor) else value

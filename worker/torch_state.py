@@ -18,7 +18,7 @@ from worker.communicators.base import Array, Communicator
 from worker.sharding import ShardedSampler
 from worker.state import TrainingState
 from worker.torch_data_parallel import DataParallel
-from worker.torch_optimizer_state import check_trains, make_optimizer_state
+from worker.torch_optimizer_state import check_trains, is_number, make_optimizer_state, number_of
 from worker.torch_random import RandomState
 from worker.torch_transfer import array_of, bytes_of, gather_rows, pieces
 
@@ -69,7 +69,7 @@ class TorchTrainingState(TrainingState):
         self._optimizer = optimizer
         self._samples_per_rank = samples_per_rank
         self._kept: list[Any] = []
-        self._trained = _trained(optimizer)
+        self._parameter_count = _parameter_count(optimizer)
         self._random = RandomState(model.device)
         self._takes_up = False
         follow = WeakMethod(self._follow_optimizer)  # the optimizer may live longer
@@ -113,12 +113,12 @@ class TorchTrainingState(TrainingState):
         make_optimizer_state(self._optimizer)
         self.arrays.clear()
         self.arrays.update(_tensors(self._model, self._optimizer))
-        self._trained = _trained(self._optimizer)
+        self._parameter_count = _parameter_count(self._optimizer)
         if self._kept:
             self._kept = [tensor.clone() for tensor in self.arrays.values()]
 
     def _keep(self) -> None:
-        if _trained(self._optimizer) != self._trained:
+        if _parameter_count(self._optimizer) != self._parameter_count:
             self._follow_optimizer()
         self._random.keep()
         tensors = list(self.arrays.values())
@@ -132,7 +132,7 @@ class TorchTrainingState(TrainingState):
     def describe(self) -> str:
         """See :class:`TrainingState`; with the optimizer's numbers (learning rates, say)."""
         groups = [
-            {key: _number(value) for key, value in group.items() if _is_number(value)}
+            {key: number_of(value) for key, value in group.items() if is_number(value)}
             for group in self._optimizer.param_groups
         ]
         return json.dumps(json.loads(super().describe()) | {"groups": groups})
@@ -215,14 +215,5 @@ def _tensors(model: DataParallel, optimizer: Any) -> Iterator[tuple[str, Any]]:
                     yield f"optimizer.{number}.{index}.{key}", value
 
 
-def _trained(optimizer: Any) -> int:
+def _parameter_count(optimizer: Any) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _is_number(value: Any) -> bool:
-    scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    return scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value

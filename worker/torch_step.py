@@ -10,7 +10,7 @@ import torch
 
 from worker.errors import ArrayError
 
-Batch = tuple[Any, ...]
+Tensors = tuple[Any, ...]
 
 
 class StepBody:
@@ -30,7 +30,7 @@ class StepBody:
         self._autocast, self._clip_norm, self._accumulate = autocast, clip_norm, accumulate
         self._device = next(model.parameters()).device
 
-    def run(self, batch: Batch, samples: int | None = None) -> Any:
+    def run(self, batch: Tensors, samples: int | None = None) -> Any:
         """Trains on a batch, which is on the device.
 
         Args:
@@ -52,7 +52,7 @@ class StepBody:
         self._optimizer.step()
         return total
 
-    def _passes(self, batch: Batch) -> Any:
+    def _passes(self, batch: Tensors) -> Any:
         """Forward and backward passes over the parts of a batch; returns the loss."""
         parts = self._parts(batch)
         no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
@@ -66,7 +66,7 @@ class StepBody:
             total = loss.detach() if total is None else total + loss.detach()
         return total
 
-    def _parts(self, batch: Batch) -> list[tuple[float, Batch]]:
+    def _parts(self, batch: Tensors) -> list[tuple[float, Tensors]]:
         """The parts of a batch, each with its share of the samples: the last part may be smaller."""
         if self._accumulate == 1:
             return [(1.0, batch)]

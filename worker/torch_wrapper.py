@@ -113,12 +113,12 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         parameters = [parameter for _, parameter in self._named]
         references = [_WRAPPERS.get(parameter) for parameter in parameters]
         for earlier in {reference() for reference in references if reference is not None} - {None}:
-            earlier.give_way(parameters)
+            earlier._give_way(parameters)
         for parameter in parameters:
             _WRAPPERS[parameter] = ref(self)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
 
-    def give_way(self, parameters: Iterable[Any]) -> None:
+    def _give_way(self, parameters: Iterable[Any]) -> None:
         """Reduces nothing any more: ``parameters`` have a new wrapper."""
         theirs = {id(parameter) for parameter in parameters}
         self._replaced = any(id(parameter) not in theirs for _, parameter in self._named)

@@ -278,4 +278,4 @@ def _is_change(error: BaseException | None) -> bool:
 
 
 def _is_declared_dead(error: BaseException | None) -> bool:
-    return isinstance(error, RefusedError) and error.code == "SUPERSEDED"
+    return isinstance(error, RefusedError) and error.declared_dead

@@ -67,7 +67,7 @@ def check_place(ledger: Ledger, settings: v.Settings, candidate: v.Candidate) ->
 
 
 def is_spare(ledger: Ledger, claim: Claim) -> bool:
-    """Whether this worker waits beyond ``worker_num`` and holds no place."""
+    """Whether this worker came as a spare and holds no place."""
     return claim.candidate.spare and ledger.rank_of(claim.candidate.node_id) < 0
 
 

@@ -116,7 +116,7 @@ class Expel:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The deadline that the machine asked for has come."""
+    """Time has passed: the deadline that the machine asked for has come, or the driver's pulse."""
 
 
 @dataclass(frozen=True, slots=True)

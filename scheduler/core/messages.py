@@ -35,7 +35,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Formation is under way."""
+    """The group is formed or built: who is awaited."""
 
     present: int
     needed: int

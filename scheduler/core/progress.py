@@ -14,7 +14,7 @@ WORLD = "world"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankProgress:
     """One rank and how far it is."""
 
     rank: int
@@ -22,7 +22,7 @@ class Standing:
     contact: Contact
 
 
-def stall_report(ranks: Sequence[Standing], stalled_s: float) -> str:
+def stall_report(ranks: Sequence[RankProgress], stalled_s: float) -> str:
     """The sentence on a stall; empty where nothing has begun yet, so that nothing can stall."""
     begun = [s for s in ranks if s.contact.started_step or s.contact.recent]
     if not begun:
@@ -43,7 +43,7 @@ def _step(contact: Contact) -> str:
     return f"in step {contact.started_step} with {contact.step} finished"
 
 
-def _how_far(standing: Standing) -> tuple[int, int, int, bool]:
+def _how_far(standing: RankProgress) -> tuple[int, int, int, bool]:
     contact = standing.contact
     last = contact.recent[-1] if contact.recent else None
     return (
@@ -54,7 +54,7 @@ def _how_far(standing: Standing) -> tuple[int, int, int, bool]:
     )
 
 
-def _disagreement(ranks: Sequence[Standing]) -> str:
+def _disagreement(ranks: Sequence[RankProgress]) -> str:
     """The first collective that the ranks do not have in common, in words."""
     tables = {s.rank: {(c.group, c.sequence): c for c in s.contact.recent} for s in ranks}
     keys = sorted({key for table in tables.values() for key in table}, key=lambda key: (key[1], key[0]))

@@ -14,7 +14,7 @@ from scheduler.core import values as v
 from scheduler.core.building import building_sentence
 from scheduler.core.contacts import Contacts
 from scheduler.core.ledger import Ledger, Phase
-from scheduler.core.progress import Standing, stall_report
+from scheduler.core.progress import RankProgress, stall_report
 from scheduler.core.wording import STATELESS, count, missing, nodes, upper_first, waiting
 
 
@@ -170,8 +170,9 @@ class JobState:
 
     def _state_reason(self) -> str:
         """What the state is put down to; while all is well, news of single workers do not hide that."""
-        all_in = self.phase is Phase.RUNNING and not self._ledger.finished
-        return self._standing() if all_in and not self._stalled and self._suspicion is None else self._reason
+        complete = self.phase is Phase.RUNNING and not self._ledger.finished
+        calm = not self._stalled and self._suspicion is None
+        return self._standing() if complete and calm else self._reason
 
     def _building_sentence(self) -> str:
         return building_sentence(self._ledger, self._contacts, self._built, ids=bool(self._unique_ids))
@@ -236,7 +237,7 @@ class JobState:
             return f"No progress for {stalled_s:.0f} s: {self._building_sentence()}."
         # Those that train, with their ranks there: while the next generation is awaited, not its members.
         standings = [
-            Standing(rank, self._ledger.claims[node_id].candidate, contact)
+            RankProgress(rank, self._ledger.claims[node_id].candidate, contact)
             for node_id, rank in self._trained.items()
             if (contact := self._contacts.by_node.get(node_id)) is not None
             and (self.phase is not Phase.BUILDING or 0 < contact.entered < self._ledger.generation)

@@ -59,7 +59,6 @@ def test_a_failing_peer_is_told_in_words() -> None:
 
 def test_nccl_is_the_same_command_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(allreduce, "count_gpus", lambda: 4)
 
     def run(**how: Any) -> int:
         asked.append(how)
@@ -76,7 +75,7 @@ def test_nccl_is_the_same_command_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_too_few_gpus_are_told_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(allreduce, "count_gpus", lambda: 1)
+    monkeypatch.setattr("bench.gpu_fleet.count_gpus", lambda: 1)
     assert command.main(["allreduce", "--backend", "nccl"]) == 1
     assert "4 GPUs are asked for and this host has 1" in capsys.readouterr().err
     assert command.main(["allreduce", "--backend", "nccl", "--plain"]) == 1

@@ -13,7 +13,7 @@ from worker.core.membership import Membership
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-TIMING = e.Timing(topo_timeout_s=60.0, reconnect_timeout_s=20.0, leave_timeout_s=15.0)
+TIMING = e.Timing(topo_timeout_s=60.0, reconnect_timeout_s=20.0, goodbye_timeout_s=15.0)
 _QUIET = (e.StepGranted, e.StepHeld, e.Tell)
 
 

@@ -76,7 +76,7 @@ def hanging() -> Hanging:
 @pytest.fixture
 def running(connector: ScriptedConnector, hanging: Hanging) -> Iterator[Client]:
     """A client in generation 1, whose goodbye nobody answers."""
-    made = client(connector, hanging=hanging, leave_timeout_s=0.01)
+    made = client(connector, hanging=hanging, goodbye_timeout_s=0.01)
     made.start()
     line = connector.next_line()
     line.welcome()
@@ -271,6 +271,23 @@ def test_a_leave_is_told_while_the_training_thread_is_in_a_step(
     running.check(1)  # its own step may take as long as it likes: it waits for nobody
 
 
+def test_a_leave_that_was_asked_for_is_told_again_after_the_place_was_lost(
+    connector: ScriptedConnector,
+) -> None:
+    core = Membership(profile(), e.Timing(goodbye_timeout_s=0.01), lambda: 0.5)
+    made = Client(core, connector, mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
+    made.start()
+    made.expect_leave("SIGTERM")
+    for renewed in (False, True):
+        if renewed:
+            made.renew(78, "127.0.0.1:6000")
+        line = connector.next_line()
+        line.welcome()
+        line.assign(line.hear("join"))
+        assert line.hear("request_leave").reason == "SIGTERM"
+    made.close()
+
+
 def test_who_is_to_leave_waits_but_a_while_for_others_in_a_collective(
     running: Client, hanging: Hanging, connector: ScriptedConnector
 ) -> None:
@@ -315,7 +332,7 @@ def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(
 @pytest.mark.parametrize("is_there", [True, False])
 def test_who_leaves_now_waits_for_nothing(connector: ScriptedConnector, is_there: bool) -> None:
     core = Membership(profile(), e.Timing(), lambda: 0.5)
-    made = Client(core, connector, mint=Mint())  # as patient as in a real job
+    made = Client(core, connector, mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
     made.start()
     if is_there:
         line = connector.next_line()

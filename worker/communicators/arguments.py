@@ -1,4 +1,4 @@
-"""Refusals that all communicators share, in the same words. All come before anything is sent."""
+"""Checks that all communicators share, with refusals in the same words. All come before anything is sent."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def check_op(op: str) -> ReduceOp:
     except ValueError:
         legal = ", ".join(each.value for each in ReduceOp)
         raise ArrayError(f"op must be one of {legal}; it is {op!r}.") from None
+
+
+def overlapping() -> ArrayError:
+    """The error of two arrays that share memory otherwise than in place."""
+    return ArrayError("send and recv overlap in part.", remedy="Use one array in place, or two apart.")
 
 
 def undefined_mean(dtype: str) -> ArrayError:

@@ -248,8 +248,8 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
 
     def _read_whole(self, array: Array, count: int, dtype: int, part: int, *, moved: bool = False) -> int:
         """Address of what has ``count`` elements of each rank, or in which ``part`` is this rank's."""
-        whole = count * self.world_size
-        return self._read_like(array, whole, dtype, part, count, -self.rank * count, moved=moved)
+        total = count * self.world_size
+        return self._read_like(array, total, dtype, part, count, -self.rank * count, moved=moved)
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], arrays: tuple[Any, ...], async_op: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from worker.communicators.arguments import overlapping
 from worker.communicators.base import Array
 from worker.communicators.nccl_arrays import (
     ITEM_SIZES,
@@ -117,10 +118,7 @@ class ArrayReading:
         item = ITEM_SIZES[dtype]
         apart = pointer >= first + length * item or first >= pointer + count * item
         if not apart and (at is None or pointer != first + at * item):
-            raise ArrayError(
-                "send and recv share memory otherwise than in place.",
-                remedy="Use two arrays apart, or one in place where the collective allows it.",
-            )
+            raise overlapping()
         return pointer
 
     def _refuse_device(self, device: int) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.communicators.arguments import undefined_mean
+from worker.communicators.arguments import overlapping, undefined_mean
 from worker.communicators.base import Array, ReduceOp
 from worker.errors import ArrayError
 
@@ -80,7 +80,7 @@ def check_overlap(whole: NumpyArray, part: NumpyArray, offset: int = 0) -> None:
     if not np.may_share_memory(whole, part):
         return
     if part.ctypes.data != whole.ctypes.data + offset * whole.itemsize:
-        raise ArrayError("send and recv overlap in part.", remedy="Use one array in place, or two apart.")
+        raise overlapping()
 
 
 def check_op(array: NumpyArray, op: ReduceOp) -> None:

@@ -93,8 +93,7 @@ class TcpEngine(CheckedCommunicator):
             self._mover.close()
 
     def _issue(self, call: Call, action: Callable[[], None], async_op: bool) -> Work:
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # it may be raised again and again
+        self._check()
         if not async_op and self._queue.idle:
             self._run(call, action)
             return FINISHED
@@ -134,7 +133,7 @@ class TcpEngine(CheckedCommunicator):
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise self._error.with_traceback(None)  # it may be raised again and again
 
     def _collective(
         self,

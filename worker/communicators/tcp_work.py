@@ -37,7 +37,7 @@ class QueuedWork:
         """Waits for it, and raises what it failed with."""
         self._event.wait()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # whoever waits again adds to it
 
     def run(self) -> None:
         """Runs it, in the thread of the queue."""

@@ -20,7 +20,7 @@ class Timing(Value):
             that has lost its place may look for one that gives it a new one.
         verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed
             waits to be told that the membership changed.
-        leave_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
+        goodbye_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
             would count a worker that ended without one as lost.
         report_first_s, report_last_s: the first and the longest pause between two lines that tell that the
             scheduler cannot be reached; each is twice the one before.
@@ -31,7 +31,7 @@ class Timing(Value):
     topo_timeout_s: float = 1800.0
     reconnect_timeout_s: float = 120.0
     verdict_margin_s: float = 2.0
-    leave_timeout_s: float = 15.0
+    goodbye_timeout_s: float = 15.0
     report_first_s: float = 3.0
     report_last_s: float = 300.0
     retry_first_s: float = 0.005

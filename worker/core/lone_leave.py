@@ -4,16 +4,15 @@ from __future__ import annotations
 
 UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
 UNFORMED_S = 5.0  # for the next generation to form
-UNFINISHED_S = 20.0  # for all to finish the step; Kubernetes kills after 30
 
 
 class LoneLeave:
     """Whether a leave was asked for, and what has stood in its way for too long.
 
     Args:
+        unfinished_s: how long after it was asked it waits for others that do not come to the step's end.
         unreachable_s: how long the worker waits for a lost scheduler's consent.
         unformed_s: how long it waits for a generation to form.
-        unfinished_s: how long after it was asked it waits for others that do not come to the step's end.
 
     Attributes:
         wanted: when the leave was asked for, and why; None: it was not. One value, so that a signal handler
@@ -24,9 +23,9 @@ class LoneLeave:
     def __init__(
         self,
         *,
+        unfinished_s: float,
         unreachable_s: float = UNREACHABLE_S,
         unformed_s: float = UNFORMED_S,
-        unfinished_s: float = UNFINISHED_S,
     ) -> None:
         self._unreachable_s = unreachable_s
         self._unformed_s = unformed_s

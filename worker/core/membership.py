@@ -337,7 +337,7 @@ class Membership(Lifecycle):
         if self._goodbye is not None:
             return
         self._goodbye = event
-        self._leave_at = self._now + self._timing.leave_timeout_s
+        self._leave_at = self._now + self._timing.goodbye_timeout_s
         if self._ended:
             self._notices.append(e.Left(heard=False))
         elif self._link.open:

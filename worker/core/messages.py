@@ -173,7 +173,7 @@ class Welcome(Value):
 
 
 class Waiting(Value):
-    """Formation is under way."""
+    """The group is formed or built: who is awaited."""
 
     present: int
     needed: int

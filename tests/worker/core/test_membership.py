@@ -151,7 +151,7 @@ class TestEndings:
         assert w.core.phase == "ended"
 
     def test_goodbye_has_a_deadline(self) -> None:
-        w = Machine(e.Timing(leave_timeout_s=0.5)).running()
+        w = Machine(e.Timing(goodbye_timeout_s=0.5)).running()
         w.feed(e.Goodbye(True, "done"))
         w.tick_at_deadline()
         assert w.now == 100.5
@@ -261,7 +261,7 @@ class TestReconnecting:
             assert w.feed(e.StepStarting(int(w.now))).notices == (e.StepGranted(),)
 
     def test_a_goodbye_that_nobody_hears_ends_with_the_first_deadline(self) -> None:
-        w = Machine(e.Timing(reconnect_timeout_s=2.0, leave_timeout_s=15.0)).running()
+        w = Machine(e.Timing(reconnect_timeout_s=2.0, goodbye_timeout_s=15.0)).running()
         w.feed(e.StreamLost(w.stream, "reset"))
         w.feed(e.Goodbye(True, "finished"))
         while not any(isinstance(notice, e.Left) for notice in w.last.notices):
