@@ -18,7 +18,7 @@ from worker.sharding import ShardedSampler
 from worker.state import TrainingState
 from worker.training import ElasticLoop
 
-STEP_S = float(os.environ.get("STEP_S", "0.02"))  # so that there are steps left when a test does something
+STEP_S = 0.02  # so that there are steps left when a test does something
 
 session = worker.init()
 weights = np.zeros(10, np.float32)

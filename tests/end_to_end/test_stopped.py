@@ -9,6 +9,7 @@ import pytest
 
 from tests.end_to_end.workers import Worker, company
 from tests.scheduler.processes import Scheduler, scheduler
+from tests.waiting import wait_for
 
 ENV = {"MS_NODE_TIMEOUT": "1"}
 ASKS_ANEW = "this worker has lost its place and asks for one as a newcomer"
@@ -28,8 +29,7 @@ def test_a_spare_that_was_stopped_asks_for_its_place_again_and_takes_over(tmp_pa
         spare = hired.start(MS_NODE_ID="s0", MS_WORKER_SPARE="1", **ENV)
         running.await_log("as a spare")
         stop_until_lost(spare, running, "s0")
-        while spare.log.count("waits as a spare") < 2:
-            assert spare.process.poll() is None, spare.log
+        wait_for(lambda: spare.log.count("waits as a spare") >= 2, lambda: spare.log)
         assert spare.log.count(ASKS_ANEW) == 1
         first.tell("worker.all_reduce(1.0)")
         second.kill()

@@ -7,7 +7,6 @@ what a result and a handle mean does not.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,16 +18,13 @@ from tests.contracts.agents import Place
 from tests.contracts.kits import Kit, NumpyArray
 from tests.gpu.stand_in import HostArray, OneRankNccl, fake_cupy
 from worker.communicators import tcp_arrays
-from worker.communicators.base import Backend, Membership, Peer, ReduceOp
+from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl_communicator import NcclCommunicator
 from worker.communicators.nccl_work import PreMultipliedSum
 from worker.errors import ArrayError
 
 
 class StandInKit(Kit):
-    def create(self, certificates: Path, rank: int) -> Backend:
-        raise NotImplementedError
-
     def array(self, values: NumpyArray) -> Any:
         return HostArray(values.copy())
 
