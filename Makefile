@@ -5,6 +5,7 @@ WORKERS ?= 2
 MODEL ?=
 ARGS ?=
 PYTEST_ARGS ?=
+TORCH ?= torch
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,14 +19,16 @@ GPU_EXTRA := $(if $(CUDA),$(comma)$(CUDA))
 
 TRAIN_READY := $(VENV)/.ready-train$(CUDA)
 DEV_READY := $(VENV)/.ready-dev$(CUDA)
+TORCH_READY := $(VENV)/.ready-torch$(CUDA)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format proto clean
+.PHONY: help train test test-torch run-test-torch test-system lint format proto clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo
-	@echo "make train takes WORKERS=4, MODEL=NAME and ARGS='--epochs 3'; all take PYTHON=python3.12."
+	@echo "make train takes WORKERS=4, MODEL=NAME and ARGS='--epochs 3'; all take PYTHON=python3.12;"
+	@echo "make test-torch takes TORCH='torch==2.13.0' or whatever pip is to install as torch."
 
 train: $(TRAIN_READY) $(KEYS)/config.json ## Train on this machine: a scheduler and WORKERS=2 workers
 	@$(BIN)/python -m worker -n $(WORKERS) --scheduler --tail all \
@@ -34,6 +37,17 @@ train: $(TRAIN_READY) $(KEYS)/config.json ## Train on this machine: a scheduler 
 
 test: $(DEV_READY) ## Run all tests, linters and type checks
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
+
+# In an environment of its own, so that make test runs the same with and without it.
+test-torch: ## Run the tests that need torch, on the CPU where there is no GPU
+	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-torch
+
+run-test-torch: $(TORCH_READY)
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
+		tests/gpu tests/contracts tests/end_to_end/test_readme.py
+
+test-system: $(DEV_READY) ## Run what takes minutes: floods, blame, a soak; one after the other
+	@$(BIN)/python -m pytest -q -m system $(PYTEST_ARGS) tests
 
 lint: $(DEV_READY) ## Check style, types and import rules only
 	@$(BIN)/ruff check .
@@ -50,7 +64,7 @@ proto: $(DEV_READY) ## Generate rendezvous/ from proto/
 		proto/rendezvous/v1/rendezvous.proto
 
 clean: ## Remove what make and runs have written, certificates included
-	@rm -rf $(VENV) $(KEYS) device checkpoints build dist *.egg-info
+	@rm -rf $(VENV) .venv-torch $(KEYS) device checkpoints build dist *.egg-info
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -80,3 +94,8 @@ $(DEV_READY): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what the tests need (once; a minute or two)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev$(GPU_EXTRA)]'
 	@touch $@ $(TRAIN_READY)
+
+$(TORCH_READY): $(DEV_READY)
+	@echo "Installing $(TORCH) (once; it is large)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)'
+	@touch $@

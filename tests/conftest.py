@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
@@ -24,3 +27,63 @@ class _AttacksTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has n
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """Takes the place of ``--dist loadfile``."""
     return _AttacksTogether(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+# ---------------------------------------------------------------- skips that are allowed
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--allowed-skips FILE``: a skip that no line of the file allows makes the run fail."""
+    words = "fail where a test is skipped that FILE does not list"
+    parser.addoption("--allowed-skips", metavar="FILE", help=words)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watches the skips of the whole run: with xdist in the process that hears of all of them."""
+    name = config.getoption("--allowed-skips")
+    if name and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipGate(Path(name).read_text()), "skip-gate")
+
+
+class SkipGate:
+    """Fails a run in which a test was skipped without leave.
+
+    Args:
+        allowed: lines ``NODE-ID PATTERN | REASON PATTERN``, as fnmatch has them; ``#`` begins a comment.
+    """
+
+    def __init__(self, allowed: str) -> None:
+        lines = (line.partition("#")[0].strip() for line in allowed.splitlines())
+        self._allowed = [tuple(part.strip() for part in line.split("|", 1)) for line in lines if line]
+        self._refused: list[str] = []
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if not any(
+            fnmatch.fnmatchcase(report.nodeid, node) and fnmatch.fnmatchcase(reason, why)
+            for node, why in self._allowed
+        ):
+            self._refused.append(f"{report.nodeid} | {reason}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Notes a test that was skipped."""
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Notes a module that was skipped."""
+        self._note(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Makes a failure of skips without leave."""
+        if self._refused and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Lists them."""
+        if self._refused:
+            terminalreporter.section("skipped, and not in the list of allowed skips")
+            for line in sorted(set(self._refused)):
+                terminalreporter.write_line(line)

@@ -1,0 +1,59 @@
+"""A skip that nobody allowed fails the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scheduler.processes import ROOT
+
+TESTS = """
+import pytest
+
+def test_passes():
+    pass
+
+@pytest.mark.skip(reason="no such device")
+def test_skips():
+    pass
+"""
+MODULE = "import pytest\npytest.skip('no such library', allow_module_level=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "code", "parallel"),
+    [
+        ("test_one.py::test_skips | no such device\ntest_two.py | no such library\n", 0, ("-n", "1")),
+        ("# all\n* | no such *  # of both kinds\n", 0, ()),
+        ("* | no such device\n", 1, ("-n", "1")),
+        ("test_two.py | no such library\n", 1, ()),
+    ],
+)
+def test_a_skip_without_leave_fails_the_run(
+    tmp_path: Path, allowed: str, code: int, parallel: tuple[str, ...]
+) -> None:
+    (tmp_path / "test_one.py").write_text(TESTS)
+    (tmp_path / "test_two.py").write_text(MODULE)
+    (tmp_path / "allowed.txt").write_text(allowed)
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    run = subprocess.run(
+        [*pytest_here, "-p", "tests.conftest", "--allowed-skips", "allowed.txt", *parallel, str(tmp_path)],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert run.returncode == code, run.stdout + run.stderr
+    assert ("not in the list of allowed skips" in run.stdout) == bool(code)
+
+
+def test_the_lists_name_tests_that_exist() -> None:
+    for path in (ROOT / "tests" / "skips").iterdir():
+        for line in path.read_text().splitlines():
+            node = line.partition("#")[0].partition("|")[0].strip().partition("::")[0]
+            assert not node or list(ROOT.glob(node)), f"{path.name}: nothing is called {node}"
