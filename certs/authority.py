@@ -28,13 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
     pkcs12,
 )
 
-from certs.certificates import (
-    check_dates,
-    name_of,
-    parse_certificates,
-    to_pem,
-    utc_now,
-)
+from certs.certificates import check_dates, list_number, name_of, parse_certificates, to_pem, utc_now
 from certs.errors import ConfigError, FileError, KeyMismatchError, PasswordError
 from certs.fields import (
     CLOCK_SKEW,
@@ -46,7 +40,6 @@ from certs.fields import (
     host_names,
     key_usage,
     leaf_name,
-    list_number,
     usages,
 )
 from certs.files import locked, read_file, write_file

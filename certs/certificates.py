@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -282,3 +283,42 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
                 remedy="ca_cert_path names what issued the others (CA:TRUE, keyCertSign).",
             )
     return roots
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a revocation list is asked for one certificate of a chain."""
+
+    name: str
+    subject: bytes
+    issuer: bytes
+    issuer_key_id: bytes | None
+    serial: int
+
+
+def link_of(certificate: x509.Certificate) -> Link:
+    """What a revocation list needs to know of a certificate."""
+    key_id = None
+    try:
+        key_id = certificate.extensions.get_extension_for_class(
+            x509.AuthorityKeyIdentifier
+        ).value.key_identifier
+    except (x509.ExtensionNotFound, *UNREADABLE):
+        key_id = None
+    return Link(
+        name=name_of(certificate),
+        subject=certificate.subject.public_bytes(),
+        issuer=certificate.issuer.public_bytes(),
+        issuer_key_id=key_id,
+        serial=certificate.serial_number,
+    )
+
+
+def list_number(crl: x509.CertificateRevocationList | None) -> int:
+    """The number of a revocation list; 0 if there is none."""
+    if crl is None:
+        return 0
+    try:
+        return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+    except x509.ExtensionNotFound:
+        return 0

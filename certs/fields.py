@@ -142,13 +142,3 @@ def authority_key_id(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier
     except x509.ExtensionNotFound:
         return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())  # type: ignore[arg-type]
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
-
-
-def list_number(crl: x509.CertificateRevocationList | None) -> int:
-    """The number of a revocation list; 0 if there is none."""
-    if crl is None:
-        return 0
-    try:
-        return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    except x509.ExtensionNotFound:
-        return 0

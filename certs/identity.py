@@ -122,19 +122,3 @@ def parse_uri(uri: str) -> Identity:
     if identity.uri() != uri:
         raise IdentityError(f"{uri[:300]!r} is not an identity: its canonical form is {identity.uri()}.")
     return identity
-
-
-def identity_of_pem(pem: bytes, *, require_identity: bool = True) -> Identity:
-    """Reads the identity from a PEM certificate (the first one, if it is a chain).
-
-    Args:
-        pem: the certificate, from a file or a TLS peer.
-        require_identity: False takes certificates without an identity as :data:`LEGACY`.
-
-    Raises:
-        IdentityError: none, several or malformed identities, several common names, control characters.
-        FileError: not a certificate.
-    """
-    from certs.peer import peer_of_pem
-
-    return peer_of_pem(pem, require_identity=require_identity).identity

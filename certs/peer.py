@@ -14,9 +14,11 @@ from cryptography import x509
 
 from certs.certificates import (
     UNREADABLE,
+    Link,
     check_period,
     check_strength,
     fingerprint,
+    link_of,
     name_of,
     parse_certificates,
     printable,
@@ -27,17 +29,6 @@ from certs.identity import LEGACY, SCHEME, Identity, parse_uri
 
 if TYPE_CHECKING:
     from certs.revocation import Revocations
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a revocation list is asked for one certificate of a chain."""
-
-    name: str
-    subject: bytes
-    issuer: bytes
-    issuer_key_id: bytes | None
-    serial: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +118,6 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
         hosts=tuple(hosts),
         addresses=tuple(str(each) for each in alternatives.get_values_for_type(x509.IPAddress)),
         links=tuple(link_of(certificate) for certificate in chain),
-    )
-
-
-def link_of(certificate: x509.Certificate) -> Link:
-    """What a revocation list needs to know of a certificate."""
-    key_id = None
-    try:
-        key_id = certificate.extensions.get_extension_for_class(
-            x509.AuthorityKeyIdentifier
-        ).value.key_identifier
-    except (x509.ExtensionNotFound, *UNREADABLE):
-        key_id = None
-    return Link(
-        name=name_of(certificate),
-        subject=certificate.subject.public_bytes(),
-        issuer=certificate.issuer.public_bytes(),
-        issuer_key_id=key_id,
-        serial=certificate.serial_number,
     )
 
 

@@ -10,7 +10,7 @@ from cryptography import x509
 from certs.certificates import UNREADABLE, fingerprint, is_authority, parse_certificates, to_pem
 from certs.errors import ConfigError, FileError
 from certs.files import read_file
-from certs.identity import identity_of_pem
+from certs.peer import peer_of_pem
 
 
 def read_lists(path: Path) -> list[x509.CertificateRevocationList]:
@@ -58,4 +58,4 @@ def _some(found: list[x509.Certificate], what: str) -> list[x509.Certificate]:
 
 
 def _node(certificate: x509.Certificate) -> str | None:
-    return None if is_authority(certificate) else identity_of_pem(to_pem([certificate])).node
+    return None if is_authority(certificate) else peer_of_pem(to_pem([certificate])).identity.node

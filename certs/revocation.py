@@ -9,10 +9,17 @@ from dataclasses import dataclass, field, replace
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from certs.certificates import MAX_CHAIN, UNREADABLE, WEAK_HASHES, printable, utc_now
+from certs.certificates import (
+    MAX_CHAIN,
+    UNREADABLE,
+    WEAK_HASHES,
+    Link,
+    link_of,
+    list_number,
+    printable,
+    utc_now,
+)
 from certs.errors import RevocationListError, RevokedError
-from certs.fields import list_number
-from certs.peer import Link, link_of
 
 _BEGIN = b"-----BEGIN X509 CRL-----"
 _END = b"-----END X509 CRL-----"

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from certs.errors import CertificateError, HandshakeError
 
 if TYPE_CHECKING:
-    from certs.preflight import Preflight as Preflight
-    from certs.preflight import preflight as preflight
     from certs.store import Credentials
 
 
@@ -99,12 +97,3 @@ def _as_path(data: bytes) -> Iterator[str]:
         yield f"{directory}/{reader}"
     finally:
         os.close(reader)
-
-
-def __getattr__(name: str) -> Any:
-    """``preflight`` lives in its own module; the communicator's start need not import it."""
-    if name in ("preflight", "Preflight"):
-        from certs import preflight
-
-        return getattr(preflight, name)
-    raise AttributeError(name)

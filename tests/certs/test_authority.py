@@ -13,7 +13,7 @@ from certs import errors
 from certs.authority import create_authority, open_authority, renew_authority
 from certs.certificates import build_chain, check_purpose, issued_by
 from certs.fields import host_names
-from certs.identity import Identity, identity_of_pem
+from certs.identity import Identity
 from certs.peer import peer_of_pem
 from certs.records import find_issued, read_lists
 from certs.store import load_credentials
@@ -64,7 +64,7 @@ def test_what_a_certificate_says(pki: Pki, role: str) -> None:
     identity = Identity("resnet", role, "node 7" if role == "worker" else None)
     issued = pki.authority.issue(identity, days=10, now=NOW)
     leaf = issued.certificate
-    assert identity_of_pem(pem(leaf)) == identity
+    assert peer_of_pem(pem(leaf)).identity == identity
     assert leaf.not_valid_after_utc == NOW + 10 * DAY
     assert NOW - DAY < leaf.not_valid_before_utc < NOW
     assert issued_by(leaf, pki.authority.certificate)

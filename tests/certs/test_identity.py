@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from certs.certificates import check_purpose, issued_by, load_authorities, parse_certificates
 from certs.errors import CertificateError, FileError, IdentityError
-from certs.identity import LEGACY, ROLES, Identity, identity_of_pem, parse_uri
+from certs.identity import LEGACY, ROLES, Identity, parse_uri
 from certs.peer import peer_of_pem
 from certs.show import describe
 from tests.certs.making import NOW, Pki, certificate, pem
@@ -110,9 +110,9 @@ def test_an_unbound_certificate_may_take_any_node_and_a_starred_one_any_job() ->
 
 def test_the_identity_is_read_from_a_certificate(pki: Pki) -> None:
     text = pem(certificate(pki.authority, uris=("muster://job/worker/node7",)))
-    assert identity_of_pem(text) == Identity("job", "worker", "node7")
+    assert peer_of_pem(text).identity == Identity("job", "worker", "node7")
     # As a TLS peer sends it: leaf first, its authority after.
-    assert identity_of_pem(text + pem(pki.authority.certificate)).node == "node7"
+    assert peer_of_pem(text + pem(pki.authority.certificate)).identity.node == "node7"
 
 
 @pytest.mark.parametrize(
@@ -131,31 +131,31 @@ def test_ambiguous_certificates_are_refused(
 ) -> None:
     text = pem(certificate(pki.authority, uris=uris, common_names=common_names))
     with pytest.raises(IdentityError, match=words) as caught:
-        identity_of_pem(text)
+        peer_of_pem(text)
     assert str(caught.value).isprintable()
 
 
 def test_a_host_with_a_control_character_is_refused(pki: Pki) -> None:
     text = pem(certificate(pki.authority, hosts=(x509.DNSName("a\nb"),)))
     with pytest.raises(IdentityError, match="control character"):
-        identity_of_pem(text)
+        peer_of_pem(text)
 
 
 def test_an_authority_names_nobody(pki: Pki) -> None:
     with pytest.raises(IdentityError, match="authority"):
-        identity_of_pem(pem(pki.authority.certificate), require_identity=False)
+        peer_of_pem(pem(pki.authority.certificate), require_identity=False)
 
 
 def test_legacy_certificates_only_where_allowed(pki: Pki) -> None:
     text = pem(certificate(pki.authority, uris=()))
-    identity = identity_of_pem(text, require_identity=False)
+    identity = peer_of_pem(text, require_identity=False).identity
     assert identity == LEGACY and identity.legacy
     assert identity.may(role="scheduler", job="any", node="any") is None
     # Who has an identity is bound to it also there.
-    bound = identity_of_pem(pem(certificate(pki.authority)), require_identity=False)
+    bound = peer_of_pem(pem(certificate(pki.authority)), require_identity=False).identity
     assert bound.may(role="scheduler") is not None
     with pytest.raises(IdentityError):
-        identity_of_pem(pem(certificate(pki.authority, uris=("muster://job/boss",))), require_identity=False)
+        peer_of_pem(pem(certificate(pki.authority, uris=("muster://job/boss",))), require_identity=False)
 
 
 @settings(deadline=None)
@@ -163,12 +163,12 @@ def test_legacy_certificates_only_where_allowed(pki: Pki) -> None:
 def test_any_bytes_are_a_certificate_or_a_typed_error(data: bytes) -> None:
     for text in (data, b"-----BEGIN CERTIFICATE-----\n" + data + b"\n-----END CERTIFICATE-----\n"):
         with pytest.raises(CertificateError):
-            identity_of_pem(text)
+            peer_of_pem(text)
 
 
 def test_not_a_certificate_is_a_file_error() -> None:
     with pytest.raises(FileError, match="no PEM certificate"):
-        identity_of_pem(b"hello")
+        peer_of_pem(b"hello")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what the library has to say about odd names

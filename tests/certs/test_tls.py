@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from certs import errors, tls
+from certs import errors
 from certs.authority import create_authority
 from certs.identity import Identity
 from certs.store import Credentials, load_credentials
@@ -179,11 +179,3 @@ def test_no_certificate_before_the_handshake(worker: Credentials) -> None:
     near = client_ssl_context(worker).wrap_socket(left, do_handshake_on_connect=False)
     with right, near, pytest.raises((errors.HandshakeError, ValueError)):
         peer_pem(near)
-
-
-def test_preflight_is_reachable_from_here() -> None:
-    from certs.preflight import preflight
-
-    assert tls.preflight is preflight
-    with pytest.raises(AttributeError):
-        tls.nothing  # noqa: B018
