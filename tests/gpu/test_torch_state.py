@@ -146,10 +146,9 @@ def test_whoever_is_a_step_behind_takes_it_from_whoever_finished_it() -> None:
 
     def one_finishes(communicator: ThreadCommunicator) -> None:
         member = members[communicator.rank]
-        member.model.rebind(communicator)
+        member.state.enter(communicator, 0)
         member.compute()
         if communicator.rank == 1:
-            member.train(0)
             member.state.commit()
             member.state.sampler.advance()
             member.state.step += 1
