@@ -33,6 +33,8 @@ class TrainingState:
         rng: the run's random generator, if it draws from one. It is the same on all ranks; what must
             differ between ranks is best drawn from (seed, step, rank).
         extra: anything else, as JSON knows it (a learning rate schedule, say).
+        run: names the training since its beginning, also after it was resumed; "": it has not begun in a job.
+        launch: names the launch of the job that goes on with it.
         shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
         in_step: a step has begun, and has been neither committed nor rolled back.
     """
@@ -42,6 +44,8 @@ class TrainingState:
     step: int = 0
     rng: np.random.Generator | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    run: str = field(default="", init=False)
+    launch: str = field(default="", init=False)
     shared: bool = field(default=False, init=False)
     in_step: bool = field(default=False, init=False)
     _rng_before: Any = field(default=None, init=False, repr=False)
@@ -51,6 +55,7 @@ class TrainingState:
         return json.dumps(
             {
                 "step": self.step,
+                "run": self.run,
                 "sampler": self.sampler.state(),
                 "rng": None if self.rng is None else self.rng.bit_generator.state,
                 "extra": self.extra,
@@ -126,6 +131,7 @@ class TrainingState:
         self.step = int(values["step"])
         self.sampler.restore(values["sampler"])
         self.extra = values["extra"]
+        self.run = values.get("run", "")
         if self.rng is not None and values["rng"] is not None:
             self.rng.bit_generator.state = values["rng"]
 

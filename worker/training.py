@@ -48,6 +48,10 @@ class ElasticSession(StateHolder, Protocol):
     def world_size(self) -> int:
         """Ranks in the present generation."""
 
+    @property
+    def launch(self) -> int:
+        """Names this launch of the job; 0: not known."""
+
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
@@ -131,6 +135,8 @@ class ElasticLoop:
         epochs: how many in all, counted from the run's very beginning.
         steps: how many in all at most, counted likewise; 0: as many as the epochs have.
         save: writes a checkpoint of ``state``; called when this worker must give up, or is the last.
+        take_up: reads a checkpoint of this launch into ``state``, if there is one; called where no member
+            holds the state, as after the loss of all that did.
         clock: seconds on a monotonic clock, for the rate that is reported.
 
     Attributes:
@@ -146,6 +152,7 @@ class ElasticLoop:
         epochs: int,
         steps: int = 0,
         save: Callable[[], object] = lambda: None,
+        take_up: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
@@ -155,6 +162,7 @@ class ElasticLoop:
         self._epochs = epochs
         self._steps = steps
         self._save = save
+        self._take_up = take_up
         self._clock = clock
         self._last_finish = clock()
         self._leave_reason = ""
@@ -259,7 +267,13 @@ class ElasticLoop:
             self._save()
 
     def _share(self) -> None:
-        share_state(self.session, self.state)
+        state = self.state
+        if self.session.state_source_rank < 0 and not state.shared:
+            self._take_up()
+        if self.session.launch:
+            state.launch = f"{self.session.launch:016x}"
+            state.run = state.run or state.launch
+        share_state(self.session, state)
         self._last_finish = self._clock()
 
     def _go(self, granted: LeaveGranted) -> None:
