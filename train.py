@@ -103,8 +103,8 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: worker.Sess
     checkpoints.resume(args.resume, say=out.line)
     loss = xp.zeros(1, args.dtype)  # travels with the gradients
     reducer = GradientReducer(session, net.parameters | {"loss": loss}, gradients_mean=False)
-    keeping = {"save": checkpoints.save, "take_up": checkpoints.take_up}
-    loop = ElasticLoop(session, state, epochs=args.epochs, **keeping)
+    save, take_up = checkpoints.save, checkpoints.take_up
+    loop = ElasticLoop(session, state, epochs=args.epochs, save=save, take_up=take_up)
     for step in loop:
         with step:
             for piece, rows in enumerate(step.batch.split(args.accumulate), 1):

@@ -99,8 +99,13 @@ def save(
         The file's path.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written; or a step is under way, whose half would be saved.
     """
+    if state.in_step:
+        raise CheckpointError(
+            f"The state is amid a step: {state.step} are finished, and the next one has begun.",
+            remedy="Save after the block of `with step`; after an error call state.roll_back() first.",
+        )
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 

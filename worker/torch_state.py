@@ -263,7 +263,7 @@ class TorchTrainingState(TrainingState):
         self._model.refresh_weights()
         values = json.loads(description)
         for name in values.get("also", {}):
-            values["also"][name] = base64.b64encode(arrays[_ALSO + name]).decode()
+            values["also"][name] = base64.b64encode(arrays[_ALSO + name].tobytes()).decode()
         self.restore(json.dumps(values))
 
     def layout(self) -> dict[str, str]:
@@ -295,7 +295,8 @@ class TensorCarrier:
             buffer.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         self._communicator.broadcast(array_of(self._communicator, buffer), source)
         self._wait()
-        return bytes(buffer.tolist()).decode()
+        text: bytes = buffer.cpu().numpy().tobytes()
+        return text.decode()
 
     def broadcast_arrays(self, source: int) -> dict[str, Array]:
         """The tensors of ``source`` by name; own ones stay untouched."""

@@ -252,6 +252,7 @@ class ElasticLoop:
             self._closed = True
         except WorkerError as error:
             if not _is_change(error):
+                self.state.roll_back()
                 self._save()
             raise
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from worker.torch_data_parallel import DataParallel  # noqa: E402
 from worker.torch_state import TorchTrainingState  # noqa: E402
 from worker.training import ElasticLoop  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 SAMPLES, STEPS, SAVED_AT = 48, 9, 4
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(SAMPLES, 12, generator=GENERATOR)
@@ -86,7 +89,7 @@ CASES = {
 class Job:
     """One rank's objects, made as a script makes them."""
 
-    def __init__(self, case: Case, session: ElasticFakeSession, seed: int = 0) -> None:
+    def __init__(self, case: Case, session: Any, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         # Gradients come in another order than that of the parameters: buckets are made anew.
         layers = [torch.nn.Linear(16, 3), torch.nn.BatchNorm1d(16), torch.nn.Linear(12, 16)]
@@ -192,6 +195,26 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, name: str) -
     for (losses, values), (losses_before, values_before) in zip(found, expected, strict=True):
         assert losses == losses_before[SAVED_AT:]
         check_equal(values, values_before)
+
+
+def test_so_it_does_among_processes_each_with_generators_of_its_own(tmp_path: Path) -> None:
+    def printed(source: str) -> list[str]:
+        script = [sys.executable, str(ROOT / "tests/gpu/resume_job.py"), str(tmp_path / "kept"), source]
+        done = subprocess.run(
+            [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--tail", "all", "--", *script],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return sorted(re.findall("rank . (?:step|ends with).*", done.stdout))
+
+    whole, resumed = printed(""), printed("latest")
+    assert len(whole) == 2 * STEPS + 2
+    assert len({line.partition("loss ")[2] for line in whole}) > STEPS + 1, "the ranks draw the same masks"
+    assert resumed == [line for line in whole if not re.search(rf"step [1-{SAVED_AT}] ", line)]
 
 
 NEW = {"also", "generators"}

@@ -291,6 +291,16 @@ def test_a_failed_write_leaves_the_files_as_they_were(
     assert path.read_bytes() == before
 
 
+def test_amid_a_step_nothing_is_saved(tmp_path: Path) -> None:
+    """The step would be done twice: once before the file, and once after it is read."""
+    state = make(1.0, step=4)
+    state.begin()
+    with pytest.raises(CheckpointError, match="Save after the block of `with step`"):
+        checkpoint.save(tmp_path, state)
+    state.commit()
+    assert checkpoint.save(tmp_path, state).exists()
+
+
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="choose another directory with --checkpoint-dir"):

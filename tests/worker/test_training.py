@@ -533,6 +533,20 @@ def test_what_a_broken_step_left_in_the_state_is_taken_back_before_it_is_saved(e
     assert end_at_step_3(error) == ["rolled back", "saved 3"]
 
 
+def test_so_it_is_where_the_next_generation_does_not_form() -> None:
+    (session,) = (world := ElasticWorld(1)).members
+    state = Journal()
+    loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
+    with pytest.raises(FormationTimeoutError):
+        for step in loop:
+            with step:
+                state.notes.clear()
+                if state.step == 3:
+                    world.end(FormationTimeoutError("0 of 2 are left."))
+                    raise membership_changed(1)
+    assert state.notes == ["rolled back", "saved 3"]
+
+
 def test_a_step_that_turns_out_broken_at_its_end_may_still_end_in_a_leave() -> None:
     class Late(Journal):
         def commit(self) -> None:
