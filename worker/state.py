@@ -94,6 +94,13 @@ class TrainingState:
             self.rng.bit_generator.state = self._rng_before  # to draw the same again
         self.in_step = False
 
+    def settle(self) -> None:
+        """The run is over, and every rank has committed its last step.
+
+        Raises:
+            RanksDifferError: the ranks differed in that step.
+        """
+
     def enter(self, communicator: Communicator, source: int) -> None:
         """Takes its place among the ranks; ``source`` is the one whose state all hold now."""
         self.sampler.reshard(communicator.rank, communicator.world_size)

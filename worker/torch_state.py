@@ -130,6 +130,10 @@ class TorchTrainingState(TrainingState):
             self._comparison.send(self.step + 1, self._random.now())
         super().commit()
 
+    def settle(self) -> None:
+        """Compares what the ranks said of their last step; see :class:`TrainingState`."""
+        self._comparison.receive()
+
     def roll_back(self) -> None:
         """Puts back what was kept, once nothing of the broken step runs any more."""
         if self.in_step:

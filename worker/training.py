@@ -177,7 +177,7 @@ class ElasticLoop:
             while not (self.left or self._closed):
                 if self.is_over:
                     # None leaves before all are done: whoever still lacks the last step needs the others.
-                    self._closed = self._attempt(lambda: self.session.communicator.barrier()) or self._closed
+                    self._closed = self._attempt(self._meet) or self._closed
                 elif self._attempt(self._begin):
                     yield Step(self)
 
@@ -185,6 +185,11 @@ class ElasticLoop:
     def is_over(self) -> bool:
         """Whether all epochs are done, or as many steps as there are to be."""
         return self.state.sampler.epoch >= self._epochs or 0 < self._steps <= self.state.step
+
+    def _meet(self) -> None:
+        """Waits for all ranks at the run's end."""
+        self.session.communicator.barrier()
+        self.state.settle()
 
     def leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary. Callable from a signal handler."""

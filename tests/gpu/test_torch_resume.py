@@ -114,10 +114,14 @@ class Job:
             self.model, self.optimizer, ShardedSampler(SAMPLES, 12, seed=3), also=self.also
         )
 
+        self.orders: list[list[int]] = []
+        """Of the parameters in buckets, before each step: sums over three ranks and more depend on it."""
+
     def train(self, steps: int, after: Callable[[Job], object] = lambda job: None) -> list[float]:
         losses = []
         for step in ElasticLoop(self.session, self.state, epochs=100, steps=steps):
             with step:
+                self.orders.append(self.model.bucket_order())
                 self.optimizer.zero_grad()
                 loss = self.loss(step.batch.indices)
                 self.scaler.scale(loss).backward()
@@ -180,21 +184,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, name: str) -
 
     def whole(session: ElasticFakeSession) -> Any:
         job = Job(case, session)
-        return job.train(STEPS, save), job.everything()
+        return job.train(STEPS, save), job.orders, job.everything()
 
     def resumed(session: ElasticFakeSession) -> Any:
         job = Job(case, session, seed=7 + session.number)
         if session.number == case.ranks - 1:  # the others take it from there
             checkpoint.load_latest(tmp_path, job.state)
-        return job.train(STEPS), job.everything()
+        return job.train(STEPS), job.orders, job.everything()
 
     torch.manual_seed(5)
     expected = on_all_ranks(case.ranks, whole)
     torch.manual_seed(6)
     found = on_all_ranks(case.ranks, resumed)
-    for (losses, values), (losses_before, values_before) in zip(found, expected, strict=True):
-        assert losses == losses_before[SAVED_AT:]
-        check_equal(values, values_before)
+    for (losses, orders, values), (losses_0, orders_0, values_0) in zip(found, expected, strict=True):
+        assert (losses, orders) == (losses_0[SAVED_AT:], orders_0[SAVED_AT:])
+        check_equal(values, values_0)
 
 
 def test_so_it_does_among_processes_each_with_generators_of_its_own(tmp_path: Path) -> None:
@@ -381,6 +385,26 @@ def set_beta(job: Job) -> None:
     job.optimizer.param_groups[0]["betas"] = (0.9, 0.9)
 
 
+def test_a_scheduler_that_is_no_part_of_the_state_shows_where_a_replacement_comes() -> None:
+    world = ElasticWorld(1)
+    case = CASES["a scheduler"]
+
+    def make(session: Any) -> Job:
+        job = Job(case, session)
+        job.state = TorchTrainingState(job.model, job.optimizer, ShardedSampler(SAMPLES, 12, seed=3))
+        return job
+
+    first = make(world.members[0])
+    first.train(3)
+    comes = world.plan()
+    with ThreadPoolExecutor(1) as threads:
+        going = threads.submit(first.train, STEPS)
+        for train in (lambda: make(comes).train(STEPS), lambda: going.result(60)):
+            with pytest.raises(RanksDifferError, match=r'learning rate .* also=\{"scheduler": scheduler\}'):
+                train()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["", "in the last step"])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -389,17 +413,21 @@ def set_beta(job: Job) -> None:
         (set_beta, r"betas\[1\] of parameter group 0 is 0\.999 on rank 0 and 0\.9 on rank 1"),
     ],
 )
-def test_what_differs_between_ranks_is_named_within_a_step(change: Callable[[Job], None], words: str) -> None:
+def test_what_differs_between_ranks_is_named_within_a_step(
+    change: Callable[[Job], None], words: str, last: bool
+) -> None:
     jobs: dict[int, Job] = {}
 
     def at_two(job: Job) -> None:
         if job.state.step == 2 and job.session.rank == 1:
             change(job)
 
+    steps = 3 if last else STEPS
+
     def one(session: ElasticFakeSession) -> str:
         jobs[session.rank] = Job(CASES["AdamW"], session)
         with pytest.raises(RanksDifferError) as caught:
-            jobs[session.rank].train(STEPS, at_two)
+            jobs[session.rank].train(steps, at_two)
         return str(caught.value)
 
     said = on_all_ranks(2, one)
