@@ -99,11 +99,12 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: worker.Sess
     momentum = {name: xp.zeros_like(array) for name, array in net.parameters.items()}
     sampler = ShardedSampler(len(data.train_x), args.batch_size, seed=args.seed, shuffle=data.classes > 0)
     state = TrainingState(net.parameters | {f"momentum.{n}": a for n, a in momentum.items()}, sampler)
-    checkpoints = checkpoint.Folder(args.checkpoint_dir, state)
+    checkpoints = checkpoint.Folder(args.checkpoint_dir, state, session)
     checkpoints.resume(args.resume, say=out.line)
     loss = xp.zeros(1, args.dtype)  # travels with the gradients
     reducer = GradientReducer(session, net.parameters | {"loss": loss}, gradients_mean=False)
-    loop = ElasticLoop(session, state, epochs=args.epochs, save=checkpoints.save)
+    save, take_up = checkpoints.save, checkpoints.take_up
+    loop = ElasticLoop(session, state, epochs=args.epochs, save=save, take_up=take_up)
     for step in loop:
         with step:
             for piece, rows in enumerate(step.batch.split(args.accumulate), 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from worker.communicators.base import Array, Communicator, Membership, Peer, Red
 from worker.errors import CommunicatorAbortedError, LeaveGranted, MembershipChanged
 
 T = TypeVar("T")
+_LAUNCHES = itertools.count(1)
 
 _REDUCE: dict[ReduceOp, Callable[[Any], Any]] = {
     ReduceOp.SUM: lambda parts: np.sum(parts, axis=0),
@@ -200,6 +202,7 @@ class ElasticWorld:
 
     def __init__(self, size: int, *, least: int = 1) -> None:
         self.changed = threading.Condition()
+        self.launch = next(_LAUNCHES)
         self.least = least
         self.dismissed: list[ElasticFakeSession] = []
         self.generation = 0
@@ -319,6 +322,10 @@ class ElasticFakeSession:
     @property
     def world_size(self) -> int:
         return self.communicator.world_size
+
+    @property
+    def launch(self) -> int:
+        return self.world.launch
 
     def step_boundary(self, step: int) -> None:
         with self.world.changed:

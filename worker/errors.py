@@ -98,6 +98,10 @@ class CollectiveMismatchError(CommunicatorError):
     """The ranks called different collectives, dtypes, shapes, roots or operations; names who called what."""
 
 
+class RanksDifferError(WorkerError):
+    """The ranks train apart: a setting that is not part of their common state differs; names it."""
+
+
 class PeerLostError(CommunicatorError):
     """The connection to a peer broke; ``rank`` is its rank in the communicator's group."""
 

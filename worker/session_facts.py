@@ -103,6 +103,11 @@ class SessionFacts:
         return self._place.newcomer_ranks
 
     @property
+    def launch(self) -> int:
+        """Names this launch of the job, the same in all its generations; 0: not known."""
+        return self._place.launch
+
+    @property
     def change_reason(self) -> str:
         """Why the present generation exists, in words."""
         return self._place.reason

@@ -119,8 +119,7 @@ class DataParallel(ModuleWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         self._check_wrapped()
-        if self._masters is not None:
-            self._masters.refresh()
+        self.refresh_weights()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -217,13 +216,26 @@ class DataParallel(ModuleWrapper):
         self.rebind(communicator)
         check_same_tensors(self.communicator, self.device, self._named)
         settled = self._order is None
-        mine = [self._indices[id(parameter)] for bucket in self._buckets for parameter in bucket.parameters]
-        told = torch.tensor([int(settled), *mine], dtype=torch.int64, device=self.device)
+        told = torch.tensor([int(settled), *self.bucket_order()], dtype=torch.int64, device=self.device)
         broadcast_tensors(communicator, [told], source)
         theirs_settled, *theirs = told.tolist()
-        if theirs != mine:
-            self._build(theirs)
+        self.follow_order(theirs)
         self._order = None if theirs_settled else []
+
+    def bucket_order(self) -> list[int]:
+        """The parameters' numbers in the order in which they lie in buckets."""
+        return [self._indices[id(parameter)] for bucket in self._buckets for parameter in bucket.parameters]
+
+    def follow_order(self, order: list[int]) -> None:
+        """Puts parameters into buckets in this order, from now on.
+
+        With more than two ranks the sums of an AllReduce depend on it, by rounding. Masters, and another
+        number of parameters than these, leave it as it is.
+        """
+        if self._masters is None and sorted(order) == list(range(len(self._named))):
+            if order != self.bucket_order():
+                self._build(order)
+            self._order = None
 
     # ------------------------------------------------------------ the backward pass
 

@@ -34,8 +34,21 @@ class RandomState:
         for generator, state in zip(self._generators, self._kept, strict=False):
             generator.set_state(state)
 
+    def now(self) -> Any:
+        """Where the generators are: uint8, one after the other."""
+        return torch.cat([generator.get_state() for generator in self._generators])
+
+    def set(self, states: Any) -> bool:
+        """Sets the generators to what :meth:`now` gave; False: that is of other kinds of generators."""
+        sizes = [generator.get_state().numel() for generator in self._generators]
+        if states.numel() != sum(sizes):
+            return False
+        for generator, state in zip(self._generators, states.split(sizes), strict=True):
+            generator.set_state(state.contiguous())
+        return True
+
     def begin(self, rank: int, step: int) -> None:
-        """Seeds the generators anew for a rank that takes up a run at ``step``, and keeps that.
+        """Seeds the generators anew for a rank that takes up a run at ``step``.
 
         With the seed that this process was started with it would draw once more what its rank drew in the
         run's first steps. The new seed depends on that one, so a seeded run stays repeatable.
@@ -43,7 +56,6 @@ class RandomState:
         seed = seed_of(torch.initial_seed(), rank, step)
         for generator in self._generators:
             generator.manual_seed(seed)
-        self.keep()
 
 
 def seed_of(initial_seed: int, rank: int, step: int) -> int:

@@ -48,6 +48,10 @@ class ElasticSession(StateHolder, Protocol):
     def world_size(self) -> int:
         """Ranks in the present generation."""
 
+    @property
+    def launch(self) -> int:
+        """Names this launch of the job; 0: not known."""
+
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
@@ -83,10 +87,10 @@ class Step:
         self.epoch = self.batch.epoch + 1
         self.number = self.batch.step + 1
         self.done = False
-        self._rng = None if loop.state.rng is None else loop.state.rng.bit_generator.state
 
     def __enter__(self) -> Step:
         """Begins the step."""
+        self._loop.state.begin()
         return self
 
     def __exit__(
@@ -105,8 +109,6 @@ class Step:
     def _overcome(self, error: BaseException) -> bool:
         """Whether the loop goes on, or ends well, after what broke the step."""
         if _is_change(error):
-            if self._loop.state.rng is not None and self._rng is not None:
-                self._loop.state.rng.bit_generator.state = self._rng  # to draw the same again
             self._loop._recover(error)
             return True
         if isinstance(error, LeaveGranted):
@@ -131,7 +133,10 @@ class ElasticLoop:
         session: this worker's place in the job.
         state: what to train; overwritten in place when taken over from another member.
         epochs: how many in all, counted from the run's very beginning.
+        steps: how many in all at most, counted likewise; 0: as many as the epochs have.
         save: writes a checkpoint of ``state``; called when this worker must give up, or is the last.
+        take_up: reads a checkpoint of this launch into ``state``, if there is one; called where no member
+            holds the state, as after the loss of all that did.
         clock: seconds on a monotonic clock, for the rate that is reported.
 
     Attributes:
@@ -145,7 +150,9 @@ class ElasticLoop:
         state: TrainingState,
         *,
         epochs: int,
+        steps: int = 0,
         save: Callable[[], object] = lambda: None,
+        take_up: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
@@ -153,7 +160,9 @@ class ElasticLoop:
         self.left = False
         self.samples_per_s = 0.0
         self._epochs = epochs
+        self._steps = steps
         self._save = save
+        self._take_up = take_up
         self._clock = clock
         self._last_finish = clock()
         self._leave_reason = ""
@@ -168,14 +177,19 @@ class ElasticLoop:
             while not (self.left or self._closed):
                 if self.is_over:
                     # None leaves before all are done: whoever still lacks the last step needs the others.
-                    self._closed = self._attempt(lambda: self.session.communicator.barrier()) or self._closed
+                    self._closed = self._attempt(self._meet) or self._closed
                 elif self._attempt(self._begin):
                     yield Step(self)
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are done."""
-        return self.state.sampler.epoch >= self._epochs
+        """Whether all epochs are done, or as many steps as there are to be."""
+        return self.state.sampler.epoch >= self._epochs or 0 < self._steps <= self.state.step
+
+    def _meet(self) -> None:
+        """Waits for all ranks at the run's end."""
+        self.session.communicator.barrier()
+        self.state.settle()
 
     def leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary. Callable from a signal handler."""
@@ -243,6 +257,7 @@ class ElasticLoop:
             self._closed = True
         except WorkerError as error:
             if not _is_change(error):
+                self.state.roll_back()
                 self._save()
             raise
 
@@ -258,7 +273,13 @@ class ElasticLoop:
             self._save()
 
     def _share(self) -> None:
-        share_state(self.session, self.state)
+        state = self.state
+        if self.session.state_source_rank < 0 and not state.shared:
+            self._take_up()
+        if self.session.launch:
+            state.launch = f"{self.session.launch:016x}"
+            state.run = state.run or state.launch
+        share_state(self.session, state)
         self._last_finish = self._clock()
 
     def _go(self, granted: LeaveGranted) -> None:

@@ -184,6 +184,7 @@ def _assignment(body: pb.Assignment) -> m.Assignment:
         reason=one_line(body.reason),
         switch_after_step=_number("switch_after_step", body.switch_after_step, -1, 2**63 - 1),
         lost=tuple(one_line(sentence) for sentence in body.lost),
+        launch=body.launch,
     )
 
 

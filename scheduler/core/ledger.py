@@ -56,6 +56,7 @@ class Ledger:
         arriving: those of them that were members of no generation before; nobody had computed with them.
         finished: node ids of the current generation that completed the training.
         stood: the last generation that stood; until a planned switch is made its members compute in it.
+        launch: incarnation of the worker admitted first: names this launch of the job, also after a restart.
         finishing: some member of the job completed the training: nobody new is placed any more.
     """
 
@@ -70,6 +71,7 @@ class Ledger:
     parted: set[str] = field(default_factory=set)
     arriving: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
+    launch: int = 0
     finishing: bool = False
     established: bool = False
     stood: int = 0
@@ -124,6 +126,7 @@ class Ledger:
         if isinstance(record, r.JobOpened):
             self.opened = record
         elif isinstance(record, r.Admitted):
+            self.launch = self.launch or record.candidate.incarnation
             self._admit(record.candidate)
         elif isinstance(record, r.LeavePlanned):
             self.claims[record.node_id].leaving = record.reason

@@ -59,6 +59,7 @@ class Assignment:
     reason: str
     switch_after_step: int = -1
     lost: tuple[str, ...] = ()
+    launch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ class JobState:
             reason=formed.reason,
             switch_after_step=formed.switch_after_step,
             lost=lost,
+            launch=self._ledger.launch,
         )
 
     def _unique_id_count(self) -> int:

@@ -68,6 +68,7 @@ def _assignment(message: m.Assignment) -> pb.Assignment:
         reason=message.reason,
         switch_after_step=message.switch_after_step,
         lost=message.lost,
+        launch=message.launch,
     )
 
 
@@ -123,7 +124,8 @@ def _same_but_rank(a: m.Assignment, b: m.Assignment) -> bool:
     return a.members is b.members and (
         (a.generation, a.state_source_rank, a.newcomer_ranks, a.unique_id_count)
         == (b.generation, b.state_source_rank, b.newcomer_ranks, b.unique_id_count)
-        and (a.reason, a.switch_after_step, a.lost) == (b.reason, b.switch_after_step, b.lost)
+        and (a.reason, a.switch_after_step, a.lost, a.launch)
+        == (b.reason, b.switch_after_step, b.lost, b.launch)
     )
 
 

@@ -226,6 +226,33 @@ def test_a_killed_worker_is_replaced_and_the_others_stay_the_same_processes(pki:
         assert list(first.losses) == [(epoch, STEPS_PER_EPOCH) for epoch in range(1, EPOCHS + 1)]
 
 
+def test_when_all_that_hold_the_state_are_dead_replacements_take_the_last_checkpoint(
+    pki: Pki, tmp_path: Path
+) -> None:
+    """Beside the checkpoints of an earlier launch, of a higher step, that nobody asked to resume."""
+    run(tmp_path, pki, 1, "--dtype=float64", "--checkpoint-dir=kept", f"--epochs={EPOCHS + 2}")
+    older = sorted(one.name for one in (tmp_path / "kept").iterdir())
+    with training(tmp_path, pki, 2) as job:
+        lost = [job.start(str(rank), *LONG) for rank in range(2)]
+        lost[0].await_line("--resume")
+        lost[0].await_line("epoch: 3 ")
+        lost[0].await_line("epoch: 4 ")
+        for trainer in lost:
+            trainer.process.send_signal(signal.SIGKILL)
+        for trainer in lost:
+            trainer.finish()
+        replacements = [job.start(str(rank), *LONG) for rank in range(2)]
+        job.finish(*replacements)
+        said = replacements[0].lines[0]
+        found = re.search(r"no member holds the state: resumed after step (\d+) from (\S+)/", said)
+        assert found is not None, said
+        assert int(found[1]) >= 3 * STEPS_PER_EPOCH
+        assert min(epoch for epoch, _ in replacements[0].losses) >= 4
+        own = tmp_path / found[2]
+        check_trained(own / f"step_{EPOCHS * STEPS_PER_EPOCH:09d}.safetensors", one_process(64, EPOCHS))
+    assert sorted(one.name for one in (tmp_path / "kept").glob("step_*")) == older
+
+
 def test_a_job_goes_on_smaller_where_it_may(pki: Pki, tmp_path: Path) -> None:
     with training(tmp_path, pki, 3, MS_WORKER_MIN="2") as job:
         victim, second, third = [job.start(str(rank), *LONG) for rank in range(3)]

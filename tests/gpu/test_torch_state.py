@@ -68,6 +68,7 @@ class Member:
         return share_state(Place(communicator, source, newcomers), self.state)
 
     def compute(self) -> None:
+        self.state.begin()
         rows = self.state.sampler.batch().indices
         self.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(self.model(IMAGES[rows]), LABELS[rows]).backward()
@@ -145,10 +146,9 @@ def test_whoever_is_a_step_behind_takes_it_from_whoever_finished_it() -> None:
 
     def one_finishes(communicator: ThreadCommunicator) -> None:
         member = members[communicator.rank]
-        member.model.rebind(communicator)
+        member.state.enter(communicator, 0)
         member.compute()
         if communicator.rank == 1:
-            member.train(0)
             member.state.commit()
             member.state.sampler.advance()
             member.state.step += 1
@@ -237,7 +237,7 @@ def test_parameters_that_the_optimizer_gets_later_are_part_of_the_state() -> Non
         state = TorchTrainingState(model, optimizer, ShardedSampler(SAMPLES, BATCH, seed=1))
         share_state(Place(communicator), state)
         optimizer.add_param_group({"params": list(net.first.parameters())})
-        state.commit()
+        state.begin()
         model(IMAGES[:4]).sum().backward()
         optimizer.step()
         state.roll_back()

@@ -28,6 +28,21 @@ class _Done:
         return None
 
 
+class _Later:
+    """A collective that is done when it is waited for, or before the next one."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def done(self) -> bool:
+        return self._action is None
+
+    def wait(self) -> None:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
 class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)
@@ -35,7 +50,7 @@ class _Meeting:
 
 
 class ThreadCommunicator(Communicator):
-    """One rank among threads. Every collective runs at once, also with ``async_op``."""
+    """One rank among threads. With ``async_op`` only an AllGather waits; all else runs at once."""
 
     name = "threads"
 
@@ -46,8 +61,10 @@ class ThreadCommunicator(Communicator):
         self.timeout_s = 30.0
         self._meeting = meeting
         self.calls: list[tuple[str, int]] = []
+        self._later = _Later(lambda: None)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
+        self._later.wait()
         self.calls.append((name, 0 if value is None else value.size))
         meeting = self._meeting
         meeting.slots[self.rank] = (name, None if value is None else value.copy())
@@ -66,8 +83,16 @@ class ThreadCommunicator(Communicator):
         return _Done()
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
-        recv[...] = np.concatenate([part.reshape(-1) for part in self._exchange("all_gather", send)])
-        return _Done()
+        self._later.wait()
+        sent = send.copy()
+
+        def action() -> None:
+            recv[...] = np.concatenate([part.reshape(-1) for part in self._exchange("all_gather", sent)])
+
+        self._later = _Later(action)
+        if not async_op:
+            self._later.wait()
+        return self._later
 
     def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         whole = _REDUCE[ReduceOp(op)](np.stack(self._exchange("reduce_scatter", send)))

@@ -236,6 +236,7 @@ ASSIGNMENT = m.Assignment(
     reason="b replaces c",
     switch_after_step=12,
     lost=("c was lost",),
+    launch=2**64 - 1,
 )
 
 
@@ -342,6 +343,7 @@ def test_the_shared_encoder_says_the_same_as_the_plain_one() -> None:
                     message.reason,
                     message.switch_after_step,
                     message.lost,
+                    message.launch,
                 )
             assert pb.SchedulerMessage.FromString(encoder.encode(message)) == encoded(message)
 

@@ -102,6 +102,7 @@ def to_wire(value: m.Assignment) -> pb.Assignment:
         reason=value.reason,
         switch_after_step=value.switch_after_step,
         lost=value.lost,
+        launch=value.launch,
     )
 
 

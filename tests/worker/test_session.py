@@ -273,7 +273,7 @@ def test_a_planned_change_happens_at_the_step_boundary(stage: Stage) -> None:
     event = session.membership_event
     assert event is not None and event.reason == "a worker joins"
     held = Thread(lambda: session.step_boundary(5))
-    line.assign(stage.join, 2, switch_after_step=6, newcomer_ranks=(0,), state_source_rank=1)
+    line.assign(stage.join, 2, switch_after_step=6, newcomer_ranks=(0,), state_source_rank=1, launch=7)
     held.result()
     with pytest.raises(MembershipChanged, match=r"Generation 1 is over: because 2\. Call session"):
         session.step_boundary(6)
@@ -283,7 +283,7 @@ def test_a_planned_change_happens_at_the_step_boundary(stage: Stage) -> None:
     line.hear("built")
     line.say(group_built=pb.GroupBuilt(generation=2))
     rejoining.result()
-    assert (session.newcomer_ranks, session.state_source_rank) == ((0,), 1)
+    assert (session.newcomer_ranks, session.state_source_rank, session.launch) == ((0,), 1, 7)
     assert session.membership_event is None
     session.step_boundary(6)
 

@@ -281,6 +281,56 @@ def test_a_newcomers_checkpoint_counts_only_where_the_others_never_had_a_common_
     assert (states[0].arrays["w"].tolist() == [5.0] * 3) is not was_shared
 
 
+def test_where_nobody_holds_the_state_a_checkpoint_of_this_launch_is_taken_up() -> None:
+    """Also by a worker that has waited for the state of one that died while it gave it."""
+    (holder,) = (world := ElasticWorld(1)).members
+    loop = ElasticLoop(holder, trained := make_state(), epochs=EPOCHS, steps=4)
+    for step in loop:
+        with step:
+            trained.arrays["w"] += 1.0
+    newcomer = world.kill(holder, replace=True)
+    assert newcomer is not None
+    asked = []
+
+    def take_up() -> None:
+        asked.append(state.step)
+        state.arrays["w"][...] = trained.arrays["w"]
+        state.restore(trained.describe())
+
+    state = make_state(3)
+    for step in ElasticLoop(newcomer, state, epochs=EPOCHS, steps=6, take_up=take_up):
+        with step:
+            state.arrays["w"] += 1.0
+    assert asked == [0]
+    assert (state.step, state.arrays["w"].tolist(), state.run) == (6, [6.0] * 3, f"{world.launch:016x}")
+
+
+def test_where_a_member_holds_the_state_no_checkpoint_is_read() -> None:
+    world = ElasticWorld(2)
+    world.kill(world.members[1], replace=True)
+    asked = []
+
+    def one(rank: int) -> None:
+        state = shared_state() if rank == 0 else make_state()
+        for step in ElasticLoop(
+            world.members[rank], state, epochs=EPOCHS, steps=1, take_up=lambda: asked.append(rank)
+        ):
+            with step:
+                pass
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(one, range(2)))
+    assert asked == []
+
+
+def test_steps_are_at_most_so_many_also_after_a_resume() -> None:
+    (session,) = ElasticWorld(1).members
+    state = make_state()
+    state.step = 5
+    done = [step.number for step in ElasticLoop(session, state, epochs=EPOCHS, steps=5)]
+    assert (done, state.step) == ([], 5)
+
+
 def test_a_newcomer_with_another_model_is_told_what_differs() -> None:
     two = ElasticWorld(2)
     other = TrainingState({"w": np.zeros(4)}, ShardedSampler(SIZE, BATCH))
@@ -481,6 +531,20 @@ def end_at_step_3(error: Exception) -> list[str]:
 )
 def test_what_a_broken_step_left_in_the_state_is_taken_back_before_it_is_saved(error: Exception) -> None:
     assert end_at_step_3(error) == ["rolled back", "saved 3"]
+
+
+def test_so_it_is_where_the_next_generation_does_not_form() -> None:
+    (session,) = (world := ElasticWorld(1)).members
+    state = Journal()
+    loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
+    with pytest.raises(FormationTimeoutError):
+        for step in loop:
+            with step:
+                state.notes.clear()
+                if state.step == 3:
+                    world.end(FormationTimeoutError("0 of 2 are left."))
+                    raise membership_changed(1)
+    assert state.notes == ["rolled back", "saved 3"]
 
 
 def test_a_step_that_turns_out_broken_at_its_end_may_still_end_in_a_leave() -> None:

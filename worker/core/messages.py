@@ -196,6 +196,7 @@ class Assignment(Value):
     reason: str
     switch_after_step: int = -1
     lost: tuple[str, ...] = ()
+    launch: int = 0
 
 
 class UniqueIds(Value):

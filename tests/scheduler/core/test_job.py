@@ -279,6 +279,25 @@ def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> 
     assert decision.records == () and "No progress" not in decision.reason
 
 
+def test_a_launch_is_named_by_its_first_admission_whoever_comes_later_and_after_a_restart() -> None:
+    """So that replacements know which checkpoints are of their own launch."""
+
+    def launches(job: Job, session: int, node_id: str, incarnation: int) -> set[int]:
+        messages = job.step(join(session, node_id, incarnation=incarnation), 1.0).messages
+        return {message.launch for _, message in messages if isinstance(message, m.Assignment)}
+
+    job = Job("red", SETTINGS)
+    records = history(job, join(1, "a", incarnation=71))
+    decision = job.step(join(2, "b", incarnation=72), 0.0)
+    assert {x.launch for _, x in decision.messages if isinstance(x, m.Assignment)} == {71}
+    records += decision.records
+    lost = [job.step(e.SessionLost(session, "reset"), 0.5) for session in (1, 2)]
+    records += [record for each in lost for record in each.records]
+    recovered = Job.recover("red", SETTINGS, records, 0.7)
+    for each in (job, recovered):
+        assert launches(each, 3, "a", 73) | launches(each, 4, "b", 74) == {71}
+
+
 def test_a_suspension_leaves_it_to_the_worker_to_say_how_long_it_waits() -> None:
     job = Job("red", SETTINGS)
     history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
