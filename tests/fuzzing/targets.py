@@ -393,6 +393,16 @@ class _NotTcp(socket.socket):
         pass
 
 
+class _OpenGate:
+    """Bounds nothing."""
+
+    def hello_arrived(self) -> None:
+        pass
+
+    def certificate_shown(self, certificate: bytes) -> None:
+        assert certificate
+
+
 def _hello(data: bytes) -> None:
     lobby = Lobby(MEMBERSHIP, _LABEL)
 
@@ -402,7 +412,7 @@ def _hello(data: bytes) -> None:
         return lobby if label == _LABEL else None
 
     def use(sock: socket.socket) -> None:
-        steps = accept(_NotTcp(fileno=sock.detach()), None, find, "somewhere")
+        steps = accept(_NotTcp(fileno=sock.detach()), None, find, "somewhere", _OpenGate())
         try:
             for _ in range(20):
                 next(steps)
