@@ -177,15 +177,9 @@ class Endpoint:
 
     def _start(self) -> None:
         """Starts the thread if there is none; the caller holds the lock."""
-        thread = self._thread
-        if self._closing.is_set() or (thread is not None and thread.is_alive()):
-            return
-        if thread is not None:
-            _LOG.error("The thread of the peer endpoint has ended; it is started anew.")
-        self._thread = threading.Thread(
-            target=self._run, args=(thread is not None,), name="muster-tcp-endpoint", daemon=True
-        )
-        self._thread.start()
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._run, name="muster-tcp-endpoint", daemon=True)
+            self._thread.start()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -193,16 +187,16 @@ class Endpoint:
 
     # ------------------------------------------------------------ in the endpoint's thread
 
-    def _run(self, anew: bool) -> None:
+    def _run(self) -> None:
         """Serves until the endpoint is closed; what it does not foresee makes it begin anew."""
-        pause_s = _FIRST_REOPENING_S
+        anew, pause_s = False, _FIRST_REOPENING_S
         while not self._closing.is_set():
             begun = time.monotonic()
             try:
                 if anew:
                     self._reopen()
                 self._serve()
-            except Exception as error:
+            except BaseException as error:  # a thread that ends would leave the process unreachable
                 if time.monotonic() - begun > _LAST_REOPENING_S:
                     pause_s = _FIRST_REOPENING_S
                 _LOG.error(
