@@ -1,8 +1,8 @@
 """Opens connections as fast as it is allowed to, from many addresses of loopback; a process of its own.
 
-``python -m tests.attacks.flood RATE SECONDS PORTS_FILE``. A third of them keeps silent, a third sends garbage,
-a third half of a TLS hello. The file holds the ports, and is read again now and then. It ends with a line of
-JSON.
+``python -m tests.attacks.flood RATE SECONDS PORTS_FILE``. A third of them keeps silent, a third sends
+garbage, a third half of a TLS hello. The file holds the ports, and is read again now and then. It ends with a
+line of JSON.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from worker.communicators.tcp_wire import PROOF, REPLY, Hello, group_label
 from worker.errors import CommunicatorError, WorkerError
 
 SHORT_S = 1.0
+PARKED_S = 60.0  # so long may one wait that has a place
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +174,10 @@ def test_one_certificate_cannot_fill_the_endpoint_by_waiting(field: Field, ports
             plain = stack.enter_context(connected(port, f"127.4.2.{index + 1}"))
             waiting.append(stack.enter_context(context.wrap_socket(plain)))
             waiting[-1].sendall(hello_of(field, 2**40).encode())
-        wait_for(lambda: sum(not hangs_up(sock, 0.001) for sock in waiting) <= 64)
-        assert sum(not hangs_up(sock, 0.001) for sock in waiting) > 0
+        until = time.monotonic() + PARKED_S / 2
+        while (kept := sum(not hangs_up(sock, 0.001) for sock in waiting)) > 64:
+            assert time.monotonic() < until, f"{kept} are kept"
+        assert kept > 0
 
 
 @pytest.mark.parametrize("kind", ["guessed", "reflected", "empty"])
