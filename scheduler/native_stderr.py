@@ -98,8 +98,8 @@ class HandshakeWatch:
 
     def next_s(self) -> float | None:
         """See :class:`certs.native_stderr.Listener`."""
-        waiting = (*self._thinners.values(), self._sayings)
-        return min((at for each in waiting if (at := each.next_s()) is not None), default=None)
+        due = [thinner.next_s() for thinner in self._thinners.values()] + [self._sayings.next_s()]
+        return min((at for at in due if at is not None), default=None)
 
     def failed(self) -> None:
         """See :class:`certs.native_stderr.Listener`."""
