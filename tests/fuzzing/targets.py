@@ -401,6 +401,9 @@ class _OpenGate:
     def hello_arrived(self) -> None:
         pass
 
+    def may_begin(self) -> bool:
+        return True
+
     def certificate_shown(self, certificate: bytes) -> None:
         assert certificate
 

@@ -80,6 +80,8 @@ class Endpoint:
         parked_timeout_s: how long a proven worker may wait for this process to enter its generation.
         max_handshakes: handshakes under way from outside. Above that a stranger's goes before that of a
             member's address, and that before one with a certificate of this job; the oldest first.
+        max_strangers_per_s: TLS sessions that begin for addresses of no member; more have to wait their turn,
+            the newest first. A session costs a signature: members must not wait for those of a flood.
         max_parked: proven connections that wait for this process to enter their generation; further ones are
             turned away, and dial again. Of one certificate there may be a quarter of either kind.
     """
@@ -91,6 +93,7 @@ class Endpoint:
         handshake_timeout_s: float = 10.0,
         parked_timeout_s: float = 60.0,
         max_handshakes: int = 512,
+        max_strangers_per_s: float = 100.0,
         max_parked: int = 256,
     ) -> None:
         self._tls = tls
@@ -99,6 +102,7 @@ class Endpoint:
         self._parked_timeout_s = parked_timeout_s
         self._max_handshakes = max_handshakes
         self._max_parked = max_parked
+        self._max_strangers_per_s = max(1.0, max_strangers_per_s)
         self._lobbies: dict[bytes, Lobby] = {}
         self._lobbies_changed = False
         self._newest = -1
@@ -216,6 +220,8 @@ class Endpoint:
         """Has no handshake under way."""
         self._tasks: dict[_Task, None] = {}
         self._parked: dict[_Task, None] = {}
+        self._queued: dict[_Task, None] = {}  # those that wait for their turn
+        self._turns, self._turns_at = self._max_strangers_per_s, time.monotonic()
         self._admission = Admission[_Task](
             max_under_way=self._max_handshakes,
             max_under_way_each=max(1, self._max_handshakes // 4),
@@ -296,11 +302,25 @@ class Endpoint:
                 self._advance(task)
         if changed or now >= self._next_due:
             self._end_or_resume(now)
+        self._give_turns(now, all_may_ask=changed)
         for budget, level in ((self._dropped, logging.INFO), (self._refused, logging.WARNING)):
             for untold in budget.due(now):
                 who = "other addresses" if untold.caller == OTHERS else untold.caller
                 count = sum(untold.codes.values())
                 _LOG.log(level, "%d more connections from %s. The last: %s", count, who, untold.last)
+
+    def _give_turns(self, now: float, *, all_may_ask: bool) -> None:
+        """Lets those go on whose turn it is; where the members are others now, all may ask."""
+        earned = (now - self._turns_at) * self._max_strangers_per_s
+        self._turns, self._turns_at = min(self._max_strangers_per_s, self._turns + earned), now
+        if not self._queued:
+            return
+        for task in reversed(list(self._queued)):
+            if self._turns < 1 and not all_may_ask:
+                break
+            self._advance(task)
+        if self._queued:
+            self._next_due = min(self._next_due, now + 1 / self._max_strangers_per_s)
 
     def _end_or_resume(self, now: float) -> None:
         """Ends what took too long or is not wanted any more, dials again what may be dialed again."""
@@ -352,6 +372,15 @@ class Endpoint:
     def note_hello(self, task: _Task) -> None:
         """A handshake from outside has brought its TLS hello."""
         self._admission.hello(task)
+
+    def may_begin(self, task: _Task) -> bool:
+        """Whether a handshake's TLS session may begin now."""
+        if task.source in self._neighbours:
+            return True
+        if self._turns < 1:
+            return False
+        self._turns -= 1
+        return True
 
     def note_certificate(self, task: _Task, certificate: bytes) -> None:
         """A handshake from outside has shown a certificate that is good for this job."""
@@ -461,6 +490,12 @@ class Endpoint:
         if want is Want.LOBBY:
             self._park(task, sock)
             return
+        if want is Want.TURN:
+            self._unwatch(task)
+            task.want = want
+            self._queued[task] = None
+            return
+        self._queued.pop(task, None)
         if task in self._parked:
             del self._parked[task]
             self._admission.resume(task)
@@ -502,6 +537,7 @@ class Endpoint:
             task.sock = None
         self._tasks.pop(task, None)
         self._parked.pop(task, None)
+        self._queued.pop(task, None)
         self._admission.remove(task)
 
 
@@ -514,6 +550,9 @@ class _Gate:
 
     def hello_arrived(self) -> None:
         self._endpoint.note_hello(self._task)
+
+    def may_begin(self) -> bool:
+        return self._endpoint.may_begin(self._task)
 
     def certificate_shown(self, certificate: bytes) -> None:
         self._endpoint.note_certificate(self._task, certificate)

@@ -45,10 +45,11 @@ SOCKET_BUFFER_BYTES = 0
 
 
 class Want(enum.Enum):
-    """What a handshake waits for."""
+    """What a handshake waits for: its socket, its turn, its lobby, or the time to dial again."""
 
     READ = "read"
     WRITE = "write"
+    TURN = "turn"
     LOBBY = "lobby"
     PAUSE = "pause"
 
@@ -79,6 +80,9 @@ class Gate(Protocol):
 
     def hello_arrived(self) -> None:
         """The TLS hello is here."""
+
+    def may_begin(self) -> bool:
+        """Whether its TLS session may begin now: that costs a signature."""
 
     def certificate_shown(self, certificate: bytes) -> None:
         """The certificate with this SHA-256 digest is good for this job. Without TLS: a random number."""
@@ -255,6 +259,8 @@ def _accept(
     else:
         yield from _tls_hello(sock)
         gate.hello_arrived()
+        while not gate.may_begin():
+            yield Want.TURN, sock
         policy = tls()
         sock = yield from _secure(held, policy.server, server=True)
         gate.certificate_shown(_check_certificate(sock, policy, source))

@@ -207,6 +207,39 @@ def stays(sock: socket.socket) -> bool:
         return False
 
 
+def says_hello(address: tuple[str, int], office: Office, host: str, wait_s: float) -> bool:
+    """Whether the TLS hello of a stranger or member at ``host`` is answered in that time."""
+    with socket.create_connection(address, WAIT_S, source_address=(host, 0)) as sock:
+        sock.sendall(client_hello(office))
+        sock.settimeout(wait_s)
+        try:
+            return sock.recv(1) == b"\x16"
+        except TimeoutError:
+            return False
+
+
+def test_members_do_not_wait_for_the_sessions_of_strangers(world: World, office: Office) -> None:
+    endpoint = Endpoint(world.backends[0]._tls, handshake_timeout_s=600, max_strangers_per_s=1e-6)
+    host, _, port = endpoint.open("127.0.0.1").rpartition(":")
+    address = host, int(port)
+    with contextlib.closing(endpoint):
+        assert says_hello(address, office, "127.9.9.9", WAIT_S)  # there is a turn to begin with
+        assert not says_hello(address, office, "127.9.9.9", 0.2)
+        assert not says_hello(address, office, "127.0.0.1", 0.2)  # nobody knows yet that it is a member's
+        with socket.create_connection(address) as early:
+            early.sendall(client_hello(office))
+            endpoint.gather(Lobby(world.memberships[0], group_label(world.memberships[0], "world")))
+            early.settimeout(WAIT_S)
+            assert early.recv(1) == b"\x16"
+        assert says_hello(address, office, "127.0.0.1", WAIT_S)
+        assert not says_hello(address, office, "127.9.9.9", 0.2)
+
+
+def test_strangers_get_their_turn(world: World, office: Office) -> None:
+    with endpoint_of(world, max_strangers_per_s=10) as address:
+        assert all(says_hello(address, office, "127.9.9.9", WAIT_S) for _ in range(15))
+
+
 def test_one_certificate_parks_no_more_than_its_share_and_displaces_nobody(
     world: World, office: Office
 ) -> None:
