@@ -98,11 +98,13 @@ class Endpoint:
     ) -> None:
         self._tls = tls
         self._policy_in_force = None if tls is None else tls()
+        self._policy_fails = False
         self._handshake_timeout_s = handshake_timeout_s
         self._parked_timeout_s = parked_timeout_s
         self._max_handshakes = max_handshakes
         self._max_parked = max_parked
-        self._max_strangers_per_s = max(1.0, max_strangers_per_s)
+        self._max_strangers_per_s = max_strangers_per_s
+        self._most_turns = max(1.0, max_strangers_per_s)
         self._lobbies: dict[bytes, Lobby] = {}
         self._lobbies_changed = False
         self._newest = -1
@@ -221,7 +223,7 @@ class Endpoint:
         self._tasks: dict[_Task, None] = {}
         self._parked: dict[_Task, None] = {}
         self._queued: dict[_Task, None] = {}  # those that wait for their turn
-        self._turns, self._turns_at = self._max_strangers_per_s, time.monotonic()
+        self._turns, self._turns_at = self._most_turns, time.monotonic()
         self._admission = Admission[_Task](
             max_under_way=self._max_handshakes,
             max_under_way_each=max(1, self._max_handshakes // 4),
@@ -262,16 +264,19 @@ class Endpoint:
                     os.eventfd_read(self._wake_fd)
                 elif key.data is None:
                     incoming = True
-                elif key.data.over:
-                    continue
-                elif key.data.want is Want.LOBBY:  # it has to wait for our answer before it says more
-                    self._failed(key.data, CommunicatorError("It hung up, or spoke, while it had to wait."))
                 else:
-                    self._advance(key.data)
+                    self._meet(key.data)
             if incoming:  # last: newcomers may cost others their place
                 self._accept()
             self._begin_dials()
             self._tend()
+
+    def _meet(self, task: _Task) -> None:
+        """Goes on with a handshake whose socket is ready."""
+        if task.want is Want.LOBBY and not task.over:  # it has to wait for our answer before it says more
+            self._failed(task, CommunicatorError("It hung up, or spoke, while it had to wait."))
+        else:
+            self._advance(task)
 
     def _listen(self) -> None:
         """Watches the listening socket, unless it rests because there is no room for anybody."""
@@ -312,7 +317,7 @@ class Endpoint:
     def _give_turns(self, now: float, *, all_may_ask: bool) -> None:
         """Lets those go on whose turn it is; where the members are others now, all may ask."""
         earned = (now - self._turns_at) * self._max_strangers_per_s
-        self._turns, self._turns_at = min(self._max_strangers_per_s, self._turns + earned), now
+        self._turns, self._turns_at = min(self._most_turns, self._turns + earned), now
         if not self._queued:
             return
         for task in reversed(list(self._queued)):
@@ -358,8 +363,7 @@ class Endpoint:
             goes = self._admission.admit(task, neighbour=source in neighbours)
             if goes is not None:
                 self._drop(goes)
-            if not task.over:
-                self._advance(task)
+            self._advance(task)
 
     def _add(self, task: _Task) -> None:
         self._tasks[task] = None
@@ -399,9 +403,11 @@ class Endpoint:
     def _policy(self) -> TlsPolicy:
         if self._tls is not None:
             try:
-                self._policy_in_force = self._tls()
+                self._policy_in_force, self._policy_fails = self._tls(), False
             except Exception:
-                _LOG.exception("What was renewed cannot be used; the old certificate stays in force.")
+                if not self._policy_fails:  # it is asked for at each connection
+                    _LOG.exception("What was renewed cannot be used; the old certificate stays in force.")
+                self._policy_fails = True
         assert self._policy_in_force is not None
         return self._policy_in_force
 
@@ -418,6 +424,7 @@ class Endpoint:
             requests, self._requests = self._requests, []
         for task in requests:
             self._add(task)
+        for task in requests:
             self._redial(task)
 
     def _redial(self, task: _Task) -> None:
@@ -439,6 +446,9 @@ class Endpoint:
         self._advance(task)
 
     def _advance(self, task: _Task) -> None:
+        """Goes on with a handshake, as far as it can; nothing if it is over."""
+        if task.over:  # it lost its place after its event, or its turn, was found
+            return
         try:
             want, sock = next(task.steps)
         except StopIteration as end:
@@ -452,7 +462,8 @@ class Endpoint:
                 self._say(self._refused, logging.WARNING, task, f"A connection was refused: {error}")
             self._drop(task)
         except Exception as error:
-            _LOG.exception("A handshake failed in a way that was not foreseen.")
+            text = f"A handshake failed in a way that was not foreseen: {type(error).__name__}: {error}"
+            self._say(self._refused, logging.ERROR, task, text)
             self._failed(task, error)
         else:
             self._select(task, want, sock)
@@ -483,7 +494,7 @@ class Endpoint:
         """Logs what became of a connection from outside, or counts it: nobody floods the log."""
         short = _short(text)
         if _LOG.isEnabledFor(level) and budget.take(task.source, "", short, time.monotonic()):
-            _LOG.log(level, "%s", short)
+            _LOG.log(level, "%s", short, exc_info=level >= logging.ERROR and _LOG.isEnabledFor(logging.DEBUG))
 
     def _select(self, task: _Task, want: Want, sock: socket.socket) -> None:
         task.sock = sock

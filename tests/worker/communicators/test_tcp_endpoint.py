@@ -347,3 +347,24 @@ endpoint.close()
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_credentials_that_cannot_be_used_are_told_once(
+    office: Office, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are asked for at each connection, and strangers make as many as they like."""
+    broken = threading.Event()
+    credentials = office.credentials()
+
+    def renewed() -> Credentials:
+        if broken.is_set():
+            raise ValueError("half written")
+        return credentials
+
+    world = make_world([renewed, office.credentials()])  # type: ignore[list-item]
+    with contextlib.closing(world):
+        broken.set()
+        for _ in range(5):
+            assert says_hello(address_of(world, 0), office, "127.9.9.9", WAIT_S)
+        check_forms(world)
+    assert caplog.text.count("the old certificate stays in force") == 1
