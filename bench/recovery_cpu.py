@@ -150,7 +150,7 @@ def kill_workers(job: Digits, kills: int, chance: random.Random) -> dict[str, An
     seen = []
     for number in range(kills):
         time.sleep(chance.uniform(0.1, 0.6))
-        seen.append(_kill_one(job, chance))
+        seen.append(kill_one(job, chance))
         job.say(f"kill {number + 1}: {seen[-1]}")
         job.hold_back((number + 1) / kills * 0.9)
     accuracies = job.finish(300)
@@ -165,7 +165,8 @@ def kill_workers(job: Digits, kills: int, chance: random.Random) -> dict[str, An
     }
 
 
-def _kill_one(job: Digits, chance: random.Random) -> dict[str, Any]:
+def kill_one(job: Digits, chance: random.Random) -> dict[str, Any]:
+    """Kills a random worker, waits until the others train on, and until its replacement does, too."""
     victim = chance.choice(job.living())
     survivors = [worker for worker in job.living() if worker is not victim]
     last = victim.steps()[-1]

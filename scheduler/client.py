@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -156,6 +157,7 @@ class Client:
         self, address: Address, env: Mapping[str, str], certificate: Path | None, role: str
     ) -> grpc.Channel:
         options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", MAX_REPLY_BYTES)]
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say, our own errors say
         if address.config_path is None:
             import grpc
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from certs.grpc_lines import Record
 from certs.one_line import one_line
 from scheduler.access import address_of
 
 HUNG_UP = "hung_up"
 TIMED_OUT = "timed_out"
 OTHER = "other"
-MAX_LINE_BYTES = 64 * 1024
 _MAX_DETAIL = 120
 
 _AUTHORITY = "Both sides need certificates of one authority in ca_cert_path."
@@ -104,74 +104,33 @@ def _detail(error: str) -> str:
     return one_line(detail.strip())[:_MAX_DETAIL]
 
 
-_RECORD = re.compile(rb"([IWEF])\d{4} \S+ +\d+ [^\s\]]+:\d+\] ")
-_NOISE = re.compile(rb"=== Source Location Trace: ===\s*$|src/\S+:\d+\s*$|\s*$")
-_PREAMBLE = b"WARNING: All log messages before absl::InitializeLog()"
 _FAILED = b"CallNextHandshakerLocked: error="
+_TIMED_OUT = re.compile(rb"handshake.manager \S+ *Shutdown called: [^\n]*Handshake timed out")
+_SHUTDOWN = b" shutdown="
 _PEER = re.compile(rb"endpoint_peer_address=([^,}\s]{1,100})")
 
 
 class TraceReader:
-    """Takes what C code wrote to standard error, piece by piece, and tells failures from other lines."""
+    """Finds the handshakes that failed among the records of gRPC's tracer."""
 
     def __init__(self) -> None:
-        self._rest = b""
-        self._in_trace = False
-        self._error: bytes | None = None
         self._timeouts = 0
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last line has no end yet."""
-        return bool(self._rest)
-
-    def feed(self, data: bytes) -> tuple[list[Failure], bytes]:
-        """Reads on; returns the failures that were found, and the lines that are not gRPC's trace."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        failures, others = [], []
-        for line in lines:
-            if not self._is_traced(line):
-                others.append(line + b"\n")
-            elif (failure := self._failure(line)) is not None:
-                failures.append(failure)
-        if len(self._rest) > MAX_LINE_BYTES:
-            others.append(self.rest())
-        return failures, b"".join(others)
-
-    def rest(self) -> bytes:
-        """Gives up the line that has no end yet."""
-        rest, self._rest = self._rest, b""
-        return rest
-
-    def _is_traced(self, line: bytes) -> bool:
-        """Whether a line is of gRPC's records below an error, which nobody has asked for but this module."""
-        record = _RECORD.match(line)
-        if record is not None:
-            self._in_trace, self._error = record[1] in b"IW", None
-        elif line.startswith(_PREAMBLE):
-            return True
-        elif self._in_trace:
-            self._in_trace = _NOISE.match(line) is not None or (
-                self._error is not None and b" shutdown=" in line
-            )
-        return self._in_trace
-
-    def _failure(self, line: bytes) -> Failure | None:
-        """Reads a line of the trace; a failure is on one line, or on several that end with the arguments."""
-        if b"Handshake timed out" in line:
+    def read(self, record: Record) -> Failure | None:
+        """Reads a record; returns the failure that it tells of."""
+        if _TIMED_OUT.match(record.data):
             self._timeouts += 1
-        _, found, after = line.partition(_FAILED)
-        if found and not after.startswith(b"OK "):
-            self._error = after.partition(b" shutdown=")[0]
-        if self._error is None or b" shutdown=" not in line:
+        if not record.data.startswith(_FAILED) or record.data.startswith(_FAILED + b"OK "):
             return None
-        error, self._error = self._error.decode("ascii", "replace"), None
-        address = _PEER.search(line)
+        error, found, arguments = record.data[len(_FAILED) :].rpartition(_SHUTDOWN)
+        if not found:
+            return None
+        address = _PEER.search(arguments)
         peer = (
             one_line(address_of(address[1].decode("ascii", "replace"))) if address else "an unknown address"
         )
-        if b" shutdown=true" not in line:
-            return explain(error, peer)
+        if not arguments.startswith(b"true"):
+            return explain(error.partition(b"\n")[0].decode("ascii", "replace"), peer)
         if not self._timeouts:  # it is us who stop
             return None
         self._timeouts -= 1

@@ -6,7 +6,7 @@ import datetime as dt
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scheduler.budget import OTHERS, Budget
+from certs.budget import OTHERS, Budget
 from scheduler.driver import Clock, Timer
 from scheduler.logs import AuditLog
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler.budget import OTHERS, Budget, Untold
+from certs.budget import OTHERS, Budget, Untold
 from scheduler.handshakes import Failure
 
 INTERVAL_S = 10.0

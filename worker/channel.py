@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from worker.config import Settings
+from worker.grpc_log import guard_grpc_log
 
 if TYPE_CHECKING:
     from certs.peer import Peer
@@ -95,7 +96,7 @@ class GrpcConnector:
     def open(self, outbox: SimpleQueue[bytes | None]) -> Stream:
         """See :class:`Connector`."""
         # Loaded before the scheduler is looked for: while it starts there is time, afterwards there is none.
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say, our own errors say
+        guard_grpc_log(os.environ)
         import certs.grpc_credentials  # noqa: F401
 
         keyring = self._keyring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import ssl
@@ -27,6 +28,7 @@ from tests.attacks.field import Field
 from tests.attacks.http2 import Http2
 from tests.certs.making import DAY, KEY, NOW, certificate, key_pem, pem
 from tests.scheduler.processes import PASSWORD, channel, error_of
+from tests.waiting import wait_for
 
 HALF_HANDSHAKES = 500
 SILENT = 60
@@ -67,6 +69,51 @@ def test_what_is_no_tls_is_dropped(field: Field, name: str) -> None:
     answer = answer_to(field.port, PLAIN[name])
     assert b"HTTP" not in answer
     assert len(answer) < 64  # an alert at most
+
+
+def hello_for(name: bytes) -> bytes:
+    """A TLS 1.2 hello that asks for a server of that name, whatever bytes it is made of."""
+
+    def sized(count: int, data: bytes) -> bytes:
+        return len(data).to_bytes(count, "big") + data
+
+    extensions = b"\0\0" + sized(2, sized(2, b"\0" + sized(2, name)))
+    extensions += bytes.fromhex("000a00040002 0017 000d00080006 0403 0804 0401 002b0003020303")
+    body = b"\3\3" + os.urandom(32) + sized(1, b"") + sized(2, b"\xc0\x2b\xc0\x2f") + sized(1, b"\0")
+    return b"\x16\3\1" + sized(2, b"\1" + sized(3, body + sized(2, extensions)))
+
+
+FORGED = {
+    "a line of the log": b"x\n2026-01-01T00:00:00.000Z INFO joined job_id=default node_id=forged\n",
+    "a command to the terminal": b"x\x1b[2J\x1b[31mforged\x07\r",
+    "a handshake of another's": (
+        b"x\nI1121 16:44:06.378199    4012 handshaker.cc:155] CallNextHandshakerLocked: error=UNKNOWN:"
+        b" forged shutdown=false index=2, args={endpoint_peer_address=ipv4:6.6.6.6:1}\n"
+    ),
+    "a direction mark": "x\u202eforged".encode(),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_servers_name_forges_no_line_of_the_log(field: Field, name: str) -> None:
+    """gRPC writes the name, as it came, to standard error."""
+    before = len(field.running.log.splitlines())
+    with socket.create_connection(("127.0.0.1", field.port), 20.0) as sock:
+        sock.sendall(hello_for(FORGED[name]))
+        assert sock.recv(1) == b"\x16"  # it was read in full: the server's hello is here
+    wait_for(lambda: any("server name" in line for line in field.running.log.splitlines()))
+    for number in range(300):  # and no flood
+        with socket.create_connection(("127.0.0.1", field.port), 20.0) as sock:
+            sock.sendall(hello_for(FORGED[name] + b"%d" % number))
+    for line in field.running.log.splitlines()[before:]:
+        assert line.isprintable()
+        assert re.match(r"[-\dT:.]+Z (DEBUG|INFO|WARNING|ERROR) ", line), line
+        assert "forged" not in line or " gRPC (ssl_transport_security.cc:" in line, line
+        assert "6.6.6.6" not in line or " gRPC (ssl_transport_security.cc:" in line, line
+    said = [line for line in field.running.log.splitlines()[before:] if "server name" in line]
+    assert len(said) < 20
+    assert all(len(line) <= 300 for line in said)
+    assert not any("forged" in str(entry) or "6.6.6.6" in str(entry) for entry in field.audit())
 
 
 def test_plaintext_grpc_is_dropped(field: Field) -> None:

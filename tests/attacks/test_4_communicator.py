@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from worker.communicators.tcp_wire import PROOF, REPLY, Hello, group_label
 from worker.errors import CommunicatorError, WorkerError
 
 SHORT_S = 1.0
+PARKED_S = 60.0  # so long may one wait that has a place
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,9 @@ def ports(field: Field) -> list[int]:
 
 
 @contextlib.contextmanager
-def connected(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), timeout=SHORT_S) as sock:
+def connected(port: int, host: str = "127.0.0.1") -> Iterator[socket.socket]:
+    """Connects from one of the many addresses of loopback: each has its own share of the victims' logs."""
+    with socket.create_connection(("127.0.0.1", port), SHORT_S, source_address=(host, 0)) as sock:
         yield sock
 
 
@@ -125,6 +128,58 @@ def test_a_hello_of_another_generation_gets_no_answer(
             assert answer(sock, hello_of(field, generation).encode()) == b""
 
 
+def endpoints(field: Field, ports: list[int]) -> list[int]:
+    """The ports at which the communicators' TLS answers; the others are proxies'."""
+    context, found = client_ssl_context(field.pki.credentials("client")), []
+    for port in ports:
+        with connected(port) as plain, contextlib.suppress(OSError), context.wrap_socket(plain):
+            found.append(port)
+    assert len(found) >= 3
+    return found
+
+
+def hangs_up(sock: ssl.SSLSocket, wait_s: float) -> bool:
+    """Whether the other side ends the connection meanwhile; it must not say anything."""
+    sock.settimeout(wait_s)
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("name", ["operator", "server", "other-job"])
+def test_another_identity_is_shown_out_before_it_says_anything(
+    field: Field, ports: list[int], name: str
+) -> None:
+    """Inside TLS nothing is read of it, and it holds no place: half of the time of a handshake is enough."""
+    context = client_ssl_context(field.pki.credentials(name))
+    for port in endpoints(field, ports):
+        with (
+            connected(port, "127.4.1.1") as plain,
+            contextlib.suppress(ConnectionError),
+            context.wrap_socket(plain) as sock,
+        ):
+            assert hangs_up(sock, 5.0)
+
+
+def test_one_certificate_cannot_fill_the_endpoint_by_waiting(field: Field, ports: list[int]) -> None:
+    """Hellos of a generation to come are kept, but of one certificate only so many."""
+    context = client_ssl_context(field.pki.credentials("client"))
+    port = endpoints(field, ports)[0]
+    with contextlib.ExitStack() as stack:
+        waiting = []
+        for index in range(100):
+            plain = stack.enter_context(connected(port, f"127.4.2.{index + 1}"))
+            waiting.append(stack.enter_context(context.wrap_socket(plain)))
+            waiting[-1].sendall(hello_of(field, 2**40).encode())
+        until = time.monotonic() + PARKED_S / 2
+        while (kept := sum(not hangs_up(sock, 0.001) for sock in waiting)) > 64:
+            assert time.monotonic() < until, f"{kept} are kept"
+        assert kept > 0
+
+
 @pytest.mark.parametrize("kind", ["guessed", "reflected", "empty"])
 def test_an_insider_without_the_unique_id_is_challenged_and_never_let_in(
     field: Field, ports: list[int], kind: str
@@ -134,7 +189,7 @@ def test_an_insider_without_the_unique_id_is_challenged_and_never_let_in(
     challenged, before = 0, refusals(field)
     for port in ports:
         for to_rank in range(3):
-            with connected(port) as plain, context.wrap_socket(plain) as sock:
+            with connected(port, f"127.4.0.{len(kind)}") as plain, context.wrap_socket(plain) as sock:
                 hello = hello_of(field, from_rank=(to_rank + 1) % 3, to_rank=to_rank)
                 reply = answer(sock, hello.encode(), REPLY.size)
                 if len(reply) < REPLY.size:

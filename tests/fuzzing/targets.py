@@ -17,6 +17,7 @@ from certs.authority import create_authority
 from certs.certificates import load_authorities, to_pem
 from certs.config import load_config
 from certs.errors import CertificateError
+from certs.grpc_lines import WINDOW_S, Sayings, record_of
 from certs.identity import Identity, parse_uri
 from certs.passwords import read_password
 from certs.peer import peer_of_pem
@@ -28,6 +29,7 @@ from scheduler.config import load_settings
 from scheduler.core.rank_table import parse_rank_table
 from scheduler.core.record_codec import RecordError, decode_record
 from scheduler.errors import MalformedError, SettingsError
+from scheduler.handshakes import TraceReader
 from tests.fuzzing.conversations import talk_to_job, talk_to_worker
 from tests.fuzzing.engine import Target
 from tests.fuzzing.shapes import changed_json_bytes, conversation, filled
@@ -393,6 +395,19 @@ class _NotTcp(socket.socket):
         pass
 
 
+class _OpenGate:
+    """Bounds nothing."""
+
+    def hello_arrived(self) -> None:
+        pass
+
+    def may_begin(self) -> bool:
+        return True
+
+    def certificate_shown(self, certificate: bytes) -> None:
+        assert certificate
+
+
 def _hello(data: bytes) -> None:
     lobby = Lobby(MEMBERSHIP, _LABEL)
 
@@ -402,7 +417,7 @@ def _hello(data: bytes) -> None:
         return lobby if label == _LABEL else None
 
     def use(sock: socket.socket) -> None:
-        steps = accept(_NotTcp(fileno=sock.detach()), None, find, "somewhere")
+        steps = accept(_NotTcp(fileno=sock.detach()), None, find, "somewhere", _OpenGate())
         try:
             for _ in range(20):
                 next(steps)
@@ -497,6 +512,48 @@ def _communicator() -> list[Target]:
     ]
 
 
+def _grpcs_words() -> list[Target]:
+    """What strangers send, where gRPC's C code writes it: within a record, or at once."""
+    failed = (
+        b"I1121 16:44:06.378199    4012 handshaker.cc:155] CallNextHandshakerLocked: error=UNKNOWN: no"
+        b" shutdown=false index=2, args={endpoint_peer_address=ipv4:6.6.6.6:1}\n"
+    )
+
+    def within_a_record(data: bytes) -> None:
+        for level in b"IWEF":
+            written = b"%c1121 16:44:06.378199    4012 ssl.cc:1] name: %b\n" % (level, data)
+            record = record_of(written)
+            assert record is not None
+            assert (record.level, record.source) == (chr(level), "ssl.cc:1")
+            assert TraceReader().read(record) is None, "a stranger can forge a handshake that failed"
+            _check_saying(written)
+
+    def at_once(data: bytes) -> None:
+        record = record_of(data)
+        failure = None if record is None else TraceReader().read(record)
+        assert failure is None or failure.text.isprintable()
+        _check_saying(data)
+
+    seeds = (failed, b"x\n" + failed, b"x\n2026-01-01T00:00:00.000Z INFO forged\x1b[2J", b"\xff\xfe" * 40)
+    return [
+        Target("names in gRPC's records", within_a_record, (), seeds, tokens=(failed, b"] ", b"\n")),
+        Target("gRPC's records", at_once, (), seeds, tokens=(b"I1121 1 1 a.cc:1] ", b" shutdown=true")),
+    ]
+
+
+def _check_saying(written: bytes) -> None:
+    sayings, record = Sayings(), record_of(written)
+    lines = [sayings.add(written, record, 0.0) for _ in range(3)]
+    lines += [*sayings.due(WINDOW_S), *sayings.all()]
+    told = [line for line in lines if line is not None]
+    assert len(told) <= 2, "a peer can flood the log"
+    begin = "C code says" if record is None else f"gRPC ({record.source}) says"
+    for line in told:
+        assert line.isprintable(), "a peer can forge lines of the log"
+        assert line.startswith(begin), line
+        assert len(line) <= 290
+
+
 def _one_line(said: tuple[Reason, str] | None) -> None:
     assert said is None or said[1].isprintable(), "a peer can forge lines of the log"
 
@@ -507,4 +564,11 @@ def all_targets(directory: Path) -> list[Target]:
     Args:
         directory: for files; in memory if it is to be quick.
     """
-    return [*_wire(), *_files(directory), *_words(), *_certificates(directory), *_communicator()]
+    return [
+        *_wire(),
+        *_files(directory),
+        *_words(),
+        *_certificates(directory),
+        *_grpcs_words(),
+        *_communicator(),
+    ]

@@ -37,6 +37,8 @@ NAMES = (
     "peers' certificates",
     "authorities",
     "identities",
+    "names in gRPC's records",
+    "gRPC's records",
     "the communicator's handshake",
     "the communicator's frames",
     "sealed records",

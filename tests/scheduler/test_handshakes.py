@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.handshakes import HUNG_UP, MAX_LINE_BYTES, REASONS, TIMED_OUT, Failure, TraceReader, explain
+from certs.grpc_lines import Record, record_of
+from scheduler.handshakes import HUNG_UP, REASONS, TIMED_OUT, Failure, TraceReader, explain
 
 STAMP = "I1121 16:44:06.378199    4012 "
 TRACE = "=== Source Location Trace: === \nsrc/core/util/status_helper.cc:68\n"
@@ -55,25 +58,26 @@ TIMEOUT = (
     f"{TRACE}\n{STAMP}channel_trace.h:396] handshake manager 0x7f: Shutting down handshaker security\n"
 )
 CLOSING = "Handshake read failed (Endpoint closing)"
-OTHERS = (
-    "E1121 16:46:26.925122    4965 tcp_posix.cc:12] something is wrong: UNKNOWN\n" + TRACE,
-    "malloc(): corrupted top size\n",
-    "\n",
-    "I am no record\n",
-    "F1121 16:46:26.925122    4965 check.cc:1] Check failed: false\n",
-)
 
 
-def read(text: str, reader: TraceReader | None = None) -> tuple[list[Failure], str]:
-    failures, others = (reader or TraceReader()).feed(text.encode())
-    return failures, others.decode()
+def records(text: str) -> list[bytes]:
+    """The records of a trace, each as gRPC writes it: at once."""
+    return [piece.encode() for piece in re.split(r"(?m)^(?=[IWEF]\d{4} |WARNING: All)", text) if piece]
+
+
+def read(text: str, reader: TraceReader | None = None) -> list[Failure]:
+    reader, failures = reader or TraceReader(), []
+    for written in records(text):
+        record = record_of(written)
+        assert record is not None, written
+        failures.append(reader.read(record))
+    return [failure for failure in failures if failure is not None]
 
 
 @pytest.mark.parametrize("make", [failed, failed_in_1_76])
 def test_a_failure_is_found_once_with_its_address(make: object) -> None:
     assert callable(make)
-    [failure], others = read(make(VERIFY + "self signed certificate"))
-    assert others == ""
+    [failure] = read(make(VERIFY + "self signed certificate"))
     assert failure.reason == "unknown_ca"
     assert failure.peer == "10.0.0.9:41234"
     assert failure.host == "10.0.0.9"
@@ -84,7 +88,7 @@ def test_a_failure_is_found_once_with_its_address(make: object) -> None:
 
 
 def test_an_ipv6_address_is_written_as_everywhere() -> None:
-    [failure], _ = read(failed(VERIFY + "certificate has expired", "ipv6:%5B2001:db8::7%5D:41234"))
+    [failure] = read(failed(VERIFY + "certificate has expired", "ipv6:%5B2001:db8::7%5D:41234"))
     assert failure.peer == "[2001:db8::7]:41234"
     assert failure.host == "[2001:db8::7]"
 
@@ -117,66 +121,43 @@ def test_each_reason_has_its_words(error: str, reason: str, words: str) -> None:
 
 def test_a_timeout_is_told_but_not_the_end_of_what_we_stop_ourselves() -> None:
     reader = TraceReader()
-    [failure], others = read(TIMEOUT + failed(CLOSING, shutdown="true"), reader)
-    assert (failure.reason, failure.peer, others) == (TIMED_OUT, "10.0.0.9:41234", "")
-    assert read(failed(CLOSING, shutdown="true"), reader) == ([], "")
+    [failure] = read(TIMEOUT + failed(CLOSING, shutdown="true"), reader)
+    assert (failure.reason, failure.peer) == (TIMED_OUT, "10.0.0.9:41234")
+    assert read(failed(CLOSING, shutdown="true"), reader) == []
 
 
 def test_healthy_connections_say_nothing() -> None:
-    assert read(HEALTHY) == ([], "")
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_every_other_line_stays_as_it_is(other: str) -> None:
-    failures, others = read(HEALTHY.removesuffix("\n") + "\n" + failed(CLOSING) + "x\n" + other + HEALTHY)
-    assert others == "x\n" + other
-    assert len(failures) == 1
-
-
-def test_pieces_of_any_length_make_no_difference() -> None:
-    text = (HEALTHY + failed(VERIFY + "certificate has expired") + "".join(OTHERS[:2]) + HEALTHY).encode()
-    whole = TraceReader().feed(text)
-    for length in (1, 7, 100):
-        reader, failures, others = TraceReader(), list[Failure](), b""
-        for begin in range(0, len(text), length):
-            found, passed = reader.feed(text[begin : begin + length])
-            failures, others = failures + found, others + passed
-        assert (failures, others) == whole
-
-
-def test_a_line_without_end_is_kept_only_so_long() -> None:
-    reader = TraceReader()
-    assert reader.feed(b"half a line") == ([], b"")
-    assert reader.unfinished
-    assert reader.rest() == b"half a line"
-    assert not reader.unfinished
-    assert reader.feed(b"x" * (MAX_LINE_BYTES + 1)) == ([], b"x" * (MAX_LINE_BYTES + 1))
+    assert read(HEALTHY) == []
 
 
 def test_nothing_of_a_peer_forges_or_floods_a_line() -> None:
-    [failure], _ = read(failed("\x1b[2J\x00" + "x" * 5000, "ipv4:1.2.3.4%0AERROR%20forged:1"))
+    [failure] = read(failed("\x1b[2J\x00" + "x" * 5000, "ipv4:1.2.3.4%0AERROR%20forged:1"))
     assert failure.text.isprintable()
     assert failure.peer == "1.2.3.4\\nERROR forged:1"
     assert len(failure.text) < 500
-    [failure], _ = read(failed(VERIFY + "x" * 5000, "ipv4:" + "9" * 5000))
+    [failure] = read(failed(VERIFY + "x" * 5000, "ipv4:" + "9" * 5000))
     assert len(failure.text) < 500
 
 
 def test_a_failure_without_an_address_is_told_all_the_same() -> None:
-    [failure], _ = read(failed(VERIFY + "certificate has expired").replace("endpoint_peer", "far"))
+    [failure] = read(failed(VERIFY + "certificate has expired").replace("endpoint_peer", "far"))
     assert failure.peer == "an unknown address"
 
 
-@given(st.lists(st.one_of(st.binary(), st.sampled_from([HEALTHY.encode(), TRACE.encode(), *OTHERS]))))
-def test_no_bytes_upset_it(pieces: list[bytes | str]) -> None:
-    reader = TraceReader()
-    for piece in pieces:
-        failures, others = reader.feed(piece if isinstance(piece, bytes) else piece.encode())
-        assert failures == []
-        assert isinstance(others, bytes)
+@given(st.binary(), st.booleans())
+def test_no_bytes_upset_it(data: bytes, begins_like_a_failure: bool) -> None:
+    begin = b"CallNextHandshakerLocked: error=" if begins_like_a_failure else b""
+    failure = TraceReader().read(Record("I", "handshaker.cc:155", begin + data))
+    assert failure is None or failure.text.isprintable()
 
 
-@given(st.binary().filter(lambda data: not set(data) & set(b"IWS=")))
-def test_what_is_no_trace_comes_out_byte_for_byte(data: bytes) -> None:
+@pytest.mark.parametrize("level", "IWEF")
+def test_a_record_within_another_tells_of_nothing(level: str) -> None:
+    """As a stranger sends it: as his server's name, with line breaks."""
     reader = TraceReader()
-    assert reader.feed(data)[1] + reader.rest() == data
+    for text in (failed(VERIFY + "certificate has expired"), TIMEOUT):
+        record = record_of(f"{level}{STAMP[1:]}a.cc:1] a name:\n{text}".encode())
+        assert record is not None
+        assert record.level == level
+        assert reader.read(record) is None
+    assert read(failed(CLOSING, shutdown="true"), reader) == []  # nor was there a handshake that timed out

@@ -1,4 +1,4 @@
-"""The pipe at descriptor 2: what C code writes, what Python writes, and how it all ends."""
+"""The socket at descriptor 2: what C code writes, what Python writes, and how it all ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ BEGIN = """
 import ctypes, faulthandler, logging, os, subprocess, sys, threading
 from scheduler import logs, native_stderr
 from scheduler.logs import LOG, Recorder
-from tests.scheduler.test_handshakes import HEALTHY, VERIFY, failed
+from tests.scheduler.test_handshakes import HEALTHY, VERIFY, failed, records
 logs.set_up("INFO", {})
 C, HOLDING = ctypes.CDLL(None), ctypes.PyDLL(None)  # the second one keeps the interpreter's lock
 FAILED = failed(VERIFY + "certificate has expired")
 def native(text): C.write(2, text.encode(), len(text.encode()))
+def trace(text): [C.write(2, each, len(each)) for each in records(text)]
 """
 
 
@@ -35,17 +36,59 @@ def run(code: str, *options: str, code_wanted: int = 0) -> str:
     return done.stderr
 
 
-def test_what_is_no_trace_comes_through_and_the_trace_does_not() -> None:
+def messages(told: str) -> list[str]:
+    """The log's lines without their times."""
+    return [line.partition(" ")[2] for line in told.splitlines()]
+
+
+def test_what_is_no_trace_is_told_on_a_line_each_and_marked() -> None:
     told = run("""
 watch = native_stderr.HandshakeWatch()
-native("before\\n" + HEALTHY + "between\\n" + FAILED + "E1121 16:46:26.925122    4965 a.cc:1] wrong\\n")
-native("without an end")
+native("malloc(): corrupted\\n")
+trace(HEALTHY)
+native("E1121 16:46:26.925122    4965 a.cc:1] wrong name: \\x1b[2J\\n2026-01-01T00:00:00.000Z INFO forged\\n")
+trace(FAILED)
 watch.close()
-native("\\nafterwards\\n")
+native("afterwards\\n")
 """)
-    assert told == (
-        "before\nbetween\nE1121 16:46:26.925122    4965 a.cc:1] wrong\nwithout an end\nafterwards\n"
-    )
+    assert messages(told) == [
+        "WARNING C code says: malloc(): corrupted",
+        "WARNING gRPC (a.cc:1) says: wrong name: \\x1b[2J\\n2026-01-01T00:00:00.000Z INFO forged",
+        "",
+    ]
+    assert told.endswith("\nafterwards\n")
+
+
+def test_a_failure_within_a_name_is_nobodys() -> None:
+    """A stranger's name holds the record of a failed handshake of another address."""
+    told = run("""
+recorder = Recorder()
+watch = native_stderr.HandshakeWatch()
+watch.report_to(recorder)
+forged = failed(VERIFY + "certificate has expired", "ipv4:6.6.6.6:1")
+native("E1121 16:46:26.925122    4965 ssl.cc:1] No match found for server name: x\\n" + forged)
+native("E1121 16:46:26.925122    4965 ssl.cc:1] No match found for server name: " + "x" * 4000 + forged)
+native("E1121 16:46:26.925122    4965 ssl.cc:1] " + "x" * 40000 + "\\n" + forged)
+watch.finish_reports()
+watch.close()
+assert not recorder.failed_handshakes.total(), recorder.failed_handshakes
+""")
+    assert all("gRPC (ssl.cc:1) says" in line for line in told.splitlines())
+    assert 1 <= len(told.splitlines()) <= 2
+
+
+def test_a_flood_becomes_few_lines_that_are_short() -> None:
+    told = run("""
+watch = native_stderr.HandshakeWatch()
+for number in range(5000):
+    native(f"E1121 16:46:26.925122    4965 ssl.cc:1] No match found for server name: {number} " + "x" * 1000)
+    if number % 100 == 0:
+        with watch._native.lock: watch._native.drain()
+watch.close()
+""")
+    assert 2 <= len(told.splitlines()) <= 4
+    assert all(len(line) <= 300 for line in told.splitlines()), told
+    assert "more things within 10 s" in told
 
 
 def test_a_line_without_an_end_is_not_kept_back() -> None:
@@ -58,7 +101,7 @@ def test_a_line_without_an_end_is_not_kept_back() -> None:
         bufsize=0,
     )
     assert process.stderr is not None
-    assert process.stderr.read(100) == b"Continue? "  # while the process still waits
+    assert b"C code says: Continue?" in process.stderr.read(100)  # while the process still waits
     process.communicate(timeout=60)
     assert process.returncode == 0
 
@@ -67,17 +110,17 @@ def test_what_python_writes_does_not_pass_through_the_pipe() -> None:
     told = run(
         """
 watch = native_stderr.HandshakeWatch()
-with watch._lock:  # nobody reads the pipe now
+with watch._native.lock:  # nobody reads the pipe now
     print("printed", file=sys.stderr)
     LOG.warning("logged")
     faulthandler.dump_traceback()
     sys.stderr.write("unfinished")
     sys.stderr.flush()
-    os.write(watch._real, b"|")
+    os.write(watch._native.real, b"|")
 watch.close()
 print("and back", file=sys.stderr)
 LOG.warning("again")
-assert os.fstat(2).st_ino == os.fstat(watch._real).st_ino
+assert os.fstat(2).st_ino == os.fstat(watch._native.real).st_ino
 """,
         "-X",
         "faulthandler",
@@ -110,15 +153,15 @@ def test_failures_are_told_counted_and_audited_until_the_reports_end() -> None:
     told = run("""
 recorder = Recorder()
 watch = native_stderr.HandshakeWatch()
-native(FAILED)  # nobody wants to know yet
-with watch._lock: watch._drain()
+trace(FAILED)  # nobody wants to know yet
+with watch._native.lock: watch._native.drain()
 watch.report_to(recorder)
 for _ in range(1000):
-    native(FAILED)
-    with watch._lock: watch._drain()
+    trace(FAILED)
+    with watch._native.lock: watch._native.drain()
 watch.finish_reports()
 assert recorder.failed_handshakes["expired"] == 1000, recorder.failed_handshakes
-native(FAILED)
+trace(FAILED)
 watch.close()
 assert recorder.failed_handshakes["expired"] == 1000
 """)
@@ -134,9 +177,11 @@ def test_nobody_waits_for_a_pipe_that_is_full() -> None:
     run("""
 watch = native_stderr.HandshakeWatch()
 line = b"x" * 4095 + b"\\n"
-with watch._lock:
-    full = [HOLDING.write(2, line, len(line)) for _ in range(1 + native_stderr.PIPE_BYTES // len(line))]
-assert full[0] == len(line) and full[-1] == -1, full
+with watch._native.lock:
+    written = []
+    while not written or written[-1] == len(line):
+        written.append(HOLDING.write(2, line, len(line)))
+assert written[-1] == -1 and len(written) > 10, written
 watch.close()
 """)
 
@@ -159,7 +204,7 @@ def test_a_child_that_lives_on_keeps_nobody_waiting_for_long() -> None:
 watch = native_stderr.HandshakeWatch()
 child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
 watch.close()
-assert watch._thread.is_alive()
+assert watch._native._thread.is_alive()
 child.stdin.close()
 child.wait()
 """)
@@ -171,8 +216,8 @@ class Broken(Recorder):
     def handshake_failed(self, line, *, quiet): raise RuntimeError("no")
 watch = native_stderr.HandshakeWatch()
 watch.report_to(Broken())
-native(FAILED)
-watch._thread.join()
+trace(FAILED)
+watch._native._thread.join()
 native("still heard\\n")
 watch.close()
 """)
@@ -193,9 +238,9 @@ assert not faulthandler.is_enabled()
     ("tls", "own", "watched", "verbosity", "trace"),
     [
         (True, {}, True, "INFO", "handshaker"),
-        (False, {}, False, "ERROR", None),
-        (True, {"GRPC_VERBOSITY": "DEBUG"}, False, "DEBUG", None),
-        (True, {"GRPC_TRACE": "http"}, False, "ERROR", "http"),
+        (False, {}, True, "ERROR", None),
+        (True, {"GRPC_VERBOSITY": "DEBUG"}, True, "DEBUG", None),
+        (True, {"GRPC_TRACE": "http"}, True, "ERROR", "http"),
     ],
 )
 def test_who_asks_grpc_himself_gets_what_he_asked_for(
@@ -217,6 +262,6 @@ os.close(2)
 env = {}
 with native_stderr.handshakes_watched(env, tls=True) as watch:
     assert watch is None
-    assert env == {"GRPC_VERBOSITY": "ERROR"}
+    assert env == {"GRPC_VERBOSITY": "NONE"}
 os._exit(0)
 """)

@@ -40,7 +40,7 @@ def create_backend(
     if name == "tcp":
         from worker.communicators.tcp import TcpBackend
 
-        policy = None if tls is None else _policies(tls, seal)
+        policy = None if tls is None else _policies(tls, job_id, seal)
         return TcpBackend(tls=policy, allow_insecure=allow_insecure)
     if name not in BACKENDS:
         raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
@@ -61,29 +61,31 @@ def create_backend(
         ) from None
 
 
-def _policies(tls: Credentials | Callable[[], Credentials], seal: bool) -> Callable[[], TlsPolicy]:
+def _policies(
+    tls: Credentials | Callable[[], Credentials], job_id: str, seal: bool
+) -> Callable[[], TlsPolicy]:
     """Gives the policy of the credentials in force; makes a new one when they have changed."""
     made: list[tuple[Credentials, TlsPolicy]] = []
 
     def current() -> TlsPolicy:
         credentials = tls() if callable(tls) else tls
         if not made or made[0][0] is not credentials:
-            made[:] = [(credentials, _tls_policy(credentials, seal))]
+            made[:] = [(credentials, _tls_policy(credentials, job_id, seal))]
         return made[0][1]
 
     return current
 
 
-def _tls_policy(credentials: Credentials, seal: bool) -> TlsPolicy:
+def _tls_policy(credentials: Credentials, job_id: str, seal: bool) -> TlsPolicy:
     from certs.errors import CertificateError
     from certs.tls import client_ssl_context, peer_pem, server_ssl_context
     from worker.communicators.tcp_handshake import TlsPolicy
 
-    def refusal(connection: ssl.SSLSocket, job_id: str, node_id: str) -> str | None:
+    def refusal(connection: ssl.SSLSocket, job: str, node_id: str | None) -> str | None:
         try:
             identity = credentials.peer(peer_pem(connection)).identity
         except CertificateError as error:
             return str(error)
-        return identity.may(role="worker", job=job_id, node=node_id)
+        return identity.may(role="worker", job=job, node=node_id)
 
-    return TlsPolicy(server_ssl_context(credentials), client_ssl_context(credentials), refusal, seal)
+    return TlsPolicy(server_ssl_context(credentials), client_ssl_context(credentials), job_id, refusal, seal)

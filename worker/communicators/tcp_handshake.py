@@ -10,6 +10,7 @@ each side, from which the keys of the data are made.
 from __future__ import annotations
 
 import enum
+import hashlib
 import hmac
 import os
 import socket
@@ -17,6 +18,7 @@ import ssl
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Protocol
 
 from worker.communicators.base import Membership, Peer
 from worker.communicators.tcp_connection import Connection
@@ -35,15 +37,19 @@ from worker.errors import CommunicatorError, SecurityError
 
 SECRET_BYTES = 32
 
+_TLS_RECORD_HEAD_BYTES = 5
+_MOST_HELLO_BYTES = 1 << 14
+
 SOCKET_BUFFER_BYTES = 0
 """Asked of the kernel for each direction; 0 leaves the kernel's own tuning on."""
 
 
 class Want(enum.Enum):
-    """What a handshake waits for."""
+    """What a handshake waits for: its socket, its turn, its lobby, or the time to dial again."""
 
     READ = "read"
     WRITE = "write"
+    TURN = "turn"
     LOBBY = "lobby"
     PAUSE = "pause"
 
@@ -55,16 +61,31 @@ class TlsPolicy:
     Args:
         server: context of accepted connections; must ask for certificates.
         client: context of dialed connections.
+        job_id: the job that the peers' certificates must be for.
         refusal: given the connection after its handshake, the job, and the node id that the peer must
-            have: None, or the sentence why it may not take part.
+            have (None: any): None, or the sentence why it may not take part.
         seal: whether data goes in sealed records (:mod:`worker.communicators.tcp_seal`) with keys
             exchanged inside TLS; False leaves it to TLS itself, which is slower for large arrays.
     """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
-    refusal: Callable[[ssl.SSLSocket, str, str], str | None]
+    job_id: str
+    refusal: Callable[[ssl.SSLSocket, str, str | None], str | None]
     seal: bool = True
+
+
+class Gate(Protocol):
+    """What an incoming handshake says of its progress, to whoever bounds how many there are."""
+
+    def hello_arrived(self) -> None:
+        """The TLS hello is here."""
+
+    def may_begin(self) -> bool:
+        """Whether its TLS session may begin now: that costs a signature."""
+
+    def certificate_shown(self, certificate: bytes) -> None:
+        """The certificate with this SHA-256 digest is good for this job. Without TLS: a random number."""
 
 
 class Lobby:
@@ -194,16 +215,30 @@ def _dial(
 
 
 def accept(
-    sock: socket.socket, tls: TlsPolicy | None, find: Callable[[bytes, int], Lobby | None], source: str
+    sock: socket.socket,
+    tls: Callable[[], TlsPolicy] | None,
+    find: Callable[[bytes, int], Lobby | None],
+    source: str,
+    gate: Gate,
 ) -> Steps:
     """Takes a connection if it is that of a member of a group that ``find`` knows, or will know soon.
+
+    Role and job of the certificate are checked before anything is read inside TLS, its node as soon as the
+    members are known, and that before anything is answered.
+
+    Args:
+        sock: the accepted socket.
+        tls: gives the policy in force; asked for once the TLS hello is here. None for plaintext.
+        find: looks the group of a hello up; None: it may come yet.
+        source: the address at the other end.
+        gate: bounds what one certificate may hold.
 
     Raises:
         OSError, CommunicatorError, SecurityError: it is not.
     """
     held = [sock]
     try:
-        return (yield from _accept(held, tls, find, source))
+        return (yield from _accept(held, tls, find, source, gate))
     except BaseException:
         held[0].close()
         raise
@@ -211,14 +246,24 @@ def accept(
 
 def _accept(
     held: list[socket.socket],
-    tls: TlsPolicy | None,
+    tls: Callable[[], TlsPolicy] | None,
     find: Callable[[bytes, int], Lobby | None],
     source: str,
+    gate: Gate,
 ) -> Steps:
     sock = held[0]
     _tune(sock)
-    if tls is not None:
-        sock = yield from _secure(held, tls.server, server=True)
+    policy = None
+    if tls is None:
+        gate.certificate_shown(os.urandom(NONCE_BYTES))
+    else:
+        yield from _tls_hello(sock)
+        gate.hello_arrived()
+        while not gate.may_begin():
+            yield Want.TURN, sock
+        policy = tls()
+        sock = yield from _secure(held, policy.server, server=True)
+        gate.certificate_shown(_check_certificate(sock, policy, source))
     hello = Hello.decode((yield from _read(sock, HELLO.size)))
     lobby = find(hello.label, hello.generation)
     while lobby is None:
@@ -228,8 +273,8 @@ def _accept(
     if hello.to_rank != membership.rank or hello.from_rank >= membership.world_size:
         raise CommunicatorError(f"A hello from {source} names ranks that do not exist here.")
     peer = membership.peers[hello.from_rank]
-    if tls is not None:
-        _check_identity(sock, tls, membership.job_id, peer)
+    if policy is not None:
+        _check_identity(sock, policy, membership.job_id, peer)
     nonce = os.urandom(NONCE_BYTES)
     context = handshake_context(membership, _binding(sock), hello, nonce)
     ours = os.urandom(SECRET_BYTES)
@@ -241,8 +286,41 @@ def _accept(
             f" of generation {membership.generation}."
         )
     rank, sides = hello.from_rank, ("acceptor", "dialer")
-    held[0], connection = _connection(sock, rank, tls, membership, context + theirs + ours, sides)
+    held[0], connection = _connection(sock, rank, policy, membership, context + theirs + ours, sides)
     return lobby, connection
+
+
+def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], None, None]:
+    """Waits until the first TLS record is here in full; leaves it in the kernel.
+
+    Who keeps silent, sends something else or only half a hello costs no TLS session and no signature.
+    """
+    size = _TLS_RECORD_HEAD_BYTES
+    woken = False
+    while True:
+        try:
+            there = sock.recv(size, socket.MSG_PEEK)
+        except BlockingIOError:
+            there = b""
+        else:
+            if there[:1] != b"\x16" or (len(there) > 1 and there[1] != 3):
+                what = "sent what is no TLS" if there else "hung up before it said anything"
+                raise CommunicatorError(f"The other side {what}.")
+            if len(there) < size and woken:  # the kernel wakes us early only where nothing more will come
+                raise CommunicatorError("The other side hung up amid its TLS hello.")
+        if len(there) == size > _TLS_RECORD_HEAD_BYTES:
+            break
+        if len(there) == size:
+            size += int.from_bytes(there[3:5], "big")
+            if not _TLS_RECORD_HEAD_BYTES < size <= _TLS_RECORD_HEAD_BYTES + _MOST_HELLO_BYTES:
+                raise CommunicatorError("The other side sent what is no TLS.")
+            woken = False
+            continue
+        if size > 1:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+        yield Want.READ, sock
+        woken = True
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 def _connection(
@@ -280,6 +358,15 @@ def _check_identity(sock: socket.socket, tls: TlsPolicy, job_id: str, peer: Peer
         raise SecurityError(
             f"{peer_name(peer)} is refused: {reason}", remedy="Check who answers at its address."
         )
+
+
+def _check_certificate(sock: socket.socket, tls: TlsPolicy, source: str) -> bytes:
+    """Checks role and job; returns the certificate's digest."""
+    assert isinstance(sock, ssl.SSLSocket)
+    reason = tls.refusal(sock, tls.job_id, None)
+    if reason is not None:
+        raise SecurityError(f"A connection from {source} is refused: {reason}")
+    return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def _binding(sock: socket.socket) -> bytes:

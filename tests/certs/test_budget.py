@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scheduler.budget import OTHERS, Budget, Untold
+from certs.budget import OTHERS, Budget, Untold
 
 
 def budget() -> Budget[int]:
