@@ -28,7 +28,7 @@ _CLIENT_OPTIONS = (
 
 DEFAULT_NODE_TIMEOUT_S = 5.0
 _LEAST_PING_AFTER_S = 5.0
-_LEAST_PING_TIMEOUT_S = 2.0
+_LEAST_PING_TIMEOUT_S = 3.0
 
 
 def server_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tuple[str, int], ...]:
@@ -40,15 +40,19 @@ def client_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tupl
     """What every channel of ours sets.
 
     Args:
-        node_timeout_s: a connection on which nothing is heard for so long counts as dead, or for 7 s if
-            that is longer.
+        node_timeout_s: MS_NODE_TIMEOUT; no connection ends because its other end paused for so long.
     """
     return (*_keepalive(node_timeout_s), *_CLIENT_OPTIONS)
 
 
 def _keepalive(node_timeout_s: float) -> tuple[tuple[str, int], ...]:
-    """Whoever lets workers be silent for longer wants no connection ended earlier because of it."""
-    timeout_s = max(_LEAST_PING_TIMEOUT_S, 0.4 * node_timeout_s)
+    """Pings find hosts that are gone. Who is silent for too long, heartbeats tell sooner.
+
+    A ping may go out in the moment in which the other end pauses (gRPC sends some of its own, whenever data
+    comes), so its answer is waited for longer than the longest pause that costs nobody the place. The same
+    time ends connections whose bytes nobody acknowledges (TCP_USER_TIMEOUT).
+    """
+    timeout_s = max(_LEAST_PING_TIMEOUT_S, 2 * node_timeout_s)
     after_s = max(_LEAST_PING_AFTER_S, 0.6 * node_timeout_s)
     return (
         ("grpc.keepalive_permit_without_calls", 1),
