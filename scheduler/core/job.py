@@ -340,36 +340,41 @@ class Job(Reception):
         seconds, node_timeout_s = event.seconds, self.settings.node_timeout_s
         if self.phase is Phase.ENDED:
             return
-        if 3 * seconds < node_timeout_s:  # too short to break a stream
-            self._contacts.excuse(seconds, now)
-            self._silence_due = self._next_silence()
+        # Late turns add up, unless most of the time passes between them.
+        self._late_s = max(0.0, self._late_s - (now - self._late_at) / 3) + seconds
+        self._late_at = now
+        if 3 * self._late_s < node_timeout_s:  # too short to break a stream
+            self._excuse(seconds, now)
             return
-        self._forgive(now)
+        forgave = now < self._forgiving_until
+        self._forgiving_until = now + node_timeout_s
+        self._excuse(math.inf if 3 * seconds >= node_timeout_s else seconds, now)
         self._phase_since += seconds
         self._progress_since += seconds
         if self._spares_fill_in:
             self._spares_fill_in += seconds
         if self._suspicion is not None:
             self._suspicion = replace(self._suspicion, due=self._suspicion.due + seconds)
-        self._mention(
-            f"The scheduler itself stood still for {seconds:.1f} s; "
-            f"its workers have {node_timeout_s:g} s to be heard again."
-        )
+        if not forgave or 3 * seconds >= node_timeout_s:
+            self._mention(
+                f"The scheduler itself stood still for {self._late_s:.1f} s; "
+                f"its workers have {node_timeout_s:g} s to be heard again."
+            )
 
     def _fell_behind(self, event: e.FellBehind, now: float) -> None:
         """Silence counts only while the scheduler keeps up: it has not read what these workers have sent."""
         unread = [node_id for session in event.sessions if (node_id := self._contacts.nodes.get(session))]
         if unread and self.phase is not Phase.ENDED:
-            self._forgive(now)
+            self._forgiving_until = now + self.settings.node_timeout_s
+            self._excuse(math.inf, now)
             self._mention(
                 f"The scheduler is behind: what {count(len(unread), 'worker')} sent is not read yet; "
                 f"its workers have {self.settings.node_timeout_s:g} s to be heard again."
             )
 
-    def _forgive(self, now: float) -> None:
-        """Everybody's silence counts from now on, and who has lost its stream may come back."""
-        self._forgiving_until = now + self.settings.node_timeout_s
-        self._contacts.excuse(math.inf, now)
+    def _excuse(self, seconds: float, now: float) -> None:
+        """So much of everybody's silence does not count."""
+        self._contacts.excuse(seconds, now)
         self._silence_due = self._next_silence()
 
     def _next_silence(self) -> float | None:

@@ -34,6 +34,7 @@ class Worker:
         self.stream: Stream | None = None
         self.cut_until = 0.0
         self.stopped_until = 0.0
+        self.calm_until = 0.0
         self.busy_until = 0.0
         self.doing = "entering"
         self.place: m.Assignment | None = None

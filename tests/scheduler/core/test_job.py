@@ -311,6 +311,18 @@ def test_silence_does_not_count_while_the_event_loop_is_late() -> None:
     assert is_removed(job.step(e.Tick(), 6.5))
 
 
+def test_late_turns_of_the_event_loop_add_up_until_streams_may_have_broken() -> None:
+    def loss_after(*late: float) -> bool:
+        job, _ = running(replace(SETTINGS, worker_min=1))
+        for at in late:
+            job.step(e.StoodStill(0.9), at)
+        job.step(e.Heard(2, 1, 0, 0, 0.0), 9.0)  # read just before its stream's end, which is as old
+        return is_removed(job.step(e.SessionLost(2, "ping timeout"), 9.0))
+
+    assert not loss_after(7.0, 8.0, 9.0)
+    assert loss_after(3.0, 6.0, 9.0)  # each long over when the next came
+
+
 def test_silence_does_not_count_while_what_a_worker_sent_is_unread() -> None:
     job, _ = running(replace(SETTINGS, worker_min=1))
     job.step(e.Heard(1, 1, 0, 0, 0.0), 4.0)
