@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,11 +158,7 @@ def _measure(options: argparse.Namespace, job: Job) -> dict[str, Any]:
         "workers": options.workers,
         "node_timeout_s": options.node_timeout_s,
         "flood": done,
-        "members_lost": sum(
-            f"(node {number} on host" in line and "is lost" in line
-            for number in range(options.workers)
-            for line in text.splitlines()
-        ),
+        "members_lost": len(set(re.findall(r"\(node (\d+) on host [^)]*\) is lost", text))),
         "generations": sorted({step["generation"] for each in steps for step in each}),
         "steps_during": min(len(each) for each in steps) - steps_before,
         "said_that_it_was_behind": text.count("The scheduler is behind"),

@@ -40,10 +40,9 @@ def freeze(world: World, worker: Worker) -> None:
     world.judge.disturbed(worker.stopped_until)
     stream = worker.stream
     is_reading = now >= world.scheduler.deaf_until
-    long_enough = worker.stopped_until - now > FROZEN_PING_S
-    if stream is not None and is_reading and long_enough and world.rng.random() < 0.7:
-        when = world.rng.uniform(now + FROZEN_PING_S, worker.stopped_until)
-        world.loop.at(when, world.network.break_up, stream, "ping timeout")
+    first, last = now + FROZEN_PING_S, worker.stopped_until - 0.4  # it comes through before the worker does
+    if stream is not None and is_reading and first < last and world.rng.random() < 0.7:
+        world.loop.at(world.rng.uniform(first, last), world.network.break_up, stream, "ping timeout")
 
 
 def flood(world: World, worker: Worker) -> None:
