@@ -30,7 +30,6 @@ QUICKLY_CAUGHT = (
     "a pause costs the place",
     "unread words count as silence",
     "late turns count as silence",
-    "streams may not break while it is behind",
     "silence ignored",
     "suspicions ignored",
     "a message after the last one",
