@@ -19,6 +19,7 @@ COMMANDS = {
     "sharded": "memory and step time with the optimizer's state divided among the ranks",
     "start": "time from the start command of a GPU job to the end of its first AllReduce",
     "recovery": "time from the loss of a worker to the next good step",
+    "flood": "a job beside a flood of TLS handshakes: members lost, joins, memory",
     "scale": "how many workers one scheduler carries",
 }
 

@@ -28,33 +28,41 @@ _CLIENT_OPTIONS = (
 
 DEFAULT_NODE_TIMEOUT_S = 5.0
 _LEAST_PING_AFTER_S = 5.0
-_LEAST_PING_TIMEOUT_S = 2.0
+_LEAST_TIMEOUT_S = 5.0
+_SERVER_LEAST_ANSWER_S = 60.0
 
 
 def server_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tuple[str, int], ...]:
-    """What every server of ours sets; see :func:`client_options`."""
-    return (*_keepalive(node_timeout_s), *_SERVER_OPTIONS)
+    """What every server of ours sets.
+
+    A process that pauses answers no ping, nor does anybody whom a flooded server does not hear. So the server
+    ends no connection for that: heartbeats say who is silent, and the kernel which host is gone.
+
+    Args:
+        node_timeout_s: MS_NODE_TIMEOUT; see :func:`client_options`.
+    """
+    return (*_keepalive(node_timeout_s, least_answer_s=_SERVER_LEAST_ANSWER_S), *_SERVER_OPTIONS)
 
 
 def client_options(node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S) -> tuple[tuple[str, int], ...]:
     """What every channel of ours sets.
 
     Args:
-        node_timeout_s: a connection on which nothing is heard for so long counts as dead, or for 7 s if
-            that is longer.
+        node_timeout_s: MS_NODE_TIMEOUT; no connection ends because its other end paused for so long.
     """
-    return (*_keepalive(node_timeout_s), *_CLIENT_OPTIONS)
+    return (*_keepalive(node_timeout_s, least_answer_s=_LEAST_TIMEOUT_S), *_CLIENT_OPTIONS)
 
 
-def _keepalive(node_timeout_s: float) -> tuple[tuple[str, int], ...]:
-    """Whoever lets workers be silent for longer wants no connection ended earlier because of it."""
-    timeout_s = max(_LEAST_PING_TIMEOUT_S, 0.4 * node_timeout_s)
+def _keepalive(node_timeout_s: float, *, least_answer_s: float) -> tuple[tuple[str, int], ...]:
+    timeout_s = max(_LEAST_TIMEOUT_S, 2 * node_timeout_s)
     after_s = max(_LEAST_PING_AFTER_S, 0.6 * node_timeout_s)
     return (
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", round(1000 * after_s)),
+        # The socket's TCP_USER_TIMEOUT: how long the other kernel may acknowledge nothing.
         ("grpc.keepalive_timeout_ms", round(1000 * timeout_s)),
-        ("grpc.http2.ping_timeout_ms", round(1000 * timeout_s)),  # without it, a minute
+        # How long the other process may answer no ping; gRPC sends some of its own, whenever data comes.
+        ("grpc.http2.ping_timeout_ms", round(1000 * max(least_answer_s, timeout_s))),
     )
 
 

@@ -53,13 +53,15 @@ class SchedulerSettings:
 
     def core(self, *, own_job: bool = True) -> Settings:
         """What a job's state machine needs to know; a foreign job's workers say its size themselves."""
+        heartbeat_interval_s = min(1.0, self.node_timeout_s / 4)
         return Settings(
             worker_num=self.worker_num if own_job else 0,
             worker_min=self.worker_min if own_job else 0,
             spares=self.spares,
             topo_timeout_s=self.topo_timeout_s,
-            node_timeout_s=self.node_timeout_s,
-            heartbeat_interval_s=min(1.0, self.node_timeout_s / 4),
+            # A pause may begin just before a heartbeat, and the next one takes its time on a busy machine.
+            node_timeout_s=self.node_timeout_s + 1.5 * heartbeat_interval_s,
+            heartbeat_interval_s=heartbeat_interval_s,
             stall_timeout_s=self.stall_timeout_s,
             rank_table=self.rank_table if own_job else None,
         )

@@ -7,7 +7,7 @@ that a thousand workers who join at once cost a few commits and not a thousand.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from scheduler.core.decision import Decision
 from scheduler.core.status import JobView
 from scheduler.errors import RequestError, SchedulerError, StoppingError
 from scheduler.sessions import Session
+from scheduler.unread import unread_peers
 from scheduler.wire import AssignmentEncoder
 
 MAX_BATCH = 1024
@@ -43,6 +44,9 @@ class Machine(Protocol):
 
     def deadline(self) -> float | None:
         """When the machine wants a Tick, on the clock of ``now``."""
+
+    def overdue(self, now: float) -> Sequence[v.SessionId]:
+        """The streams whose workers the next Tick would declare lost for their silence."""
 
     def view(self, now: float) -> JobView:
         """The job as status shows it."""
@@ -110,6 +114,7 @@ class JobDriver:
         clock: the event loop, or a test's clock.
         make_durable: writes records down; returns once they would survive a crash.
         note: told about everything worth a line.
+        unread: of these addresses of peers, those whose bytes have arrived and are not read yet.
     """
 
     job_id: str
@@ -121,6 +126,7 @@ class JobDriver:
     counters: Counters = field(default_factory=Counters)
     ended: r.JobEnded | None = None
     on_ended: Callable[[JobDriver], None] = lambda driver: None
+    unread: Callable[[Collection[str]], Collection[str]] = unread_peers
     _queue: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
     _timer: Timer | None = None
     _encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
@@ -186,18 +192,30 @@ class JobDriver:
         late_s, self._awake_at = now - self._awake_at - PULSE_S, now
         if late_s > LATE_S:  # told first: what waits here may be the consequence
             batch.insert(0, _Item(e.StoodStill(late_s)))
-        decisions = []
+        stepped: list[tuple[_Item, Decision]] = []
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
-            decisions.append(self.job.step(item.event, now, more=more))
+            if isinstance(item.event, e.Tick) and (behind := self._behind(now)):
+                stepped.append((_Item(behind), self.job.step(behind, now)))
+            stepped.append((item, self.job.step(item.event, now, more=more)))
             self._count(item.event, now)
-        records = [record for decision in decisions for record in decision.records]
+        records = [record for _, decision in stepped for record in decision.records]
         if records:
             await self.make_durable(records)
-        for item, decision in zip(batch, decisions, strict=True):
+        for item, decision in stepped:
             self._carry_out(item.event, decision, now)
             if item.done is not None and not item.done.done():
                 item.done.set_result(decision.reason)
         self._arm()
+
+    def _behind(self, now: float) -> e.FellBehind | None:
+        """Looks, before anybody is lost for silence, whether it is we who have not listened."""
+        overdue = {
+            session.caller.address: session_id
+            for session_id in self.job.overdue(now)
+            if (session := self.sessions.get(session_id)) is not None
+        }
+        unread = self.unread(overdue) if overdue else ()
+        return e.FellBehind(tuple(overdue[peer] for peer in unread)) if unread else None
 
     def _carry_out(self, event: e.Event, decision: Decision, now: float) -> None:
         if isinstance(event, e.SessionLost):

@@ -129,6 +129,13 @@ class StoodStill:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class FellBehind:
+    """Workers would count as silent whose bytes have arrived, but are not read yet. It goes before a Tick."""
+
+    sessions: tuple[SessionId, ...]
+
+
 Event = (
     Joined
     | Heard
@@ -143,4 +150,5 @@ Event = (
     | Expel
     | Tick
     | StoodStill
+    | FellBehind
 )

@@ -7,6 +7,7 @@ Nothing here reads a clock, sends, writes or logs. See :mod:`scheduler.core.even
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -56,6 +57,7 @@ class Job(Reception):
             e.Expel: self._expel,
             e.Tick: self._tick,
             e.StoodStill: self._stood_still,
+            e.FellBehind: self._fell_behind,
         }
 
     @classmethod
@@ -120,6 +122,14 @@ class Job(Reception):
             times.append(self._spares_fill_in)
         times.append(self._stall_due())
         return min((time for time in times if time is not None), default=None)
+
+    def overdue(self, now: float) -> tuple[v.SessionId, ...]:
+        """The streams whose workers the next Tick would declare lost for their silence."""
+        if self.phase is Phase.ENDED or self._silence_due is None or now < self._silence_due:
+            return ()
+        silent = self._contacts.silent(now, self.settings.node_timeout_s)
+        sessions = (self._contacts.session_of(node_id) for node_id in silent)
+        return tuple(session for session in sessions if session is not None)
 
     def view(self, now: float) -> JobView:
         """The job as ``status`` shows it: members by rank, then those who wait."""
@@ -290,11 +300,19 @@ class Job(Reception):
             self._mention(f"{name} has lost its stream while the scheduler stood still; it may come back.")
             return
         silent_s = now - self._contacts.by_node[node_id].last_heard
-        if silent_s > 2 * self.settings.heartbeat_interval_s:  # a process that stands still, or a cut network
-            detail = f"not heard for {silent_s:.1f} s, until its stream ended ({event.detail})"
+        if silent_s <= 2 * self.settings.heartbeat_interval_s:  # as of a process that was killed
+            self._lose(node_id, f"is lost: its stream ended ({event.detail})")
+        elif silent_s < self.settings.node_timeout_s:  # as of one that pauses: it may live
+            self._contacts.detach(event.session)
+            name = upper_first(who(self._ledger.claims[node_id].candidate, self._ledger.rank_of(node_id)))
+            left_s = self.settings.node_timeout_s - silent_s
+            self._mention(
+                f"{name} was not heard for {silent_s:.1f} s when its stream ended ({event.detail}); "
+                f"it has {left_s:.1f} s to come back."
+            )
         else:
-            detail = f"its stream ended ({event.detail})"
-        self._lose(node_id, f"is lost: {detail}")
+            detail = f"not heard for {silent_s:.1f} s, until its stream ended ({event.detail})"
+            self._lose(node_id, f"is lost: {detail}")
 
     # ------------------------------------------------------------ time
 
@@ -320,22 +338,44 @@ class Job(Reception):
         Workers end a stream that does not answer; that is seen only now, of streams begun meanwhile as well.
         """
         seconds, node_timeout_s = event.seconds, self.settings.node_timeout_s
-        if self.phase is Phase.ENDED or 3 * seconds < node_timeout_s:  # too short to break a stream
+        if self.phase is Phase.ENDED:
             return
+        # Late turns add up, unless most of the time passes between them.
+        self._late_s = max(0.0, self._late_s - (now - self._late_at) / 3) + seconds
+        self._late_at = now
+        if 3 * self._late_s < node_timeout_s:  # too short to break a stream
+            self._excuse(seconds, now)
+            return
+        forgave = now < self._forgiving_until
         self._forgiving_until = now + node_timeout_s
-        for contact in self._contacts.by_node.values():
-            contact.last_heard = now
-        self._silence_due = self._next_silence()
+        self._excuse(math.inf if 3 * seconds >= node_timeout_s else seconds, now)
         self._phase_since += seconds
         self._progress_since += seconds
         if self._spares_fill_in:
             self._spares_fill_in += seconds
         if self._suspicion is not None:
             self._suspicion = replace(self._suspicion, due=self._suspicion.due + seconds)
-        self._mention(
-            f"The scheduler itself stood still for {seconds:.1f} s; "
-            f"its workers have {node_timeout_s:g} s to be heard again."
-        )
+        if not forgave or 3 * seconds >= node_timeout_s:
+            self._mention(
+                f"The scheduler itself stood still for {self._late_s:.1f} s; "
+                f"its workers have {node_timeout_s:g} s to be heard again."
+            )
+
+    def _fell_behind(self, event: e.FellBehind, now: float) -> None:
+        """Silence counts only while the scheduler keeps up: it has not read what these workers have sent."""
+        unread = [node_id for session in event.sessions if (node_id := self._contacts.nodes.get(session))]
+        if unread and self.phase is not Phase.ENDED:
+            self._forgiving_until = now + self.settings.node_timeout_s
+            self._excuse(math.inf, now)
+            self._mention(
+                f"The scheduler is behind: what {count(len(unread), 'worker')} sent is not read yet; "
+                f"its workers have {self.settings.node_timeout_s:g} s to be heard again."
+            )
+
+    def _excuse(self, seconds: float, now: float) -> None:
+        """So much of everybody's silence does not count."""
+        self._contacts.excuse(seconds, now)
+        self._silence_due = self._next_silence()
 
     def _next_silence(self) -> float | None:
         oldest = self._contacts.oldest_word()

@@ -22,6 +22,7 @@ class Reception(Machine):
         super().__init__(job_id, settings)
         self._held_back: dict[v.SessionId, e.Joined] = {}
         self._silence_due: float | None = None
+        self._late_s = self._late_at = 0.0
         self._forgiving_until = 0.0  # a stream that ends before that may have broken while we stood still
         self._remarked: set[str] = set()
         self._machines: dict[str, str] = {}

@@ -47,7 +47,7 @@ def test_nobody_notices_that_the_scheduler_is_killed(tmp_path: Path) -> None:
 
 def test_nobody_is_lost_because_the_scheduler_stood_still(tmp_path: Path) -> None:
     """It is stopped for so long that the workers give up their streams; it sees that when it goes on."""
-    with digits(tmp_path, 3, 3, epochs=90) as job:
+    with digits(tmp_path, 3, 3, epochs=90, MS_NODE_TIMEOUT="2") as job:
         job.begin()
         assert job.scheduler is not None
         log = job.directory / "scheduler.log"

@@ -1,14 +1,15 @@
-"""Workers that are stopped, by SIGSTOP, for longer than MS_NODE_TIMEOUT while ``worker.init()`` waits."""
+"""Workers that are stopped, by SIGSTOP: for less than MS_NODE_TIMEOUT, and for longer."""
 
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.workers import Worker, company
-from tests.scheduler.processes import Scheduler, scheduler
+from tests.scheduler.processes import Pki, Scheduler, scheduler
 from tests.waiting import wait_for
 
 ENV = {"MS_NODE_TIMEOUT": "1"}
@@ -21,6 +22,26 @@ def stop_until_lost(worker: Worker, running: Scheduler, node_id: str) -> None:
     worker.process.send_signal(signal.SIGSTOP)
     assert f"Node {node_id} on host" in running.await_log("is lost: not heard for")
     worker.process.send_signal(signal.SIGCONT)
+
+
+def test_workers_that_pause_for_less_than_node_timeout_keep_their_places(tmp_path: Path) -> None:
+    """In whatever moment the pause begins: with a ping under way, just before a heartbeat."""
+    env = {"MS_NODE_TIMEOUT": "3"}
+    pki = Pki.make(tmp_path)
+    with scheduler(**pki.env(), **env) as running, company(tmp_path, running, pki) as hired:
+        workers = hired.form(2, **env)
+        for _ in range(2):
+            for worker in workers:
+                worker.process.send_signal(signal.SIGSTOP)
+                worker.tell("worker.all_reduce(1.0).tolist()")
+            time.sleep(2.8)  # the pause
+            for worker in workers:
+                worker.process.send_signal(signal.SIGCONT)
+            assert [worker.answer() for worker in workers] == ["ok 2.0", "ok 2.0"]
+        assert [worker.ask("s.generation") for worker in workers] == ["ok 1", "ok 1"]
+        assert "is lost" not in running.log
+        workers[1].kill()
+        assert "is lost: its stream ended" in running.await_log("Rank 1 (node 1 on host")
 
 
 def test_a_spare_that_was_stopped_asks_for_its_place_again_and_takes_over(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ class FakeJob:
     due: float | None = None
     seen: list[tuple[float, e.Event]] = field(default_factory=list)
     postponed: list[e.Event] = field(default_factory=list)
+    silent: tuple[v.SessionId, ...] = ()
 
     def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         self.seen.append((now, event))
@@ -85,6 +86,9 @@ class FakeJob:
 
     def deadline(self) -> float | None:
         return self.due
+
+    def overdue(self, now: float) -> Sequence[v.SessionId]:
+        return self.silent
 
     def view(self, now: float) -> JobView:
         return JobView("job", "forming", 0, 2, 2, (), ("2 workers",), "")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from certs.grpc_credentials import client_options, server_options
 from scheduler.__main__ import main
 from scheduler.config import load_address, load_settings
 from scheduler.errors import SettingsError
@@ -36,6 +37,15 @@ def test_defaults() -> None:
 def test_heartbeats_come_often_enough_for_a_short_node_timeout() -> None:
     core = load_settings(GOOD | {"MS_NODE_TIMEOUT": "0.8"}).core()
     assert core.heartbeat_interval_s * 3 < core.node_timeout_s
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 5.0, 60.0])
+def test_a_pause_shorter_than_node_timeout_costs_no_place(seconds: float) -> None:
+    """It begins up to a heartbeat after the worker's last word, and ends with the next."""
+    core = load_settings(GOOD | {"MS_NODE_TIMEOUT": str(seconds)}).core()
+    assert seconds + core.heartbeat_interval_s < core.node_timeout_s <= seconds + 1.5
+    pings = dict(server_options(seconds)) | dict(client_options(seconds))
+    assert pings["grpc.http2.ping_timeout_ms"] >= 1000 * core.node_timeout_s
 
 
 def test_a_foreign_jobs_size_is_not_the_own_jobs() -> None:

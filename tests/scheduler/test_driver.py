@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -157,6 +157,34 @@ def test_a_process_that_is_called_regularly_has_not_stood_still() -> None:
                 await asyncio.sleep(0)
         await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
         assert set(rig.job.events()) == {e.Tick(), e.Heard(1, 0, 0, 0, 0.0)}
+        await rig.close()
+
+    go(test())
+
+
+def test_before_a_worker_is_lost_for_silence_it_is_looked_whether_its_words_are_unread() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        rig.session(1)
+        rig.session(2)
+        rig.driver.sessions[2].caller = Caller("[::1]:6")
+        asked: list[list[str]] = []
+
+        def unread(peers: Collection[str]) -> list[str]:
+            asked.append(sorted(peers))
+            return [peer for peer in peers if peer == "[::1]:6"]
+
+        rig.driver.unread = unread
+        await rig.driver.submit(e.Tick())
+        rig.job.silent = (1, 2, 3)
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert asked == []
+        await rig.driver.submit(e.Tick())
+        assert asked == [["127.0.0.1:5", "[::1]:6"]]
+        assert rig.job.events()[2:] == [e.FellBehind((2,)), e.Tick()]
+        rig.job.silent = (1,)
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events()[4:] == [e.Tick()]
         await rig.close()
 
     go(test())

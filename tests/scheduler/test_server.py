@@ -368,10 +368,10 @@ def test_the_options_that_liveness_and_limits_rest_on() -> None:
     options = dict(grpc_options(5.0))
     assert options["grpc.so_reuseport"] == 0
     assert options["grpc.keepalive_time_ms"] == 5000
-    assert options["grpc.http2.ping_timeout_ms"] == 2000
+    assert options["grpc.http2.ping_timeout_ms"] == 60_000  # a flooded server reads answers late
     assert options["grpc.http2.min_ping_interval_without_data_ms"] < 5000
     assert options["grpc.server_handshake_timeout_ms"] <= 10_000
     assert options["grpc.max_connection_idle_ms"] <= 60_000
     assert options["grpc.max_receive_message_length"] == 1024 * 1024
     assert "grpc.max_connection_age_ms" not in options  # it would end living streams
-    assert dict(grpc_options(30.0))["grpc.http2.ping_timeout_ms"] == 12_000
+    assert dict(grpc_options(60.0))["grpc.http2.ping_timeout_ms"] == 120_000

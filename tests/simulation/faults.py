@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from scheduler.core import events as se
-from tests.simulation.scenario import TOPO_TIMEOUT_S
+from tests.simulation.scenario import HEARTBEAT_S, PAUSE_S, TOPO_TIMEOUT_S
 from worker.core import events as e
 from worker.core.lone_leave import UNFORMED_S
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
+
+FROZEN_PING_S = 2.5
+"""So soon at the earliest a ping ends the stream of a worker that is frozen."""
 
 Fault = Callable[["World", "Worker"], None]
 
@@ -25,6 +28,29 @@ def stop(world: World, worker: Worker) -> None:
     """SIGSTOP, and SIGCONT after a while."""
     worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 9.0))
     world.judge.disturbed(worker.stopped_until)
+
+
+def freeze(world: World, worker: Worker) -> None:
+    """SIGSTOP for less than MS_NODE_TIMEOUT: pings, or a box on the way, may end the stream meanwhile."""
+    now = world.loop.now
+    if now < max(worker.stopped_until, worker.calm_until):
+        return
+    worker.stopped_until = now + world.rng.uniform(1.0, PAUSE_S)
+    worker.calm_until = worker.stopped_until + HEARTBEAT_S + 1.0  # until it has been heard again
+    world.judge.disturbed(worker.stopped_until)
+    stream = worker.stream
+    is_reading = now >= world.scheduler.deaf_until
+    first, last = now + FROZEN_PING_S, worker.stopped_until - 0.4  # it comes through before the worker does
+    if stream is not None and is_reading and first < last and world.rng.random() < 0.7:
+        world.loop.at(world.rng.uniform(first, last), world.network.break_up, stream, "ping timeout")
+
+
+def flood(world: World, worker: Worker) -> None:
+    """Handshakes of strangers keep the scheduler from reading its streams, or from its turns."""
+    now = world.loop.now
+    frozen = any(now < each.calm_until for each in world.living())  # who comes back then finds no way in
+    if world.scheduler.up and not frozen:
+        world.scheduler.drown(world.rng.choice((2.0, 9.0, 20.0)), late=world.rng.random() < 0.3)
 
 
 def hang(world: World, worker: Worker) -> None:
@@ -120,10 +146,13 @@ EVERYTHING: tuple[Fault, ...] = (
     kill, kill, kill, kill, stop, hang, cut, blip, crash, pause, drain, request_leave, evict, expel, extra,
     twin,
     peer_trouble,
+    freeze,
+    flood,
 )  # fmt: skip
 BY_KIND: dict[str, tuple[Fault, ...]] = {
     "calm": (),
     "crashes": (crash, pause, pause),
+    "pauses": (freeze, freeze, flood),
     "elastic": (drain, request_leave, drain, request_leave, evict, extra),
     "trouble": (peer_trouble,),
     "supervised": EVERYTHING,

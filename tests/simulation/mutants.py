@@ -7,6 +7,7 @@ says with which seed each was caught, and by which promise.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,6 +117,43 @@ def greets_with_welcome_alone(right: Any) -> Any:
         self._tell(node_id, sm.Welcome(2.0, 6.0, 30.0))
 
     return greet
+
+
+def pauses_cost_the_place(right: Any) -> Any:
+    def session_lost(self: job.Job, event: se.SessionLost, now: float) -> None:
+        settings = self.settings
+        self.settings = replace(settings, heartbeat_interval_s=settings.node_timeout_s)
+        try:
+            right(self, event, now)
+        finally:
+            self.settings = settings
+
+    return session_lost
+
+
+def only_long_absences_count(right: Any) -> Any:
+    def excuse(self: contacts.Contacts, seconds: float, now: float) -> None:
+        if seconds == math.inf:
+            right(self, seconds, now)
+
+    return excuse
+
+
+def forgives_silence_alone(right: Any) -> Any:
+    def fell_behind(self: job.Job, event: se.FellBehind, now: float) -> None:
+        until = self._forgiving_until
+        right(self, event, now)
+        self._forgiving_until = until
+
+    return fell_behind
+
+
+def late_turns_do_not_add_up(right: Any) -> Any:
+    def stood_still(self: job.Job, event: se.StoodStill, now: float) -> None:
+        self._late_s = 0.0
+        right(self, event, now)
+
+    return stood_still
 
 
 # ---------------------------------------------------------------- generations
@@ -303,6 +341,11 @@ MUTANTS: dict[str, Mutant] = {
     "job always ends well": Mutant(machine.Machine, "_end", always_well),
     "lost streams ignored": Mutant(job.Job, "_session_lost", instead(nothing)),
     "its own absence unnoticed": Mutant(job.Job, "_stood_still", instead(nothing)),
+    "a pause costs the place": Mutant(job.Job, "_session_lost", pauses_cost_the_place),
+    "unread words count as silence": Mutant(job.Job, "_fell_behind", instead(nothing)),
+    "late turns count as silence": Mutant(contacts.Contacts, "excuse", only_long_absences_count),
+    "streams may not break while it is behind": Mutant(job.Job, "_fell_behind", forgives_silence_alone),
+    "late turns do not add up": Mutant(job.Job, "_stood_still", late_turns_do_not_add_up),
     "silence ignored": Mutant(contacts.Contacts, "silent", instead(lambda *a: [])),
     "switch at the earliest step": Mutant(contacts.Contacts, "last_started_step", earliest_step),
     "quiesced when one has": Mutant(contacts.Contacts, "all_quiesced", quiesced_when_one_has),

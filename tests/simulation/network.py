@@ -32,6 +32,7 @@ class Stream:
         self.worker_open = True
         self.up_at = 0.0
         self.down_at = 0.0
+        self.unread = 0
 
 
 class Network:
@@ -59,6 +60,8 @@ class Network:
         if 0.0 < paused_for < CONNECT_TIMEOUT_S:  # the kernel has taken the connection
             self.world.loop.after(paused_for, self._arrive, worker, number)
             return
+        if paused_for <= 0.0:  # a flood is in the way
+            paused_for = self.world.scheduler.deaf_until - self.world.loop.now
         if paused_for > 0.0:
             self.world.loop.after(CONNECT_TIMEOUT_S, worker.post, e.StreamLost(number, "no answer"))
             return
@@ -95,11 +98,19 @@ class Network:
         if self.world.loop.now < self.world.scheduler.paused_until:
             self.world.loop.at(self.world.scheduler.paused_until, self._server_sees_end, stream, detail)
             return
+        if self.world.loop.now < self.world.scheduler.deaf_until:
+            stream.unread += 1
+            self.world.loop.at(self.world.scheduler.deaf_until, self._server_reads_end, stream, detail)
+            return
         if stream.worker.is_cut():
             return  # silence tells
         if stream.server_open:
             stream.server_open = False
             self.world.scheduler.lost(stream, detail)
+
+    def _server_reads_end(self, stream: Stream, detail: str) -> None:
+        stream.unread -= 1
+        self._server_sees_end(stream, detail)
 
     def _worker_sees_end(self, stream: Stream, detail: str) -> None:
         if stream.worker_open and stream.worker.alive:
@@ -131,11 +142,19 @@ class Network:
         if self.world.loop.now < self.world.scheduler.paused_until:
             self.world.loop.at(self.world.scheduler.paused_until, self._deliver_up, stream, data)
             return
+        if self.world.loop.now < self.world.scheduler.deaf_until:
+            stream.unread += 1
+            self.world.loop.at(self.world.scheduler.deaf_until, self._read_up, stream, data)
+            return
         decoded = decode_worker_message(data, stream.session)
         event = decoded.event if isinstance(decoded, JoinRequest) else decoded
         if isinstance(event, se.Joined):
             self.world.judge.identify(stream.session, event.candidate)
         self.world.scheduler.feed(event)
+
+    def _read_up(self, stream: Stream, data: bytes) -> None:
+        stream.unread -= 1
+        self._deliver_up(stream, data)
 
     def send_down(self, stream: Stream, message: sm.Message) -> None:
         data = self.encoder.encode(message)

@@ -8,8 +8,22 @@ from dataclasses import dataclass
 from scheduler.core.values import Settings
 
 NODE_TIMEOUT_S = 6.0
+HEARTBEAT_S = 1.0
+PAUSE_S = 4.0
+"""A pause so long is shorter than MS_NODE_TIMEOUT, to which the scheduler adds 1.5 heartbeats."""
 TOPO_TIMEOUT_S = 30.0
-KINDS = ("calm", "crashes", "elastic", "trouble", "supervised", "supervised", "supervised", "wild", "wild")
+KINDS = (
+    "calm",
+    "crashes",
+    "pauses",
+    "elastic",
+    "trouble",
+    "supervised",
+    "supervised",
+    "supervised",
+    "wild",
+    "wild",
+)
 
 
 @dataclass(frozen=True)
@@ -17,9 +31,10 @@ class Scenario:
     """One seed's choices.
 
     Attributes:
-        kind: ``calm`` (nothing happens), ``crashes`` (the scheduler's alone), ``elastic`` (planned changes
-            alone), ``trouble`` (collectives fail though all live), ``supervised`` (everything, and workers
-            that end are started again), ``wild`` (everything).
+        kind: ``calm`` (nothing happens), ``crashes`` (the scheduler's alone), ``pauses`` (short ones of
+            workers, and floods that keep the scheduler from reading), ``elastic`` (planned changes alone),
+            ``trouble`` (collectives fail though all live), ``supervised`` (everything, and workers that end
+            are started again), ``wild`` (everything).
         integers: node ids are 0, 1, ...; otherwise names, ranked by host and device.
         commit_crash: probability that the scheduler dies at a commit.
         faults: how many faults are thrown in.
@@ -54,7 +69,7 @@ class Scenario:
             spares=self.spares,
             topo_timeout_s=TOPO_TIMEOUT_S,
             node_timeout_s=NODE_TIMEOUT_S,
-            heartbeat_interval_s=2.0,
+            heartbeat_interval_s=HEARTBEAT_S,
             waiting_report_interval_s=10.0,
             stall_timeout_s=10.0,
             ranks_per_unique_id=2,
@@ -72,7 +87,7 @@ def make_scenario(rng: random.Random) -> Scenario:
         worker_min=rng.randint(1, worker_num),
         spares=0 if kind == "trouble" else rng.choice((0, 0, 1)),
         integers=rng.random() < 0.5,
-        steps=rng.randint(3, 8),
+        steps=rng.randint(3, 8) * (3 if kind == "pauses" else 1),  # long enough for a flood
         step_s=rng.choice((0.2, 0.5, 1.0)),
         commit_crash=rng.choice((0.0, 0.03, 0.15)) if disturbed else 0.15 if kind == "crashes" else 0.0,
         faults=rng.randint(1, 5) if disturbed or kind in ("elastic", "trouble") else rng.randint(1, 3),

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 BROKEN_AFTER_S = 4.0
 """After so long without an answer a worker may give its stream up."""
 
+DROWNED_PING_S = 2 * NODE_TIMEOUT_S
+"""So long a worker waits for the answer to its ping."""
+
+LATE_TURN_S = 1.0
+"""How late each turn of the event loop is in a flood; alone it is too short to break a stream."""
+
 SEND_FIRST = False
 """A mutant sets this: messages leave before the records are on disk."""
 
@@ -37,6 +43,9 @@ class Scheduler:
         self.up_since = 0.0
         self.crashes_left = 3
         self.paused_until = 0.0
+        self.deaf_until = 0.0
+        self.is_late = False
+        self.forgave_at = 0.0
         self.quiet = False
         self._epoch = 0
         self._ticks = 0
@@ -121,11 +130,19 @@ class Scheduler:
         if deadline is None or deadline > now:
             self.arm()
             return
+        unread = tuple(session for session in self.job.overdue(now) if self._is_unread(session))
+        if unread:
+            self.forgave_at = now
+            self.feed(e.FellBehind(unread))
         self.feed(e.Tick())
         after = self.job.deadline() if self.up else None
         self._ticks = self._ticks + 1 if after is not None and after <= now else 0
         if self._ticks > 5:
             self.world.judge.fault("the deadline stays in the past: the scheduler would spin")
+
+    def _is_unread(self, session: int) -> bool:
+        stream = self.streams.get(session)
+        return stream is not None and stream.unread > 0 and not self.is_late
 
     # ------------------------------------------------------------ death
 
@@ -135,7 +152,8 @@ class Scheduler:
         now = world.loop.now
         if now < self.paused_until:
             return
-        self.up_since = self.paused_until = now + seconds
+        self.paused_until = now + seconds
+        self.up_since = max(self.up_since, self.paused_until)
         world.judge.disturbed(self.paused_until)
         world.loop.at(self.paused_until, self._feed_late, self._epoch, e.StoodStill(seconds))
         for stream in self.streams.values():
@@ -143,9 +161,32 @@ class Scheduler:
                 when = now + world.rng.uniform(BROKEN_AFTER_S, seconds)
                 world.loop.at(when, world.network.break_up, stream, "keepalive")
 
+    def drown(self, seconds: float, *, late: bool) -> None:
+        """It reads nothing for so long. The kernel says so; or its turns are late, and it knows by that."""
+        world = self.world
+        now = world.loop.now
+        if now < max(self.deaf_until, self.paused_until):
+            return
+        self.deaf_until = now + seconds
+        self.is_late = late
+        self.up_since = max(self.up_since, self.deaf_until)
+        world.judge.disturbed(self.deaf_until)
+        if late:
+            world.loop.after(LATE_TURN_S, self._turn_late, self._epoch)
+        for stream in self.streams.values():
+            if seconds > DROWNED_PING_S and world.rng.random() < 0.7:
+                when = now + world.rng.uniform(DROWNED_PING_S, seconds)
+                world.loop.at(when, world.network.break_up, stream, "ping timeout")
+
+    def _turn_late(self, epoch: int) -> None:
+        if self.up and epoch == self._epoch and self.world.loop.now < self.deaf_until:
+            self.feed(e.StoodStill(LATE_TURN_S))
+            self.world.loop.after(LATE_TURN_S, self._turn_late, epoch)
+
     def forgives(self) -> bool:
-        """Whether a stream that ends now may have broken while the scheduler stood still."""
-        return self.paused_until > 0.0 and self.world.loop.now <= self.paused_until + NODE_TIMEOUT_S
+        """Whether a stream that ends now may have broken while the scheduler stood still, or was behind."""
+        since = max(self.paused_until, self.deaf_until, self.forgave_at)
+        return since > 0.0 and self.world.loop.now <= since + NODE_TIMEOUT_S
 
     def crash(self, when: str) -> None:
         """SIGKILL: memory and streams are gone, the disk stays."""
@@ -159,7 +200,7 @@ class Scheduler:
         self.up = False
         self._epoch += 1
         self._armed = None
-        self.paused_until = 0.0
+        self.paused_until = self.deaf_until = self.forgave_at = 0.0
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             world.network.closed_by_scheduler(stream, "connection reset")

@@ -27,6 +27,9 @@ QUICKLY_CAUGHT = (
     "job always ends well",
     "lost streams ignored",
     "its own absence unnoticed",
+    "a pause costs the place",
+    "unread words count as silence",
+    "late turns count as silence",
     "silence ignored",
     "suspicions ignored",
     "a message after the last one",
@@ -64,6 +67,8 @@ def test_the_slice_plays_every_kind_of_scenario_and_many_faults() -> None:
     assert {
         "kill",
         "stop",
+        "freeze",
+        "flood",
         "pause",
         "cut",
         "blip",

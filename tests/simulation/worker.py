@@ -34,6 +34,7 @@ class Worker:
         self.stream: Stream | None = None
         self.cut_until = 0.0
         self.stopped_until = 0.0
+        self.calm_until = 0.0
         self.busy_until = 0.0
         self.doing = "entering"
         self.place: m.Assignment | None = None
@@ -129,7 +130,7 @@ class Worker:
     def _mint(self, notice: e.MintUniqueIds) -> None:
         ids = self.world.mint(notice.generation, notice.count, self)
         minted = e.UniqueIdsMinted(notice.generation, ids)  # by a thread that is not the training's
-        self.world.loop.after(self.world.rng.random() * 0.01, self.post, minted)
+        self.world.loop.after(self.world.network.delay(), self.post, minted)
 
     def _build(self, notice: e.Build) -> None:
         place = notice.assignment

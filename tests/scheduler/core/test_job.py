@@ -10,6 +10,7 @@ from scheduler.core import events as e
 from scheduler.core import messages as m
 from scheduler.core import records as r
 from scheduler.core import values as v
+from scheduler.core.decision import Decision
 from scheduler.core.job import Job, RecoveryError
 
 SETTINGS = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)
@@ -229,6 +230,7 @@ def test_what_is_refused_is_not_the_reason_of_a_job_that_forms_stalls_or_waits()
     assert stalled and stalled != STANDS
     job.step(join(3, "c"), 61.0)
     assert job.view(61.0).reason == stalled
+    job.step(e.Heard(1, 1, 4, 5, 1.0, ()), 62.0)
     job.step(e.SessionLost(1, "killed"), 62.0)
     suspended = job.view(62.0).reason
     job.step(join(4, "c", 7), 63.0)
@@ -256,14 +258,83 @@ def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_an
     assert [type(message) for session, message in answers if session == 3] == [m.Refused]
 
 
-def test_a_stream_that_ends_after_silence_is_put_down_to_the_silence() -> None:
-    def lost_after(silent_s: float) -> str:
-        job = Job("red", SETTINGS)
-        job.step(join(1, "a"), 0.0)
-        return job.step(e.SessionLost(1, "reset"), silent_s).reason
+def loss_after(silent_s: float) -> tuple[Job, Decision]:
+    """A job that runs, whose member b was last heard at 0 and loses its stream after so long."""
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    return job, job.step(e.SessionLost(2, "reset"), silent_s)
 
-    assert lost_after(2.0).startswith("Node a on host host-a is lost: its stream ended (reset).")
-    assert "is lost: not heard for 2.5 s, until its stream ended (reset)." in lost_after(2.5)
+
+def is_removed(decision: Decision) -> bool:
+    return any(isinstance(record, r.Removed) for record in decision.records)
+
+
+def test_a_worker_whose_stream_ends_while_it_is_heard_is_lost_at_once() -> None:
+    _, decision = loss_after(2.0)
+    assert is_removed(decision)
+    assert decision.reason.startswith("Rank 1 (node b on host host-b) is lost: its stream ended (reset).")
+
+
+def test_a_worker_whose_stream_ends_in_a_pause_keeps_its_place_until_node_timeout() -> None:
+    job, decision = loss_after(3.0)
+    assert not is_removed(decision)
+    assert decision.reason == (
+        "Rank 1 (node b on host host-b) was not heard for 3.0 s when its stream ended (reset); "
+        "it has 2.0 s to come back."
+    )
+    back = job.step(e.Joined(5, join(5, "b").candidate, held_generation=1, held_rank=1, built=True), 4.9)
+    assert any(session == 5 and isinstance(message, m.Welcome) for session, message in back.messages)
+    assert not is_removed(back)
+    assert not is_removed(job.step(e.Heard(1, 1, 0, 0, 0.0), 4.9)) and not is_removed(job.step(e.Tick(), 5.1))
+
+
+def test_a_worker_that_does_not_come_back_from_its_pause_is_lost_when_its_silence_is_too_long() -> None:
+    job, _ = loss_after(3.0)
+    job.step(e.Heard(1, 1, 0, 0, 0.0), 4.0)
+    deadline = job.deadline()
+    assert deadline is not None and deadline <= 5.0
+    assert not is_removed(job.step(e.Tick(), 4.9))
+    decision = job.step(e.Tick(), 5.0)
+    assert is_removed(decision) and "(node b on host host-b) is lost: not heard for 5.0 s" in decision.reason
+
+
+def test_a_stream_that_ends_when_its_worker_is_overdue_is_put_down_to_the_silence() -> None:
+    _, decision = loss_after(5.5)
+    assert is_removed(decision)
+    assert "is lost: not heard for 5.5 s, until its stream ended (reset)." in decision.reason
+
+
+def test_silence_does_not_count_while_the_event_loop_is_late() -> None:
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    for second in range(1, 6):  # busy, 0.3 s in each
+        job.step(e.StoodStill(0.3), float(second))
+    assert not is_removed(job.step(e.Tick(), 6.4))
+    assert is_removed(job.step(e.Tick(), 6.5))
+
+
+def test_late_turns_of_the_event_loop_add_up_until_streams_may_have_broken() -> None:
+    def loss_after(*late: float) -> bool:
+        job, _ = running(replace(SETTINGS, worker_min=1))
+        for at in late:
+            job.step(e.StoodStill(0.9), at)
+        job.step(e.Heard(2, 1, 0, 0, 0.0), 9.0)  # read just before its stream's end, which is as old
+        return is_removed(job.step(e.SessionLost(2, "ping timeout"), 9.0))
+
+    assert not loss_after(7.0, 8.0, 9.0)
+    assert loss_after(3.0, 6.0, 9.0)  # each long over when the next came
+
+
+def test_silence_does_not_count_while_what_a_worker_sent_is_unread() -> None:
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    job.step(e.Heard(1, 1, 0, 0, 0.0), 4.0)
+    assert (job.overdue(4.9), job.overdue(5.0)) == ((), (2,))
+    decision = job.step(e.FellBehind((2,)), 5.0)
+    assert decision.reason.startswith("The scheduler is behind: what 1 worker sent is not read yet;")
+    assert job.overdue(5.0) == () and not is_removed(job.step(e.Tick(), 5.0))
+    # Its own side may have given the stream up meanwhile.
+    assert not is_removed(job.step(e.SessionLost(1, "reset"), 9.9))
+    assert not is_removed(job.step(e.Joined(5, join(5, "a").candidate, held_generation=1), 9.9))
+    decision = job.step(e.Tick(), 10.0)
+    assert is_removed(decision) and "(node b on host host-b) is lost: not heard for 5.0 s" in decision.reason
 
 
 def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> None:
