@@ -1,0 +1,159 @@
+"""The examples' steps in a capture that refuses what CUDA refuses, and that this capture does refuse it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from examples import resnet50_cifar10 as example  # noqa: E402
+from tests.gpu import cuda_rules, graphs  # noqa: E402
+from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
+from tests.gpu.threads import _Meeting  # noqa: E402
+from worker.capture import capture_step  # noqa: E402
+
+ARGUMENTS = ["--tiny", "--data=synthetic", "--image-size=32", "--batch-size=4", "--no-compile"]
+WARM_UP = 3
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs.install(monkeypatch)
+
+
+def session_of(generation: int = 1) -> Any:
+    """A job of one, as far as the example asks for it."""
+    communicator = graphs.GraphCommunicator(_Meeting(1), 0)
+    return SimpleNamespace(rank=0, world_size=1, communicator=communicator, generation=generation)
+
+
+@contextlib.contextmanager
+def job_of(monkeypatch: pytest.MonkeyPatch, *, capture: bool = True) -> Iterator[Any]:
+    """The example's job in its first generation, on a machine whose CPU stands for a GPU."""
+    options = {"capture": capture}
+    monkeypatch.setattr(
+        example, "capture_step", lambda *given, **kept: capture_step(*given, **(kept | options))
+    )
+    with cuda_rules.Machine():
+        job = example.Job(example.settings(ARGUMENTS), session_of(), torch.device("cpu"))
+        graphs.watch(job.model, job.optimizer)
+        job.state.enter(session_of().communicator, 0)
+        yield job
+
+
+def train(job: Any, steps: int) -> list[float]:
+    """The losses of so many steps."""
+    losses = []
+    for _ in range(steps):
+        losses.append(float(job.train_step(job.state.sampler.batch().indices)))
+        job.state.sampler.advance()
+        job.state.commit()
+    return losses
+
+
+def test_the_example_s_step_is_captured_and_gives_what_eager_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_of(monkeypatch) as job:
+        found = train(job, 6)
+        assert job.step.captured, job.step.reason
+    with job_of(monkeypatch, capture=False) as job:
+        expected = train(job, 6)
+        assert not job.step.captured
+    assert found == expected
+
+
+def test_the_example_captures_in_the_first_epoch_and_after_a_change_of_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with job_of(monkeypatch) as job:
+        for generation in (1, 2, 3):
+            if generation > 1:
+                job.state.roll_back()
+                job.state.enter(session_of(generation).communicator, 0)
+            train(job, WARM_UP)
+            assert not job.step.captured
+            train(job, 1)
+            assert job.step.captured, job.step.reason
+
+
+# ---------------------------------------------------------------- what is refused
+
+REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a constant made on the GPU": (cuda_rules.COPY, lambda x: x * torch.tensor([2.0], device=x.device)),
+    "an array moved to the GPU": (cuda_rules.COPY, lambda x: x + torch.from_numpy(np.ones(5)).to(x.device)),
+    "a list as an index": (cuda_rules.COPY, lambda x: x[[0, 1]]),
+    "a copy into a tensor of the GPU": (
+        cuda_rules.COPY,
+        lambda x: torch.empty_like(x).copy_(torch.ones(x.shape)) + x,
+    ),
+    "a new tensor from numbers": (cuda_rules.COPY, lambda x: x * x.new_tensor([2.0])),
+    "two devices": ("on the same device", lambda x: x + torch.ones(5)),
+    "item": (cuda_rules.NOT_PERMITTED, lambda x: x * x.sum().item()),
+    "float": (cuda_rules.NOT_PERMITTED, lambda x: x * float(x.detach().sum())),
+    "a condition": (cuda_rules.NOT_PERMITTED, lambda x: x if x.sum() > 0 else -x),
+    "a list of numbers": (cuda_rules.NOT_PERMITTED, lambda x: x * x.detach().sum(0).tolist()[0]),
+    "a NumPy array": (cuda_rules.NOT_PERMITTED, lambda x: x * float(x.detach().numpy()[0, 0])),
+    "a copy to the host": (cuda_rules.NOT_PERMITTED, lambda x: x + x.detach().cpu().sum()),
+    "a mask": (cuda_rules.NOT_PERMITTED, lambda x: x[x > 0]),
+    "nonzero": (cuda_rules.NOT_PERMITTED, lambda x: x * x.nonzero().size(0)),
+    "a wait for the GPU": (cuda_rules.NOT_PERMITTED, lambda x: (torch.cuda.synchronize(), x)[1]),
+    "a wait for a stream": (
+        cuda_rules.NOT_PERMITTED,
+        lambda x: (torch.cuda.current_stream().synchronize(), x)[1],
+    ),
+    "a generator of one's own": (
+        "a CUDA generator not in capture mode",
+        lambda x: x + torch.rand(x.shape, device=x.device, generator=torch.Generator()),
+    ),
+}
+ALLOWED: dict[str, Callable[[Any], Any]] = {
+    "numbers": lambda x: x * 2.0 + torch.full((5,), 3.0, device=x.device),
+    "a number on the host": lambda x: x * torch.tensor(2.0),
+    "draws": lambda x: x + torch.rand(x.shape, device=x.device),
+    "indices of the GPU": lambda x: x[torch.arange(2, device=x.device)],
+    "a choice": lambda x: torch.where(x > 0, x, -x),
+    "arithmetic on the host": lambda x: x * float(torch.ones(3).sum()),
+}
+
+
+def step_with(operation: Callable[[Any], Any]) -> Any:
+    """A step after its warm-up whose loss has this operation in it."""
+    with cuda_rules.Machine():
+        model = linear_net().to(torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        graphs.watch(model, optimizer)
+        images, labels = (tensor.to(torch.device("cpu")) for tensor in batch_of(6, 0))
+        step = capture_step(
+            lambda images, labels: loss_function(model(images), labels) + 0 * operation(model(images)).sum(),
+            model,
+            optimizer,
+        )
+        for _ in range(WARM_UP + 1):
+            step(images, labels)
+    return step
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cuda_refuses_is_refused(name: str) -> None:
+    words, operation = REFUSED[name]
+    step = step_with(operation)
+    assert not step.captured and words in step.reason
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_cuda_takes_is_captured(name: str) -> None:
+    assert step_with(ALLOWED[name]).captured
+
+
+def test_a_batch_from_pinned_memory_is_copied_into_the_graph() -> None:
+    with cuda_rules.Machine():
+        rows = torch.from_numpy(np.arange(3))
+        with cuda_rules.capturing():
+            torch.zeros(3, dtype=torch.int64, device=torch.device("cpu")).copy_(rows.pin_memory())
+            with pytest.raises(RuntimeError, match="unless the CPU tensor is pinned"):
+                torch.zeros(3, dtype=torch.int64, device=torch.device("cpu")).copy_(rows)
