@@ -11,7 +11,6 @@ or, with a scheduler and one worker per GPU of this host at once:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from typing import Any
@@ -26,7 +25,6 @@ from worker import checkpoint, datasets
 from worker.capture import capture_step
 from worker.progress import Progress
 from worker.sharding import ShardedSampler
-from worker.state import TrainingState
 from worker.torch_data_parallel import DataParallel
 from worker.torch_state import TorchTrainingState
 from worker.training import ElasticLoop
@@ -111,48 +109,11 @@ class Job:
         return self.step(self.images[rows], self.labels[rows])
 
 
-class Host:
-    """A tensor as :mod:`worker.checkpoint` wants arrays: ``get`` to the host, ``set`` from it."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self.dtype, self.shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-
-    def get(self) -> Any:
-        """A NumPy copy."""
-        return self._tensor.detach().cpu().contiguous().numpy()
-
-    def set(self, array: Any) -> None:
-        """Overwrites the tensor."""
-        self._tensor.copy_(torch.from_numpy(array).view(self._tensor.shape))
-
-
-class OnDisk(TrainingState):
-    """The state as a checkpoint holds it: without the bfloat16 weights, which follow from their masters."""
-
-    def __init__(self, state: TorchTrainingState) -> None:
-        exact = {name: Host(t) for name, t in state.arrays.items() if t.dtype != torch.bfloat16}
-        super().__init__(exact, state.sampler)
-        self._state = state
-
-    def describe(self) -> str:
-        """See :class:`TrainingState`."""
-        self.step = self._state.step
-        return json.dumps(json.loads(self._state.describe()) | {"arrays": self.layout()})
-
-    def restore(self, description: str) -> None:
-        """See :class:`TrainingState`."""
-        self._state.restore(description)
-        self.step = self._state.step
-
-
 def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Progress) -> None:
     """Trains to the end, or until this worker is asked to leave."""
-    on_disk = OnDisk(job.state)
-    checkpoints = checkpoint.Folder(args.checkpoint_dir, on_disk)
+    checkpoints = checkpoint.Folder(args.checkpoint_dir, job.state)
     checkpoints.resume(args.resume, say=out.line)
-    job.state.commit()  # what was read is what a broken first step goes back to
-    loop = ElasticLoop(session, job.state, epochs=args.epochs, save=checkpoints.save)
+    loop = ElasticLoop(session, job.state, epochs=args.epochs, steps=args.steps, save=checkpoints.save)
     timed, since = 0, time.monotonic()
     for step in loop:
         with step:
@@ -164,11 +125,8 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
             timed, since = 0, time.monotonic()  # compiling and capturing are not training
         if step.number % args.print_every == 0 or step.number == 1 or step.batch.last:
             out.line(f"epoch: {step.epoch} step: {step.number}, loss is {float(loss):.7f}")
-        ends = args.steps and job.state.step >= args.steps
-        if (step.batch.last or ends) and session.rank == 0:
+        if (step.batch.last or loop.is_over) and session.rank == 0:
             checkpoints.save()
-        if ends:
-            break
     if not loop.left:
         report(args, session, out, timed / (time.monotonic() - since))
 

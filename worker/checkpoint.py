@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.communicators.base import Array
 from worker.errors import WorkerError
 from worker.state import TrainingState
 
@@ -66,14 +66,14 @@ def save(
     from safetensors.numpy import save_file
 
     folder = Path(directory)
-    path = folder / f"step_{state.step:09d}{_SUFFIX}"
+    description, arrays = state.for_checkpoint()
+    step = _step_of(description)  # the state's own attribute may be an adapter's, and late
+    path = folder / f"step_{step:09d}{_SUFFIX}"
     unfinished = folder / f".{path.name}.{os.getpid()}.tmp"
-    arrays = {name: _to_host(array) for name, array in state.arrays.items()}
-    description = state.describe()
     metadata = {
         "format": _FORMAT,
         "state": description,
-        "step": str(state.step),
+        "step": str(step),
         "saved_at": repr(clock()),
         "digest": _digest(description, arrays),
     }
@@ -103,7 +103,7 @@ def find(directory: str | Path) -> list[Found]:
     for path in _files(Path(directory)):
         with contextlib.suppress(DamagedCheckpointError):
             metadata = _metadata(path)
-            found.append(Found(path, float(metadata["saved_at"]), int(metadata["step"])))
+            found.append(Found(path, float(metadata["saved_at"]), _step_of(metadata["state"])))
     return sorted(found, key=lambda one: (one.saved_at, one.step), reverse=True)
 
 
@@ -234,12 +234,12 @@ def _read(path: Path) -> tuple[str, dict[str, NDArray[Any]]]:
 def _load(path: Path, state: TrainingState) -> None:
     description, arrays = _read(path)
     state.check(description, str(path))
-    state.restore(description)
-    for name, array in state.arrays.items():
-        if isinstance(array, np.ndarray):
-            array[...] = arrays[name]
-        else:
-            array.set(arrays[name])
+    state.from_checkpoint(description, arrays)
+
+
+def _step_of(description: str) -> int:
+    """Steps finished. Files of version 0.1 may have a lower number in their names."""
+    return int(json.loads(description)["step"])
 
 
 def _reason_for_damage(path: Path) -> str:
@@ -273,7 +273,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _to_host(array: Array) -> NDArray[Any]:
-    return np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get())

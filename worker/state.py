@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from worker.communicators.base import Array, Communicator
 from worker.errors import WorkerError
@@ -32,6 +34,7 @@ class TrainingState:
             differ between ranks is best drawn from (seed, step, rank).
         extra: anything else, as JSON knows it (a learning rate schedule, say).
         shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
+        in_step: a step has begun, and has been neither committed nor rolled back.
     """
 
     arrays: dict[str, Array]
@@ -40,6 +43,8 @@ class TrainingState:
     rng: np.random.Generator | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     shared: bool = field(default=False, init=False)
+    in_step: bool = field(default=False, init=False)
+    _rng_before: Any = field(default=None, init=False, repr=False)
 
     def describe(self) -> str:
         """Everything but the arrays' contents, as JSON."""
@@ -60,15 +65,29 @@ class TrainingState:
 
         return ArrayCarrier(communicator, self.arrays)
 
+    def begin(self) -> None:
+        """A step begins: what it changes can be undone until :meth:`commit`.
+
+        A step before it that was neither committed nor rolled back (the script caught its error, say) is
+        undone first.
+        """
+        self.roll_back()
+        self.in_step = True
+        self._rng_before = None if self.rng is None else self.rng.bit_generator.state
+
     def commit(self) -> None:
         """A step has been computed and is about to count as finished.
 
         Raises:
             MembershipChanged: it did not come to its end after all.
         """
+        self.in_step = False
 
     def roll_back(self) -> None:
-        """Forgets what a broken step may have left in the arrays; before the state is shared."""
+        """Undoes the step that has begun, if one has; before the state is shared or saved."""
+        if self.in_step and self.rng is not None:
+            self.rng.bit_generator.state = self._rng_before  # to draw the same again
+        self.in_step = False
 
     def enter(self, communicator: Communicator, source: int) -> None:
         """Takes its place among the ranks; ``source`` is the one whose state all hold now."""
@@ -78,13 +97,18 @@ class TrainingState:
         """Dtype and shape of every array, in words."""
         return {name: f"{array.dtype}{list(array.shape)}" for name, array in self.arrays.items()}
 
+    def derived(self) -> set[str]:
+        """Names of arrays that follow from others; a checkpoint does without them."""
+        return set()
+
     def check(self, description: str, origin: str) -> None:
         """Refuses a description that this state cannot take over; ``origin`` says where it comes from.
 
         Raises:
             StateMismatchError: arrays differ in name, dtype or shape.
         """
-        theirs, mine = json.loads(description)["arrays"], self.layout()
+        mine = self.layout()
+        theirs = {name: mine[name] for name in self.derived()} | json.loads(description)["arrays"]
         differences = [
             f"{name} is {theirs.get(name, 'absent')} there and {mine.get(name, 'absent')} here"
             for name in [*mine, *(name for name in theirs if name not in mine)]
@@ -105,6 +129,21 @@ class TrainingState:
         if self.rng is not None and values["rng"] is not None:
             self.rng.bit_generator.state = values["rng"]
 
+    # ------------------------------------------------------------ what a checkpoint holds
+
+    def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
+        """The description and every array on the host, as :meth:`from_checkpoint` takes them."""
+        return self.describe(), {name: _to_host(array) for name, array in self.arrays.items()}
+
+    def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes over what :meth:`for_checkpoint` gave and :meth:`check` did not refuse; arrays in place."""
+        for name, array in self.arrays.items():
+            if isinstance(array, np.ndarray):
+                array[...] = arrays[name]
+            else:
+                array.set(arrays[name])
+        self.restore(description)
+
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
@@ -116,3 +155,7 @@ def _encode_array(value: Any) -> Any:
 
 def _decode_array(value: dict[str, Any]) -> Any:
     return np.array(value["__array__"], dtype=value["dtype"]) if "__array__" in value else value
+
+
+def _to_host(array: Array) -> NDArray[Any]:
+    return np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get())

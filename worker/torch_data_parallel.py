@@ -119,8 +119,7 @@ class DataParallel(ModuleWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         self._check_wrapped()
-        if self._masters is not None:
-            self._masters.refresh()
+        self.refresh_weights()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager

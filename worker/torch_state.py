@@ -8,11 +8,13 @@ tenth of a millisecond for ResNet-50), and a step that broke is undone from that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakMethod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from worker.communicators.base import Array, Communicator
 from worker.sharding import ShardedSampler
@@ -81,20 +83,33 @@ class TorchTrainingState(TrainingState):
         """See :class:`TrainingState`."""
         return TensorCarrier(communicator, self.arrays, self._model.device)
 
+    def begin(self) -> None:
+        """Keeps the state aside; see :class:`TrainingState`."""
+        super().begin()
+        if _parameter_count(self._optimizer) != self._parameter_count:
+            self._follow_optimizer()
+        self._random.keep()
+        tensors = list(self.arrays.values())
+        if self._kept:
+            torch._foreach_copy_(self._kept, tensors)
+        else:
+            self._kept = [tensor.clone() for tensor in tensors]
+
     def commit(self) -> None:
-        """Waits for the GPU, then keeps the state; see :class:`TrainingState`."""
+        """Waits for the GPU; see :class:`TrainingState`."""
         synchronize = getattr(self._model.communicator, "synchronize", None)
         if synchronize is not None:
             synchronize()
-        self._keep()
+        super().commit()
 
     def roll_back(self) -> None:
-        """Puts back what was kept last, once nothing of the broken step runs any more."""
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-        if self._kept:
+        """Puts back what was kept, once nothing of the broken step runs any more."""
+        if self.in_step:
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
             torch._foreach_copy_(list(self.arrays.values()), self._kept)
             self._random.put_back()
+        super().roll_back()
 
     def enter(self, communicator: Communicator, source: int) -> None:
         """See :class:`TrainingState`."""
@@ -102,8 +117,6 @@ class TorchTrainingState(TrainingState):
         if self._samples_per_rank is not None:
             self.sampler.batch_size = self._samples_per_rank * communicator.world_size
         self._model.join(communicator, source)
-        if not self._kept:
-            self._keep()
         if self._takes_up:
             self._takes_up = False
             self._random.begin(communicator.rank, self.step)
@@ -114,18 +127,10 @@ class TorchTrainingState(TrainingState):
         self.arrays.clear()
         self.arrays.update(_tensors(self._model, self._optimizer))
         self._parameter_count = _parameter_count(self._optimizer)
-        if self._kept:
+        if self.in_step:  # what a broken step goes back to
             self._kept = [tensor.clone() for tensor in self.arrays.values()]
-
-    def _keep(self) -> None:
-        if _parameter_count(self._optimizer) != self._parameter_count:
-            self._follow_optimizer()
-        self._random.keep()
-        tensors = list(self.arrays.values())
-        if self._kept:
-            torch._foreach_copy_(self._kept, tensors)
         else:
-            self._kept = [tensor.clone() for tensor in tensors]
+            self._kept = []
 
     # ------------------------------------------------------------ what travels beside the tensors
 
@@ -150,7 +155,33 @@ class TorchTrainingState(TrainingState):
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        self._keep()
+
+    # ------------------------------------------------------------ what a checkpoint holds
+
+    def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
+        """See :class:`TrainingState`; what NumPy has no dtype for stands there in float32, which is exact."""
+        derived = self.derived()
+        return self.describe(), {
+            name: _to_host(tensor) for name, tensor in self.arrays.items() if name not in derived
+        }
+
+    def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """See :class:`TrainingState`."""
+        derived = self.derived()
+        for name, tensor in self.arrays.items():
+            if name not in derived:
+                tensor.copy_(torch.from_numpy(arrays[name]).view(tensor.shape))
+        self._model.refresh_weights()
+        self.restore(description)
+
+    def layout(self) -> dict[str, str]:
+        """See :class:`TrainingState`."""
+        return {name: text.removeprefix("torch.") for name, text in super().layout().items()}
+
+    def derived(self) -> set[str]:
+        """The weights that are computed with, where the optimizer trains masters of them."""
+        low = self._model.weights_dtype
+        return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
 
 
 class TensorCarrier:
@@ -217,3 +248,11 @@ def _tensors(model: DataParallel, optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 def _parameter_count(optimizer: Any) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _to_host(tensor: Any) -> NDArray[Any]:
+    host = tensor.detach().to("cpu", copy=True).contiguous()
+    if str(host.dtype).removeprefix("torch.") not in np.sctypeDict:
+        host = host.float()
+    array: NDArray[Any] = host.numpy()
+    return array

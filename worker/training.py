@@ -83,10 +83,10 @@ class Step:
         self.epoch = self.batch.epoch + 1
         self.number = self.batch.step + 1
         self.done = False
-        self._rng = None if loop.state.rng is None else loop.state.rng.bit_generator.state
 
     def __enter__(self) -> Step:
         """Begins the step."""
+        self._loop.state.begin()
         return self
 
     def __exit__(
@@ -105,8 +105,6 @@ class Step:
     def _overcome(self, error: BaseException) -> bool:
         """Whether the loop goes on, or ends well, after what broke the step."""
         if _is_change(error):
-            if self._loop.state.rng is not None and self._rng is not None:
-                self._loop.state.rng.bit_generator.state = self._rng  # to draw the same again
             self._loop._recover(error)
             return True
         if isinstance(error, LeaveGranted):
@@ -131,6 +129,7 @@ class ElasticLoop:
         session: this worker's place in the job.
         state: what to train; overwritten in place when taken over from another member.
         epochs: how many in all, counted from the run's very beginning.
+        steps: how many in all at most, counted likewise; 0: as many as the epochs have.
         save: writes a checkpoint of ``state``; called when this worker must give up, or is the last.
         clock: seconds on a monotonic clock, for the rate that is reported.
 
@@ -145,6 +144,7 @@ class ElasticLoop:
         state: TrainingState,
         *,
         epochs: int,
+        steps: int = 0,
         save: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -153,6 +153,7 @@ class ElasticLoop:
         self.left = False
         self.samples_per_s = 0.0
         self._epochs = epochs
+        self._steps = steps
         self._save = save
         self._clock = clock
         self._last_finish = clock()
@@ -174,8 +175,8 @@ class ElasticLoop:
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are done."""
-        return self.state.sampler.epoch >= self._epochs
+        """Whether all epochs are done, or as many steps as there are to be."""
+        return self.state.sampler.epoch >= self._epochs or 0 < self._steps <= self.state.step
 
     def leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary. Callable from a signal handler."""

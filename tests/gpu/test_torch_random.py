@@ -33,6 +33,7 @@ class Dropping(Member):
     """Draws a mask in each step."""
 
     def compute(self) -> None:
+        self.state.begin()
         rows = self.state.sampler.batch().indices
         self.optimizer.zero_grad()
         images = torch.nn.functional.dropout(IMAGES[rows], 0.5)
@@ -66,7 +67,6 @@ def test_seeding_after_the_state_was_made_counts() -> None:
         torch.manual_seed(3)  # ranks that build one model alike
         run_ranks(1, member.enter)
         torch.manual_seed(4)  # and draw apart, seed themselves about here: before the loop begins
-        member.state._keep()
         generation([member], 1)
     assert equal(*members)
 
@@ -82,6 +82,7 @@ def test_a_newcomer_is_seeded_by_rank_and_step() -> None:
     assert torch.initial_seed() == SEED
     generation([first, late, second], 0, source=0, newcomers=(1,))
     assert torch.initial_seed() == seed_of(SEED, 1, 3)
+    late.state.begin()
     drawn = torch.rand(4)
     late.state.roll_back()  # its first step is redone like any other
     assert torch.equal(torch.rand(4), drawn)
@@ -156,8 +157,10 @@ def test_a_redone_step_on_a_gpu_draws_what_it_drew_before(capture: bool) -> None
         state.enter(model.communicator, 0)
         for number in range(8):
             if number == breaking:
+                state.begin()
                 step(images, labels)
                 state.roll_back()
+            state.begin()
             step(images, labels)
             state.commit()
         return [parameter.detach().clone() for parameter in net.parameters()], step.captured

@@ -68,6 +68,7 @@ class Member:
         return share_state(Place(communicator, source, newcomers), self.state)
 
     def compute(self) -> None:
+        self.state.begin()
         rows = self.state.sampler.batch().indices
         self.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(self.model(IMAGES[rows]), LABELS[rows]).backward()
@@ -237,7 +238,7 @@ def test_parameters_that_the_optimizer_gets_later_are_part_of_the_state() -> Non
         state = TorchTrainingState(model, optimizer, ShardedSampler(SAMPLES, BATCH, seed=1))
         share_state(Place(communicator), state)
         optimizer.add_param_group({"params": list(net.first.parameters())})
-        state.commit()
+        state.begin()
         model(IMAGES[:4]).sum().backward()
         optimizer.step()
         state.roll_back()
