@@ -20,6 +20,7 @@ from worker.errors import ArrayError, SettingsError, WorkerError
 from worker.sharded_optimizer import ShardedOptimizer
 from worker.torch_optimizer_state import check_trains
 from worker.torch_step import StepBody
+from worker.torch_transfer import array_of
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.2
@@ -126,6 +127,24 @@ class TrainingStep:
         with torch.cuda.stream(self._copies):
             copies = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
             self._fed = (copies, self._copies.record_event())
+
+    def mean_over_ranks(self, loss: Any) -> float:
+        """The mean of the ranks' losses, for a line of progress. All ranks call it; the host waits.
+
+        Args:
+            loss: of one element, as a step returned it.
+
+        Raises:
+            MembershipChanged: call it within ``with step``, so that an elastic loop redoes the step.
+        """
+        communicator = getattr(self._model, "communicator", None)
+        mean = loss.detach().to(torch.float32, copy=True).reshape(1)
+        if communicator is not None:
+            array = array_of(communicator, mean)
+            communicator.all_reduce(array, array, ReduceOp.MEAN)
+            wait = getattr(communicator, "synchronize", _nothing)
+            wait()  # a plain read would return what an aborted collective left, or hang
+        return float(mean)
 
     @property
     def captured(self) -> bool:

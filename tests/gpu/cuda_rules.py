@@ -1,8 +1,8 @@
 """The CPU as a host and a GPU: which tensors would lie on which, and what CUDA refuses while it captures.
 
-Both lie in the same memory here, so a tensor is followed by its storage. What is made from Python's or NumPy's
-data, or by a factory without ``device``, lies on the host; ``to(device)`` and ``device=`` take it to the GPU. A
-tensor that was there before counts as the GPU's.
+Both lie in the same memory here, so a tensor is followed by its storage. What is made from Python's or
+NumPy's data, or by a factory without ``device``, lies on the host; ``to(device)`` and ``device=`` take it to
+the GPU. A tensor that was there before counts as the GPU's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,19 @@ _MIXED = "Expected all tensors to be on the same device, but found at least two 
 _GENERATOR = "Attempt to increase offset for a CUDA generator not in capture mode."
 
 _FROM_DATA = {"tensor", "as_tensor", "asarray"}
-_FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros"}
+_FACTORIES = {
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "zeros",
+}
 _READS = {"tolist", "numpy", "__array__", "__dlpack__", "cpu"}
 _SYNCHRONISING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _here = threading.local()  # ranks are threads, and modes are of a thread

@@ -1,7 +1,7 @@
 """CUDA graphs on the CPU: a graph records what is called between its begin and end, and replays it in place.
 
-As on a GPU, nothing that is captured has an effect on parameters and optimizer, numbers are fixed, and what
-CUDA refuses within a capture is refused.
+As on a GPU, nothing that is captured has an effect on parameters, optimizer and generator, numbers are fixed,
+and what CUDA refuses within a capture is refused.
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextlib.contextmanager
     def graph(graph: Graph, **options: Any) -> Iterator[None]:
-        kept = [tensor.detach().clone() for tensor in _here.state()]
+        kept, drawn = [tensor.detach().clone() for tensor in _here.state()], torch.get_rng_state()
         _here.graph = graph
         try:
             with cuda_rules.capturing(), _Recorder():
                 yield
         finally:
             _here.graph = None
+            torch.set_rng_state(drawn)
             with torch.no_grad():
                 for tensor, before in zip(_here.state(), kept, strict=True):
                     tensor.copy_(before)

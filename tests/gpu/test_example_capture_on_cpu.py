@@ -57,7 +57,9 @@ def train(job: Any, steps: int) -> list[float]:
     return losses
 
 
-def test_the_example_s_step_is_captured_and_gives_what_eager_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_s_step_is_captured_and_gives_what_eager_ones_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with job_of(monkeypatch) as job:
         found = train(job, 6)
         assert job.step.captured, job.step.reason
