@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,70 +19,108 @@ from tests.gpu import cuda_rules, graphs  # noqa: E402
 from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
 from tests.gpu.threads import _Meeting  # noqa: E402
 from worker.capture import capture_step  # noqa: E402
+from worker.errors import MembershipChanged  # noqa: E402
+from worker.progress import Progress, Throughput  # noqa: E402
 
-ARGUMENTS = ["--tiny", "--data=synthetic", "--image-size=32", "--batch-size=4", "--no-compile"]
+ARGUMENTS = [
+    *("--tiny", "--data=synthetic", "--image-size=32", "--batch-size=4"),
+    *("--no-compile", "--print-every=1", "--checkpoint-dir="),
+]
 WARM_UP = 3
 
 
 @pytest.fixture(autouse=True)
-def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     graphs.install(monkeypatch)
+    monkeypatch.setattr(example, "SYNTHETIC_SAMPLES", 256)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a net gains nothing from more, and loses much on a busy machine
+    yield
+    torch.set_num_threads(threads)
 
 
-def session_of(generation: int = 1) -> Any:
-    """A job of one, as far as the example asks for it."""
-    communicator = graphs.GraphCommunicator(_Meeting(1), 0)
-    return SimpleNamespace(rank=0, world_size=1, communicator=communicator, generation=generation)
+class LoneSession:
+    """A job of one, as far as an elastic loop asks for it."""
+
+    rank, world_size, state_source_rank, newcomer_ranks = 0, 1, -1, (0,)
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.loses_members_after = -1
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        self.generation += 1
+        self.communicator = graphs.GraphCommunicator(_Meeting(1), 0)
+
+    def step_boundary(self, step: int) -> None:
+        if step == self.loses_members_after:
+            self.loses_members_after = -1
+            self.newcomer_ranks, self.state_source_rank = (), 0
+            raise MembershipChanged("a worker has left", generation=self.generation)
+
+    def report(self, step: int, samples_per_s: float) -> None: ...
 
 
 @contextlib.contextmanager
-def job_of(monkeypatch: pytest.MonkeyPatch, *, capture: bool = True) -> Iterator[Any]:
-    """The example's job in its first generation, on a machine whose CPU stands for a GPU."""
+def job_of(
+    monkeypatch: pytest.MonkeyPatch, *arguments: str, capture: bool = True
+) -> Iterator[Callable[..., Throughput]]:
+    """The example's job on a machine whose CPU stands for a GPU; gives what trains it to its end."""
     options = {"capture": capture}
     monkeypatch.setattr(
         example, "capture_step", lambda *given, **kept: capture_step(*given, **(kept | options))
     )
     with cuda_rules.Machine():
-        job = example.Job(example.settings(ARGUMENTS), session_of(), torch.device("cpu"))
+        session: Any = LoneSession()
+        args = example.settings([*ARGUMENTS, *arguments])
+        job = example.Job(args, session, torch.device("cpu"))
         graphs.watch(job.model, job.optimizer)
-        job.state.enter(session_of().communicator, 0)
-        yield job
+
+        def train(steps: int, **attributes: Any) -> Throughput:
+            args.steps = steps
+            vars(session).update(attributes)
+            done = example.train(args, job, session, Progress(sys.stderr))
+            assert done is not None
+            return done
+
+        yield train
 
 
-def train(job: Any, steps: int) -> list[float]:
-    """The losses of so many steps."""
-    losses = []
-    for _ in range(steps):
-        losses.append(float(job.train_step(job.state.sampler.batch().indices)))
-        job.state.sampler.advance()
-        job.state.commit()
-    return losses
+def losses(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return re.findall(r"loss is (\S+)", capsys.readouterr().err)
 
 
-def test_the_example_s_step_is_captured_and_gives_what_eager_ones_give(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_example_is_captured_in_the_first_epoch_and_computes_what_eager_steps_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with job_of(monkeypatch) as job:
-        found = train(job, 6)
-        assert job.step.captured, job.step.reason
-    with job_of(monkeypatch, capture=False) as job:
-        expected = train(job, 6)
-        assert not job.step.captured
-    assert found == expected
+    with job_of(monkeypatch) as train:
+        done = train(8)
+    assert (done.steps, done.captured) == (8, 8 - WARM_UP) and done.samples == 6 * 4
+    found = losses(capsys)
+    with job_of(monkeypatch, capture=False) as train:
+        done = train(8)
+    assert (done.steps, done.captured) == (8, 0) and done.samples == 7 * 4
+    assert found == losses(capsys) and len(found) == 8
 
 
-def test_the_example_captures_in_the_first_epoch_and_after_a_change_of_members(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_example_is_captured_after_a_change_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_of(monkeypatch) as train:
+        done = train(12, loses_members_after=6)
+    assert (done.steps, done.captured) == (12, 12 - 2 * WARM_UP)
+
+
+def test_the_example_is_captured_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with job_of(monkeypatch) as job:
-        for generation in (1, 2, 3):
-            if generation > 1:
-                job.state.roll_back()
-                job.state.enter(session_of(generation).communicator, 0)
-            train(job, WARM_UP)
-            assert not job.step.captured
-            train(job, 1)
-            assert job.step.captured, job.step.reason
+    kept = f"--checkpoint-dir={tmp_path}"
+    with job_of(monkeypatch, kept) as train:
+        train(6)
+    with job_of(monkeypatch, kept, "--resume") as train:
+        done = train(12)
+        assert (done.steps, done.captured) == (6, 6 - WARM_UP)
+        assert "resumed after step 6" in capsys.readouterr().err
+        assert train(12).steps == 0  # there is none left
 
 
 # ---------------------------------------------------------------- what is refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from examples.cifar10_images import Preparation, augment  # noqa: E402
 from examples.resnet import ResNet, resnet50  # noqa: E402
 from examples.resnet50_cifar10 import closing_line, device_of  # noqa: E402
 from examples.stem_kernels import relu_pool, stem_convolution  # noqa: E402
-from tests.gpu.closing import closing  # noqa: E402
+from tests.gpu.example_runs import RANK_0_DIES, closing, losses  # noqa: E402
 from worker.datasets import CIFAR10_MEAN, CIFAR10_STD  # noqa: E402
 from worker.progress import Throughput  # noqa: E402
 
@@ -141,12 +140,18 @@ def test_a_run_too_short_to_measure_claims_no_speed() -> None:
     assert line == "too few steps on 2 workers to measure a speed; captured: 0 of 1 steps"
 
 
-def run_example(tmp_path: Path, *arguments: str, data_path: str = "") -> str:
-    launcher = [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--tail=all", "--"]
-    job = [sys.executable, "-m", "examples.resnet50_cifar10", *TINY, *arguments]
+def run_example(
+    tmp_path: Path,
+    *arguments: str,
+    data_path: str = "",
+    command: tuple[str, ...] = ("-m", "examples.resnet50_cifar10"),
+    options: tuple[str, ...] = (),
+) -> str:
+    launcher = [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--tail=all", *options, "--"]
+    job = [sys.executable, *command, *TINY, *arguments]
     done = subprocess.run(
         [*launcher, *job, f"--checkpoint-dir={tmp_path / 'checkpoints'}"],
-        cwd=ROOT,
+        cwd=tmp_path,
         env={"DATA_PATH": data_path, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
@@ -154,14 +159,6 @@ def run_example(tmp_path: Path, *arguments: str, data_path: str = "") -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def losses(output: str) -> dict[str, list[float]]:
-    """What each rank printed, by epoch and step."""
-    found: dict[str, list[float]] = {}
-    for where, loss in re.findall(r"(epoch: \d+ step: \d+), loss is (\d+\.\d{7})", output):
-        found.setdefault(where, []).append(float(loss))
-    return found
 
 
 def test_two_workers_train_checkpoint_and_resume(tmp_path: Path) -> None:
@@ -177,9 +174,6 @@ def test_two_workers_train_checkpoint_and_resume(tmp_path: Path) -> None:
     assert list(losses(resumed)) == ["epoch: 1 step: 12"]
     speed, captured, steps = closing(resumed)
     assert speed > 0 and (captured, steps) == (0, 4)  # this run's, not those of the run before
-    finished = run_example(tmp_path, "--data=synthetic", "--steps=12", "--resume")
-    assert "there was no step left to train" in finished
-    assert "images/s" not in finished and "loss is" not in finished
 
 
 def test_it_reads_cifar10s_files(tmp_path: Path) -> None:
@@ -191,3 +185,14 @@ def test_it_reads_cifar10s_files(tmp_path: Path) -> None:
     output = run_example(tmp_path, "--epochs=2", data_path=str(tmp_path))
     assert "epoch: 2 step: 3" in losses(output)  # 100 images in batches of 2 x 16
     assert closing(output)[2] == 6 and "synthetic" not in output
+
+
+@pytest.mark.system
+def test_after_a_replaced_rank_0_the_closing_line_counts_all_steps_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(RANK_0_DIES)
+    arguments = ("--data=synthetic", "--steps=16")
+    output = run_example(tmp_path, *arguments, command=("dies.py",), options=("--max-restarts=1",))
+    assert (tmp_path / "rank-0-has-died").exists()
+    speed, captured, steps = closing(output)
+    assert speed > 0 and (captured, steps) == (0, 16), output
+    assert len(losses(output)["epoch: 1 step: 16"]) == 2, output
