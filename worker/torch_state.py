@@ -22,7 +22,7 @@ from worker.state import TrainingState
 from worker.torch_data_parallel import DataParallel
 from worker.torch_optimizer_state import check_trains, is_number, make_optimizer_state, number_of
 from worker.torch_random import RandomState
-from worker.torch_transfer import array_of, bytes_of, gather_rows, pieces
+from worker.torch_transfer import array_of, bytes_of, copy_tensors, gather_rows, pieces
 
 
 class TorchTrainingState(TrainingState):
@@ -91,7 +91,7 @@ class TorchTrainingState(TrainingState):
         self._random.keep()
         tensors = list(self.arrays.values())
         if self._kept:
-            torch._foreach_copy_(self._kept, tensors)
+            copy_tensors(self._kept, tensors)
         else:
             self._kept = [tensor.clone() for tensor in tensors]
 
@@ -107,7 +107,7 @@ class TorchTrainingState(TrainingState):
         if self.in_step:
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
-            torch._foreach_copy_(list(self.arrays.values()), self._kept)
+            copy_tensors(list(self.arrays.values()), self._kept)
             self._random.put_back()
         super().roll_back()
 
