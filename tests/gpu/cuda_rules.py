@@ -134,7 +134,7 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         machine, name = self._machine, getattr(function, "__name__", "")
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         here = isinstance(first, torch.Tensor)
         if name in _READS and here:
             machine.refuse(NOT_PERMITTED, unless=machine.on_host(first))

@@ -42,7 +42,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class LoneSession:
     """A job of one, as far as an elastic loop asks for it."""
 
-    rank, world_size, state_source_rank, newcomer_ranks = 0, 1, -1, (0,)
+    rank, world_size, state_source_rank = 0, 1, -1
+    newcomer_ranks: tuple[int, ...] = (0,)
 
     def __init__(self) -> None:
         self.generation = 0
@@ -121,6 +122,12 @@ def test_the_example_is_captured_after_a_resume(
         assert (done.steps, done.captured) == (6, 6 - WARM_UP)
         assert "resumed after step 6" in capsys.readouterr().err
         assert train(12).steps == 0  # there is none left
+
+
+def test_no_example_captures_a_step_that_is_not_tried_here() -> None:
+    folder = Path(str(example.__file__)).parent
+    capture = [path.name for path in sorted(folder.glob("*.py")) if "capture_step(" in path.read_text()]
+    assert capture == ["resnet50_cifar10.py"]
 
 
 # ---------------------------------------------------------------- what is refused

@@ -56,10 +56,14 @@ def test_all_kinds_of_variants_run_in_turns_and_a_ratio_too_low_ends_with_1(tmp_
 def test_the_benchmark_s_job_is_the_example_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its class and its loop, not copies of them; and the speed is the one that the example measures."""
     made: list[Any] = []
-    monkeypatch.setattr(example, "SYNTHETIC_SAMPLES", 64)
-    monkeypatch.setattr(example, "Job", lambda *given: made.append(given) or SimpleNamespace(
-        step=SimpleNamespace(captured=True, reason=None), state=SimpleNamespace(step=0)
-    ))  # fmt: skip
+
+    class Job:
+        step, state = SimpleNamespace(captured=True, reason=None), SimpleNamespace(step=0)
+
+        def __init__(self, *given: Any) -> None:
+            made.append(given)
+
+    monkeypatch.setattr(example, "Job", Job)
     asked: list[int] = []
 
     def trains(args: Any, job: Any, session: Any, out: Any) -> Any:
@@ -151,9 +155,12 @@ def test_the_peer_is_captured_as_pytorch_s_documentation_says(
     monkeypatch.setattr(torch.cuda, "stream", on)
     captures: list[Any] = []
     graph = torch.cuda.graph
-    monkeypatch.setattr(
-        torch.cuda, "graph", lambda *given, **options: captures.append(options) or graph(*given, **options)
-    )
+
+    def noted(*given: Any, **options: Any) -> Any:
+        captures.append(options)
+        return graph(*given, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", noted)
     communicator: Any = SimpleNamespace(rank=0, world_size=1)
     images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
     built_on: list[Any] = []

@@ -28,7 +28,7 @@ _SUM = ReduceOp.SUM
 _INT32 = 2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
 _LATE = 1 / 32
-"""By what part of the time waited a wait may end too late: a loop waits after each step, and the GPU idles."""
+"""By what part of the time waited a wait may end too late: a loop waits after each step; the GPU idles."""
 
 
 class NcclCommunicator(NcclLifetime, ArrayReading):
