@@ -310,13 +310,20 @@ def _measure(options: argparse.Namespace, gpus: int, directory: Path, data: Path
 
 
 def check(results: list[dict[str, Any]], bounds: list[tuple[str, str, float]]) -> int:
-    """Compares speeds, prints the ratios and returns the exit code: 1 if one is too low or was not measured.
+    """Compares speeds, prints the ratios and returns the exit code.
+
+    It is 1 if one is too low, or was not measured, or a step that should have been captured was not.
 
     Args:
         results: rows, those of one job measured in the same turns.
         bounds: pairs of variants, and the least ratio of their speeds.
     """
     failed = False
+    compared_names = {name for one, other, _ in bounds for name in (one, other)}
+    for row in results:
+        if row["variant"] in compared_names and row.get("reason"):
+            failed = True
+            print(f"{row['gpus']} GPUs  {row['variant']} was not captured: {row['reason']}", flush=True)
     for one, other, least in bounds:
         rows: dict[tuple[int, int], dict[str, list[float]]] = {}
         for row in results:

@@ -119,7 +119,7 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
     loop = ElasticLoop(session, job.state, epochs=args.epochs, steps=args.steps, save=checkpoints.save)
     done = Throughput()
     for step in loop:
-        was_captured = job.step.captured
+        before = job.step.captured, compilations()
         tells = step.number % args.print_every == 0 or step.number == 1 or step.batch.last
         with step:
             loss = job.train_step(step.batch.indices)
@@ -131,7 +131,7 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
             step.batch.global_size,
             generation=session.generation,
             captured=captured,
-            timed=captured == was_captured,  # the step that captures is no measure of the others
+            timed=before == (captured, compilations()),
         )
         if tells:
             out.line(f"epoch: {step.epoch} step: {step.number}, loss is {mean:.7f}")
@@ -140,6 +140,12 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
                 checkpoints.save()
             done.pause()  # the others wait for it, too
     return None if loop.left else done
+
+
+def compilations() -> int:
+    """How often torch.compile has compiled something; a step in which it did is no measure of the others."""
+    loaded = sys.modules.get("torch._dynamo.utils")
+    return loaded.counters["stats"]["unique_graphs"] if loaded else 0
 
 
 def report(

@@ -44,6 +44,7 @@ class LoneSession:
 
     rank, world_size, state_source_rank = 0, 1, -1
     newcomer_ranks: tuple[int, ...] = (0,)
+    launch = 0
 
     def __init__(self) -> None:
         self.generation = 0
@@ -103,6 +104,21 @@ def test_the_example_is_captured_in_the_first_epoch_and_computes_what_eager_step
         done = train(8)
     assert (done.steps, done.captured) == (8, 0) and done.samples == 7 * 4
     assert found == losses(capsys) and len(found) == 8
+
+
+def test_a_step_that_compiles_does_not_count_for_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step, calls = example.Job.train_step, [0]
+
+    def compiles(job: Any, indices: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] += 1
+        return train_step(job, indices)
+
+    monkeypatch.setattr(example.Job, "train_step", compiles)
+    with job_of(monkeypatch, capture=False) as train:
+        done = train(6)
+    assert done.steps == 6 and done.samples == 4 * 4  # but for the first and the third
 
 
 def test_the_example_is_captured_after_a_change_of_members(monkeypatch: pytest.MonkeyPatch) -> None:

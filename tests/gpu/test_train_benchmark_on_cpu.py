@@ -108,6 +108,12 @@ def test_what_was_not_measured_is_not_passed(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "muster/ddp-captured: not measured together\n"
 
 
+def test_steps_that_were_not_captured_are_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [row("example", 1.0) | {"reason": "Cannot copy"}, row("muster", 1.0) | {"reason": None}]
+    assert train.check(results, [("example", "muster", 0.5)]) == 1
+    assert capsys.readouterr().out.startswith("2 GPUs  example was not captured: Cannot copy\n")
+
+
 @pytest.mark.parametrize("text", ["example=1", "example/nobody=1", "example/muster", "example/muster=fast"])
 def test_a_bound_that_makes_no_sense_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     from bench.__main__ import main
