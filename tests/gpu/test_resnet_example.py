@@ -152,7 +152,12 @@ def run_example(
     done = subprocess.run(
         [*launcher, *job, f"--checkpoint-dir={tmp_path / 'checkpoints'}"],
         cwd=tmp_path,
-        env={"DATA_PATH": data_path, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+        env={
+            "DATA_PATH": data_path,
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": ":".join([str(ROOT), *sys.path]),
+        },
         capture_output=True,
         text=True,
         timeout=100,
