@@ -7,6 +7,7 @@ is launched once; the AllReduce of each bucket runs inside it, beside the rest o
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class TrainingStep:
         self._static_loss: Any = None
         self._eager_steps = 0
         self._communicator: Communicator | None = None
+        self._held: list[Any] = []
         self._capture_failed = False
         self._forget: Callable[[], None] = _nothing
         self._note: Callable[[str], None] = _ignore
@@ -222,6 +224,7 @@ class TrainingStep:
             self._decline(error or "another rank could not capture it")
             return
         self._settings.captured()
+        self._held = self._of_model()
         with self._lock:
             self._static, self._static_loss, self._graph = static, loss, graph
         if self._ended:
@@ -231,6 +234,7 @@ class TrainingStep:
         """Gives up the graph, or what there is of it, and begins to warm up anew."""
         self._forget()
         self.release()
+        self._held = []
 
     def _forget_gradients(self) -> None:
         """A capture that failed, on whichever rank, computed and sent nothing."""
@@ -247,11 +251,17 @@ class TrainingStep:
         """With another generation's communicator all begin anew: newcomers have neither graph nor steps."""
         communicator = getattr(self._model, "communicator", None)
         if communicator is self._communicator:
+            if self._graph is not None and any(map(operator.is_not, self._held, self._of_model())):
+                self._drop()  # gradients lie elsewhere now: the graph would use memory that is free
             return
         self._communicator = communicator
         self._drop()
         if self._capture_failed:
             self._capture_failed, self.reason = False, None
+
+    def _of_model(self) -> list[Any]:
+        """What a graph holds of the wrapper: kept, so that the memory stays, and compared."""
+        return [getattr(self._model, name, None) for name in ("_buckets", "_numbers")]
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         return len(batch) == len(self._static) and all(

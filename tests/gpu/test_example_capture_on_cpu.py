@@ -106,6 +106,13 @@ def test_the_example_is_captured_in_the_first_epoch_and_computes_what_eager_step
     assert found == losses(capsys) and len(found) == 8
 
 
+def test_a_second_loop_of_the_same_members_goes_on_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_of(monkeypatch) as train:
+        train(8)
+        done = train(12)
+    assert (done.steps, done.captured) == (4, 4)
+
+
 def test_a_step_that_compiles_does_not_count_for_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     train_step, calls = example.Job.train_step, [0]
 
