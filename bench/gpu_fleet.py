@@ -39,6 +39,17 @@ class FleetError(RuntimeError):
     """A process of the fleet raised, died or did not answer in time."""
 
 
+def require_gpus(needed: int) -> None:
+    """Makes sure that there are so many.
+
+    Raises:
+        FleetError: there are not.
+    """
+    here = count_gpus()
+    if here < needed:
+        raise FleetError(f"{needed} GPUs are asked for and this host has {here}.")
+
+
 class Fleet:
     """``size`` processes, one per GPU, that call functions on demand. A context manager.
 
@@ -55,9 +66,7 @@ class Fleet:
     def __init__(
         self, size: int, *, timeout_s: float = 120, communicate: bool = True, ranks_per_gpu: int = 1
     ) -> None:
-        needed, here = -(-size // ranks_per_gpu), count_gpus()
-        if here < needed:
-            raise FleetError(f"{needed} GPUs are asked for and this host has {here}.")
+        require_gpus(-(-size // ranks_per_gpu))
         self.size = size
         self.timeout_s = timeout_s
         context = multiprocessing.get_context("spawn")

@@ -13,11 +13,13 @@ from typing import Any
 
 NAMES = {
     "muster": "Muster",
+    "example": "Muster, the whole example",
     "muster-cupy": "Muster (CuPy)",
     "torch": "torch.distributed",
     "nccl-tests": "nccl-tests",
     "ddp": "DDP",
     "ddp-compiled": "DDP, compiled",
+    "ddp-captured": "DDP, captured by hand",
 }
 
 
@@ -33,7 +35,7 @@ def training_speed(report: dict[str, Any], batch: int) -> dict[str, list[tuple[i
     """(GPUs, images/s) by variant, for one batch size per GPU."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in report["results"]:
-        if row["batch_per_gpu"] == batch:
+        if row["batch_per_gpu"] == batch and "images_per_s" in row:
             lines.setdefault(row["variant"], []).append((row["gpus"], row["images_per_s"]))
     return {variant: sorted(points) for variant, points in lines.items()}
 

@@ -30,11 +30,27 @@ def augment(pixels: Any) -> Any:
     return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def prepare(pixels: Any, size: int, dtype: Any) -> Any:
-    """uint8 (N, 3, H, W) -> normalised (N, 3, size, size) in channels_last."""
-    mean = torch.tensor(CIFAR10_MEAN, device=pixels.device).view(1, 3, 1, 1)
-    std = torch.tensor(CIFAR10_STD, device=pixels.device).view(1, 3, 1, 1)
-    images = ((pixels.float() / 255 - mean) / std).contiguous(memory_format=torch.channels_last)
-    if images.shape[2] != size:
-        images = functional.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-    return images.to(dtype).contiguous(memory_format=torch.channels_last)
+class Preparation:
+    """uint8 images (N, 3, H, W) -> normalised ones (N, 3, size, size) in channels_last; to be called.
+
+    Its constants are made once, here: a CUDA graph cannot hold the copy that takes them to the GPU.
+
+    Args:
+        device: where the images are.
+        size: height and width of the result.
+        dtype: of the result.
+    """
+
+    def __init__(self, device: Any, size: int, dtype: Any) -> None:
+        self._mean = torch.tensor(CIFAR10_MEAN, device=device).view(1, 3, 1, 1)
+        self._std = torch.tensor(CIFAR10_STD, device=device).view(1, 3, 1, 1)
+        self._size, self._dtype = size, dtype
+
+    def __call__(self, pixels: Any) -> Any:
+        """The images as the model takes them."""
+        images = (pixels.float() / 255 - self._mean) / self._std
+        images = images.contiguous(memory_format=torch.channels_last)
+        if images.shape[2] != self._size:
+            size = (self._size, self._size)
+            images = functional.interpolate(images, size=size, mode="bilinear", align_corners=False)
+        return images.to(self._dtype).contiguous(memory_format=torch.channels_last)

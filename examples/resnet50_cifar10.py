@@ -11,30 +11,32 @@ or, with a scheduler and one worker per GPU of this host at once:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 import worker
-from examples.cifar10_images import augment, prepare
+from examples.cifar10_images import Preparation, augment
 from examples.resnet import ResNet, resnet50
 from worker import checkpoint, datasets
 from worker.capture import capture_step
-from worker.progress import Progress
+from worker.progress import Progress, Throughput
 from worker.sharding import ShardedSampler
 from worker.torch_data_parallel import DataParallel
 from worker.torch_state import TorchTrainingState
+from worker.torch_transfer import gather_rows
 from worker.training import ElasticLoop
 
 CLASSES, SYNTHETIC_SAMPLES = 10, 8192
 RATE, MOMENTUM = 0.01, 0.9
 
 
-def settings() -> argparse.Namespace:
-    """The command line."""
+def settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; None: this process's."""
     option = (parser := argparse.ArgumentParser(description=__doc__.partition("\n")[0])).add_argument
     option(
         "--data",
@@ -52,7 +54,7 @@ def settings() -> argparse.Namespace:
     option("--single", type=float, default=0, help="images/s of one worker, to tell the scaling at the end")
     option("--checkpoint-dir", default="checkpoints", help="'' writes none")
     option("--resume", nargs="?", const="latest", default="", help="a file, or the last in --checkpoint-dir")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if min(args.epochs, args.batch_size, args.image_size, args.print_every) < 1 or args.steps < 0:
         parser.error("--epochs, --batch-size, --image-size and --print-every must be >= 1, --steps >= 0")
     return args
@@ -77,7 +79,6 @@ class Job:
     def __init__(self, args: argparse.Namespace, session: worker.Session, device: Any) -> None:
         self.args, self.device, self.cuda = args, device, device.type == "cuda"
         torch.manual_seed(args.seed)
-        self.dtype = torch.bfloat16 if self.cuda else torch.float32
         net = ResNet((1, 1), CLASSES, width=8) if args.tiny else resnet50(CLASSES, fast=self.cuda)
         net = net.to(device, memory_format=torch.channels_last)
         if args.compile:
@@ -87,57 +88,89 @@ class Job:
         self.model = DataParallel(
             net, session, elastic=True, weights=weights, bucket_bytes=cap, first_bytes=cap
         )
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM, fused=self.cuda)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
         images, labels = load(args)
         self.images = torch.from_numpy(images).to(device)  # 150 MB: the whole data set fits beside the model
         self.labels = torch.from_numpy(labels).to(device)
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.prepare = Preparation(device, args.image_size, dtype)
         sampler = ShardedSampler(
             len(labels), args.batch_size * session.world_size, seed=args.seed, drop_last=True
         )
-        self.state = TorchTrainingState(self.model, optimizer, sampler, samples_per_rank=args.batch_size)
-        self.step = capture_step(self.loss, self.model, optimizer, capture=self.cuda)
+        self.state = TorchTrainingState(self.model, self.optimizer, sampler, samples_per_rank=args.batch_size)
+        self.step = capture_step(self.loss, self.model, self.optimizer, capture=self.cuda)
         torch.manual_seed(args.seed * 100_003 + session.rank)  # each rank draws its own crops
 
-    def loss(self, pixels: Any, labels: Any) -> Any:
-        """Mean loss of a batch; all of it is part of the captured step."""
-        images = prepare(augment(pixels), self.args.image_size, self.dtype)
-        return torch.nn.functional.cross_entropy(self.model(images).float(), labels)
+    def loss(self, rows: Any) -> Any:
+        """Mean loss of the samples in these rows; all of it is part of the captured step."""
+        images = self.prepare(augment(self.images[rows]))
+        return torch.nn.functional.cross_entropy(self.model(images).float(), self.labels[rows])
 
     def train_step(self, indices: Any) -> Any:
-        """One step on these samples."""
-        rows = torch.as_tensor(indices, device=self.device)
-        return self.step(self.images[rows], self.labels[rows])
+        """One step on these samples; their numbers are all that is copied to the GPU."""
+        rows = torch.from_numpy(indices)
+        return self.step(rows.pin_memory() if self.cuda else rows)
 
 
-def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Progress) -> None:
-    """Trains to the end, or until this worker is asked to leave."""
+def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Progress) -> Throughput | None:
+    """Trains to the end and returns what was done; None: this worker was asked to leave before."""
     checkpoints = checkpoint.Folder(args.checkpoint_dir, job.state)
     checkpoints.resume(args.resume, say=out.line)
     loop = ElasticLoop(session, job.state, epochs=args.epochs, steps=args.steps, save=checkpoints.save)
-    timed, since = 0, time.monotonic()
+    done = Throughput()
     for step in loop:
+        before = job.step.captured, compilations()
+        tells = step.number % args.print_every == 0 or step.number == 1 or step.batch.last
         with step:
             loss = job.train_step(step.batch.indices)
+            mean = job.step.mean_over_ranks(loss) if tells else 0.0
         if not step.done:
             continue
-        timed += step.batch.global_size
-        if not job.step.captured and job.cuda:
-            timed, since = 0, time.monotonic()  # compiling and capturing are not training
-        if step.number % args.print_every == 0 or step.number == 1 or step.batch.last:
-            out.line(f"epoch: {step.epoch} step: {step.number}, loss is {float(loss):.7f}")
-        if (step.batch.last or loop.is_over) and session.rank == 0:
-            checkpoints.save()
-    if not loop.left:
-        report(args, session, out, timed / (time.monotonic() - since))
+        captured = job.step.captured
+        done.add(
+            step.batch.global_size,
+            generation=session.generation,
+            captured=captured,
+            timed=before == (captured, compilations()),
+        )
+        if tells:
+            out.line(f"epoch: {step.epoch} step: {step.number}, loss is {mean:.7f}")
+        if step.batch.last or loop.is_over:
+            if session.rank == 0:
+                checkpoints.save()
+            done.pause()  # the others wait for it, too
+    return None if loop.left else done
 
 
-def report(args: argparse.Namespace, session: worker.Session, out: Progress, speed: float) -> None:
-    """The line at the end."""
+def compilations() -> int:
+    """How often torch.compile has compiled something; a step in which it did is no measure of the others."""
+    loaded = sys.modules.get("torch._dynamo.utils")
+    return loaded.counters["stats"]["unique_graphs"] if loaded else 0
+
+
+def report(
+    args: argparse.Namespace, job: Job, session: worker.Session, out: Progress, done: Throughput
+) -> None:
+    """Prints the line at the end, on rank 0; all ranks call it."""
+    with contextlib.suppress(worker.WorkerError):  # another has gone: what this one has counted, then
+        done.take(gather_rows(session.communicator, job.device, done.row()))
     if session.rank == 0:
-        workers = session.world_size
-        scaling = f", scaling {speed / workers / args.single:.1%} of {args.single:g}" if args.single else ""
         kind = "synthetic images" if args.data == "synthetic" else "images"
-        out.line(f"{speed:.0f} {kind}/s on {workers} workers{scaling}")
+        out.line(closing_line(done, kind, session.world_size, args.single, job.step.reason))
+
+
+def closing_line(done: Throughput, kind: str, workers: int, single: float, reason: str | None) -> str:
+    """Speed, scaling if ``single`` (images/s of one worker) is given, and how many steps were captured."""
+    if not done.steps:
+        return "there was no step left to train"
+    on, speed = f"{workers} worker{'s' * (workers != 1)}", done.samples_per_s
+    if speed is None:
+        line = f"too few steps on {on} to measure a speed"
+    else:
+        line = f"{speed:,.0f} {kind}/s on {on}" if speed >= 10 else f"{speed:.2g} {kind}/s on {on}"
+        line += f", scaling {speed / workers / single:.1%} of {single:g}" if single else ""
+    why = f" ({reason.splitlines()[0]})" if reason else ""
+    return f"{line}; captured: {done.captured:,} of {done.steps:,} steps{why}"
 
 
 def device_of(session: worker.Session) -> Any:
@@ -154,7 +187,10 @@ def main() -> int:
     cuda = torch.cuda.is_available() and not args.tiny
     try:
         with worker.init("nccl" if cuda else "tcp") as session, Progress() as out:
-            train(args, Job(args, session, device_of(session) if cuda else torch.device("cpu")), session, out)
+            job = Job(args, session, device_of(session) if cuda else torch.device("cpu"))
+            done = train(args, job, session, out)
+            if done is not None:
+                report(args, job, session, out, done)
     except worker.WorkerError as error:
         print(f"resnet50_cifar10: {error}", file=sys.stderr)
         return error.exit_code

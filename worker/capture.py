@@ -7,6 +7,7 @@ is launched once; the AllReduce of each bucket runs inside it, beside the rest o
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from worker.errors import ArrayError, SettingsError, WorkerError
 from worker.sharded_optimizer import ShardedOptimizer
 from worker.torch_optimizer_state import check_trains
 from worker.torch_step import StepBody
+from worker.torch_transfer import array_of
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.2
@@ -54,6 +56,7 @@ class TrainingStep:
         self._static_loss: Any = None
         self._eager_steps = 0
         self._communicator: Communicator | None = None
+        self._held: list[Any] = []
         self._capture_failed = False
         self._forget: Callable[[], None] = _nothing
         self._note: Callable[[str], None] = _ignore
@@ -126,6 +129,24 @@ class TrainingStep:
         with torch.cuda.stream(self._copies):
             copies = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
             self._fed = (copies, self._copies.record_event())
+
+    def mean_over_ranks(self, loss: Any) -> float:
+        """The mean of the ranks' losses, for a line of progress. All ranks call it; the host waits.
+
+        Args:
+            loss: of one element, as a step returned it.
+
+        Raises:
+            MembershipChanged: call it within ``with step``, so that an elastic loop redoes the step.
+        """
+        communicator = getattr(self._model, "communicator", None)
+        mean = loss.detach().to(torch.float32, copy=True).reshape(1)
+        if communicator is not None:
+            array = array_of(communicator, mean)
+            communicator.all_reduce(array, array, ReduceOp.MEAN)
+            wait = getattr(communicator, "synchronize", _nothing)
+            wait()  # a plain read would return what an aborted collective left, or hang
+        return float(mean)
 
     @property
     def captured(self) -> bool:
@@ -203,6 +224,7 @@ class TrainingStep:
             self._decline(error or "another rank could not capture it")
             return
         self._settings.captured()
+        self._held = self._of_model()
         with self._lock:
             self._static, self._static_loss, self._graph = static, loss, graph
         if self._ended:
@@ -212,6 +234,7 @@ class TrainingStep:
         """Gives up the graph, or what there is of it, and begins to warm up anew."""
         self._forget()
         self.release()
+        self._held = []
 
     def _forget_gradients(self) -> None:
         """A capture that failed, on whichever rank, computed and sent nothing."""
@@ -228,11 +251,17 @@ class TrainingStep:
         """With another generation's communicator all begin anew: newcomers have neither graph nor steps."""
         communicator = getattr(self._model, "communicator", None)
         if communicator is self._communicator:
+            if self._graph is not None and any(map(operator.is_not, self._held, self._of_model())):
+                self._drop()  # gradients lie elsewhere now: the graph would use memory that is free
             return
         self._communicator = communicator
         self._drop()
         if self._capture_failed:
             self._capture_failed, self.reason = False, None
+
+    def _of_model(self) -> list[Any]:
+        """What a graph holds of the wrapper: kept, so that the memory stays, and compared."""
+        return [getattr(self._model, name, None) for name in ("_buckets", "_numbers")]
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         return len(batch) == len(self._static) and all(

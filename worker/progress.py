@@ -1,9 +1,11 @@
-"""Lines that stay and, on a terminal, one line below them that lives."""
+"""How a run gets on: lines that stay, on a terminal one line below them that lives, and the speed."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import time
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 
@@ -55,3 +57,67 @@ class Progress:
         if text:
             self._stream.write(text)
             self._stream.flush()
+
+
+class Throughput:
+    """Counts the steps that this process has trained, and their samples per second.
+
+    A step's time goes from the end of the one before to its own. The speed leaves out steps in which
+    something else happened too: the first one of a generation, before which members were waited for and
+    states sent, the one after a :meth:`pause`, and those that :meth:`add` is given as not timed. All others
+    count, captured or not.
+
+    Args:
+        clock: seconds on a monotonic clock.
+
+    Attributes:
+        steps: finished ones, all of them.
+        captured: how many of them were launched as a graph.
+        samples: of the timed steps, over all ranks.
+        microseconds: that the timed steps took.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.steps = self.captured = self.samples = self.microseconds = 0
+        self._clock = clock
+        self._generation: int | None = None
+        self._since = 0.0
+
+    def add(self, samples: int, *, generation: int, captured: bool = False, timed: bool = True) -> None:
+        """Counts a step that has just been finished.
+
+        Args:
+            samples: of the step, over all ranks.
+            generation: in which it was trained.
+            captured: it was launched as a graph.
+            timed: it did nothing but train; False for one that compiled or captured, say.
+        """
+        now = self._clock()
+        self.steps += 1
+        self.captured += captured
+        if timed and generation == self._generation:
+            self.samples += samples
+            self.microseconds += round((now - self._since) * 1e6)
+        self._generation, self._since = generation, now
+
+    def pause(self) -> None:
+        """The next step waits for something that is not training: a checkpoint that a rank writes, say."""
+        self._generation = None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Over all ranks; None while no step has been timed."""
+        return self.samples / self.microseconds * 1e6 if self.samples and self.microseconds else None
+
+    def row(self) -> list[int]:
+        """The counts as numbers, for :meth:`take`."""
+        return [self.steps, self.captured, self.samples, self.microseconds]
+
+    def take(self, rows: Sequence[Sequence[int]]) -> None:
+        """Takes over the counts of the rank with the most steps: the others came later, as replacements.
+
+        Args:
+            rows: what :meth:`row` gave on each rank.
+        """
+        most = max(rows, key=lambda row: row[0])
+        self.steps, self.captured, self.samples, self.microseconds = most

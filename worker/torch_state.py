@@ -25,7 +25,7 @@ from worker.torch_comparison import RankComparison
 from worker.torch_data_parallel import DataParallel
 from worker.torch_optimizer_state import check_trains, is_number, make_optimizer_state, number_of
 from worker.torch_random import RandomState
-from worker.torch_transfer import array_of, bytes_of, gather_rows, pieces
+from worker.torch_transfer import array_of, bytes_of, copy_tensors, gather_rows, pieces
 
 _ALSO = "@also."
 """Before the name of what ``also`` holds, where a file has it as an array of bytes."""
@@ -109,7 +109,7 @@ class TorchTrainingState(TrainingState):
         self._kept_settings = [_kept_settings(group) for group in self._optimizer.param_groups]
         tensors = list(self.arrays.values())
         if self._kept:
-            torch._foreach_copy_(self._kept, tensors)
+            copy_tensors(self._kept, tensors)
         else:
             self._kept = [tensor.clone() for tensor in tensors]
 
@@ -139,7 +139,7 @@ class TorchTrainingState(TrainingState):
         if self.in_step:
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
-            torch._foreach_copy_(list(self.arrays.values()), self._kept)
+            copy_tensors(list(self.arrays.values()), self._kept)
             self._random.put_back()
             self._also.put_back()
             for group, kept in zip(self._optimizer.param_groups, self._kept_settings, strict=False):

@@ -1,6 +1,7 @@
 """CUDA graphs on the CPU: a graph records what is called between its begin and end, and replays it in place.
 
-As on a GPU, nothing that is captured has an effect on parameters and optimizer, and numbers are fixed.
+As on a GPU, nothing that is captured has an effect on parameters, optimizer and generator, numbers are fixed,
+and what CUDA refuses within a capture is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.gpu import cuda_rules
 from tests.gpu.threads import ThreadCommunicator
 from worker import capture
 from worker.torch_transfer import Lane
@@ -75,19 +77,23 @@ class _Stream:
 
     def wait_stream(self, other: Any) -> None: ...
 
+    def synchronize(self) -> None:
+        cuda_rules.synchronise()
+
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ``capture_step`` capture modules that are on the CPU."""
 
     @contextlib.contextmanager
     def graph(graph: Graph, **options: Any) -> Iterator[None]:
-        kept = [tensor.detach().clone() for tensor in _here.state()]
+        kept, drawn = [tensor.detach().clone() for tensor in _here.state()], torch.get_rng_state()
         _here.graph = graph
         try:
-            with _Recorder():
+            with cuda_rules.capturing(), _Recorder():
                 yield
         finally:
             _here.graph = None
+            torch.set_rng_state(drawn)
             with torch.no_grad():
                 for tensor, before in zip(_here.state(), kept, strict=True):
                     tensor.copy_(before)
@@ -97,6 +103,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", cuda_rules.synchronise)
+    reduce = Lane.reduce
+
+    def reduce_unseen(*args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():  # NCCL reads the GPU's memory; the ranks here meet on NumPy
+            reduce(*args, **kwargs)
+
+    monkeypatch.setattr(Lane, "reduce", reduce_unseen)
     monkeypatch.setattr(capture, "_free_generator", lambda device: None)
     monkeypatch.setattr(capture.TrainingStep, "_obstacle", lambda step: None)
     monkeypatch.setattr(Lane, "capturing", lambda lane: getattr(_here, "graph", None) is not None)

@@ -110,6 +110,21 @@ def test_a_batch_that_was_fed_before_is_trained_on() -> None:
         step()
 
 
+def test_the_loss_that_is_shown_is_the_mean_over_ranks() -> None:
+    def one(communicator: ThreadCommunicator) -> tuple[float, float]:
+        step = step_of(DataParallel(linear_net(), communicator=communicator))
+        loss = step(*batch_of(4, communicator.rank))
+        return float(loss), step.mean_over_ranks(loss)
+
+    found = run_ranks(3, one)
+    mean = sum(own for own, _ in found) / 3
+    assert len({own for own, _ in found}) == 3 and len({shown for _, shown in found}) == 1
+    assert found[0][1] == pytest.approx(mean)
+    alone = step_of(linear_net())
+    loss = alone(*batch_of(4, 0))
+    assert alone.mean_over_ranks(loss) == float(loss)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

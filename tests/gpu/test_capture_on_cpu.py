@@ -153,6 +153,26 @@ def test_a_parameter_that_is_frozen_or_a_module_in_another_mode_is_captured_anew
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
+def test_buckets_that_the_wrapper_makes_anew_are_captured_anew() -> None:
+    """A graph would write into those that are gone."""
+
+    def one(communicator: graphs.GraphCommunicator, capture: bool) -> Any:
+        model = DataParallel(linear_net(), communicator=communicator)
+        step, _ = make(model, capture=capture)
+        for number in range(12):
+            if number == 6:
+                assert step.captured is capture
+                model._build(list(range(len(list(model.parameters())))))
+            step(*batch_of(4, number))
+            assert step.captured is (capture and number not in (0, 1, 2, 6, 7, 8))
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    [found] = ranks(1, lambda communicator: one(communicator, True))
+    [expected] = ranks(1, lambda communicator: one(communicator, False))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
 def test_a_setting_that_changes_in_each_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def cycle(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1)

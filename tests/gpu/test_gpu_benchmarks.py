@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from bench import loss_curve, nccl_allreduce, plot, train
+from bench import loss_curve, nccl_allreduce, plot
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = ("nccl-allreduce", "train", "scaling")
@@ -58,35 +55,6 @@ def test_curves_of_two_kinds_are_compared_with_pairs_of_one_kind() -> None:
     assert found["ddp to ddp"] == pytest.approx({"mean": 0.15, "least": 0, "largest": 0.3, "pairs": 6})
     assert found["muster to ddp"]["least"] == 0
     assert found["ddp to ddp-float32"]["least"] == pytest.approx(0.7)
-
-
-def test_a_variant_begins_when_nothing_is_left_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its peak of memory would be that of both."""
-    torch = pytest.importorskip("torch")
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
-    monkeypatch.setattr(train, "_agree", lambda *others: 1)
-    seen: list[Any] = []
-
-    class Model:
-        def __init__(self) -> None:
-            self.hooks = [self.step]  # as a wrapped module's, which refer to it
-
-        def step(self) -> float:
-            return 1.0
-
-    def make_step(*others: Any) -> Any:
-        model = Model()
-        alive = [reference() for reference in seen]
-        assert alive == [None] * len(seen)
-        seen.append(weakref.ref(model))
-        return model.step, []
-
-    monkeypatch.setattr(train, "_make_step", make_step)
-    communicator = SimpleNamespace(rank=0, world_size=2, barrier=lambda: None)
-    for _ in range(2):
-        assert train.speed(communicator, variant="ddp", batch=1)["losses"] == [1.0] * 12
 
 
 def test_each_round_begins_with_another() -> None:

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from bench import cifar10_files  # noqa: E402
+from tests.gpu.example_runs import RANK_0_DIES, closing, losses  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 GPUS = min(4, torch.cuda.device_count())
 if GPUS < 2:
@@ -60,27 +63,59 @@ def test_the_check_passes_over_nccl(keys: Path, tmp_path: Path) -> None:
     assert "ready to train" in output, output
 
 
-def write_cifar10(directory: Path) -> None:
-    """Files as CIFAR-10's binary version has them: noise around one colour per class, so one can learn."""
-    random = np.random.default_rng(0)
-    patterns = np.repeat(random.integers(0, 200, (10, 3)), 1024, axis=1)  # red, green, blue
-    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
-        labels = random.integers(0, 10, RECORDS)
-        pixels = patterns[labels] + random.integers(0, 56, (RECORDS, 3072))
-        np.column_stack([labels, pixels]).astype(np.uint8).tofile(directory / name)
+WARM_UP = 3
+"""Eager steps of a generation before its capture."""
+EXAMPLE = ("-m", "examples.resnet50_cifar10")
 
 
-def test_the_resnet_example_learns_and_resumes(keys: Path, tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    example = ["--tail=0", "--", sys.executable, "-m", "examples.resnet50_cifar10", "--print-every=1"]
-    env = {"DATA_PATH": str(tmp_path)}
+def run_example(
+    keys: Path,
+    directory: Path,
+    *arguments: str,
+    command: tuple[str, ...] = EXAMPLE,
+    options: tuple[str, ...] = (),
+    data_path: str = "",
+) -> str:
+    """What all ranks wrote; each prints its losses, of every step."""
+    job = ["--tail=all", *options, "--", sys.executable, *command, "--print-every=1", *arguments]
+    return launch(keys, directory, *job, env={"DATA_PATH": data_path})
+
+
+def mean(values: list[list[float]]) -> float:
+    return sum(each[0] for each in values) / len(values)
+
+
+def test_the_resnet_example_learns_is_captured_and_resumes(keys: Path, tmp_path: Path) -> None:
+    cifar10_files.write(tmp_path / "data", records=RECORDS)
+    files = str(tmp_path / "data")
     steps = 5 * RECORDS // (32 * GPUS)
-    output = launch(keys, tmp_path, *example, "--epochs=3", env=env)
-    losses = [float(text) for text in re.findall(r"loss is ([\d.]+)", output)]
-    assert len(losses) == 3 * steps, output
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) / 2, losses
-    assert f" images/s on {GPUS} workers" in output and "synthetic" not in output
-    resumed = launch(keys, tmp_path, *example, "--epochs=4", "--resume", env=env)
-    again = [float(text) for text in re.findall(r"epoch: 4 step: \d+, loss is ([\d.]+)", resumed)]
-    assert f"resumed after step {3 * steps}" in resumed and "epoch: 3 " not in resumed, resumed
-    assert len(again) == steps and np.mean(again) < np.mean(losses[:5]) / 2, resumed
+    output = run_example(keys, tmp_path, "--epochs=3", data_path=files)
+    shown = losses(output)
+    assert len(shown) == 3 * steps, output
+    assert all(len(each) == GPUS and len(set(each)) == 1 for each in shown.values()), "not the ranks' mean"
+    curve = list(shown.values())
+    assert mean(curve[-5:]) < mean(curve[:5]) / 2, curve
+    speed, captured, all_steps = closing(output)
+    assert speed > 0 and (captured, all_steps) == (3 * steps - WARM_UP, 3 * steps), output
+    assert "synthetic" not in output
+    resumed = run_example(keys, tmp_path, "--epochs=4", "--resume", data_path=files)
+    again = losses(resumed)
+    assert f"resumed after step {3 * steps}" in resumed, resumed
+    assert [where.partition(" step")[0] for where in again] == ["epoch: 4"] * steps, resumed
+    assert mean(list(again.values())) < mean(curve[:5]) / 2, resumed
+    speed, captured, all_steps = closing(resumed)
+    assert speed > 0 and (captured, all_steps) == (steps - WARM_UP, steps), resumed
+
+
+def test_the_resnet_example_is_captured_on_synthetic_images_after_rank_0_was_replaced(
+    keys: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "dies.py").write_text(RANK_0_DIES)
+    arguments = ("--data=synthetic", "--steps=30", "--checkpoint-dir=")
+    output = run_example(keys, tmp_path, *arguments, command=("dies.py",), options=("--max-restarts=1",))
+    assert (tmp_path / "rank-0-has-died").exists()
+    speed, captured, steps = closing(output)
+    generations = 1 + len(set(re.findall(r"in generation ([2-9]\d*) of job", output)))
+    assert generations >= 2, output
+    assert speed > 0 and (captured, steps) == (30 - WARM_UP * generations, 30), output
+    assert " synthetic images/s on " in output

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.stand_in import FakeEvent, fake_cupy
-from worker.communicators import nccl_handles, nccl_lifetime, tcp_arrays
+from worker.communicators import nccl_communicator, nccl_handles, nccl_lifetime, tcp_arrays
 from worker.communicators.base import Membership, Peer, ReduceOp
 from worker.communicators.nccl import NcclBackend
 from worker.communicators.nccl_arrays import read_interface, read_torch, reader_of
@@ -795,6 +795,24 @@ def test_what_is_waited_for_is_the_stream_of_the_library_whose_arrays_there_were
     child.barrier()
     own = child._own_streams["cupy"][0]
     assert streams.recorded == [current, current, own]  # the barrier's stream follows the current one
+
+
+@pytest.mark.parametrize("step_s", [0.0005, 0.0065, 0.0115])
+def test_a_wait_for_a_step_ends_soon_after_it(
+    comm: NcclCommunicator, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """A loop waits after each step: what it comes too late, the GPU stands idle."""
+    array, now = FakeArray(8, 4096), [100.0]
+    comm.all_reduce(array, array, ReduceOp.SUM)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(nccl_communicator, "time", clock)
+    monkeypatch.setattr(FakeEvent, "done", property(lambda event: now[0] >= 100 + step_s))
+    comm.synchronize()
+    assert step_s <= now[0] - 100 <= step_s * 1.04 + 20e-6
 
 
 def test_the_deadline_counts_where_the_host_waits_and_nowhere_else(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from examples.cifar10_images import augment, prepare  # noqa: E402
+from examples.cifar10_images import Preparation, augment  # noqa: E402
 from examples.resnet import ResNet, resnet50  # noqa: E402
-from examples.resnet50_cifar10 import device_of  # noqa: E402
+from examples.resnet50_cifar10 import closing_line, device_of  # noqa: E402
 from examples.stem_kernels import relu_pool, stem_convolution  # noqa: E402
+from tests.gpu.example_runs import RANK_0_DIES, closing, losses  # noqa: E402
 from worker.datasets import CIFAR10_MEAN, CIFAR10_STD  # noqa: E402
+from worker.progress import Throughput  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--tiny", "--image-size=32", "--batch-size=16", "--no-compile", "--print-every=4"]
@@ -97,7 +98,7 @@ def test_crops_are_windows_of_the_padded_image_or_their_mirror_image() -> None:
 
 def test_images_are_normalised_and_resized() -> None:
     pixels = torch.full((2, 3, 32, 32), 51, dtype=torch.uint8)
-    images = prepare(pixels, 64, torch.float32)
+    images = Preparation(pixels.device, 64, torch.float32)(pixels)
     assert images.shape == (2, 3, 64, 64) and images.is_contiguous(memory_format=torch.channels_last)
     for channel, (mean, std) in enumerate(zip(CIFAR10_MEAN, CIFAR10_STD, strict=True)):
         assert float(images[0, channel, 5, 5]) == pytest.approx((0.2 - mean) / std, rel=1e-4)
@@ -113,13 +114,50 @@ def test_each_worker_takes_the_gpu_of_its_place(monkeypatch: pytest.MonkeyPatch)
     assert used == [torch.device("cuda", 2)]
 
 
-def run_example(tmp_path: Path, *arguments: str, data_path: str = "") -> str:
-    launcher = [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--"]
-    job = [sys.executable, "-m", "examples.resnet50_cifar10", *TINY, *arguments]
+def counted(*, steps: int, captured: int, samples: int, microseconds: int) -> Throughput:
+    done = Throughput()
+    done.take([[steps, captured, samples, microseconds]])
+    return done
+
+
+def test_the_closing_line_says_what_was_captured() -> None:
+    done = counted(steps=1951, captured=1948, samples=124_608, microseconds=13_500_000)
+    line = "9,230 images/s on 2 workers, scaling 95.2% of 4850; captured: 1,948 of 1,951 steps"
+    assert closing_line(done, "images", 2, 4850, None) == line
+    assert closing(line) == (9230, 1948, 1951)
+
+
+def test_the_closing_line_says_why_nothing_was_captured() -> None:
+    done = counted(steps=5, captured=0, samples=20, microseconds=8_000_000)
+    line = closing_line(done, "images", 1, 0, "RuntimeError: Cannot copy\nCompile with TORCH_USE_CUDA_DSA")
+    assert line == "2.5 images/s on 1 worker; captured: 0 of 5 steps (RuntimeError: Cannot copy)"
+
+
+def test_a_run_too_short_to_measure_claims_no_speed() -> None:
+    assert closing_line(Throughput(), "images", 2, 0, None) == "there was no step left to train"
+    done = counted(steps=1, captured=0, samples=0, microseconds=0)
+    line = closing_line(done, "images", 2, 0, None)
+    assert line == "too few steps on 2 workers to measure a speed; captured: 0 of 1 steps"
+
+
+def run_example(
+    tmp_path: Path,
+    *arguments: str,
+    data_path: str = "",
+    command: tuple[str, ...] = ("-m", "examples.resnet50_cifar10"),
+    options: tuple[str, ...] = (),
+) -> str:
+    launcher = [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--tail=all", *options, "--"]
+    job = [sys.executable, *command, *TINY, *arguments]
     done = subprocess.run(
         [*launcher, *job, f"--checkpoint-dir={tmp_path / 'checkpoints'}"],
-        cwd=ROOT,
-        env={"DATA_PATH": data_path, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+        cwd=tmp_path,
+        env={
+            "DATA_PATH": data_path,
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": ":".join([str(ROOT), *sys.path]),
+        },
         capture_output=True,
         text=True,
         timeout=100,
@@ -130,12 +168,17 @@ def run_example(tmp_path: Path, *arguments: str, data_path: str = "") -> str:
 
 def test_two_workers_train_checkpoint_and_resume(tmp_path: Path) -> None:
     output = run_example(tmp_path, "--data=synthetic", "--steps=8", "--single=1000")
-    assert re.search(r"epoch: 1 step: 1, loss is \d\.\d{7}", output)
-    assert "synthetic images/s on 2 workers, scaling" in output
+    shown = losses(output)
+    assert list(shown) == [f"epoch: 1 step: {step}" for step in (1, 4, 8)]
+    assert all(len(each) == 2 and len(set(each)) == 1 for each in shown.values()), shown  # the ranks' mean
+    speed, captured, steps = closing(output)
+    assert speed > 0 and (captured, steps) == (0, 8)
+    assert " synthetic images/s on 2 workers, scaling " in output
     resumed = run_example(tmp_path, "--data=synthetic", "--steps=12", "--resume")
     assert "resumed after step 8" in resumed
-    assert "epoch: 1 step: 12, loss is" in resumed
-    assert "step: 4, loss" not in resumed
+    assert list(losses(resumed)) == ["epoch: 1 step: 12"]
+    speed, captured, steps = closing(resumed)
+    assert speed > 0 and (captured, steps) == (0, 4)  # this run's, not those of the run before
 
 
 def test_it_reads_cifar10s_files(tmp_path: Path) -> None:
@@ -145,5 +188,16 @@ def test_it_reads_cifar10s_files(tmp_path: Path) -> None:
         records[:, 0] %= 10
         records.tofile(tmp_path / name)
     output = run_example(tmp_path, "--epochs=2", data_path=str(tmp_path))
-    assert "epoch: 2 step: 3, loss is" in output  # 100 images in batches of 2 x 16
-    assert " images/s on 2 workers" in output and "synthetic" not in output
+    assert "epoch: 2 step: 3" in losses(output)  # 100 images in batches of 2 x 16
+    assert closing(output)[2] == 6 and "synthetic" not in output
+
+
+@pytest.mark.system
+def test_after_a_replaced_rank_0_the_closing_line_counts_all_steps_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(RANK_0_DIES)
+    arguments = ("--data=synthetic", "--steps=16")
+    output = run_example(tmp_path, *arguments, command=("dies.py",), options=("--max-restarts=1",))
+    assert (tmp_path / "rank-0-has-died").exists()
+    speed, captured, steps = closing(output)
+    assert speed > 0 and (captured, steps) == (0, 16), output
+    assert len(losses(output)["epoch: 1 step: 16"]) == 2, output

@@ -13,7 +13,7 @@ from worker.communicators.base import Work  # noqa: E402
 from worker.communicators.tcp_arrays import checked  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 from worker.torch_state import TensorCarrier  # noqa: E402
-from worker.torch_transfer import broadcast_tensors  # noqa: E402
+from worker.torch_transfer import broadcast_tensors, copy_tensors  # noqa: E402
 
 DTYPES = (
     *(torch.bool, torch.int16, torch.complex64, torch.complex128),
@@ -81,3 +81,21 @@ def test_newcomers_get_state_of_every_dtype(dtype: Any) -> None:
         assert arrays["weight"].dtype == dtype
         received = arrays["weight"].to(torch.complex128)
         assert torch.equal(received, numbers(1, dtype, (3, 3)).to(torch.complex128))
+
+
+def test_tensors_of_many_dtypes_are_copied_in_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch launches a kernel for each tensor where a call has several dtypes."""
+    calls: list[set[Any]] = []
+    copy = torch._foreach_copy_
+
+    def watched(targets: list[Any], sources: list[Any]) -> None:
+        calls.append({tensor.dtype for tensor in (*targets, *sources)})
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", watched)
+    sources = [numbers(1, dtype, (3,)) for dtype in DTYPES for _ in range(4)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_tensors(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target.to(torch.complex128), source.to(torch.complex128))
+    assert len(calls) == len(DTYPES) and all(len(dtypes) == 1 for dtypes in calls)

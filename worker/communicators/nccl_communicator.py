@@ -27,6 +27,8 @@ from worker.errors import ArrayError, CollectiveTimeoutError, CommunicatorError
 _SUM = ReduceOp.SUM
 _INT32 = 2
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3
+_LATE = 1 / 32
+"""By what part of the time waited a wait may end too late: a loop waits after each step; the GPU idles."""
 
 
 class NcclCommunicator(NcclLifetime, ArrayReading):
@@ -293,18 +295,17 @@ class NcclCommunicator(NcclLifetime, ArrayReading):
             self._nccl.group_end()
 
     def _await(self, library: CudaLibrary, event: Any, what: str) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        interval = _FIRST_POLL_S
+        begun = time.monotonic()
         while not library.happened(event):
             self.check()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > self.timeout_s:
                 others = [peer for peer in self.membership.peers if peer.rank != self.rank]
                 raise CollectiveTimeoutError(
                     f"{what} was not over within {self.timeout_s:g} s on rank {self.rank}; waited for"
                     f" {', '.join(map(handles.name_of, others))}",
                     remedy="A rank hangs or called other collectives; see the scheduler's status.",
                 )
-            time.sleep(interval)
-            interval = min(interval * 2, _LAST_POLL_S)
+            time.sleep(min(max(waited * _LATE, _FIRST_POLL_S), _LAST_POLL_S))
         if self._error is not None:
             raise self._error.with_traceback(None)
