@@ -14,6 +14,7 @@ from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 from worker.errors import SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
+from worker.torch_passes import RankNumbers, UnfinishedPasses
 from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_tensors, gather_numbers
 from worker.torch_wrapper import ModuleWrapper
 
@@ -105,9 +106,12 @@ class DataParallel(ModuleWrapper):
         self._synchronize = True
         self._scale: Any = None
         self._task = -1
+        self._whole = False
         self._read_aside: list[Any] = []
         self._unused_in_capture: dict[int, frozenset[int]] = {}
         self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
+        self._passes = UnfinishedPasses()
+        self._apart: WorkerError | None = None
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
         if weights is not None:
@@ -118,10 +122,41 @@ class DataParallel(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        self._check_wrapped()
+        if torch.compiler.is_compiling():
+            if self._masters is not None:
+                self._masters.refresh()
+            return self.module(*args, **kwargs)
+        self.check_step()
         if self._masters is not None:
             self._masters.refresh()
-        return self.module(*args, **kwargs)
+        if not (self._synchronize and self._joined and self.module.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._passes.broke_off()
+            raise
+        self._passes.follow(output)
+        return output
+
+    def check_step(self, *, begins: bool = False) -> None:
+        """Makes sure that the module is what was wrapped, and that all ranks are in the same step.
+
+        Args:
+            begins: a step begins that may be a captured one: no forward pass waits for its backward pass.
+
+        Raises:
+            WorkerError: parameters have been added or exchanged, or a later wrapper has some of them.
+            CollectiveMismatchError: a rank went on after a training pass that it did not finish.
+        """
+        if self._apart is not None:
+            raise self._apart
+        self._check_wrapped()
+        self._whole = True
+        if begins:
+            self._numbers.set(self._passes.settle())
+        if self._read_later:
+            self._compare_numbers()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -186,6 +221,7 @@ class DataParallel(ModuleWrapper):
         self.communicator = communicator
         self._lane = Lane(communicator, self.device)
         self._joined = True
+        self._follow_world()
         self.forget_backward()
         if self._order is not None:
             self._order = []
@@ -203,6 +239,8 @@ class DataParallel(ModuleWrapper):
         self._in_backward = False
         self._seen.clear()
         self._read_aside.clear()
+        self._passes.forget()
+        self._apart = None
         self.zero_grad()
 
     def join(self, communicator: Communicator, source: int) -> None:
@@ -229,13 +267,24 @@ class DataParallel(ModuleWrapper):
 
     def _build(self, order: list[int]) -> None:
         named = [self._named[index] for index in order]
-        self._buckets: list[GradientBucket] = make_buckets(named, wire_dtype=self._wire_dtype, **self._caps)
+        self._buckets: list[GradientBucket] = make_buckets(
+            named, wire_dtype=self._wire_dtype, ranks=self.communicator.world_size, **self._caps
+        )
         self._bucket_of = {
             id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters
         }
         self._launched = 0
         self._in_backward = False
         self._seen: set[int] = set()
+        self._follow_world()
+
+    def _follow_world(self) -> None:
+        """Makes room for a number of each rank in the last bucket."""
+        last = self._buckets[-1]
+        if len(last.numbers) != self.communicator.world_size:
+            last.allocate(self.communicator.world_size)
+        self._numbers = RankNumbers(self.communicator, last.numbers)
+        self._read_later = False
 
     def _ready(self, parameter: Any) -> None:
         """Runs when a parameter's gradient is complete, within the backward pass."""
@@ -255,6 +304,8 @@ class DataParallel(ModuleWrapper):
             self._order.append(self._indices[id(parameter)])
         self._bucket_of[id(parameter)].waiting -= 1
         while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
+            if self._launched == len(self._buckets) - 1 and self._passes.waiting:
+                break  # whether this backward pass goes through it too is known only at the end
             self._launch(self._buckets[self._launched])
 
     def _begin(self) -> None:
@@ -265,6 +316,8 @@ class DataParallel(ModuleWrapper):
                 remedy="Train in an ElasticLoop with a TorchTrainingState, or leave elastic out.",
             )
         self._check_unchanged()
+        if not self._whole:  # compiled, or called past this wrapper
+            self.check_step()
         # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
         # was reduced too early. A mean bears to be taken twice.
         before, self._task = self._task, torch._C._current_graph_task_id()
@@ -283,6 +336,10 @@ class DataParallel(ModuleWrapper):
         buffers = self._flat_buffers if last and self.module.training else []
         with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
+            if last:
+                if not self._lane.capturing():
+                    self._numbers.set(self._passes.settle())
+                self._numbers.put(bucket.numbers)
             for flat in buffers:
                 self._keep(flat.gather())
             self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
@@ -306,12 +363,24 @@ class DataParallel(ModuleWrapper):
         self._launched = 0
         self._seen.clear()
         self._read_aside.clear()
+        self._whole = False
+        self._numbers.take(self._buckets[-1].numbers)
+        self._read_later = self._read_later or self.device.type != "cpu" or self._lane.capturing()
+        if not self._read_later:
+            self._compare_numbers()
         for number, bucket in enumerate(self._buckets):
             if not self._lane.in_order:
                 bucket.unpack()
             bucket.finish(unused=self._unused(number, bucket))
         if self._order is not None and not self._lane.capturing():
             self._reorder(self._order)
+
+    def _compare_numbers(self) -> None:
+        try:
+            self._numbers.check()
+        except WorkerError as error:
+            self._apart = error  # a script that catches this too must not go on
+            raise
 
     def _unused(self, number: int, bucket: GradientBucket) -> frozenset[int]:
         """Which of the bucket's parameters no rank had a gradient for; reads the device only if one lacks."""
