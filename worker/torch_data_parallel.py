@@ -15,7 +15,14 @@ from worker.errors import SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
 from worker.torch_passes import RankNumbers, UnfinishedPasses
-from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_tensors, gather_numbers
+from worker.torch_transfer import (
+    FROZEN,
+    Lane,
+    array_of,
+    broadcast_tensors,
+    check_same_tensors,
+    gather_numbers,
+)
 from worker.torch_wrapper import ModuleWrapper
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -59,7 +66,8 @@ class DataParallel(ModuleWrapper):
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
             from another rank's; in the backward pass: a sparse gradient, or a parameter or buffer that was
             converted since.
-        SettingsError: no such compression, or these parameters cannot have masters; in the backward pass:
+        SettingsError: no such compression, these parameters cannot have masters, or FSDP or tensor
+            parallelism divides them among ranks; in the backward pass:
             the module was moved since, away from its masters.
         WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
             requires a gradient that did not when it was wrapped; in the forward pass: a later wrapper has
@@ -96,7 +104,7 @@ class DataParallel(ModuleWrapper):
         self._joined = not elastic
         if not elastic:
             # Only here what is frozen counts: members that join later may have frozen something meanwhile.
-            frozen = [(f"{name} (frozen)", parameter) for name, parameter in self._frozen]
+            frozen = [(name + FROZEN, parameter) for name, parameter in self._frozen]
             follow = parameter_broadcast or broadcast_buffers
             sent = [*self._named, *frozen, *(module.named_buffers() if follow else ())]
             check_same_tensors(self.communicator, self.device, sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_
@@ -18,6 +19,16 @@ _WRAPPERS: Any = WeakIdKeyDictionary()
 """Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""
 
 
+SHARDED: Any = WeakIdKeyDictionary()
+"""Weakly, the ShardedOptimizer of each parameter that has one: it averages the gradient by itself."""
+
+
+def is_wrapped(parameter: Any) -> bool:
+    """Whether a DataParallel that is in use averages this parameter's gradient."""
+    reference = _WRAPPERS.get(parameter)
+    return reference is not None and reference() is not None
+
+
 class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
     """A module within another one that sees its gradients.
 
@@ -28,11 +39,19 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
 
     Raises:
         ArrayError: it is on several devices, or parts of it have no shape or values yet.
+        SettingsError: a parameter is divided among ranks, by FSDP say.
         WorkerError: nothing to train.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
+        check_whole(module, "DataParallel")
+        for name, parameter in module.named_parameters():
+            if SHARDED.get(parameter, _nothing)() is not None:
+                raise SettingsError(
+                    f"a ShardedOptimizer averages the gradient of {name}: use the bare module with it,"
+                    " or a DataParallel with another optimizer."
+                )
         self.module = module
         self.device = _one_device(module)
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -190,11 +209,32 @@ class Structure:
         return chain.from_iterable(map(dict.values, self._tables))
 
 
+def _nothing() -> None:
+    return None
+
+
 def _cannot_assign() -> SettingsError:
     return SettingsError(
         "assign=True would exchange the parameters for others, whose gradients nobody averages."
         " Leave it out, or load before you wrap the module."
     )
+
+
+def check_whole(module: torch.nn.Module, what: str) -> None:
+    """Makes sure that each rank holds all of the parameters, which ``what`` asks for.
+
+    Raises:
+        SettingsError: a parameter is divided among ranks.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: no parameter is made by it
+    kinds = tuple(filter(None, [getattr(tensors, "DTensor", None)]))
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, kinds) or type(parameter).__name__ == "FlatParameter":
+            raise SettingsError(
+                f"{name} is divided among ranks (by FSDP or tensor parallelism), which average its gradient"
+                f" themselves: {what} takes modules of which each rank holds the whole. Wrap the module with"
+                " one or the other."
+            )
 
 
 def _one_device(module: torch.nn.Module) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function, small_net  # noqa: E402
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
 from worker.errors import ArrayError, CollectiveMismatchError, SettingsError, WorkerError  # noqa: E402
+from worker.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 from worker.torch_state import TorchTrainingState  # noqa: E402
 
@@ -388,6 +390,41 @@ def test_a_pass_within_a_pass_is_right_or_refused(options: dict[str, Any], reent
         expected = run_ranks(2, lambda communicator: one(communicator, linear_net()))
         for ours, theirs in zip(found[0], expected[0], strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process alone; what torch divides needs one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_module_that_fsdp_has_divided_is_refused_by_the_parameters_name(process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def one(communicator: ThreadCommunicator) -> None:
+        module = linear_net()
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        fully_shard(module[3], mesh=mesh)
+        with pytest.raises(SettingsError, match=r"3\.weight is divided among ranks \(by FSDP or tensor"):
+            DataParallel(module, communicator=communicator)
+        with pytest.raises(SettingsError, match=r"ShardedOptimizer takes modules of which each rank holds"):
+            ShardedOptimizer(module, communicator, lambda part: torch.optim.SGD(part, lr=0.1))
+
+    run_ranks(1, one)
+
+
+def test_a_module_that_fsdp_divides_after_it_was_wrapped_is_refused(process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def one(communicator: ThreadCommunicator) -> None:
+        model = DataParallel(linear_net(), communicator=communicator)
+        fully_shard(model.module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(WorkerError, match=r"1\.weight \(and 3 more\) is another parameter"):
+            loss_of(model, 0)
+
+    run_ranks(1, one)
 
 
 def test_a_sparse_gradient_is_refused() -> None:

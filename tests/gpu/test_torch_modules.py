@@ -83,8 +83,14 @@ def test_a_buffer_that_requires_a_gradient_gets_one() -> None:
     assert all(run_ranks(2, one))
 
 
-@pytest.mark.parametrize("differs", ["buffer", "frozen"])
-def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str) -> None:
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ("buffer", r"count is float32\[4\] on rank 1 and float32\[3\]"),
+        ("frozen", "layer.bias is frozen on rank 1"),
+    ],
+)
+def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str, words: str) -> None:
     """NCCL would hang, or write beyond the end."""
 
     def one(communicator: ThreadCommunicator) -> None:
@@ -93,7 +99,7 @@ def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str) -> N
             module.register_buffer("count", torch.zeros(4))
         if communicator.rank and differs == "frozen":
             module.layer.bias.requires_grad_(False)
-        with pytest.raises(ArrayError, match=r"ranks \[1\] differ from rank 0's .* or in being frozen"):
+        with pytest.raises(ArrayError, match=f"the module on rank 1 differs from rank 0's: .*{words}"):
             DataParallel(module, communicator=communicator)
         if differs == "frozen":
             joins = DataParallel(Counting(), communicator=communicator, elastic=True)
