@@ -15,6 +15,7 @@ from worker.errors import SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
 from worker.torch_passes import RankNumbers, UnfinishedPasses
+from worker.torch_sync_batch_norm import adopt
 from worker.torch_transfer import (
     FROZEN,
     Lane,
@@ -44,6 +45,14 @@ class DataParallel(ModuleWrapper):
     ``state_dict`` is the bare module's. A parameter has one wrapper: a later one takes the earlier one's
     place. A hook of yours on a parameter sees this rank's own gradient.
 
+    ``torch.nn.SyncBatchNorm`` layers normalise with the statistics of all ranks' samples, also where ranks
+    have different numbers, and in captured steps. All ranks must use the same ones in the same order.
+
+    A rank that leaves a training pass unfinished (an error that the script catches, a batch that it skips)
+    and goes on with the next would be a step apart. The ranks compare that with their gradients: on a CPU in
+    that very backward pass; on a GPU without a wait, at the beginning of the next step that finds the result.
+    So a forward pass in training mode without a backward pass belongs under ``torch.no_grad()``.
+
     Args:
         module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
         session: whose communicator to use; None: that of ``worker.init()``.
@@ -69,9 +78,10 @@ class DataParallel(ModuleWrapper):
         SettingsError: no such compression, these parameters cannot have masters, or FSDP or tensor
             parallelism divides them among ranks; in the backward pass:
             the module was moved since, away from its masters.
+        CollectiveMismatchError: in the forward or backward pass, on all ranks: one of them is a step apart.
         WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
             requires a gradient that did not when it was wrapped; in the forward pass: a later wrapper has
-            some of the parameters, or the module has others by now.
+            some of the parameters, or the module has got others since.
     """
 
     def __init__(
@@ -110,6 +120,7 @@ class DataParallel(ModuleWrapper):
             check_same_tensors(self.communicator, self.device, sent)
             if parameter_broadcast:
                 self.broadcast_parameters()
+        self._follow_structure()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
         self._synchronize = True
         self._scale: Any = None
@@ -189,9 +200,15 @@ class DataParallel(ModuleWrapper):
         if samples < 0:
             raise SettingsError(f"a batch has at least 0 samples, not {samples}")
         counts = gather_numbers(self.communicator, self.device, samples)
+        if 0 in counts and self._shares_statistics and self.module.training:
+            empty = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
+            raise SettingsError(
+                f"no samples on rank {empty}, and a SyncBatchNorm layer needs all ranks: drop the samples"
+                " that are left over, or divide them so that each rank has one at least."
+            )
         total = max(1, sum(counts))
         share = samples * len(counts) / total if self._op is ReduceOp.MEAN else samples / total
-        self._scale = torch.tensor(share, device=self.device)
+        self._scale = torch.tensor(share, dtype=torch.float64, device=self.device)
         self._ran = False
         try:
             yield
@@ -199,6 +216,16 @@ class DataParallel(ModuleWrapper):
                 self._finish()
         finally:
             self._scale = None
+
+    @property
+    def lane(self) -> Lane | None:
+        """Where layers that compute with all ranks reach them; None: nobody else is there, or not yet."""
+        return self._lane if self._joined and self.communicator.world_size > 1 else None
+
+    @property
+    def share(self) -> Any | None:
+        """A 0-dim tensor by which this rank's gradients are multiplied, in :meth:`uneven_batch`; or None."""
+        return self._scale
 
     @property
     def uneven(self) -> bool:
@@ -272,6 +299,9 @@ class DataParallel(ModuleWrapper):
         self._order = None if theirs_settled else []
 
     # ------------------------------------------------------------ the backward pass
+
+    def _follow_structure(self) -> None:
+        self._shares_statistics = adopt(self.module, self)
 
     def _build(self, order: list[int]) -> None:
         named = [self._named[index] for index in order]

@@ -194,6 +194,29 @@ class Lane:
             for each in arrays:
                 communicator.broadcast(each, 0)
 
+    def all_gather(self, mine: Any) -> Any:
+        """Every rank's ``mine``, flat, as rows by rank; what follows on the current stream sees them."""
+        communicator = self._communicator
+        rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
+        with self._amid():
+            communicator.all_gather(array_of(communicator, mine), array_of(communicator, rows.view(-1)))
+        return rows
+
+    def all_reduce(self, mine: Any, op: ReduceOp) -> Any:
+        """``mine`` of all ranks, combined in place; what follows on the current stream sees it."""
+        array = array_of(self._communicator, mine)
+        with self._amid():
+            self._communicator.all_reduce(array, array, op)
+        return mine
+
+    @contextlib.contextmanager
+    def _amid(self) -> Iterator[None]:
+        """Like :meth:`aside`, so that all collectives stand in one row, but the current stream waits."""
+        with self.aside():
+            yield
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def join(self) -> None:
         """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""
         if self._stream is not None:

@@ -156,6 +156,10 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         if self._structure.changed():
             self._refuse_others()
             self._structure = Structure(self.module)
+            self._follow_structure()
+
+    def _follow_structure(self) -> None:
+        """Called when layers were exchanged."""
 
     def _refuse_others(self) -> None:
         """Refuses parameters that nobody has wrapped."""

@@ -66,6 +66,13 @@ class GraphCommunicator(ThreadCommunicator):
             _here.graph.calls.append(lambda: again(source, target, op))
         return again(source, target, op)
 
+    def all_gather(self, send: Any, recv: Any, *, async_op: bool = False) -> Any:
+        source, target = (each.numpy() if isinstance(each, torch.Tensor) else each for each in (send, recv))
+        again = super().all_gather
+        if getattr(_here, "graph", None) is not None:
+            _here.graph.calls.append(lambda: again(source, target))
+        return again(source, target)
+
     def before_end(self, release: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 

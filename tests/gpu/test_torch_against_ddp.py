@@ -845,3 +845,69 @@ def test_a_case_trains_as_with_distributed_data_parallel(pool: tuple[Agents, Pat
     agents, store = pool
     for rank, found in enumerate(agents.run("tcp-plain", RANKS, differences, name, str(store))):
         assert not found, f"rank {rank}: {len(found)} differ, first {found[:3]}"
+
+
+# ---------------------------------------------------------------- what DistributedDataParallel does not do
+
+
+def synchronised_and_whole(place: Place) -> float:
+    """Runs on each rank: how far SyncBatchNorm in uneven batches is from one process on the whole batch."""
+    from worker.torch_data_parallel import DataParallel
+
+    def made(kind: Any) -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), kind(8), nn.Tanh(), nn.Linear(8, 8), kind(8), nn.Linear(8, 2))
+
+    model = DataParallel(made(nn.SyncBatchNorm).double(), communicator=place.comm, bucket_bytes=64)
+    alone = made(nn.BatchNorm1d).double()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, alone)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        batch = torch.randn(7, 6, generator=generator, dtype=torch.float64) + 10
+        mine = batch[:5] if place.comm.rank == 0 else batch[5:]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with model.uneven_batch(len(mine)):
+            model(mine).square().mean().backward()
+        alone(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = zip(model.state_dict().values(), alone.state_dict().values(), strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("backend", ["tcp-plain", "gloo"])
+def test_sync_batch_norm_is_that_of_the_whole_batch(pool: tuple[Agents, Path], backend: str) -> None:
+    assert max(pool[0].run(backend, RANKS, synchronised_and_whole)) < 1e-12
+
+
+def goes_on_after_an_error(place: Place) -> str:
+    """Runs on each rank: rank 1 catches an error of a backward pass and takes the next batch."""
+    from worker.errors import WorkerError
+    from worker.torch_data_parallel import DataParallel
+
+    model = DataParallel(net(), communicator=place.comm)
+    for step in range(4):
+        model.zero_grad()
+        output = model(torch.ones(2, 6))
+        if step == 2 and place.comm.rank == 1:
+            output.register_hook(lambda gradient: gradient.nothing_like_it)
+            with pytest.raises(AttributeError):
+                output.sum().backward()
+            output = model(torch.ones(2, 6))
+        try:
+            output.sum().backward()
+        except WorkerError as error:
+            return f"{step} {type(error).__name__}: {error.message}"
+    return "nobody has noticed"
+
+
+@pytest.mark.parametrize("backend", ["tcp-plain", "gloo"])
+def test_a_rank_that_goes_on_after_an_error_is_found_in_that_step(
+    pool: tuple[Agents, Path], backend: str
+) -> None:
+    words = (
+        "2 CollectiveMismatchError: ranks average gradients of different steps: rank 1 (node-1 on localhost)"
+        " left a training pass unfinished and went on with the next"
+    )
+    assert pool[0].run(backend, RANKS, goes_on_after_an_error) == [words] * RANKS
