@@ -174,7 +174,7 @@ class DataParallel(ModuleWrapper):
         self._whole = True
         if begins:
             self._numbers.set(self._passes.settle())
-        if self._read_later:
+        if self._read_later and not self._lane.capturing():
             self._compare_numbers()
 
     @contextlib.contextmanager

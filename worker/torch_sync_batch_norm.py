@@ -71,7 +71,7 @@ class SharedBatchNorm(torch.nn.SyncBatchNorm):  # type: ignore[misc]
 
 
 # What torch.compiler.disable sets; calling that would load all of torch's compiler.
-SharedBatchNorm.forward._torchdynamo_disable = True
+SharedBatchNorm.forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _nobody() -> None:
@@ -133,7 +133,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         return output, mean, variance, count
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable  # type: ignore[misc, untyped-decorator, unused-ignore]
     def backward(context: Any, gradient: Any, *others: Any) -> Any:
         input, weight, mean, variance, count = context.saved_tensors
         factors = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)

@@ -44,7 +44,7 @@ class Side:
         if self.ours:
             from worker.torch_data_parallel import DataParallel
 
-            caps = {"bucket_bytes": 256, "first_bytes": 64, "last_bytes": 64} if small else {}
+            caps: dict[str, Any] = {"bucket_bytes": 256, "first_bytes": 64, "last_bytes": 64} if small else {}
             return DataParallel(module, communicator=self._communicator, **caps)
         cap = {"bucket_cap_mb": 1e-4} if small else {}
         return nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused, **cap)
@@ -150,7 +150,7 @@ def images() -> Any:
 # ---------------------------------------------------------------- modules
 
 
-class Tied(nn.Module):  # type: ignore[misc,name-defined]
+class Tied(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
@@ -161,7 +161,7 @@ class Tied(nn.Module):  # type: ignore[misc,name-defined]
         return self.head(self.embedding(x))
 
 
-class SharedLayer(nn.Module):  # type: ignore[misc,name-defined]
+class SharedLayer(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
@@ -171,7 +171,7 @@ class SharedLayer(nn.Module):  # type: ignore[misc,name-defined]
         return self.again(torch.tanh(self.layer(x)))
 
 
-class Parameters(nn.Module):  # type: ignore[misc,name-defined]
+class Parameters(nn.Module):  # type: ignore[misc]
     """Parameters of many shapes, held in many ways; one has no elements, one is not contiguous."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Parameters(nn.Module):  # type: ignore[misc,name-defined]
         return hidden * self.named["a"] + self.named["b"].sum()
 
 
-class Complex(nn.Module):  # type: ignore[misc,name-defined]
+class Complex(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.wave = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
@@ -198,7 +198,7 @@ class Complex(nn.Module):  # type: ignore[misc,name-defined]
         return (x.to(torch.complex64) @ self.wave) * self.real
 
 
-class Branches(nn.Module):  # type: ignore[misc,name-defined]
+class Branches(nn.Module):  # type: ignore[misc]
     """Which layers are used is the caller's choice; one never is."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Branches(nn.Module):  # type: ignore[misc,name-defined]
         return (self.left if way == "left" else self.right)(self.first(x))
 
 
-class Buffers(nn.Module):  # type: ignore[misc,name-defined]
+class Buffers(nn.Module):  # type: ignore[misc]
     """Buffers of its own, changed in place and replaced."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Buffers(nn.Module):  # type: ignore[misc,name-defined]
         return self.layer(x)
 
 
-class Attention(nn.Module):  # type: ignore[misc,name-defined]
+class Attention(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -246,7 +246,7 @@ class Doubled(torch.autograd.Function):  # type: ignore[misc,name-defined]
         return gradient * 2
 
 
-class OwnFunction(nn.Module):  # type: ignore[misc,name-defined]
+class OwnFunction(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 4)
@@ -255,7 +255,7 @@ class OwnFunction(nn.Module):  # type: ignore[misc,name-defined]
         return Doubled.apply(self.layer(x))
 
 
-class Outputs(nn.Module):  # type: ignore[misc,name-defined]
+class Outputs(nn.Module):  # type: ignore[misc]
     """Returns a structure, takes keywords and what is no tensor."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class Outputs(nn.Module):  # type: ignore[misc,name-defined]
         return {"a": self.a(x) * scale, "rest": (self.b(x), None), "none": None}
 
 
-class Checkpointed(nn.Module):  # type: ignore[misc,name-defined]
+class Checkpointed(nn.Module):  # type: ignore[misc]
     def __init__(self, reentrant: bool, sequential: bool = False) -> None:
         super().__init__()
         self.net, self.reentrant, self.sequential = net(), reentrant, sequential
@@ -368,7 +368,7 @@ LAYERS: dict[str, Callable[[Side], Any]] = {
 }
 
 
-class ToFloat(nn.Module):  # type: ignore[misc,name-defined]
+class ToFloat(nn.Module):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return x.float()
 

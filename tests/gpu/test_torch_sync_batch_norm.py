@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,7 +134,7 @@ def test_autocast_and_bf16_weights_compute_statistics_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         alone(batch)
     for weights in (None, "bf16"):
-        for mean, dtype in run_ranks(2, lambda communicator, weights=weights: one(communicator, weights)):
+        for mean, dtype in run_ranks(2, partial(one, weights=weights)):
             torch.testing.assert_close(mean, alone[1].running_mean, rtol=1e-2, atol=1e-2)
             assert dtype == torch.float32
 
@@ -235,7 +236,7 @@ def test_a_copy_of_the_module_is_what_torch_made(copies: Any) -> None:
 
 
 def test_a_layer_of_a_class_of_its_own_is_refused() -> None:
-    class Own(nn.SyncBatchNorm):  # type: ignore[misc,name-defined]
+    class Own(nn.SyncBatchNorm):  # type: ignore[misc]
         pass
 
     def one(communicator: ThreadCommunicator) -> None:
@@ -262,6 +263,6 @@ def test_captured_steps_give_what_eager_ones_give(monkeypatch: pytest.MonkeyPatc
         assert step.captured is capture
         return [value.clone() for value in model.state_dict().values()]
 
-    captured, eager = (ranks(2, lambda c, how=how: one(c, how)) for how in (True, False))
+    captured, eager = (ranks(2, partial(one, capture=how)) for how in (True, False))
     for found, expected in zip(captured, eager, strict=True):
         assert_alike(found, expected)
