@@ -99,6 +99,9 @@ class TrainingStep:
                 remedy="Let the loss function bind what is no part of the batch.",
             )
         self._follow_communicator()
+        check = getattr(self._model, "check_step", None)
+        if check is not None:
+            check(begins=True)
         if self.reason is None and self._settings.changed():
             self._drop()
             self._decline(self._settings.obstacle())

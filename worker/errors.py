@@ -110,6 +110,14 @@ class PeerLostError(CommunicatorError):
         self.rank = rank
 
 
+class PeerFinishedError(CommunicatorError):
+    """A rank has finished while this one still needs it: it had fewer batches; ``rank`` is its rank."""
+
+    def __init__(self, message: str, *, rank: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.rank = rank
+
+
 class CommunicatorAbortedError(CommunicatorError):
     """The communicator was aborted or closed while, or before, it was used."""
 

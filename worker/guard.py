@@ -20,6 +20,7 @@ from worker.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorError,
+    PeerFinishedError,
     PeerLostError,
 )
 
@@ -131,7 +132,7 @@ class GuardedCommunicator(Communicator):
 
     def explained(self, error: CommunicatorError) -> Exception:
         """What a failure means: the error itself, or the change of members that caused it."""
-        if isinstance(error, ArrayError | CollectiveMismatchError):
+        if isinstance(error, ArrayError | CollectiveMismatchError | PeerFinishedError):
             return error
         if not isinstance(error, PeerLostError | CommunicatorAbortedError | CollectiveTimeoutError):
             return self._verdict(-1, error)

@@ -280,7 +280,8 @@ class Session(SessionFacts):
 
     def _depart(self, finished: bool, reason: str) -> None:
         if finished:
-            self._leave_generation()
+            self._groups.leave()
+            self._client.communicators.end(_finish)
         self._client.leave(finished=finished, reason=reason)
         self._client.close()
         if not finished:
@@ -310,6 +311,11 @@ def _jitter() -> float:
 
 def _abandon(communicator: Communicator) -> None:
     communicator.abort(NotInitializedError("The session was released."))
+    _close(communicator)
+
+
+def _finish(communicator: Communicator) -> None:
+    communicator.finished = True
     _close(communicator)
 
 

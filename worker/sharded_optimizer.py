@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -16,6 +17,31 @@ from worker.errors import ArrayError, SettingsError
 from worker.torch_buckets import ALIGNMENT, views_of
 from worker.torch_optimizer_state import is_number, number_of
 from worker.torch_transfer import array_of, broadcast_tensors, check_same_tensors
+from worker.torch_wrapper import SHARDED, ModuleWrapper, check_whole, is_wrapped
+
+_NORMS = "scales its updates by norms of whole parameters"
+_MATRICES = "treats parameters as matrices"
+_NOT_ELEMENTWISE = {
+    "LBFGS": "searches along a line through all parameters",
+    "Adafactor": _NORMS,
+    "Lamb": _NORMS,
+    "LAMB": _NORMS,
+    "FusedLAMB": _NORMS,
+    "Lars": _NORMS,
+    "LARS": _NORMS,
+    "NovoGrad": _NORMS,
+    "Adam_mini": _NORMS,
+    "CAME": _NORMS,
+    "Prodigy": _NORMS,
+    "DAdaptAdam": _NORMS,
+    "DAdaptSGD": _NORMS,
+    "Muon": _MATRICES,
+    "SOAP": _MATRICES,
+    "Shampoo": _MATRICES,
+    "DistributedShampoo": _MATRICES,
+    "GaLoreAdamW": _MATRICES,
+}
+"""Optimizers whose update of an element depends on others, by the name of their class or of a base of it."""
 
 
 class ShardedOptimizer:
@@ -52,7 +78,8 @@ class ShardedOptimizer:
 
     Raises:
         ArrayError: parameters of several dtypes or devices, or different from another rank's.
-        SettingsError: nothing to train, or ``make`` does not use what it gets.
+        SettingsError: nothing to train; a DataParallel around the module, or within it; ``make`` does not use
+            what it gets, or its optimizer is known not to treat each element by itself (LBFGS, Adafactor).
     """
 
     def __init__(
@@ -66,6 +93,8 @@ class ShardedOptimizer:
         named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         _check(self._parameters)
+        check_whole(module, "ShardedOptimizer")
+        _check_unwrapped(module)
         check_same_tensors(communicator, self._parameters[0].device, named)
         self._communicator = communicator
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
@@ -90,6 +119,8 @@ class ShardedOptimizer:
         self._part.grad = torch.zeros_like(self._part)
         self.inner = make([self._part])
         _check_trains_only(self.inner, self._part)
+        for parameter in self._parameters:
+            SHARDED[parameter] = ref(self)
         self.zero_grad()
 
     def step(self) -> None:
@@ -258,10 +289,32 @@ def _difference(shapes: Any, own: list[list[int]]) -> str:
 
 def _check_trains_only(inner: Any, part: Any) -> None:
     trained = [id(parameter) for group in inner.param_groups for parameter in group["params"]]
+    kinds = {kind.__name__ for kind in type(inner).__mro__}
+    reason = next((why for name, why in _NOT_ELEMENTWISE.items() if name in kinds), None)
+    if reason is not None:
+        raise SettingsError(
+            f"{type(inner).__name__} {reason}, and cannot be divided among ranks, each of which sees a part"
+            " of the parameters: take an optimizer that treats each element by itself (SGD, Adam, AdamW),"
+            f" or train with worker.DataParallel and {type(inner).__name__}."
+        )
     if trained != [id(part)]:
         raise SettingsError(
             "the inner optimizer must train what it is given, and that alone:"
             " lambda part: torch.optim.AdamW(part, lr=1e-3), not of module.parameters()"
+        )
+
+
+def _check_unwrapped(module: Any) -> None:
+    inside = [
+        name or "the module" for name, each in module.named_modules() if isinstance(each, ModuleWrapper)
+    ]
+    if inside or any(is_wrapped(parameter) for parameter in module.parameters()):
+        where = (
+            f"{inside[0]} is a DataParallel" if inside else "a DataParallel holds some of these parameters"
+        )
+        raise SettingsError(
+            f"{where}, and would average gradients that a ShardedOptimizer averages itself: give it the bare"
+            " module, which nothing has wrapped."
         )
 
 

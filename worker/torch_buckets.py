@@ -2,7 +2,8 @@
 
 A bucket's flat tensor holds its parameters' gradients one after the other and, behind them, one flag per
 parameter: 1 where this rank has a gradient. The flags are reduced with the gradients, so that a parameter
-that no rank used can be told from one that only this rank did not use, at no extra collective.
+that no rank used can be told from one that only this rank did not use, at no extra collective. The last
+bucket also has one number per rank, in which each rank says how many training passes it has not finished.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ class GradientBucket:
     Args:
         parameters: the parameters, in the bucket's order.
         wire_dtype: dtype in which gradients travel, but for complex ones; None: their own.
+        ranks: how many numbers travel behind the flags, one per rank.
     """
 
-    def __init__(self, parameters: Sequence[Any], *, wire_dtype: Any | None) -> None:
+    def __init__(self, parameters: Sequence[Any], *, wire_dtype: Any | None, ranks: int = 0) -> None:
         self.parameters = list(parameters)
         self.size = sum(_padded(parameter.numel()) for parameter in self.parameters)
-        first = self.parameters[0]
-        total = self.size + len(self.parameters)
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        compressed = wire_dtype not in (None, first.dtype) and not first.is_complex()
-        self.wire = torch.zeros_like(self.flat, dtype=wire_dtype) if compressed else self.flat
-        self.views = views_of(self.flat, self.parameters)
-        self.wire_views = views_of(self.wire, self.parameters) if compressed else self.views
-        self.flags = self.wire[self.size :]
+        self._wire_dtype = wire_dtype
+        self.allocate(ranks)
         self.waiting = len(self.parameters)
         self.missing: list[int] = []
         self.master: Any = None
+
+    def allocate(self, ranks: int) -> None:
+        """Makes the flat tensors, with a number for each of so many ranks; gradients become others."""
+        first, count = self.parameters[0], len(self.parameters)
+        self.flat = torch.zeros(self.size + count + ranks, dtype=first.dtype, device=first.device)
+        compressed = self._wire_dtype not in (None, first.dtype) and not first.is_complex()
+        self.wire = torch.zeros_like(self.flat, dtype=self._wire_dtype) if compressed else self.flat
+        self.views = views_of(self.flat, self.parameters)
+        self.wire_views = views_of(self.wire, self.parameters) if compressed else self.views
+        self.flags, self.numbers = self.wire[self.size :].split([count, ranks])
 
     def fill(self, scale: Any | None) -> list[Any]:
         """Packs the gradients there are, and zeros for the others, on the current stream.
@@ -144,11 +150,12 @@ def make_buckets(
     first_bytes: int,
     last_bytes: int,
     wire_dtype: Any | None,
+    ranks: int,
 ) -> list[GradientBucket]:
     """Packs parameters, given in the order in which their gradients become ready, into buckets.
 
     The last ``last_bytes`` of them form buckets of their own: nothing is left to hide their reduction behind,
-    so there should be little of it.
+    so there should be little of it. The last bucket has a number for each of ``ranks``.
     """
     by_name = dict(named)
     specs = [ParameterSpec(name, p.numel(), f"{p.dtype} {p.device}", p.element_size()) for name, p in named]
@@ -161,7 +168,11 @@ def make_buckets(
         *plan_buckets(specs[cut:], bucket_bytes=bucket_bytes, first_bytes=bucket_bytes),
     ]
     return [
-        GradientBucket([by_name[slot.name] for slot in bucket.slots], wire_dtype=wire_dtype)
+        GradientBucket(
+            [by_name[slot.name] for slot in bucket.slots],
+            wire_dtype=wire_dtype,
+            ranks=ranks if bucket is plan[-1] else 0,
+        )
         for bucket in plan
     ]
 

@@ -14,7 +14,16 @@ from worker.core.bucket_plan import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 from worker.errors import SettingsError, WorkerError
 from worker.torch_buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from worker.torch_masters import MasterWeights
-from worker.torch_transfer import Lane, array_of, broadcast_tensors, check_same_tensors, gather_numbers
+from worker.torch_passes import RankNumbers, UnfinishedPasses
+from worker.torch_sync_batch_norm import adopt
+from worker.torch_transfer import (
+    FROZEN,
+    Lane,
+    array_of,
+    broadcast_tensors,
+    check_same_tensors,
+    gather_numbers,
+)
 from worker.torch_wrapper import ModuleWrapper
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -35,6 +44,14 @@ class DataParallel(ModuleWrapper):
     one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after every training step.
     ``state_dict`` is the bare module's. A parameter has one wrapper: a later one takes the earlier one's
     place. A hook of yours on a parameter sees this rank's own gradient.
+
+    ``torch.nn.SyncBatchNorm`` layers normalise with the statistics of all ranks' samples, also where ranks
+    have different numbers, and in captured steps. All ranks must use the same ones in the same order.
+
+    A rank that leaves a training pass unfinished (an error that the script catches, a batch that it skips)
+    and goes on with the next would be a step apart. The ranks compare that with their gradients: on a CPU in
+    that very backward pass; on a GPU without a wait, at the beginning of the next step that finds the result.
+    So a forward pass in training mode without a backward pass belongs under ``torch.no_grad()``.
 
     Args:
         module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
@@ -58,11 +75,13 @@ class DataParallel(ModuleWrapper):
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
             from another rank's; in the backward pass: a sparse gradient, or a parameter or buffer that was
             converted since.
-        SettingsError: no such compression, or these parameters cannot have masters; in the backward pass:
+        SettingsError: no such compression, these parameters cannot have masters, or FSDP or tensor
+            parallelism divides them among ranks; in the backward pass:
             the module was moved since, away from its masters.
+        CollectiveMismatchError: in the forward or backward pass, on all ranks: one of them is a step apart.
         WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
             requires a gradient that did not when it was wrapped; in the forward pass: a later wrapper has
-            some of the parameters, or the module has others by now.
+            some of the parameters, or the module has got others since.
     """
 
     def __init__(
@@ -95,19 +114,23 @@ class DataParallel(ModuleWrapper):
         self._joined = not elastic
         if not elastic:
             # Only here what is frozen counts: members that join later may have frozen something meanwhile.
-            frozen = [(f"{name} (frozen)", parameter) for name, parameter in self._frozen]
+            frozen = [(name + FROZEN, parameter) for name, parameter in self._frozen]
             follow = parameter_broadcast or broadcast_buffers
             sent = [*self._named, *frozen, *(module.named_buffers() if follow else ())]
             check_same_tensors(self.communicator, self.device, sent)
             if parameter_broadcast:
                 self.broadcast_parameters()
+        self._follow_structure()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
         self._synchronize = True
         self._scale: Any = None
         self._task = -1
+        self._whole = False
         self._read_aside: list[Any] = []
         self._unused_in_capture: dict[int, frozenset[int]] = {}
         self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
+        self._passes = UnfinishedPasses()
+        self._apart: WorkerError | None = None
         self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
         self._build(list(reversed(range(len(self._named)))))
         if weights is not None:
@@ -118,9 +141,39 @@ class DataParallel(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        self._check_wrapped()
+        if torch.compiler.is_compiling():
+            self.refresh_weights()
+            return self.module(*args, **kwargs)
+        self.check_step()
         self.refresh_weights()
-        return self.module(*args, **kwargs)
+        if not (self._synchronize and self._joined and self.module.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._passes.broke_off()
+            raise
+        self._passes.follow(output)
+        return output
+
+    def check_step(self, *, begins: bool = False) -> None:
+        """Makes sure that the module is what was wrapped, and that all ranks are in the same step.
+
+        Args:
+            begins: a step begins that may be a captured one: no forward pass waits for its backward pass.
+
+        Raises:
+            WorkerError: parameters have been added or exchanged, or a later wrapper has some of them.
+            CollectiveMismatchError: a rank went on after a training pass that it did not finish.
+        """
+        if self._apart is not None:
+            raise self._apart
+        self._check_wrapped()
+        self._whole = True
+        if begins:
+            self._numbers.set(self._passes.settle())
+        if self._read_later and not self._lane.capturing():
+            self._compare_numbers()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -145,9 +198,15 @@ class DataParallel(ModuleWrapper):
         if samples < 0:
             raise SettingsError(f"a batch has at least 0 samples, not {samples}")
         counts = gather_numbers(self.communicator, self.device, samples)
+        if 0 in counts and self._shares_statistics and self.module.training:
+            empty = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
+            raise SettingsError(
+                f"no samples on rank {empty}, and a SyncBatchNorm layer needs all ranks: drop the samples"
+                " that are left over, or divide them so that each rank has one at least."
+            )
         total = max(1, sum(counts))
         share = samples * len(counts) / total if self._op is ReduceOp.MEAN else samples / total
-        self._scale = torch.tensor(share, device=self.device)
+        self._scale = torch.tensor(share, dtype=torch.float64, device=self.device)
         self._ran = False
         try:
             yield
@@ -155,6 +214,16 @@ class DataParallel(ModuleWrapper):
                 self._finish()
         finally:
             self._scale = None
+
+    @property
+    def lane(self) -> Lane | None:
+        """Where layers that compute with all ranks reach them; None: nobody else is there, or not yet."""
+        return self._lane if self._joined and self.communicator.world_size > 1 else None
+
+    @property
+    def share(self) -> Any | None:
+        """A 0-dim tensor by which this rank's gradients are multiplied, in :meth:`uneven_batch`; or None."""
+        return self._scale
 
     @property
     def uneven(self) -> bool:
@@ -185,6 +254,7 @@ class DataParallel(ModuleWrapper):
         self.communicator = communicator
         self._lane = Lane(communicator, self.device)
         self._joined = True
+        self._follow_world()
         self.forget_backward()
         if self._order is not None:
             self._order = []
@@ -202,6 +272,8 @@ class DataParallel(ModuleWrapper):
         self._in_backward = False
         self._seen.clear()
         self._read_aside.clear()
+        self._passes.forget()
+        self._apart = None
         self.zero_grad()
 
     def join(self, communicator: Communicator, source: int) -> None:
@@ -239,15 +311,29 @@ class DataParallel(ModuleWrapper):
 
     # ------------------------------------------------------------ the backward pass
 
+    def _follow_structure(self) -> None:
+        self._shares_statistics = adopt(self.module, self)
+
     def _build(self, order: list[int]) -> None:
         named = [self._named[index] for index in order]
-        self._buckets: list[GradientBucket] = make_buckets(named, wire_dtype=self._wire_dtype, **self._caps)
+        self._buckets: list[GradientBucket] = make_buckets(
+            named, wire_dtype=self._wire_dtype, ranks=self.communicator.world_size, **self._caps
+        )
         self._bucket_of = {
             id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters
         }
         self._launched = 0
         self._in_backward = False
         self._seen: set[int] = set()
+        self._follow_world()
+
+    def _follow_world(self) -> None:
+        """Makes room for a number of each rank in the last bucket."""
+        last = self._buckets[-1]
+        if len(last.numbers) != self.communicator.world_size:
+            last.allocate(self.communicator.world_size)
+        self._numbers = RankNumbers(self.communicator, last.numbers)
+        self._read_later = False
 
     def _ready(self, parameter: Any) -> None:
         """Runs when a parameter's gradient is complete, within the backward pass."""
@@ -267,6 +353,8 @@ class DataParallel(ModuleWrapper):
             self._order.append(self._indices[id(parameter)])
         self._bucket_of[id(parameter)].waiting -= 1
         while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
+            if self._launched == len(self._buckets) - 1 and self._passes.waiting:
+                break  # whether this backward pass goes through it too is known only at the end
             self._launch(self._buckets[self._launched])
 
     def _begin(self) -> None:
@@ -277,6 +365,8 @@ class DataParallel(ModuleWrapper):
                 remedy="Train in an ElasticLoop with a TorchTrainingState, or leave elastic out.",
             )
         self._check_unchanged()
+        if not self._whole:  # compiled, or called past this wrapper
+            self.check_step()
         # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
         # was reduced too early. A mean bears to be taken twice.
         before, self._task = self._task, torch._C._current_graph_task_id()
@@ -295,6 +385,10 @@ class DataParallel(ModuleWrapper):
         buffers = self._flat_buffers if last and self.module.training else []
         with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
+            if last:
+                if not self._lane.capturing():
+                    self._numbers.set(self._passes.settle())
+                self._numbers.put(bucket.numbers)
             for flat in buffers:
                 self._keep(flat.gather())
             self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
@@ -318,12 +412,24 @@ class DataParallel(ModuleWrapper):
         self._launched = 0
         self._seen.clear()
         self._read_aside.clear()
+        self._whole = False
+        self._numbers.take(self._buckets[-1].numbers)
+        self._read_later = self._read_later or self.device.type != "cpu" or self._lane.capturing()
+        if not self._read_later:
+            self._compare_numbers()
         for number, bucket in enumerate(self._buckets):
             if not self._lane.in_order:
                 bucket.unpack()
             bucket.finish(unused=self._unused(number, bucket))
         if self._order is not None and not self._lane.capturing():
             self._reorder(self._order)
+
+    def _compare_numbers(self) -> None:
+        try:
+            self._numbers.check()
+        except WorkerError as error:
+            self._apart = error  # a script that catches this too must not go on
+            raise
 
     def _unused(self, number: int, bucket: GradientBucket) -> frozenset[int]:
         """Which of the bucket's parameters no rank had a gradient for; reads the device only if one lacks."""

@@ -12,6 +12,9 @@ import torch
 from worker.communicators.base import Communicator, ReduceOp, Work
 from worker.errors import ArrayError
 
+FROZEN = " (frozen)"
+"""Behind the name of a parameter that requires no gradient."""
+
 _CHUNK_BYTES = 64 * 2**20
 Key = TypeVar("Key", bound=Hashable)
 
@@ -99,18 +102,57 @@ def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[
     """Compares names, shapes and dtypes of all ranks' parameters and buffers. The host waits.
 
     Raises:
-        ArrayError: they differ; on all ranks.
+        ArrayError: they differ; the same on all ranks, with the first that does.
     """
-    text = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named)
+    text = "\n".join(f"{name}\t{_kind(tensor)}" for name, tensor in named)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     digests = gather_numbers(communicator, device, digest)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
+        texts = [broadcast_text(communicator, device, text, rank) for rank in (0, others[0])]
+        ranks = f"ranks {', '.join(map(str, others))}" if len(others) > 1 else f"rank {others[0]}"
         raise ArrayError(
-            f"parameters or buffers on ranks {others} differ from rank 0's in name, shape or dtype,"
-            " or in being frozen",
+            f"the module on {ranks} differs from rank 0's: {_first_difference(others[0], *texts)}",
             remedy="Build the same module on all ranks.",
         )
+
+
+def _kind(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _first_difference(rank: int, text: str, other_text: str) -> str:
+    """In which tensor a rank's module is another than rank 0's; both texts name one per line."""
+    first, other = (dict(line.split("\t") for line in each.splitlines()) for each in (text, other_text))
+    differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    if not differ:
+        return f"rank {rank} has them in another order"
+    name = differ[0]
+    more = f" ({len(differ) - 1} more differ)" if len(differ) > 1 else ""
+    bare = name.removesuffix(FROZEN)
+    frozen_on = [
+        r for r, each in ((0, first), (rank, other)) if f"{bare}{FROZEN}" in each and bare not in each
+    ]
+    if len(frozen_on) == 1 and bare in (other if frozen_on == [0] else first):
+        return f"{bare} is frozen on rank {frozen_on[0]} and not on rank {rank - frozen_on[0]}"
+    if name not in other:
+        return f"rank {rank} has no {name}{more}"
+    if name not in first:
+        return f"rank {rank} has {name}, and rank 0 has none{more}"
+    return f"{name} is {other[name]} on rank {rank} and {first[name]} on rank 0{more}"
+
+
+def broadcast_text(communicator: Communicator, device: Any, mine: str, source: int) -> str:
+    """The text of rank ``source``, on all ranks. The host waits."""
+    length = gather_numbers(communicator, device, len(mine.encode()))[source]
+    buffer = torch.zeros(length, dtype=torch.uint8, device=device)
+    if communicator.rank == source and length:
+        buffer.copy_(torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8))
+    communicator.broadcast(array_of(communicator, buffer), source)
+    synchronize = getattr(communicator, "synchronize", None)
+    if synchronize is not None:
+        synchronize()
+    return bytes(buffer.tolist()).decode()
 
 
 def gather_numbers(communicator: Communicator, device: Any, number: int) -> list[int]:
@@ -165,6 +207,29 @@ class Lane:
             communicator.all_reduce(array, array, op)
             for each in arrays:
                 communicator.broadcast(each, 0)
+
+    def all_gather(self, mine: Any) -> Any:
+        """Every rank's ``mine``, flat, as rows by rank; what follows on the current stream sees them."""
+        communicator = self._communicator
+        rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
+        with self._amid():
+            communicator.all_gather(array_of(communicator, mine), array_of(communicator, rows.view(-1)))
+        return rows
+
+    def all_reduce(self, mine: Any, op: ReduceOp) -> Any:
+        """``mine`` of all ranks, combined in place; what follows on the current stream sees it."""
+        array = array_of(self._communicator, mine)
+        with self._amid():
+            self._communicator.all_reduce(array, array, op)
+        return mine
+
+    @contextlib.contextmanager
+    def _amid(self) -> Iterator[None]:
+        """Like :meth:`aside`, so that all collectives stand in one row, but the current stream waits."""
+        with self.aside():
+            yield
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def join(self) -> None:
         """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -16,6 +19,16 @@ _WRAPPERS: Any = WeakIdKeyDictionary()
 """Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""
 
 
+SHARDED: Any = WeakIdKeyDictionary()
+"""Weakly, the ShardedOptimizer of each parameter that has one: it averages the gradient by itself."""
+
+
+def is_wrapped(parameter: Any) -> bool:
+    """Whether a DataParallel that is in use averages this parameter's gradient."""
+    reference = _WRAPPERS.get(parameter)
+    return reference is not None and reference() is not None
+
+
 class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
     """A module within another one that sees its gradients.
 
@@ -26,11 +39,19 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
 
     Raises:
         ArrayError: it is on several devices, or parts of it have no shape or values yet.
+        SettingsError: a parameter is divided among ranks, by FSDP say.
         WorkerError: nothing to train.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
+        check_whole(module, "DataParallel")
+        for name, parameter in module.named_parameters():
+            if SHARDED.get(parameter, _nothing)() is not None:
+                raise SettingsError(
+                    f"a ShardedOptimizer averages the gradient of {name}: use the bare module with it,"
+                    " or a DataParallel with another optimizer."
+                )
         self.module = module
         self.device = _one_device(module)
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -38,7 +59,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         if not self._named:
             raise WorkerError("this module has no parameter that requires a gradient")
         self._masters: MasterWeights | None = None
-        self._first = [next(module.parameters())]  # a module would take a bare one for its own
+        self._structure = Structure(module)
         self._hooks: list[Any] = []
         self._replaced = False
 
@@ -142,12 +163,33 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
                 "some of these parameters were wrapped again, in a DataParallel that lacks the others",
                 remedy="Let one DataParallel wrap one module that holds all that is trained together.",
             )
-        if not torch.compiler.is_compiling() and next(self.module.parameters()) is not self._first[0]:
+        if self._structure.changed():
+            self._refuse_others()
+            self._structure = Structure(self.module)
+            self._follow_structure()
+
+    def _follow_structure(self) -> None:
+        """Called when layers were exchanged."""
+
+    def _refuse_others(self) -> None:
+        """Refuses parameters that nobody has wrapped."""
+        wrapped = dict([*self._named, *self._frozen])
+        known = {id(parameter) for parameter in wrapped.values()}
+        others = [name for name, each in self.module.named_parameters() if id(each) not in known]
+        if not others:
+            return
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        if others[0] in wrapped:
             raise WorkerError(
-                "the module's parameters are others than those that were wrapped:"
-                " nobody would average their gradients",
+                f"{others[0]}{more} is another parameter than the one that was wrapped:"
+                " nobody would average its gradient",
                 remedy="Load states without assign=True, or wrap the module anew, on all ranks.",
             )
+        raise WorkerError(
+            f"{others[0]}{more} was added after the module was wrapped: each rank would have its own,"
+            " and nobody would average its gradient",
+            remedy="Add layers before you wrap the module, or wrap it anew, on all ranks.",
+        )
 
     def _check_unchanged(self) -> None:
         """What would train apart from the other ranks, or not at all, must not do so silently."""
@@ -162,11 +204,51 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
             self._masters.check_in_place()
 
 
+class Structure:
+    """Of which layers and parameters a module is made, to find out soon whether it still is.
+
+    Comparing costs 35 us for 170 layers with 200 parameters: everything that loops runs in C.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._tables = [table for each in module.modules() for table in (each._modules, each._parameters)]
+        self._held = list(self._now())
+
+    def changed(self) -> bool:
+        """Whether any layer or parameter was added, exchanged or removed."""
+        same = sum(map(len, self._tables)) == len(self._held) and all(map(is_, self._now(), self._held))
+        return not same
+
+    def _now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._tables))
+
+
+def _nothing() -> None:
+    return None
+
+
 def _cannot_assign() -> SettingsError:
     return SettingsError(
         "assign=True would exchange the parameters for others, whose gradients nobody averages."
         " Leave it out, or load before you wrap the module."
     )
+
+
+def check_whole(module: torch.nn.Module, what: str) -> None:
+    """Makes sure that each rank holds all of the parameters, which ``what`` asks for.
+
+    Raises:
+        SettingsError: a parameter is divided among ranks.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")  # not loaded: no parameter is made by it
+    kinds = tuple(filter(None, [getattr(tensors, "DTensor", None)]))
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, kinds) or type(parameter).__name__ == "FlatParameter":
+            raise SettingsError(
+                f"{name} is divided among ranks (by FSDP or tensor parallelism), which average its gradient"
+                f" themselves: {what} takes modules of which each rank holds the whole. Wrap the module with"
+                " one or the other."
+            )
 
 
 def _one_device(module: torch.nn.Module) -> Any:

@@ -78,5 +78,29 @@ def test_abort_ends_a_collective_that_hangs(agents: Agents, backend: Kit, size: 
     assert "node-1 left" in first[2]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("call", ["sum10", "big"])
+def test_who_has_finished_is_named_where_it_is_still_needed(
+    agents: Agents, strict: Kit, world: int, call: str
+) -> None:
+    """It had fewer batches, say."""
+    plan = [(call,)] * (world - 1) + [("finish",)]
+    shown = agents.fresh(strict.name, world, finish_or_call, per_rank=plan)
+    said = [(kind, text) for kind, text in shown[:-1] if kind == "PeerFinishedError"]
+    # Of several, one may hear of it from another.
+    assert said and all(kind in ("PeerFinishedError", "PeerLostError") for kind, _ in shown[:-1])
+    for text in (text for _, text in shown[:-1]):
+        assert f"rank {world - 1} (node node-{world - 1} on localhost) has finished, while this rank" in text
+
+
+def finish_or_call(place: Place, call: str) -> tuple[str, str]:
+    place.comm.barrier()
+    if call != "finish":
+        return bodies.caught(place, call)
+    place.comm.finished = True
+    place.comm.close()
+    return "", ""
+
+
 def test_a_closed_communicator_says_so(agents: Agents, backend: Kit) -> None:
     assert agents.fresh(backend.name, 2, bodies.use_after_close) == ["CommunicatorAbortedError"] * 2

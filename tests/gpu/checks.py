@@ -15,6 +15,7 @@ from worker.communicators.base import Membership, ReduceOp
 from worker.communicators.nccl import NcclBackend, PreMultipliedSum
 from worker.errors import (
     ArrayError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorError,
@@ -424,6 +425,75 @@ def check_capture(comm: Any) -> None:
     step.release()
     assert not step.captured
     comm.barrier()
+
+
+def normalising(synchronised: bool) -> Any:
+    """With layers whose statistics are of all samples, or (alone) of the batch."""
+    planes, rows = (
+        (torch.nn.SyncBatchNorm,) * 2 if synchronised else (torch.nn.BatchNorm2d, torch.nn.BatchNorm1d)
+    )
+    torch.manual_seed(12)
+    first, middle, last = (
+        torch.nn.Conv2d(3, 8, 3, stride=2),
+        torch.nn.Linear(8 * 49, 6),
+        torch.nn.Linear(6, 2),
+    )
+    layers = (first, planes(8), torch.nn.Tanh(), torch.nn.Flatten(), middle, rows(6), last)
+    return torch.nn.Sequential(*layers).cuda().double()
+
+
+def check_sync_batch_norm(comm: Any) -> float:
+    """As one process on the whole batch, also in uneven batches and in a graph; returns the difference."""
+    worst = 0.0
+    for uneven, capture in ((True, False), (False, False), (False, True)):
+        model = DataParallel(normalising(True), communicator=comm)
+        alone = normalising(False)
+        makes = [torch.optim.SGD(each.parameters(), lr=0.03125, fused=True) for each in (model, alone)]
+        step = capture_step(lambda x, m=model: m(x).square().mean(), model, makes[0], capture=capture)
+        for number in range(6):
+            images = data(number, 4 * comm.world_size + 2 * uneven)[0].double() + 1
+            begin, end = comm.rank * 4 + 2 * uneven * (comm.rank > 0), (comm.rank + 1) * 4 + 2 * uneven
+            mine = images[begin:end].contiguous()
+            step(mine, samples=len(mine) if uneven else None)
+            makes[1].zero_grad()
+            alone(images).square().mean().backward()
+            makes[1].step()
+        assert step.captured is capture, step.reason
+        pairs = zip(model.state_dict().values(), alone.state_dict().values(), strict=True)
+        worst = max(worst, *(float((ours - theirs).abs().max()) for ours, theirs in pairs))
+        step.release()
+        comm.barrier()
+    assert worst < 1e-12, worst
+    return worst
+
+
+def check_a_rank_that_goes_on_after_an_error(comm: Any) -> list[str]:
+    """It is named by all ranks, when the host next looks after the GPU was there; returns what they say."""
+    said = []
+    for capture in (False, True):
+        model = DataParallel(net(), communicator=comm, bucket_bytes=4096, first_bytes=1024)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+        step = capture_step(
+            lambda images, labels, m=model: torch.nn.functional.cross_entropy(m(images), labels),
+            model,
+            optimizer,
+            capture=capture,
+        )
+        for number in range(8):
+            step(*data(number, 8))
+        assert step.captured is capture, step.reason
+        if comm.rank == 1:
+            images, labels = data(8, 7)
+            with pytest.raises(ValueError, match="to match target batch_size"):
+                step(images, labels[:5])
+        step(*data(9, 8))
+        torch.cuda.synchronize()
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 .* left a training pass") as caught:
+            step(*data(10, 8))
+        said.append(str(caught.value))
+        step.release()
+        comm.barrier()
+    return said
 
 
 def check_bf16_weights(comm: Any) -> None:

@@ -68,6 +68,13 @@ class GraphCommunicator(ThreadCommunicator):
             _here.graph.calls.append(lambda: again(source, target, op))
         return again(source, target, op)
 
+    def all_gather(self, send: Any, recv: Any, *, async_op: bool = False) -> Any:
+        source, target = (each.numpy() if isinstance(each, torch.Tensor) else each for each in (send, recv))
+        again = super().all_gather
+        if getattr(_here, "graph", None) is not None:
+            _here.graph.calls.append(lambda: again(source, target))
+        return again(source, target)
+
     def before_end(self, release: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 
@@ -79,6 +86,16 @@ class _Stream:
 
     def synchronize(self) -> None:
         cuda_rules.synchronise()
+
+
+def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL reads the GPU's memory within a capture too, while the ranks here meet on NumPy arrays."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return call
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +121,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", cuda_rules.synchronise)
-    reduce = Lane.reduce
-
-    def reduce_unseen(*args: Any, **kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():  # NCCL reads the GPU's memory; the ranks here meet on NumPy
-            reduce(*args, **kwargs)
-
-    monkeypatch.setattr(Lane, "reduce", reduce_unseen)
+    for name in ("reduce", "all_gather", "all_reduce"):
+        monkeypatch.setattr(Lane, name, _unseen(getattr(Lane, name)))
     monkeypatch.setattr(capture, "_free_generator", lambda device: None)
     monkeypatch.setattr(capture.TrainingStep, "_obstacle", lambda step: None)
     monkeypatch.setattr(Lane, "capturing", lambda lane: getattr(_here, "graph", None) is not None)

@@ -15,7 +15,7 @@ from tests.gpu import graphs  # noqa: E402
 from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
 from tests.gpu.threads import _Meeting  # noqa: E402
 from worker.capture import CaptureError, capture_step  # noqa: E402
-from worker.errors import ArrayError, SettingsError  # noqa: E402
+from worker.errors import ArrayError, CollectiveMismatchError, SettingsError, WorkerError  # noqa: E402
 from worker.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 
@@ -242,6 +242,46 @@ def test_a_captured_step_within_uneven_batch_runs_eagerly() -> None:
 
     first, second = ranks(2, one)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def test_a_rank_that_goes_on_after_a_broken_step_is_found_by_captured_steps() -> None:
+    """Without a wait: what came of one step is read before a later one."""
+
+    def one(communicator: graphs.GraphCommunicator) -> str:
+        model = DataParallel(linear_net(), communicator=communicator)
+        step, _ = make(model)
+        for number in range(6):
+            step(*batch_of(4, number))
+        assert step.captured
+        if communicator.rank:
+            images, _ = batch_of(3, 7)
+            with pytest.raises(ValueError, match="to match target batch_size"):
+                step(images, torch.zeros(2, dtype=torch.int64))
+        assert step.captured
+        step(*batch_of(4, 8))
+        with pytest.raises(
+            CollectiveMismatchError, match=r"rank 1 \(w1 on h\) left a training pass"
+        ) as caught:
+            step(*batch_of(4, 9))
+        return str(caught.value)
+
+    first, second = ranks(2, one)
+    assert first == second
+
+
+def test_a_layer_that_is_added_after_a_capture_is_refused() -> None:
+    """The graph would go on without it."""
+
+    def one(communicator: graphs.GraphCommunicator) -> None:
+        model = DataParallel(linear_net(), communicator=communicator)
+        step, _ = make(model)
+        for number in range(6):
+            step(*batch_of(4, number))
+        model.module.append(torch.nn.Linear(5, 5))
+        with pytest.raises(WorkerError, match=r"4\.weight \(and 1 more\) was added"):
+            step(*batch_of(4, 7))
+
+    ranks(2, one)
 
 
 class FailsWhileCaptured(torch.autograd.Function):  # type: ignore[misc,name-defined]

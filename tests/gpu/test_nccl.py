@@ -43,6 +43,8 @@ def fleet(request: Any) -> Iterator[Fleet]:
         checks.check_compression,
         checks.check_sharded_optimizer,
         checks.check_capture,
+        checks.check_sync_batch_norm,
+        checks.check_a_rank_that_goes_on_after_an_error,
         checks.check_bf16_weights,
         checks.check_capture_falls_back,
         checks.check_capture_fails_in_backward,

@@ -12,6 +12,7 @@ from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_functi
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
 from worker.errors import ArrayError, SettingsError  # noqa: E402
 from worker.sharded_optimizer import ShardedOptimizer  # noqa: E402
+from worker.torch_data_parallel import DataParallel  # noqa: E402
 
 BATCHES = [batch_of(12, seed) for seed in range(8)]
 MAKERS = {
@@ -80,6 +81,64 @@ def trained(communicator: ThreadCommunicator, make: Any, width: int = 3) -> tupl
     return net, optimizer
 
 
+class Lamb(torch.optim.SGD):  # type: ignore[misc,name-defined]
+    """As libraries call it."""
+
+
+class OwnLamb(Lamb):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.LBFGS, "LBFGS searches along a line through all parameters, and cannot be divided"),
+        (torch.optim.Adafactor, "Adafactor scales its updates by norms of whole parameters"),
+        (OwnLamb, "OwnLamb scales its updates by norms of whole parameters"),
+    ],
+)
+def test_an_optimizer_that_does_not_treat_each_element_by_itself_is_refused(make: Any, words: str) -> None:
+    """Each rank would compute with the norms, or the line, of its own part."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        with pytest.raises(SettingsError, match=words):
+            ShardedOptimizer(linear_net(), communicator, make)
+
+    run_ranks(2, one)
+
+
+@pytest.mark.parametrize(
+    ("give", "words"),
+    [
+        (lambda model: model, "the module is a DataParallel"),
+        (lambda model: torch.nn.Sequential(model), "0 is a DataParallel"),
+        (lambda model: model.module, "a DataParallel holds some of these parameters"),
+    ],
+)
+def test_a_module_in_a_data_parallel_is_refused(give: Any, words: str) -> None:
+    """Gradients would be averaged twice, in turns that may not fit."""
+
+    def one(communicator: ThreadCommunicator) -> None:
+        net = linear_net()
+        model = DataParallel(net, communicator=communicator)
+        with pytest.raises(SettingsError, match=f"{words}.*give it the bare module"):
+            ShardedOptimizer(give(model), communicator, MAKERS["sgd"])
+
+    run_ranks(2, one)
+
+
+def test_a_module_in_a_sharded_optimizer_is_refused_by_data_parallel() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        net = linear_net()
+        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        with pytest.raises(SettingsError, match=r"a ShardedOptimizer averages the gradient of 1\.weight"):
+            DataParallel(net, communicator=communicator)
+        del optimizer
+        DataParallel(net, communicator=communicator)
+
+    run_ranks(2, one)
+
+
 def test_the_state_of_another_module_is_refused() -> None:
     """Also where both fill as many elements, gaps included."""
 
@@ -134,7 +193,7 @@ def test_ranks_with_different_modules_are_told_so(width: int) -> None:
         net = torch.nn.Sequential(*(layers if communicator.rank else reversed(layers)))
         if width == 3:
             net[communicator.rank].bias = None
-        with pytest.raises(ArrayError, match=r"on ranks \[1\] differ from rank 0's in name, shape or dtype"):
+        with pytest.raises(ArrayError, match=r"the module on rank 1 differs from rank 0's: "):
             ShardedOptimizer(net, communicator, MAKERS["sgd"])
 
     run_ranks(2, one)

@@ -278,12 +278,71 @@ def test_training_ends_where_one_process_on_the_whole_batch_does() -> None:
 
 def test_different_modules_are_refused_on_all_ranks() -> None:
     def one(communicator: ThreadCommunicator) -> str:
-        module = torch.nn.Linear(3, 3 + communicator.rank)
+        module = torch.nn.Linear(3, 3 + communicator.rank // 2)
         with pytest.raises(ArrayError) as caught:
             DataParallel(module, communicator=communicator)
         return str(caught.value)
 
-    assert all("ranks [1] differ" in message for message in run_ranks(2, one))
+    expected = (
+        "the module on ranks 2, 3 differs from rank 0's: weight is float32[4, 3] on rank 2"
+        " and float32[3, 3] on rank 0 (1 more differ). Build the same module on all ranks."
+    )
+    assert run_ranks(4, one) == [expected] * 4
+
+
+def add_layer(module: Any) -> None:
+    module.append(torch.nn.Linear(5, 5))
+
+
+def drop_bias(module: Any) -> None:
+    module[1].bias = None
+
+
+def freeze(module: Any) -> None:
+    module[3].weight.requires_grad_(False)
+
+
+def convert(module: Any) -> None:
+    module[3].double()
+
+
+def with_buffer(module: Any) -> None:
+    module.register_buffer("table", torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (add_layer, "rank 1 has 4.weight, and rank 0 has none (1 more differ)"),
+        (drop_bias, "rank 1 has no 1.bias"),
+        (freeze, "3.weight is frozen on rank 1 and not on rank 0"),
+        (convert, "3.weight is float64[5, 16] on rank 1 and float32[5, 16] on rank 0 (1 more differ)"),
+        (with_buffer, "rank 1 has table, and rank 0 has none"),
+    ],
+)
+def test_a_module_that_is_another_on_one_rank_is_refused_by_the_parameters_name(
+    change: Callable[[Any], None], words: str
+) -> None:
+    def one(communicator: ThreadCommunicator) -> str:
+        module = linear_net()
+        if communicator.rank:
+            change(module)
+        with pytest.raises(ArrayError) as caught:
+            DataParallel(module, communicator=communicator)
+        return caught.value.message
+
+    assert run_ranks(2, one) == [f"the module on rank 1 differs from rank 0's: {words}"] * 2
+
+
+def test_parameters_in_another_order_are_refused() -> None:
+    def one(communicator: ThreadCommunicator) -> str:
+        layers = {name: torch.nn.Linear(2, 2) for name in ("ab" if communicator.rank == 0 else "ba")}
+        with pytest.raises(ArrayError) as caught:
+            DataParallel(torch.nn.ModuleDict(layers), communicator=communicator)
+        return caught.value.message
+
+    words = "the module on rank 1 differs from rank 0's: rank 1 has them in another order"
+    assert run_ranks(2, one) == [words] * 2
 
 
 def test_unknown_compression_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function, small_net  # noqa: E402
 from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
-from worker.errors import ArrayError, SettingsError, WorkerError  # noqa: E402
+from worker.errors import ArrayError, CollectiveMismatchError, SettingsError, WorkerError  # noqa: E402
+from worker.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from worker.torch_data_parallel import DataParallel  # noqa: E402
 from worker.torch_state import TorchTrainingState  # noqa: E402
 
@@ -69,6 +71,131 @@ def test_after_a_backward_pass_that_broke_off_the_next_one_is_refused(bucket_byt
                 loss_of(model, 2).backward()
 
     run_ranks(2, one)
+
+
+class Fails(torch.autograd.Function):  # type: ignore[misc,name-defined]
+    """The first thing that a backward pass comes to."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Any) -> Any:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        raise RuntimeError("out of memory, say")
+
+
+class FailsAtOnce(Brittle):
+    """Its backward pass breaks before any gradient is there, or its forward pass does."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, images: Any) -> Any:
+        if self.breaks and self.where == "forward":
+            raise RuntimeError("out of memory, say")
+        output = super().forward(images)
+        return Fails.apply(output) if self.breaks and self.where == "top" else output
+
+
+def broken_pass(model: Any, where: str) -> None:
+    """A training pass that raises, or is given up, before any gradient is there."""
+    model.module.breaks = where in ("forward", "top")
+    with contextlib.suppress(RuntimeError):
+        output = loss_of(model, 1)
+        if where == "loss":
+            Fails.apply(output).backward()
+        elif where != "skipped":
+            output.backward()
+    model.module.breaks = False
+
+
+WHERE = ("forward", "top", "loss", "skipped")
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "options", [{}, {"gradients_mean": False}, {"weights": "bf16"}, {"bucket_bytes": 64}]
+)
+def test_a_rank_that_goes_on_after_a_pass_that_failed_is_found_in_its_next_step(
+    where: str, options: dict[str, Any]
+) -> None:
+    """Its gradients meet those of the others' step before: all would average what is not of one step."""
+
+    def one(communicator: ThreadCommunicator) -> str:
+        model = DataParallel(FailsAtOnce(where), communicator=communicator, **options)
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, step).backward()
+        if communicator.rank == 1:
+            broken_pass(model, where)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            loss_of(model, 3).backward()
+        with pytest.raises(CollectiveMismatchError, match="different steps"):  # also for who catches this
+            loss_of(model, 4).backward()
+        model.rebind(communicator)
+        loss_of(model, 5).backward()
+        return str(caught.value)
+
+    words = "gradients of different steps: rank 1 (w1 on h) left a training pass unfinished and went on"
+    assert all(words in said for said in run_ranks(3, one))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_passes_that_all_ranks_leave_unfinished_are_their_affair(where: str) -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(FailsAtOnce(where), communicator=communicator)
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, step).backward()
+            broken_pass(model, where)
+        return gradients(model)
+
+    first, second = run_ranks(2, one)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+class Repeats(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """Parts that are used by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: Any, part: str = "first") -> Any:
+        return {"out": (getattr(self, part)(x), None)}
+
+
+def test_ranks_may_use_the_module_as_often_as_they_like_in_a_step() -> None:
+    """Recurrent in one rank and not in another, evaluated on one rank alone, accumulated unevenly."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        torch.manual_seed(0)
+        model = DataParallel(Repeats(), communicator=communicator, bucket_bytes=64, first_bytes=64)
+        for step in range(4):
+            x = torch.ones(2, 4)
+            for _ in range(1 + step * communicator.rank):
+                x = model(x)["out"][0]
+            if communicator.rank or step != 2:
+                x = model(x, "second")["out"][0]
+            for _ in range(communicator.rank):
+                with torch.no_grad():
+                    model(x)
+                model.eval()
+                model(x)
+                model.train()
+                with model.no_sync():
+                    model(x)  # dropped
+                    model(x)["out"][0].sum().backward(retain_graph=True)
+            x.sum().backward()
+        losses = [model(torch.ones(2, 4))["out"][0].sum() for _ in range(2)]
+        losses[1].backward()
+        losses[0].backward()
+        return gradients(model)
+
+    first, second = run_ranks(2, one)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("weights", [None, "bf16"])
@@ -263,6 +390,41 @@ def test_a_pass_within_a_pass_is_right_or_refused(options: dict[str, Any], reent
         expected = run_ranks(2, lambda communicator: one(communicator, linear_net()))
         for ours, theirs in zip(found[0], expected[0], strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process alone; what torch divides needs one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_module_that_fsdp_has_divided_is_refused_by_the_parameters_name(process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def one(communicator: ThreadCommunicator) -> None:
+        module = linear_net()
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        fully_shard(module[3], mesh=mesh)
+        with pytest.raises(SettingsError, match=r"3\.weight is divided among ranks \(by FSDP or tensor"):
+            DataParallel(module, communicator=communicator)
+        with pytest.raises(SettingsError, match=r"ShardedOptimizer takes modules of which each rank holds"):
+            ShardedOptimizer(module, communicator, lambda part: torch.optim.SGD(part, lr=0.1))
+
+    run_ranks(1, one)
+
+
+def test_a_module_that_fsdp_divides_after_it_was_wrapped_is_refused(process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def one(communicator: ThreadCommunicator) -> None:
+        model = DataParallel(linear_net(), communicator=communicator)
+        fully_shard(model.module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(WorkerError, match=r"1\.weight \(and 3 more\) is another parameter"):
+            loss_of(model, 0)
+
+    run_ranks(1, one)
 
 
 def test_a_sparse_gradient_is_refused() -> None:

@@ -83,8 +83,14 @@ def test_a_buffer_that_requires_a_gradient_gets_one() -> None:
     assert all(run_ranks(2, one))
 
 
-@pytest.mark.parametrize("differs", ["buffer", "frozen"])
-def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str) -> None:
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ("buffer", r"count is float32\[4\] on rank 1 and float32\[3\]"),
+        ("frozen", "layer.bias is frozen on rank 1"),
+    ],
+)
+def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str, words: str) -> None:
     """NCCL would hang, or write beyond the end."""
 
     def one(communicator: ThreadCommunicator) -> None:
@@ -93,7 +99,7 @@ def test_what_differs_between_ranks_is_told_before_it_is_sent(differs: str) -> N
             module.register_buffer("count", torch.zeros(4))
         if communicator.rank and differs == "frozen":
             module.layer.bias.requires_grad_(False)
-        with pytest.raises(ArrayError, match=r"ranks \[1\] differ from rank 0's .* or in being frozen"):
+        with pytest.raises(ArrayError, match=f"the module on rank 1 differs from rank 0's: .*{words}"):
             DataParallel(module, communicator=communicator)
         if differs == "frozen":
             joins = DataParallel(Counting(), communicator=communicator, elastic=True)
@@ -174,6 +180,88 @@ def test_a_parameter_may_be_frozen_for_a_while() -> None:
         assert_close(last, expected)
 
 
+def new_head(net: Any) -> None:
+    net[3] = torch.nn.Linear(16, 5)
+
+
+def new_layer(net: Any) -> None:
+    net.insert(3, torch.nn.Linear(16, 16))
+
+
+class Adapted(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """LoRA: a frozen layer, and two small ones beside it that are trained."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(108, 2, bias=False), torch.nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def adapters(net: Any) -> None:
+    net[1] = Adapted(net[1])
+
+
+def new_parameter(net: Any) -> None:
+    net[1].scale = torch.nn.Parameter(torch.ones(16))
+
+
+def frozen_layer(net: Any) -> None:
+    net.append(torch.nn.Linear(5, 5).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (new_head, r"3\.weight \(and 1 more\) is another parameter than the one that was wrapped"),
+        (new_layer, r"4\.weight \(and 1 more\) was added|3\.weight \(and 1 more\) is another parameter"),
+        (adapters, r"1\.down\.weight \(and 1 more\) was added after the module was wrapped"),
+        (new_parameter, r"1\.scale was added"),
+        (frozen_layer, r"4\.weight \(and 1 more\) was added"),
+    ],
+)
+@pytest.mark.parametrize("past_the_wrapper", [False, True])
+def test_layers_that_are_added_later_are_refused_by_name(
+    change: Any, words: str, past_the_wrapper: bool
+) -> None:
+    """Each rank would train them by its own gradient, from its own beginning."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        model = DataParallel(net, communicator=communicator)
+        loss_of(model, 0, communicator).backward()
+        change(net)
+        with pytest.raises(WorkerError, match=words):
+            loss_of(net if past_the_wrapper else model, 0, communicator).backward()
+        model = DataParallel(net, communicator=communicator)
+        model.zero_grad()
+        loss_of(model, 0, communicator).backward()
+        return gradients_of(model)
+
+    first, second = run_ranks(2, one)
+    for ours, theirs in zip(first, second, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+def test_layers_without_parameters_come_and_go_freely() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        model = DataParallel(net, communicator=communicator)
+        net.append(torch.nn.Identity())
+        model(batch_of(2, 0)[0])
+        net[2] = torch.nn.Tanh()
+        head, net[3] = net[3], torch.nn.Identity()
+        model(batch_of(2, 0)[0])
+        net[3] = torch.nn.Sequential(head)
+        loss_of(model, 0, communicator).backward()
+        return gradients_of(model)
+
+    for found in run_ranks(2, one):
+        assert_close(found, whole_gradients(0))
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_states_are_not_assigned(nested: bool) -> None:
     """The parameters would be others then, without hooks."""
@@ -184,7 +272,7 @@ def test_states_are_not_assigned(nested: bool) -> None:
         with pytest.raises(SettingsError, match="assign=True would exchange the parameters"):
             loads.load_state_dict(loads.state_dict(), assign=True)
         model.module.load_state_dict(linear_net().state_dict(), assign=True)
-        with pytest.raises(WorkerError, match="others than those that were wrapped"):
+        with pytest.raises(WorkerError, match=r"1\.weight \(and 3 more\) is another parameter"):
             loss_of(model, 0, communicator)
 
     run_ranks(1, one)

@@ -20,6 +20,7 @@ from worker.errors import (
     CollectiveTimeoutError,
     CommunicatorError,
     MembershipChanged,
+    PeerFinishedError,
     PeerLostError,
 )
 from worker.guard import GuardedCommunicator
@@ -95,7 +96,14 @@ def test_an_error_without_a_change_of_members_stays_as_it_is() -> None:
     assert verdict.questions == [(-1, inner.error)]
 
 
-@pytest.mark.parametrize("error", [ArrayError("dtype"), CollectiveMismatchError("rank 1 calls another")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ArrayError("dtype"),
+        CollectiveMismatchError("rank 1 calls another"),
+        PeerFinishedError("rank 1 has finished", rank=1),
+    ],
+)
 def test_mistakes_of_the_script_need_no_verdict(error: CommunicatorError) -> None:
     inner, verdict = stub_communicator(), Asked(CHANGED)
     inner.error = error

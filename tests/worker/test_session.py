@@ -454,6 +454,7 @@ def test_release_says_finished_and_is_idempotent(stage: Stage) -> None:
     stage.line.say(ended=pb.Ended(ok=True, reason="bye"))
     releasing.result()
     assert stage.communicator.closed and stage.backend.closed and stage.line.closed
+    assert stage.communicator.finished  # what it says to peers that wait for it all the same
     stage.session.release()
     with pytest.raises(NotInitializedError):
         stage.session.communicator  # noqa: B018
@@ -473,6 +474,7 @@ def goodbye(session: Session, line: Line) -> tuple[bool, str]:
 def test_who_has_left_does_not_say_finished(stage: Stage) -> None:
     stage.session.note_left()
     assert goodbye(stage.session, stage.line) == (False, "asked to leave")
+    assert stage.communicator.closed and not stage.communicator.finished
 
 
 def test_who_is_granted_leave_does_not_say_finished(stage: Stage) -> None:

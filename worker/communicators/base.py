@@ -96,6 +96,9 @@ class Communicator(abc.ABC):
 
     membership: Membership
 
+    finished = False
+    """Set before :meth:`close`: this worker has finished, which whoever still waits for it should learn."""
+
     timeout_s: float
     """Deadline of each collective, in seconds; of a backend on GPUs, of what makes the host wait for them."""
 

@@ -53,6 +53,7 @@ class Connection:
         self.in_payload = False
         self.ended = False
         self._ahead = bytearray()
+        self._last_word = ""
         self._blocked: memoryview | None = None
         self._piece = _PLAIN_PIECE
         self._read: Callable[[memoryview], int] = sock.recv_into
@@ -74,7 +75,7 @@ class Connection:
             del self._ahead[:count]
             return count
         if self.ended:
-            raise EndOfStreamError((Reason.DONE, ""))
+            raise EndOfStreamError((Reason.DONE, self._last_word))
         try:
             count = self._read(view)
         except _WOULD_BLOCK:
@@ -119,7 +120,7 @@ class Connection:
         farewell = read_goodbye(bytes(self._ahead[-GOODBYE_BYTES:]))
         if farewell is not None:
             del self._ahead[-GOODBYE_BYTES:]
-            self.ended = farewell[0] is Reason.DONE
+            self.ended, self._last_word = farewell[0] is Reason.DONE, farewell[1]
         return farewell
 
     def close(self, reason: Reason, message: str = "") -> None:

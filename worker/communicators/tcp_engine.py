@@ -18,7 +18,14 @@ from worker.communicators.tcp_endpoint import Endpoint
 from worker.communicators.tcp_handshake import Lobby
 from worker.communicators.tcp_links import Links, farewell_of
 from worker.communicators.tcp_transfer import FrameIn, Incoming, Mover, Outgoing
-from worker.communicators.tcp_wire import Call, FrameKind, Reason, blocks_frame, group_label
+from worker.communicators.tcp_wire import (
+    HAS_FINISHED,
+    Call,
+    FrameKind,
+    Reason,
+    blocks_frame,
+    group_label,
+)
 from worker.communicators.tcp_work import FINISHED, WorkQueue
 from worker.errors import CollectiveTimeoutError, CommunicatorAbortedError, FormationTimeoutError
 
@@ -89,7 +96,7 @@ class TcpEngine(CheckedCommunicator):
         with self._lock:
             if self._error is None:
                 self._error = CommunicatorAbortedError("The communicator was closed.")
-                self._links.close(Reason.DONE)
+                self._links.close(Reason.DONE, HAS_FINISHED if self.finished else "")
             self._mover.close()
 
     def _issue(self, call: Call, action: Callable[[], None], async_op: bool) -> Work:

@@ -10,13 +10,14 @@ from worker.communicators.tcp_connection import Connection
 from worker.communicators.tcp_endpoint import Endpoint
 from worker.communicators.tcp_handshake import Lobby, dials, peer_name
 from worker.communicators.tcp_transfer import DeadlinePassedError, FrameIn, Mover, Outgoing, PeerEndedError
-from worker.communicators.tcp_wire import Call, FrameKind, Reason, blocks_frame
+from worker.communicators.tcp_wire import HAS_FINISHED, Call, FrameKind, Reason, blocks_frame
 from worker.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorError,
     FormationTimeoutError,
+    PeerFinishedError,
     PeerLostError,
 )
 
@@ -165,6 +166,14 @@ class Links:
         if reason is Reason.TIMEOUT:
             return CollectiveTimeoutError(f"{where} failed at rank {error.rank}: {text}")
         name = peer_name(self.membership.peers[error.rank])
+        if reason is Reason.DONE and text == HAS_FINISHED:
+            return PeerFinishedError(
+                f"{name} has finished, while this rank still calls {where}: it had fewer batches, or its"
+                " script has ended early",
+                remedy="Let all ranks make as many steps: pad or drop what is left over of the data, or"
+                " divide it with uneven_batch().",
+                rank=error.rank,
+            )
         if reason is Reason.LOST:
             how = f"broke: {text or 'the process ended or the network failed'}"
         elif reason is Reason.DONE:

@@ -59,6 +59,9 @@ class Reason(enum.IntEnum):
     FAILED = 5
 
 
+HAS_FINISHED = "finished"
+"""Goes with ``DONE`` where the rank needs no communicator any more, whoever else may."""
+
 KINDS = (
     "nothing",
     "all_reduce",
