@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from worker.core.launch_report import environment_dump
+from worker.core.launch_report import LastWords, environment_dump, read_words
+from worker.last_words import FILE_NAME, VARIABLE
 from worker.launch_guardian import Guardian
 from worker.launch_terminal import say
 
@@ -62,11 +63,15 @@ class Child:
     output: int
     returncode: int | None = None
     restarts: int = 0
+    words_file: int = -1
+    order: int = 0
+    stopped: bool = False
     last_lines: collections.deque[bytes] = field(
         default_factory=lambda: collections.deque[bytes](maxlen=LAST_LINES)
     )
     open: bool = True
     _rest: bytes = b""
+    _words: bytes = b""
     _log: int = -1
     _log_failed: bool = False
 
@@ -115,6 +120,7 @@ class Child:
         """Sends a signal to the process and everything that it started in its group."""
         if self.returncode is not None:
             return
+        self.stopped = self.stopped or number not in _FORWARDED_TOO
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:  # it is so young that it leads no group yet
@@ -134,6 +140,20 @@ class Child:
         self.returncode = os.waitstatus_to_exitcode(status)
         guardian.withdraw(self.pid)
         return True
+
+    def words(self) -> LastWords:
+        """What it has let the launcher know so far."""
+        if self.words_file >= 0:
+            self._words = os.pread(self.words_file, _CHUNK, 0)
+        return read_words(self._words.decode(errors="replace"))
+
+    def forget(self) -> None:
+        """Closes all that belongs to it here; what it has noted stays known."""
+        self.close()
+        if self.words_file >= 0:
+            self.words()
+            os.close(self.words_file)
+            self.words_file = -1
 
     def close(self) -> None:
         """Closes its output and log."""
@@ -158,21 +178,24 @@ def spawn(recipe: Recipe, guardian: Guardian) -> Child:
         Forked: in the new process, if the recipe says so.
     """
     log = _open_log(recipe)
+    words = os.memfd_create(FILE_NAME)
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     # Until the new process has its own handlers, a signal to it would run the launcher's and be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_RESET_SIGNALS, *_FORWARDED_TOO))
+    launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
+        os.environ[VARIABLE] = f"/proc/{launcher}/fd/{words}"
         _become(recipe, write_end, guardian, mask)
-        for descriptor in (log, read_end, write_end):
+        for descriptor in (log, words, read_end, write_end):
             os.close(descriptor)
         raise Forked(recipe)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(write_end)
     os.set_blocking(read_end, False)
-    return Child(recipe, pid, read_end, _log=log)
+    return Child(recipe, pid, read_end, words_file=words, _log=log)
 
 
 def _open_log(recipe: Recipe) -> int:

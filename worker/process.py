@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from worker import last_words
 from worker.config import SecurityContext, load_settings
 from worker.errors import (
     SIGTERM_EXIT_CODE,
@@ -30,6 +31,7 @@ from worker.errors import (
     WorkerError,
 )
 from worker.in_words import in_words, show_errors_in_words
+from worker.failures import is_consequence, is_good_exit, reason_of
 from worker.keyring import load_keyring
 from worker.sigterm import on_sigterm
 
@@ -52,6 +54,7 @@ class _Process:
         self.hooked = False
         self.exit: SystemExit | None = None
         self.interrupted = False
+        self.said = False
 
 
 _process = _Process()
@@ -112,8 +115,8 @@ def init(backend: str | None = None) -> Session:
         SystemExit: while it waited it was asked to leave, by SIGTERM (exit code 143) or a drain (0), or the
             job ended well before this worker, a spare, was needed (0).
 
-    An error that the script does not catch ends it with one sentence and the error's exit code, now and later;
-    the traceback is shown with MS_LOG_LEVEL=DEBUG.
+    An error that the script does not catch ends it with one sentence and the error's exit code, now and
+    later; the traceback is shown with MS_LOG_LEVEL=DEBUG.
     """
     if _process.session is not None and not _process.session.released:
         return _process.session
@@ -121,6 +124,7 @@ def init(backend: str | None = None) -> Session:
     leaving = _Leaving()
     try:
         with on_sigterm(leaving.ask):
+            _process.said = False
             session = open_session(os.environ, _process.context, backend, sleep=leaving.sleep)
             _process.session = leaving.session = session
             leaving.check()
@@ -139,7 +143,7 @@ def init(backend: str | None = None) -> Session:
 
 
 def _is_good_end(error: BaseException) -> bool:
-    """Whether this worker is to end without an error: it leaves as asked, or the job has ended well without it."""
+    """Whether this worker ends without an error: it leaves as asked, or the job ended well without it."""
     if isinstance(error, WorkerError):
         return isinstance(error, LeaveGranted) or error.exit_code == 0
     return isinstance(error, LeaveNow)
@@ -371,6 +375,10 @@ def _at_exit() -> None:
 
 
 def _end(error: BaseException | None) -> None:
+    if error is not None and not _process.said and not is_good_exit(error):
+        _process.said = True
+        left = isinstance(error, LeaveGranted | LeaveNow)
+        last_words.note(error=reason_of(error), consequence=is_consequence(error), left=left)
     if _process.session is not None:
         with contextlib.suppress(WorkerError, KeyboardInterrupt):
             _process.session.end(error)

@@ -10,9 +10,11 @@
 
 What is within ``with step`` is redone when a change of members breaks it; the next round gives the same
 batch again, divided among the new members. A step counts as done when the block ends without an error:
-then the position moves on. A worker that is asked to leave, by SIGTERM or a drain, gets LeaveGranted out of
-the loop, so that what stands after it does not run as if the training were complete. Change the state (parameters, optimizer) only after the last collective of the
+then the position moves on. Change the state (parameters, optimizer) only after the last collective of the
 block, and read the session's rank and communicator anew in each step.
+
+A worker that is asked to leave, by SIGTERM or a drain, gets LeaveGranted out of the loop, so that what stands
+after it does not run as if the training were complete.
 """
 
 from __future__ import annotations
