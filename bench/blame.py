@@ -114,9 +114,9 @@ def launch(way: str, rank: int, *, workers: int, step: int) -> str:
         (directory / "script.py").write_text(SCRIPT)
         root = str(Path(__file__).resolve().parent.parent)
         kept = {key: value for key, value in os.environ.items() if not key.startswith("MS_")}
+        launcher = [sys.executable, "-m", "worker", "-n", str(workers), "--scheduler"]
         done = subprocess.run(
-            [sys.executable, "-m", "worker", "-n", str(workers), "--scheduler", "--"]
-            + [sys.executable, "script.py", way, str(rank), str(step)],
+            [*launcher, "--", sys.executable, "script.py", way, str(rank), str(step)],
             cwd=directory,
             env={**kept, "PYTHONPATH": root, "MS_BACKEND": "tcp", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
@@ -138,10 +138,10 @@ def judge(way: Way, rank: int, workers: int, code: int, said: str) -> str:
         return f"worker {rank} is not the one that is blamed"
     blame = said[said.index(heads[0]) :]
     shown = [line for line in blame.splitlines()[1:] if line.startswith("    ")]
-    if way.words not in blame:
-        return f"{way.words!r} is not shown"
     if any(word in line for line in shown for word in ("PeerLostError", "MembershipChanged")):
         return "what others failed with is shown as the cause"
+    if way.words not in blame:
+        return f"{way.words!r} is not shown"
     others = [line for line in blame.splitlines() if line.startswith("muster: worker ")][1:]
     if len(others) != workers - 1:
         return f"there are {len(others)} lines for {workers - 1} others"

@@ -30,8 +30,8 @@ from worker.errors import (
     SettingsError,
     WorkerError,
 )
-from worker.in_words import in_words, show_errors_in_words
 from worker.failures import is_consequence, is_good_exit, reason_of
+from worker.in_words import in_words, show_errors_in_words
 from worker.keyring import load_keyring
 from worker.sigterm import on_sigterm
 

@@ -195,9 +195,9 @@ def _assignment(body: pb.Assignment) -> m.Assignment:
 
 
 def _first_loss(body: pb.Assignment | pb.Suspended | pb.Ended) -> m.FirstLoss | None:
-    if not body.HasField("first_loss"):
-        return None
     loss = body.first_loss
+    if not loss.node_id:
+        return None
     exit_code = _number("exit_code", loss.exit_code, 0, 255)
     return m.FirstLoss(one_line(loss.node_id), loss.incarnation, one_line(loss.sentence), exit_code)
 
