@@ -131,7 +131,7 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
         alone: it leaves without having handed over, since there is no scheduler, or there is no next
             generation, or nobody in that holds the training state: it should save that. The step under way
             may be broken, and the others may be unable to go on.
-        exit_code: 143 where SIGTERM asked for it, so that no platform takes the training for complete; else 0.
+        exit_code: 143 where SIGTERM asked for it, so that no platform takes the training for complete; or 0.
         logged: the log has it already.
     """
 

@@ -1,4 +1,4 @@
-"""A script that does not catch a Muster error ends with its sentence and its exit code, not with a traceback."""
+"""A script that does not catch a Muster error ends with its sentence and exit code, not with a traceback."""
 
 from __future__ import annotations
 

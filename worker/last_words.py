@@ -1,4 +1,4 @@
-"""What a worker lets its launcher know of its end: who it was, what ended it, who the scheduler says was first.
+"""What a worker lets its launcher know: who it is, what ended it, who was the first to go.
 
 The launcher sees exit codes and signals only, in the order in which processes end, which is not the order in
 which they failed. So it gives each worker a file in memory, named by MUSTER_LAST_WORDS, and reads it when
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 VARIABLE = "MUSTER_LAST_WORDS"
 FILE_NAME = "muster-last-words"
@@ -20,7 +21,9 @@ def note(**facts: object) -> None:
     if not path:
         return
     try:
-        if not os.readlink(path).startswith(f"/memfd:{FILE_NAME}"):  # another process has the number by now
+        if not str(Path(path).readlink()).startswith(
+            f"/memfd:{FILE_NAME}"
+        ):  # another process has the number by now
             return
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except OSError:

@@ -65,11 +65,10 @@ class Launcher:
     """Runs one launch from start to end.
 
     Args:
-        scheduler: how to start the scheduler, or None when it runs elsewhere.
         policy: see :class:`Policy`.
     """
 
-    def __init__(self, scheduler: Recipe | None, policy: Policy) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._guardian = Guardian()
         self._selector = selectors.DefaultSelector()
@@ -91,13 +90,24 @@ class Launcher:
         self._failed_at: float | None = None
         self._settled = False
         self._ended_count = 0
-        if scheduler is not None:
-            self._scheduler = self._start(scheduler)
+
+    def start_scheduler(self, recipe: Recipe | None) -> None:
+        """Starts the scheduler, beside all that is done before the workers start; None: it runs elsewhere.
+
+        Raises:
+            SettingsError: its log cannot be written.
+        """
+        if recipe is not None:
+            self._scheduler = self._start(recipe)
 
     # ------------------------------------------------------------ the loop
 
     def run(self, workers: Sequence[Recipe]) -> int:
-        """Starts the workers and returns the exit code of the launch when everything has ended."""
+        """Starts the workers and returns the exit code of the launch when everything has ended.
+
+        Raises:
+            SettingsError: a log cannot be written.
+        """
         for recipe in workers:
             self._workers.append(self._start(recipe))
         while self._alive():
@@ -170,8 +180,8 @@ class Launcher:
     def _working(self) -> bool:
         return any(worker.returncode is None for worker in self._workers)
 
-    def _start(self, recipe: Recipe) -> Child:
-        child = spawn(recipe, self._guardian)
+    def _start(self, recipe: Recipe, *, again: bool = False) -> Child:
+        child = spawn(recipe, self._guardian, log_needed=not again)
         self._selector.register(child.output, selectors.EVENT_READ, child)
         return child
 
@@ -211,7 +221,7 @@ class Launcher:
         if child.restarts < self._policy.max_restarts:
             count = f"{child.restarts + 1} of {self._policy.max_restarts}"
             say(f"worker {child.label} {how}; starting it again ({count})")
-            again = self._start(child.recipe)
+            again = self._start(child.recipe, again=True)
             again.restarts = child.restarts + 1
             self._workers[self._workers.index(child)] = again
             return
@@ -240,7 +250,7 @@ class Launcher:
             return
         if child.restarts < self._policy.max_restarts:
             say(f"the scheduler {_how(code)}; starting it again")
-            self._scheduler = self._start(child.recipe)
+            self._scheduler = self._start(child.recipe, again=True)
             self._scheduler.restarts = child.restarts + 1
             return
         self._blame(child, code)

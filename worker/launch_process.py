@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from worker.core.launch_report import LastWords, environment_dump, read_words
+from worker.errors import SettingsError
 from worker.last_words import FILE_NAME, VARIABLE
 from worker.launch_guardian import Guardian
 from worker.launch_terminal import say
@@ -171,13 +172,26 @@ def timestamp() -> bytes:
     ).encode()
 
 
-def spawn(recipe: Recipe, guardian: Guardian) -> Child:
+def spawn(recipe: Recipe, guardian: Guardian, *, log_needed: bool = True) -> Child:
     """Starts a process in a session and process group of its own, reading nothing, writing to a pipe.
+
+    Args:
+        recipe: what to start.
+        guardian: kills it should the launcher be killed.
+        log_needed: nothing is started if its log cannot be written; else it only loses that.
 
     Raises:
         Forked: in the new process, if the recipe says so.
+        SettingsError: its log cannot be written.
     """
-    log = _open_log(recipe)
+    try:
+        log = _open_log(recipe)
+    except OSError as error:
+        told = f"{recipe.log_path} cannot be written ({error.strerror})"
+        if log_needed:
+            raise SettingsError(f"The log {told}; name another place with --log-dir.") from error
+        say(f"{told}; its output is lost")
+        log = os.open(os.devnull, os.O_WRONLY)
     words = os.memfd_create(FILE_NAME)
     read_end, write_end = os.pipe()
     sys.stdout.flush()
@@ -206,7 +220,13 @@ def _open_log(recipe: Recipe) -> int:
     ]
     # For its owner only: what a program prints, or is called with, may be secret.
     log = os.open(recipe.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.write(log, ("\n".join(head) + "\n").encode())
+    data = ("\n".join(head) + "\n").encode()
+    try:
+        while data:
+            data = data[os.write(log, data) :]
+    except OSError:
+        os.close(log)
+        raise
     return log
 
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from worker.core.launch_words import HostShare
 from worker.errors import SettingsError
 
+WORKERS_ANYWHERE = 32
+WORKERS_PER_CORE = 8
+"""More than both start so slowly, or take so much memory, that the number is more likely a slip."""
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -64,20 +68,24 @@ class Request:
     meeting: str = ""
     """The scheduler's host, where hosts without a number must find out which of them it is."""
 
+    oversubscribe: bool = False
+    """More workers than the cores can carry are wanted."""
+
 
 # ---------------------------------------------------------------- who starts where
 
 
-def plan_layout(request: Request, *, here: Collection[str], devices: int) -> Layout:
+def plan_layout(request: Request, *, here: Collection[str], devices: int, cores: int = 0) -> Layout:
     """Decides how many workers this host starts and what their ranks are.
 
     Args:
         request: the options.
         here: the names and addresses by which a host list, or ``--join``, may mean this host.
         devices: GPUs this host offers; 0 when it has none.
+        cores: that this host offers; 0: not known.
 
     Raises:
-        SettingsError: the options contradict each other, or ask for more devices than there are.
+        SettingsError: the options contradict each other, or ask for more than there is.
     """
     if request.hosts:
         layout = _layout_of_hosts(request, set(here))
@@ -90,6 +98,13 @@ def plan_layout(request: Request, *, here: Collection[str], devices: int) -> Lay
             f"{layout.local_size} workers are asked for on this host, which offers {devices} "
             f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own. "
             "Ask for fewer, or for CPU workers with --devices none."
+        )
+    most = max(WORKERS_ANYWHERE, WORKERS_PER_CORE * cores)
+    if cores and layout.local_size > most and not request.oversubscribe:
+        raise SettingsError(
+            f"{layout.local_size} workers are asked for on this host, whose {cores} "
+            f"{'core' if cores == 1 else 'cores'} can carry {most}; "
+            "ask for fewer, or add --oversubscribe if you mean it."
         )
     return layout
 

@@ -1,4 +1,4 @@
-"""What the launcher writes about processes: the head of a log, how one ended, who was first, whose lines show."""
+"""What the launcher writes of processes: a log's head, how one ended, who failed first, whose lines show."""
 
 from __future__ import annotations
 
