@@ -94,12 +94,14 @@ class Launch:
         self.warm = False
         request = launch_options.request(options, env)
         self._meeting = request.meeting
-        self._devices = launch_devices.offered_devices(env, options.devices, gpus)
+        self._table_devices = launch_ranks.table_devices(env)
+        self._devices = self._offered(gpus)
         here = launch_devices.local_names(
             filter(None, [request.meeting, *(host.name for host in request.hosts)])
         )
         cores = len(launch_devices.cores())
-        self.layout = plan_layout(request, here=here, devices=len(self._devices), cores=cores)
+        count = len(self._devices or self._table_devices)
+        self.layout = plan_layout(request, here=here, devices=count, cores=cores)
         self.command = _resolved(options.command, env)
         _check_python(self.command, env)
         host, port = self._scheduler_address()
@@ -117,8 +119,24 @@ class Launch:
             host=socket.gethostname(),
             devices=len(self._devices),
             cores=launch_devices.cores() if self._options.bind_cores else (),
+            device_ids=self._table_devices,
         )
-        return launch_ranks.with_table_ranks(workers, self._env)
+        workers = launch_ranks.with_table_ranks(workers, self._env)
+        launch_ranks.check_rank_ids(workers, self._env)
+        return workers
+
+    def _offered(self, gpus: int) -> tuple[str, ...]:
+        """The devices that workers may have: those asked for, else those of the rank table, else all."""
+        offered = launch_devices.offered_devices(self._env, self._options.devices, gpus)
+        asked = self._options.devices != "all" or "CUDA_VISIBLE_DEVICES" in self._env
+        if asked or not offered or not self._table_devices:
+            return offered
+        numbers = ",".join(map(str, self._table_devices))
+        try:
+            return launch_devices.offered_devices(self._env, numbers, gpus)
+        except SettingsError as error:
+            told = f"The rank table gives devices {numbers} to this host, which offers {', '.join(offered)}."
+            raise SettingsError(told) from error
 
     def policy(self) -> Policy:
         """How the launcher is to act when processes end."""
@@ -265,7 +283,8 @@ class Launch:
 
     def _device_variables(self) -> dict[str, str]:
         """Narrowed devices reach the workers as CUDA_VISIBLE_DEVICES; ``none`` hides them all."""
-        if self._options.devices == "all":
+        narrowed = self._table_devices and self._devices and "CUDA_VISIBLE_DEVICES" not in self._env
+        if self._options.devices == "all" and not narrowed:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)}
 

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from certs.log_lines import BoundedFormatter
 from worker import last_words
 from worker.config import SecurityContext, load_settings
 from worker.errors import (
@@ -288,7 +289,7 @@ def _set_up_log(level: str) -> None:
     logger = logging.getLogger("muster")
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        handler.setFormatter(BoundedFormatter())
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)

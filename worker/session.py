@@ -18,7 +18,13 @@ from worker.core import events as e
 from worker.core import membership as machine
 from worker.core import messages as m
 from worker.core.lone_leave import LoneLeave
-from worker.errors import CommunicatorError, MembershipChanged, NotInitializedError, RefusedError
+from worker.errors import (
+    CommunicatorError,
+    MembershipChanged,
+    NotInitializedError,
+    RefusedError,
+    SettingsError,
+)
 from worker.failures import exit_code_of, is_consequence, is_good_exit, reason_of
 from worker.groups import Groups
 from worker.session_facts import SessionFacts
@@ -216,6 +222,8 @@ class Session(SessionFacts):
             try:
                 build = self._client.next_build()
                 place = build.assignment
+                if self._assignment is None:
+                    self._check_rank_id(place)
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
                 communicator = self._builder.build(build, ordinal)
                 if not self._client.built(place.generation):
@@ -241,6 +249,15 @@ class Session(SessionFacts):
                 place.reason,
             )
             return
+
+    def _check_rank_id(self, place: m.Assignment) -> None:
+        """Refuses a RANK_ID that is not this worker's rank; with members missing, ranks may move up."""
+        told = self.settings.rank_id
+        if told not in (-1, place.rank) and len(place.members) == self.settings.worker_num:
+            raise SettingsError(
+                f"RANK_ID is {told}, but this worker, node {self._profile.node_id}, has rank {place.rank}.",
+                remedy="Unset it, or set MS_NODE_ID, or RANK_TABLE_FILE, such that the ranks agree.",
+            )
 
     # ------------------------------------------------------------ the end
 

@@ -111,7 +111,12 @@ OWN = """raise ArrayError("This array is not contiguous.") from {cause}"""
     ("line", "code", "first", "last"),
     [
         (OWN.format(cause=None), 1, "muster: mine.py, line 6: This array", "is not contiguous."),
-        (OWN.format(cause="OSError('reset')"), 1, "muster: mine.py, line 6: This array", "is not contiguous."),
+        (
+            OWN.format(cause="OSError('reset')"),
+            1,
+            "muster: mine.py, line 6: This array",
+            "is not contiguous.",
+        ),
         (OWN.format(cause="ValueError('mine')"), 1, "ValueError: mine", "This array is not contiguous."),
         ("raise worker.SettingsError('Wrong.')", 2, "muster: mine.py, line 6: Wrong.", "Wrong."),
         ("raise ValueError('mine')", 1, "Traceback (most recent call last):", "ValueError: mine"),
