@@ -17,8 +17,8 @@ Starts the workers of a training job on this host, and the scheduler if asked, a
 Each worker gets its environment (MS_ROLE, MS_WORKER_NUM, MS_LOCAL_INDEX, MS_NODE_ID, the scheduler's
 address, its device) and a log of its own, LOG_DIR/worker_<rank>.log. Where the rank is not known beforehand
 (--nnodes without --node-rank, or a node id of one's own) that is LOG_DIR/worker_<host>_<index>.log. When one
-fails, the others are ended and the launch ends with that one's exit code and last lines. No ssh: on several
-hosts, type the same command on each.
+fails, the others are ended and the launch ends with exit code and last lines of the one that failed first. No
+ssh: on several hosts, type the same command on each.
 
 other commands:
   python -m worker check [options]      form the job without training, and say what differs or is slow
@@ -38,7 +38,7 @@ examples:
     python -m worker --nnodes 2 --nproc-per-node 8 --join 10.0.0.1:6667 --config c.json -- python train.py
 
 exit code: 0 when all workers ended well; otherwise that of the first that failed (128 + number for a
-signal); 2 for a mistake in the options."""
+signal); 143 when all left because of SIGTERM; 2 for a mistake in the options."""
 
 
 def parser() -> argparse.ArgumentParser:
