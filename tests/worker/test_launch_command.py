@@ -162,12 +162,12 @@ def rank_table(directory: Path, *devices: int, host: str = "127.0.0.1") -> str:
 
 @pytest.mark.parametrize("variable", ["RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"])
 def test_devices_and_their_number_come_from_the_rank_table(tmp_path: Path, variable: str) -> None:
-    env = {variable: rank_table(tmp_path, 4, 5, 7, 6)}
-    made = launch(tmp_path, gpus=8, **env)
+    table = rank_table(tmp_path, 4, 5, 7, 6)
+    made = launch(tmp_path, gpus=8, **{variable: table})  # type: ignore[arg-type]
     assert made.layout.local_size == 4
     assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in made.worker_recipes()] == ["4,5,7,6"] * 4
     assert [recipe.env["DEVICE_ID"] for recipe in made.worker_recipes()] == ["0", "1", "2", "3"]
-    without_gpus = launch(tmp_path, **env)
+    without_gpus = launch(tmp_path, **{variable: table})  # type: ignore[arg-type]
     assert [worker.env["DEVICE_ID"] for worker in without_gpus.workers] == ["4", "5", "7", "6"]
     assert [worker.rank for worker in without_gpus.workers] == [0, 1, 2, 3]
 
