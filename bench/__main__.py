@@ -18,6 +18,7 @@ COMMANDS = {
     "loss-curve": "loss of ResNet-50 by step, against DistributedDataParallel",
     "sharded": "memory and step time with the optimizer's state divided among the ranks",
     "start": "time from the start command of a GPU job to the end of its first AllReduce",
+    "blame": "whether a launch says who failed first, for each way to fail on each rank",
     "recovery": "time from the loss of a worker to the next good step",
     "flood": "a job beside a flood of TLS handshakes: members lost, joins, memory",
     "scale": "how many workers one scheduler carries",

@@ -78,7 +78,17 @@ def _muster(options: argparse.Namespace, directory: Path) -> list[str]:
         stdout=subprocess.DEVNULL,
     )
     return [
-        *(sys.executable, "-m", "worker", "-n", str(options.workers), "--scheduler", "--tail", "none"),
+        *(
+            sys.executable,
+            "-m",
+            "worker",
+            "-n",
+            str(options.workers),
+            "--oversubscribe",
+            "--scheduler",
+            "--tail",
+            "none",
+        ),
         *("--start", options.start, "--devices", "none"),
         *("--config", str(keys / "config.json"), "--password-file", str(password)),
         *("--", sys.executable, str(HERE / "formation_worker.py")),

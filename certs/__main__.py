@@ -18,8 +18,8 @@ The scheduler gives a place only to workers of its job, and a node's place only 
 
 _EPILOG = """\
 passwords: --password-file FILE, else MS_CERTS_PASSWORD or MS_CERTS_PASSWORD_FILE, else a prompt.
-  Where MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD (or that with _FILE) is set, it protects the .p12 files of
-  that side.
+  A side's .p12 files may have one of their own: --server-password-file, --client-password-file; without any
+  of these options MS_SERVER_PASSWORD and MS_CLIENT_PASSWORD (or those with _FILE).
 
 examples:
   python -m certs init --dir certificates --job resnet --hosts sched.example.org,10.0.0.1
@@ -87,6 +87,7 @@ def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     init.add_argument("--force", action="store_true", help="overwrite an authority that is there")
     _add_password(init, "; a new random one is written there if there is none")
+    _add_role_passwords(init)
 
 
 def _add_issue(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -100,6 +101,7 @@ def _add_issue(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     issue.add_argument("--out", type=Path, metavar="FILE", help="default: DIR/<role>[-<node>].p12")
     issue.add_argument("--force", action="store_true", help="overwrite FILE")
     _add_password(issue)
+    _add_role_passwords(issue)
 
 
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -162,6 +164,16 @@ def _add_hosts(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_days(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--days", type=int, default=365, metavar="N", help="validity in days (365)")
+
+
+def _add_role_passwords(parser: argparse.ArgumentParser) -> None:
+    for side, files in (("server", "server.p12"), ("client", "client.p12 and operator.p12")):
+        parser.add_argument(
+            f"--{side}-password-file",
+            type=Path,
+            metavar="FILE",
+            help=f"password of {files}, where it differs from --password-file",
+        )
 
 
 def _add_password(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -45,7 +45,9 @@ def init(options: argparse.Namespace, env: Environment) -> None:
         "client.p12": _identity(options.job, "worker"),
         "operator.p12": _identity(options.job, "operator"),
     }
-    secrets_by_role = {each.role: _role_password(each.role, env, password) for each in identities.values()}
+    secrets_by_role = {
+        each.role: _role_password(each.role, options, env, password) for each in identities.values()
+    }
     host_names(hosts), check_days(options.days)  # whatever is wrong shows before anything is written
     authority = create_authority(
         directory, password, name=options.name, days=options.ca_days, parent=parent, force=options.force
@@ -77,7 +79,7 @@ def issue(options: argparse.Namespace, env: Environment) -> None:
     password = _password(options, env)
     authority = open_authority(options.dir, password)
     issued = authority.issue(identity, hosts, days=options.days)
-    _write_p12(target, issued, _role_password(options.role, env, password), replace=options.force)
+    _write_p12(target, issued, _role_password(options.role, options, env, password), replace=options.force)
     print(f"{target}: {identity.uri()}, good until {issued.certificate.not_valid_after_utc:%Y-%m-%d}")
 
 
@@ -224,10 +226,18 @@ def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]
 
 def _source(variable: str, options: argparse.Namespace, env: Environment) -> str:
     """How to give a role's password to whoever needs it: as this command was given it."""
-    if env.get(variable):
+    file = _role_file(variable, options) or options.password_file
+    if file is None and env.get(variable):
         return f"{variable}=... (as set here)"
-    file = env.get(f"{variable}_FILE") or options.password_file or "FILE"
+    file = file or env.get(f"{variable}_FILE") or "FILE"
     return f"{variable}_FILE={shlex.quote(str(file))}"
+
+
+def _role_file(variable: str, options: argparse.Namespace) -> Path | None:
+    """The file that an option names for a role's password."""
+    scheduler = variable == "MS_SERVER_PASSWORD"
+    named: Path | None = options.server_password_file if scheduler else options.client_password_file
+    return named
 
 
 def _own_hosts() -> list[str]:
@@ -266,9 +276,20 @@ def _ask_twice(question: str) -> str | None:
     return first
 
 
-def _role_password(role: str, env: Environment, default: bytes) -> bytes:
-    """A role's own password where one is set, so that its hosts need not know the authority's."""
+def _role_password(role: str, options: argparse.Namespace, env: Environment, default: bytes) -> bytes:
+    """A role's own password where one is given, so that its hosts need not know the authority's.
+
+    Options go before the environment, --password-file too: a variable that was set for another job would
+    otherwise make files that the one named does not open.
+    """
     variable = "MS_SERVER_PASSWORD" if role == "scheduler" else "MS_CLIENT_PASSWORD"
+    file = _role_file(variable, options)
+    if file is not None:
+        return read_password(
+            file, "--server-password-file" if role == "scheduler" else "--client-password-file"
+        )
+    if options.password_file is not None:
+        return default
     if env.get(variable) or env.get(f"{variable}_FILE"):
         return password_for(role, env, None)
     return default

@@ -283,7 +283,15 @@ def _recovery_path(read: Environment) -> Path | None:
 
 
 def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
-    path = read.path("RANK_TABLE_FILE")
+    name, path = "RANK_TABLE_FILE", read.path("RANK_TABLE_FILE")
+    old = read.path("MINDSPORE_HCCL_CONFIG_PATH")  # its old name
+    if path is not None and old is not None and path != old:
+        raise SettingsError(
+            f"RANK_TABLE_FILE is '{path}', and MINDSPORE_HCCL_CONFIG_PATH, its old name, is '{old}';"
+            " set only one of them."
+        )
+    if path is None:
+        name, path = "MINDSPORE_HCCL_CONFIG_PATH", old
     if path is None:
         return None
     from scheduler.core.rank_table import RankTableError, parse_rank_table
@@ -292,16 +300,16 @@ def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
         with path.open("rb") as file:
             raw = file.read(RANK_TABLE_MAX_BYTES + 1)
         if len(raw) > RANK_TABLE_MAX_BYTES:
-            raise SettingsError(f"RANK_TABLE_FILE must be at most 16 MiB; '{path}' is larger.")
+            raise SettingsError(f"{name} must be at most 16 MiB; '{path}' is larger.")
         table: RankTable = parse_rank_table(json.loads(raw))
     except OSError as error:
-        raise SettingsError(f"RANK_TABLE_FILE cannot be read: '{path}': {error.strerror}.") from error
+        raise SettingsError(f"{name} cannot be read: '{path}': {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, RankTableError) else f"it is not JSON ({error})."
-        raise SettingsError(f"RANK_TABLE_FILE '{path}' is no rank table: {reason.rstrip('.')}.") from error
+        raise SettingsError(f"{name} '{path}' is no rank table: {reason.rstrip('.')}.") from error
     if worker_num and len(table.entries) != worker_num:
         raise SettingsError(
-            f"MS_WORKER_NUM must be {len(table.entries)}, the number of devices in RANK_TABLE_FILE '{path}';"
+            f"MS_WORKER_NUM must be {len(table.entries)}, the number of devices in {name} '{path}';"
             f" it is '{worker_num}'."
         )
     return table

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from certs.log_lines import BoundedFormatter
 from certs.one_line import one_line
 from scheduler import systemd
 from scheduler.errors import SettingsError
@@ -27,28 +28,35 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("scheduler")
 AUDITED = frozenset(("joined", "left", "lost", "refused", "denied", "expelled", "drained", "expired"))
+FINGERPRINT_SHOWN = 23
+"""Characters: 16 hexadecimal digits with colons between."""
+
 _LOUD = frozenset(("lost", "refused", "denied", "expelled", "expired"))
 
 
-class LineFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z INFO text``; whatever the text is, it stays on one line."""
+class LineFormatter(BoundedFormatter):
+    """``2026-01-31T12:00:00.123Z INFO text``; whatever the text is, it forges no line of its own."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Formats one record; a traceback's line breaks are escaped like any other."""
+    def head(self, record: logging.LogRecord) -> str:
+        """Time and level."""
         moment = dt.datetime.fromtimestamp(record.created, dt.timezone.utc)
+        stamp = f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+        return f"{stamp} {record.levelname} "
+
+    def text(self, record: logging.LogRecord) -> str:
+        """The message; a traceback's line breaks are escaped like any other."""
         text = record.getMessage()
         if record.exc_info:
             text += " " + self.formatException(record.exc_info)
-        stamp = f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
-        return f"{stamp} {record.levelname} {one_line(text)}"
+        return one_line(text)
 
 
 class JournalFormatter(LineFormatter):
     """The same with a prefix by which systemd's journal tells how grave a line is."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Formats one record."""
-        return systemd.priority_prefix(record.levelno) + super().format(record)
+    def head(self, record: logging.LogRecord) -> str:
+        """Priority, time and level."""
+        return systemd.priority_prefix(record.levelno) + super().head(record)
 
 
 def set_up(level: str, env: Mapping[str, str]) -> None:
@@ -162,10 +170,19 @@ class Recorder:
     def _write(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
         level = logging.WARNING if kind in _LOUD else logging.INFO
         if LOG.isEnabledFor(level):
-            LOG.log(level, "%s %s", kind, fields(code=code, **facts, text=text))
+            LOG.log(level, "%s %s", kind, fields(code=code, **_brief(facts), text=text))
         if self._audit is not None and kind in AUDITED:
             extra = {"code": code} if code else {}
             self._audit.write(kind, {**extra, **facts, "text": one_line(text)})
+
+
+def _brief(facts: dict[str, object]) -> dict[str, object]:
+    """The facts for a log line: of a fingerprint as much as ``certs revoke --fingerprint`` asks for.
+
+    The audit log has it whole.
+    """
+    certificate = facts.get("certificate")
+    return facts if certificate is None else {**facts, "certificate": str(certificate)[:FINGERPRINT_SHOWN]}
 
 
 def _who(caller: Caller) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -169,12 +170,9 @@ def test_cifar10_trains_when_data_path_is_given(
     assert float(lines[-1].removeprefix("test accuracy: ")) > 0.2
 
 
-def test_errors_are_told_in_one_sentence_with_their_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "--data=cifar10"])
-    monkeypatch.delenv("DATA_PATH", raising=False)
-    assert train.main() == 1
-    assert (
-        capsys.readouterr().err == "train.py: CIFAR-10 needs the folder of its files. Set DATA_PATH to it.\n"
-    )
+def test_errors_are_told_in_one_sentence_with_their_exit_code() -> None:
+    command = [sys.executable, "train.py", "--data=cifar10"]
+    env = {**os.environ, "DATA_PATH": "", "MS_LOG_LEVEL": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "muster: CIFAR-10 needs the folder of its files. Set DATA_PATH to it.\n"

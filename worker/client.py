@@ -43,6 +43,7 @@ class Client:
         lone_leave: when a worker that is to leave goes without consent.
         recent: the last collectives, for heartbeats; only the very last while the training goes on.
         hanging_s: for how long the oldest collective under way has been so.
+        note_loss: called with who was the first to go, as soon as the scheduler says so; None: they go on.
         clock: monotonic seconds.
 
     Attributes:
@@ -59,12 +60,15 @@ class Client:
         lone_leave: LoneLeave,
         recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
         hanging_s: Callable[[], float] = lambda: 0.0,
+        note_loss: Callable[[m.FirstLoss | None], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._mint = mint
         self._recent = recent
         self._hanging_s = hanging_s
+        self._note_loss = note_loss
+        self._loss_noted = False
         self._clock = clock
         self._lone_leave = lone_leave
         self._leave_told = False
@@ -113,9 +117,9 @@ class Client:
         self._lone_leave.at_once = True
         self.expect_leave(reason)
 
-    def leave(self, *, finished: bool, reason: str) -> bool:
+    def leave(self, *, finished: bool, reason: str, consequence: bool = False, exit_code: int = 0) -> bool:
         """Says goodbye and waits until that is heard, or its deadline is over."""
-        self.post(e.Goodbye(finished, reason))
+        self.post(e.Goodbye(finished, reason, consequence, exit_code))
         with self._lock:
             while not self.standing.left and not self._closed:
                 self._wait()
@@ -220,7 +224,13 @@ class Client:
             log.info("%s", notice.sentence)
         elif isinstance(notice, e.MintUniqueIds):
             later.append(lambda: self._run_mint(notice))
+        elif isinstance(notice, e.LossKnown):
+            self._loss_noted = True
+            self._note_loss(notice.loss)
         else:
+            if isinstance(notice, e.Running) and self._loss_noted:
+                self._loss_noted = False
+                self._note_loss(None)
             error = self.standing.note(notice)
             if error is not None:
                 self.communicators.abort(error)

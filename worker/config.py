@@ -44,7 +44,7 @@ class SecurityContext(Value):
 class Settings(Value):
     """Everything a worker was told at its start. Times in seconds.
 
-    ``visible_devices`` None: all there are. ``device_id`` and ``local_index`` -1: not said.
+    ``visible_devices`` None: all there are. ``device_id``, ``local_index`` and ``rank_id`` -1: not said.
     ``node_id``, ``host_id``, ``worker_address``, ``interface``, ``backend``, ``topology`` may be empty.
     """
 
@@ -70,6 +70,7 @@ class Settings(Value):
     backend: str = ""
     visible_devices: tuple[str, ...] | None = None
     device_id: int = -1
+    rank_id: int = -1
     config_path: Path | None = None
     client_password: bytes | None = None
     allow_insecure: bool = False
@@ -121,6 +122,7 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
         backend=read.choice("MS_BACKEND", "", BACKENDS),
         visible_devices=visible_devices(env),
         device_id=read.integer("DEVICE_ID", -1, 0, MAX_DEVICES - 1),
+        rank_id=read.integer("RANK_ID", -1, 0, worker_num - 1),
         config_path=config_path,
         client_password=password,
         allow_insecure=read.flag("MS_ALLOW_INSECURE"),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from worker.errors import WorkerError
+from worker.in_words import show_errors_in_words
 
 CIFAR10_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR10_TEST_FILE = "test_batch.bin"
@@ -140,6 +141,7 @@ def load(name: str) -> Dataset:
     Raises:
         DatasetError: it is not there, or damaged.
     """
+    show_errors_in_words()  # scripts read their data before they join
     if name == "cifar10":
         if not path_given():
             raise DatasetError("CIFAR-10 needs the folder of its files.", remedy="Set DATA_PATH to it.")

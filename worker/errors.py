@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+SIGTERM_EXIT_CODE = 143
+"""What a worker ends with that left because of SIGTERM: 128 and the signal's number."""
+
 
 class WorkerError(Exception):
     """Base of everything that Muster raises in a worker.
@@ -134,12 +137,14 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
     """This worker leaves the job as it, or an operator, asked: the others go on without it.
 
     The step under way is finished and shared; what is left to do is ``session.release()``. A script that does
-    not catch it ends with that, without a traceback and with exit code 0.
+    not catch it ends with that, without a traceback and without what stands after its loop.
 
     Attributes:
         alone: it leaves without having handed over, since there is no scheduler, or there is no next
             generation, or nobody in that holds the training state: it should save that. The step under way
             may be broken, and the others may be unable to go on.
+        exit_code: 143 where SIGTERM asked for it, so that no platform takes the training for complete; or 0.
+        logged: the log has it already.
     """
 
     exit_code = 0
@@ -147,6 +152,7 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
     def __init__(self, message: str, *, alone: bool = False) -> None:
         super().__init__(message)
         self.alone = alone
+        self.logged = False
 
 
 class LeaveNow(BaseException):

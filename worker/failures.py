@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from worker.core import events as e
 from worker.errors import (
+    CommunicatorAbortedError,
     FormationTimeoutError,
     JobEndedError,
     LeaveGranted,
     LeaveNow,
+    MembershipChanged,
+    PeerLostError,
     RefusedError,
     SchedulerUnreachableError,
     SecurityError,
@@ -51,6 +54,40 @@ def reason_of(error: BaseException) -> str:
     told = error.message if isinstance(error, WorkerError) else str(error)  # its remedy is for its own script
     text = " ".join(told.split())
     return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether an error comes from what other processes did, or was raised while such an error was handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, _OF_OTHERS) or (isinstance(error, RefusedError) and error.code in _LATE):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_OF_OTHERS = (
+    CommunicatorAbortedError,
+    JobEndedError,
+    MembershipChanged,
+    PeerLostError,
+    SchedulerUnreachableError,
+)
+_LATE = ("JOB_ENDED", "SUPERSEDED")
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The code with which Python, or Muster's hook, ends a process that ``error`` ends: 0 to 255."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int):
+            return error.code & 255
+        return 0 if error.code is None else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, WorkerError) else 1
 
 
 def is_good_exit(error: BaseException) -> bool:

@@ -16,7 +16,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.core.launch_report import describe_exit, exit_status
+from worker.core.launch_report import (
+    Ending,
+    describe_exit,
+    describe_other,
+    exit_status,
+    first_failure,
+    shortened,
+)
+from worker.errors import SIGTERM_EXIT_CODE
 from worker.launch_guardian import Guardian
 from worker.launch_process import Child, Recipe, spawn, timestamp
 from worker.launch_terminal import say, write
@@ -24,8 +32,17 @@ from worker.launch_terminal import say, write
 SCHEDULER_LINGER_S = 2.0
 """How long the scheduler may take to end after its workers, or workers after it failed."""
 
+SETTLE_S = 2.0
+"""How long after a failure the scheduler's word on who failed first may take to come, and that one to end."""
+
+LOOK_S = 0.02
+"""How often it is looked for meanwhile."""
+
 STRAGGLING_S = 5.0
 """How long workers may run on after one that ended well before that is told."""
+
+OTHERS_SHOWN = 16
+"""Of so many workers the end is told in a line each."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -48,11 +65,10 @@ class Launcher:
     """Runs one launch from start to end.
 
     Args:
-        scheduler: how to start the scheduler, or None when it runs elsewhere.
         policy: see :class:`Policy`.
     """
 
-    def __init__(self, scheduler: Recipe | None, policy: Policy) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._guardian = Guardian()
         self._selector = selectors.DefaultSelector()
@@ -71,13 +87,27 @@ class Launcher:
         self._deadline: float | None = None
         self._next_signal = signal.SIGTERM
         self._straggling_at: float | None = None
-        if scheduler is not None:
-            self._scheduler = self._start(scheduler)
+        self._failed_at: float | None = None
+        self._settled = False
+        self._ended_count = 0
+
+    def start_scheduler(self, recipe: Recipe | None) -> None:
+        """Starts the scheduler, beside all that is done before the workers start; None: it runs elsewhere.
+
+        Raises:
+            SettingsError: its log cannot be written.
+        """
+        if recipe is not None:
+            self._scheduler = self._start(recipe)
 
     # ------------------------------------------------------------ the loop
 
     def run(self, workers: Sequence[Recipe]) -> int:
-        """Starts the workers and returns the exit code of the launch when everything has ended."""
+        """Starts the workers and returns the exit code of the launch when everything has ended.
+
+        Raises:
+            SettingsError: a log cannot be written.
+        """
         for recipe in workers:
             self._workers.append(self._start(recipe))
         while self._alive():
@@ -91,11 +121,22 @@ class Launcher:
                 self._overdue()
             if self._straggling_at is not None and time.monotonic() >= self._straggling_at:
                 self._tell_stragglers()
+            if self._failed_at is not None and not self._settled:
+                self._settle()
+        if self._failed_at is not None:
+            self._blame_first()
+        elif not self._status and self._workers and all(each.words().left for each in self._workers):
+            self._status = SIGTERM_EXIT_CODE if self._left_by_sigterm() else 0
         self.close()
         return self._status
 
+    def _left_by_sigterm(self) -> bool:
+        return any(worker.returncode == SIGTERM_EXIT_CODE for worker in self._workers)
+
     def _patience_s(self) -> float | None:
         """How long nothing needs to be done unless something happens; None: for ever."""
+        if self._failed_at is not None and not self._settled:
+            return LOOK_S
         ends = [end for end in (self._deadline, self._straggling_at) if end is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
@@ -111,14 +152,14 @@ class Launcher:
     def close(self) -> None:
         """Lets go of pipes, logs and the guardian."""
         for child in self._all():
-            child.close()
+            child.forget()
         self._let_go()
         self._guardian.close()
 
     def forget(self) -> None:
         """In a forked worker: closes what belongs to the launcher."""
         for child in self._all():
-            child.close()
+            child.forget()
         self._let_go()
         self._guardian.forget()
 
@@ -139,8 +180,8 @@ class Launcher:
     def _working(self) -> bool:
         return any(worker.returncode is None for worker in self._workers)
 
-    def _start(self, recipe: Recipe) -> Child:
-        child = spawn(recipe, self._guardian)
+    def _start(self, recipe: Recipe, *, again: bool = False) -> Child:
+        child = spawn(recipe, self._guardian, log_needed=not again)
         self._selector.register(child.output, selectors.EVENT_READ, child)
         return child
 
@@ -163,9 +204,10 @@ class Launcher:
 
     def _ended(self, child: Child) -> None:
         code = child.returncode or 0
+        child.order = self._ended_count = self._ended_count + 1
         if child is self._scheduler:
             self._scheduler_ended(child, code)
-        elif code and not self._stopping:
+        elif code and not self._stopping and not child.words().left:
             self._worker_failed(child, code)
         elif not self._stopping:
             self._straggling_at = time.monotonic() + STRAGGLING_S
@@ -173,27 +215,42 @@ class Launcher:
             self._workers_done()
 
     def _worker_failed(self, child: Child, code: int) -> None:
+        if self._failed_at is not None:
+            return
         how = _how(code)
         if child.restarts < self._policy.max_restarts:
             count = f"{child.restarts + 1} of {self._policy.max_restarts}"
             say(f"worker {child.label} {how}; starting it again ({count})")
-            again = self._start(child.recipe)
+            again = self._start(child.recipe, again=True)
             again.restarts = child.restarts + 1
             self._workers[self._workers.index(child)] = again
             return
-        left = sum(worker.returncode in (None, 0) for worker in self._workers)
+        left = sum(worker.returncode in (None, 0) or worker.words().left for worker in self._workers)
         if self._policy.min_workers and left >= self._policy.min_workers:
             say(f"worker {child.label} {how}; going on with {left}")
             return
-        self._blame(child, code)
-        self._stop(signal.SIGTERM)
+        self._failed_at = time.monotonic()
+
+    def _settle(self) -> None:
+        """Ends the workers that are left once it is known who failed first, and that one has ended.
+
+        Asked to end before, it might not come to say why it fails.
+        """
+        assert self._failed_at is not None
+        if first_failure(self._endings()).sure or time.monotonic() >= self._failed_at + SETTLE_S:
+            self._settled = True
+            if not self._stopping:
+                self._stop(signal.SIGTERM)
+
+    def _endings(self) -> list[Ending]:
+        return [Ending(each.returncode, each.order, each.stopped, each.words()) for each in self._workers]
 
     def _scheduler_ended(self, child: Child, code: int) -> None:
         if not code or self._stopping or not self._working():
             return
         if child.restarts < self._policy.max_restarts:
             say(f"the scheduler {_how(code)}; starting it again")
-            self._scheduler = self._start(child.recipe)
+            self._scheduler = self._start(child.recipe, again=True)
             self._scheduler.restarts = child.restarts + 1
             return
         self._blame(child, code)
@@ -205,7 +262,8 @@ class Launcher:
         scheduler = self._scheduler
         if scheduler is None or scheduler.returncode is not None:
             return
-        if self._stopping:
+        if self._stopping or self._failed_at is not None:
+            self._stopping = True
             scheduler.signal(signal.SIGTERM)
             self._give(self._policy.grace_s, then=signal.SIGKILL)
         else:
@@ -222,13 +280,39 @@ class Launcher:
 
     # ------------------------------------------------------------ endings
 
-    def _blame(self, child: Child, code: int) -> None:
+    def _blame(self, child: Child, code: int, why: str = "") -> None:
         """Takes this process's code as the launch's and shows why it ended."""
-        self._status = self._status or exit_status(code)
+        self._status = self._status or exit_status(code) or 1
         where = f"pid {child.pid} on {os.uname().nodename}"
+        if why:
+            say(shortened(f"{self._name(child)} failed first: {why}"))
         say(f"{self._name(child)} ({where}) {_how(code)}; the end of {child.recipe.log_path}:")
         for line in child.last_lines:
             write(sys.stderr.fileno(), b"    " + line + b"\n")
+
+    def _blame_first(self) -> None:
+        """Shows who failed first, and how, and of each other worker in a line how it ended."""
+        endings = self._endings()
+        verdict = first_failure(endings)
+        first = verdict.elsewhere
+        if verdict.index is not None:
+            child, words = self._workers[verdict.index], endings[verdict.index].words
+            lost = next((e.words.first for e in endings if e.words.first is not None), None)
+            seen = lost.sentence if lost is not None and not words.error else ""
+            self._blame(child, child.returncode or 0, words.error or seen)
+        elif first is not None:
+            self._status = self._status or first.exit_code or self._first_code(endings) or 1
+            say(shortened(f"the first to fail runs elsewhere, where its log says more: {first.sentence}"))
+        others = [i for i, each in enumerate(endings) if i != verdict.index and each.code is not None]
+        for i in others[:OTHERS_SHOWN]:
+            say(shortened(f"worker {self._workers[i].label} {describe_other(endings[i], _SIGNAL_NAMES)}"))
+        if len(others) > OTHERS_SHOWN:
+            say(f"and {len(others) - OTHERS_SHOWN} more")
+
+    @staticmethod
+    def _first_code(endings: Sequence[Ending]) -> int:
+        failed = sorted((each for each in endings if each.failed), key=lambda each: each.order)
+        return exit_status(failed[0].code or 0) if failed else 0
 
     def _name(self, child: Child) -> str:
         return "the scheduler" if child is self._scheduler else f"worker {child.label}"

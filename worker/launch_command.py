@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import getpass
 import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,9 @@ from worker.errors import SettingsError
 from worker.launch import Launcher, Policy
 from worker.launch_process import Forked, Recipe
 from worker.launch_terminal import say
+
+NEEDED_MODULES = ("worker", "certs", "rendezvous", "grpc", "numpy")
+"""What every worker imports."""
 
 _SERVER_PASSWORD, _CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 
@@ -45,13 +50,18 @@ def _launch(argv: Sequence[str], held: contextlib.ExitStack) -> int:
     except KeyboardInterrupt:  # at the question for a password: nothing runs yet
         say("interrupted")
         return 130
-    launcher = Launcher(scheduler, launch.policy())
+    launcher = Launcher(launch.policy())
     try:
+        launcher.start_scheduler(scheduler)
         code = launcher.run(launch.worker_recipes())
         return launch_fork.leave(code) if launch.warm else code
     except Forked:
         launcher.forget()
         raise
+    except SettingsError as error:
+        launcher.abandon()
+        say(str(error))
+        return error.exit_code
     except BaseException:
         launcher.abandon()
         raise
@@ -84,12 +94,16 @@ class Launch:
         self.warm = False
         request = launch_options.request(options, env)
         self._meeting = request.meeting
-        self._devices = launch_devices.offered_devices(env, options.devices, gpus)
+        self._table_devices = launch_ranks.table_devices(env)
+        self._devices = self._offered(gpus)
         here = launch_devices.local_names(
             filter(None, [request.meeting, *(host.name for host in request.hosts)])
         )
-        self.layout = plan_layout(request, here=here, devices=len(self._devices))
+        cores = len(launch_devices.cores())
+        count = len(self._devices or self._table_devices)
+        self.layout = plan_layout(request, here=here, devices=count, cores=cores)
         self.command = _resolved(options.command, env)
+        _check_python(self.command, env)
         host, port = self._scheduler_address()
         self._common = {"MS_SCHED_HOST": host, "MS_SCHED_PORT": port, **self._job_variables()}
         self.workers = self._planned()
@@ -105,8 +119,24 @@ class Launch:
             host=socket.gethostname(),
             devices=len(self._devices),
             cores=launch_devices.cores() if self._options.bind_cores else (),
+            device_ids=self._table_devices,
         )
-        return launch_ranks.with_table_ranks(workers, self._env)
+        workers = launch_ranks.with_table_ranks(workers, self._env)
+        launch_ranks.check_rank_ids(workers, self._env)
+        return workers
+
+    def _offered(self, gpus: int) -> tuple[str, ...]:
+        """The devices that workers may have: those asked for, else those of the rank table, else all."""
+        offered = launch_devices.offered_devices(self._env, self._options.devices, gpus)
+        asked = self._options.devices != "all" or "CUDA_VISIBLE_DEVICES" in self._env
+        if asked or not offered or not self._table_devices:
+            return offered
+        numbers = ",".join(map(str, self._table_devices))
+        try:
+            return launch_devices.offered_devices(self._env, numbers, gpus)
+        except SettingsError as error:
+            told = f"The rank table gives devices {numbers} to this host, which offers {', '.join(offered)}."
+            raise SettingsError(told) from error
 
     def policy(self) -> Policy:
         """How the launcher is to act when processes end."""
@@ -176,7 +206,10 @@ class Launch:
         forked: bool = False,
     ) -> Recipe:
         path = self._options.log_dir / log
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingsError(f"The log {path} cannot be written: {error.strerror}.") from error
         return Recipe(label, tuple(argv), env, path, removed, cores, forked, quiet=not shown)
 
     def _prepare_fork(self) -> bool:
@@ -187,12 +220,20 @@ class Launch:
         if not reason:
             self.warm = True
             os.environ.update(self._common_to_all())  # some libraries read theirs when they are loaded
-            launch_fork.warm_up(self._config_path)
+            self._warm_up()
             if launch_fork.threads() > 1:
                 reason = "a library has started threads"
         if reason and start == "fork":
             say(f"--start fork: {reason}; starting each worker afresh")
         return not reason
+
+    def _warm_up(self) -> None:
+        from certs.errors import CertificateError
+
+        try:
+            launch_fork.warm_up(self._config_path)
+        except CertificateError as error:
+            raise SettingsError(error.message, remedy=error.remedy) from error
 
     def _common_to_all(self) -> dict[str, str]:
         first, *others = (worker.env for worker in self.workers)
@@ -242,7 +283,8 @@ class Launch:
 
     def _device_variables(self) -> dict[str, str]:
         """Narrowed devices reach the workers as CUDA_VISIBLE_DEVICES; ``none`` hides them all."""
-        if self._options.devices == "all":
+        narrowed = self._table_devices and self._devices and "CUDA_VISIBLE_DEVICES" not in self._env
+        if self._options.devices == "all" and not narrowed:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)}
 
@@ -291,6 +333,37 @@ def _scheduler_module() -> tuple[str, ...]:
         return "-m", "scheduler"
     run = "import runpy; runpy.run_module('scheduler', run_name='__main__', alter_sys=True)"
     return "-c", f"import sys; sys.path[0] = {str(ours)!r}; {run}"
+
+
+def _check_python(command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Refuses a Python that is not this one and cannot import what a worker needs.
+
+    Raises:
+        SettingsError: it belongs to another environment, in which Muster is not installed.
+    """
+    is_python = re.fullmatch(r"python[0-9.]*", Path(command[0]).name)
+    if not is_python or launch_fork.is_this_python(command[0], env):
+        return
+    program = shutil.which(command[0], path=env.get("PATH")) or command[0]
+    script = next((word for word in command[1:] if not word.startswith("-")), "")
+    beside = str(Path(script).resolve().parent) if script.endswith(".py") else str(Path.cwd())
+    ask = (
+        f"import importlib.util as u, sys; sys.path[0] = {beside!r}; "
+        f"print(*[name for name in {NEEDED_MODULES!r} if u.find_spec(name) is None])"
+    )
+    try:
+        done = subprocess.run(
+            [program, "-c", ask], env=dict(env), capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return  # what is wrong with it the workers' logs will say
+    lacking = done.stdout.split()
+    if lacking:
+        modules = f"the module {lacking[0]}" if len(lacking) == 1 else f"the modules {', '.join(lacking)}"
+        raise SettingsError(
+            f"The command's Python is {program}, which lacks {modules}; this one is {sys.executable}.",
+            remedy="Name this one, or the script alone, or install Muster in that environment too.",
+        )
 
 
 def _with_file(variable: str) -> frozenset[str]:

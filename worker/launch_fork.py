@@ -54,7 +54,7 @@ WARM_WITH_TLS = (
 
 def refusal(command: Sequence[str], env: Mapping[str, str]) -> str:
     """Why this command cannot be started as a fork; empty if it can."""
-    if len(command) < 2 or not _same_interpreter(command[0], env):
+    if len(command) < 2 or not is_this_python(command[0], env):
         return "the command is not run by this Python"
     if command[1] == "-m":
         return "" if len(command) > 2 and not command[2].startswith("-") else "-m names no module"
@@ -68,7 +68,8 @@ def refusal(command: Sequence[str], env: Mapping[str, str]) -> str:
     return ""
 
 
-def _same_interpreter(program: str, env: Mapping[str, str]) -> bool:
+def is_this_python(program: str, env: Mapping[str, str]) -> bool:
+    """Whether a command's first word is the Python of this environment."""
     found = shutil.which(program, path=env.get("PATH"))
     if found is None or not sys.executable:
         return False

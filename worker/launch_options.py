@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,8 +17,8 @@ Starts the workers of a training job on this host, and the scheduler if asked, a
 Each worker gets its environment (MS_ROLE, MS_WORKER_NUM, MS_LOCAL_INDEX, MS_NODE_ID, the scheduler's
 address, its device) and a log of its own, LOG_DIR/worker_<rank>.log. Where the rank is not known beforehand
 (--nnodes without --node-rank, or a node id of one's own) that is LOG_DIR/worker_<host>_<index>.log. When one
-fails, the others are ended and the launch ends with that one's exit code and last lines. No ssh: on several
-hosts, type the same command on each.
+fails, the others are ended and the launch ends with exit code and last lines of the one that failed first. No
+ssh: on several hosts, type the same command on each.
 
 other commands:
   python -m worker check [options]      form the job without training, and say what differs or is slow
@@ -37,7 +38,7 @@ examples:
     python -m worker --nnodes 2 --nproc-per-node 8 --join 10.0.0.1:6667 --config c.json -- python train.py
 
 exit code: 0 when all workers ended well; otherwise that of the first that failed (128 + number for a
-signal); 2 for a mistake in the options."""
+signal); 143 when all left because of SIGTERM; 2 for a mistake in the options."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,6 +91,11 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
         default="all",
         metavar="LIST",
         help="GPUs to use, such as 4-7 or 0,2; none for CPU workers (default: all visible)",
+    )
+    group.add_argument(
+        "--oversubscribe",
+        action="store_true",
+        help="start more workers on this host than 8 for each core (and more than 32)",
     )
     group.add_argument("--bind-cores", action="store_true", help="give each worker its own part of the cores")
 
@@ -184,13 +190,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise SettingsError(f"--grace is {options.grace:g}; it must be from 0 to 3600 seconds.")
     if not 0 <= options.max_restarts <= 1000:
         raise SettingsError(f"--max-restarts is {options.max_restarts}; it must be from 0 to 1000.")
-    if options.config is not None and not options.config.is_file():
-        raise SettingsError(
-            f"--config names {options.config}, which is not a file; python -m certs init makes one."
-        )
-    if options.password_file is not None and not options.password_file.is_file():
-        raise SettingsError(f"--password-file names {options.password_file}, which is not a file.")
+    _check_file("--config", options.config, "; python -m certs init makes one")
+    _check_file("--password-file", options.password_file)
     return options
+
+
+def _check_file(option: str, path: Path | None, remedy: str = "") -> None:
+    try:
+        if path is None or stat.S_ISREG(path.stat().st_mode):
+            return
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a directory on the way that this user may not enter, say
+        raise SettingsError(f"{option} names {path}, which cannot be read: {error.strerror}.") from error
+    raise SettingsError(f"{option} names {path}, which is not a file{remedy}.")
 
 
 def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
@@ -207,6 +220,7 @@ def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
         node_rank=rank,
         hosts=hosts,
         meeting=_scheduler_host(options, env) if by_address else "",
+        oversubscribe=options.oversubscribe,
     )
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from worker.core.launch_report import environment_dump
+from worker.core.launch_report import LastWords, environment_dump, read_words
+from worker.errors import SettingsError
+from worker.last_words import FILE_NAME, VARIABLE
 from worker.launch_guardian import Guardian
 from worker.launch_terminal import say
 
@@ -62,11 +64,15 @@ class Child:
     output: int
     returncode: int | None = None
     restarts: int = 0
+    words_file: int = -1
+    order: int = 0
+    stopped: bool = False
     last_lines: collections.deque[bytes] = field(
         default_factory=lambda: collections.deque[bytes](maxlen=LAST_LINES)
     )
     open: bool = True
     _rest: bytes = b""
+    _words: bytes = b""
     _log: int = -1
     _log_failed: bool = False
 
@@ -115,6 +121,7 @@ class Child:
         """Sends a signal to the process and everything that it started in its group."""
         if self.returncode is not None:
             return
+        self.stopped = self.stopped or number not in _FORWARDED_TOO
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:  # it is so young that it leads no group yet
@@ -135,6 +142,20 @@ class Child:
         guardian.withdraw(self.pid)
         return True
 
+    def words(self) -> LastWords:
+        """What it has let the launcher know so far."""
+        if self.words_file >= 0:
+            self._words = os.pread(self.words_file, _CHUNK, 0)
+        return read_words(self._words.decode(errors="replace"))
+
+    def forget(self) -> None:
+        """Closes all that belongs to it here; what it has noted stays known."""
+        self.close()
+        if self.words_file >= 0:
+            self.words()
+            os.close(self.words_file)
+            self.words_file = -1
+
     def close(self) -> None:
         """Closes its output and log."""
         if self.open:
@@ -151,28 +172,44 @@ def timestamp() -> bytes:
     ).encode()
 
 
-def spawn(recipe: Recipe, guardian: Guardian) -> Child:
+def spawn(recipe: Recipe, guardian: Guardian, *, log_needed: bool = True) -> Child:
     """Starts a process in a session and process group of its own, reading nothing, writing to a pipe.
+
+    Args:
+        recipe: what to start.
+        guardian: kills it should the launcher be killed.
+        log_needed: nothing is started if its log cannot be written; else it only loses that.
 
     Raises:
         Forked: in the new process, if the recipe says so.
+        SettingsError: its log cannot be written.
     """
-    log = _open_log(recipe)
+    try:
+        log = _open_log(recipe)
+    except OSError as error:
+        told = f"{recipe.log_path} cannot be written ({error.strerror})"
+        if log_needed:
+            raise SettingsError(f"The log {told}; name another place with --log-dir.") from error
+        say(f"{told}; its output is lost")
+        log = os.open(os.devnull, os.O_WRONLY)
+    words = os.memfd_create(FILE_NAME)
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     # Until the new process has its own handlers, a signal to it would run the launcher's and be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_RESET_SIGNALS, *_FORWARDED_TOO))
+    launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
+        os.environ[VARIABLE] = f"/proc/{launcher}/fd/{words}"
         _become(recipe, write_end, guardian, mask)
-        for descriptor in (log, read_end, write_end):
+        for descriptor in (log, words, read_end, write_end):
             os.close(descriptor)
         raise Forked(recipe)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(write_end)
     os.set_blocking(read_end, False)
-    return Child(recipe, pid, read_end, _log=log)
+    return Child(recipe, pid, read_end, words_file=words, _log=log)
 
 
 def _open_log(recipe: Recipe) -> int:
@@ -183,7 +220,13 @@ def _open_log(recipe: Recipe) -> int:
     ]
     # For its owner only: what a program prints, or is called with, may be secret.
     log = os.open(recipe.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.write(log, ("\n".join(head) + "\n").encode())
+    data = ("\n".join(head) + "\n").encode()
+    try:
+        while data:
+            data = data[os.write(log, data) :]
+    except OSError:
+        os.close(log)
+        raise
     return log
 
 

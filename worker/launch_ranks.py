@@ -8,8 +8,9 @@ from pathlib import Path
 
 from worker.config import load_settings
 from worker.core.launch_plan import WorkerPlan
-from worker.core.rank_table_file import ranks_of
+from worker.core.rank_table_file import devices_of, ranks_of, server_ids, table_file
 from worker.errors import SettingsError
+from worker.launch_devices import local_names
 
 
 def with_table_ranks(
@@ -26,7 +27,7 @@ def with_table_ranks(
         The workers. Where file or settings are wrong their ranks stay unknown: the scheduler, or the worker,
         says what is wrong.
     """
-    file = env.get("RANK_TABLE_FILE", "").strip()
+    file = table_file(env)
     if not file:
         return tuple(workers)
     from worker.launch_ranktable import read_json  # few launches have a rank table
@@ -37,6 +38,43 @@ def with_table_ranks(
     except (SettingsError, RuntimeError):  # the latter: a home directory that is not known
         return tuple(workers)
     return tuple(replace(worker, rank=rank) for worker, rank in zip(workers, ranks, strict=True))
+
+
+def table_devices(env: Mapping[str, str]) -> tuple[int, ...]:
+    """The devices that RANK_TABLE_FILE gives to this host, in order of rank; empty: it says nothing.
+
+    Where the file is wrong, the scheduler says what is.
+
+    Raises:
+        SettingsError: its variable contradicts the old one.
+    """
+    file = table_file(env)
+    if not file:
+        return ()
+    from worker.launch_ranktable import read_json
+
+    try:
+        table = read_json(Path(file).expanduser())
+    except (SettingsError, RuntimeError):
+        return ()
+    named = set(server_ids(table))
+    here = local_names(named) | {env.get("MS_HOST_ID", ""), env.get("MS_WORKER_ADDRESS", "")}
+    return devices_of(table, here & named)
+
+
+def check_rank_ids(workers: Sequence[WorkerPlan], env: Mapping[str, str]) -> None:
+    """Refuses a RANK_ID that is not the rank of each worker that gets it.
+
+    Raises:
+        SettingsError: a worker has another rank.
+    """
+    raw = env.get("RANK_ID", "").strip()
+    other = next((each.rank for each in workers if each.rank is not None and raw != str(each.rank)), None)
+    if raw and other is not None:
+        raise SettingsError(
+            f"RANK_ID is {raw[:80]!r}, but a worker of this launch has rank {other}.",
+            remedy="Unset it: the launcher, or RANK_TABLE_FILE, gives the ranks.",
+        )
 
 
 def _places(environments: Sequence[Mapping[str, str]], root: Path) -> tuple[tuple[str, ...], list[int]]:

@@ -19,8 +19,20 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from certs.log_lines import BoundedFormatter
+from worker import last_words
 from worker.config import SecurityContext, load_settings
-from worker.errors import LeaveNow, NotInitializedError, SettingsError, WorkerError
+from worker.errors import (
+    SIGTERM_EXIT_CODE,
+    JobEndedError,
+    LeaveGranted,
+    LeaveNow,
+    NotInitializedError,
+    SettingsError,
+    WorkerError,
+)
+from worker.failures import is_consequence, is_good_exit, reason_of
+from worker.in_words import in_words, show_errors_in_words
 from worker.keyring import load_keyring
 from worker.sigterm import on_sigterm
 
@@ -43,6 +55,7 @@ class _Process:
         self.hooked = False
         self.exit: SystemExit | None = None
         self.interrupted = False
+        self.said = False
 
 
 _process = _Process()
@@ -74,6 +87,7 @@ def set_ps_context(
         "client_password": client_password,
         "server_password": server_password,
     }
+    show_errors_in_words()
     for name, value in given.items():
         kind = bool if name == "enable_ssl" else str
         if value is not None and not isinstance(value, (kind, os.PathLike)):
@@ -99,8 +113,11 @@ def init(backend: str | None = None) -> Session:
         SchedulerUnreachableError: it did not answer within MS_TOPO_TIMEOUT.
         FormationTimeoutError: the group did not form within it; says who is missing.
         JobEndedError: the job failed before this worker was in.
-        SystemExit: while it waited it was asked to leave, by SIGTERM or a drain, or the job ended well before
-            this worker, a spare, was needed; exit code 0.
+        SystemExit: while it waited it was asked to leave, by SIGTERM (exit code 143) or a drain (0), or the
+            job ended well before this worker, a spare, was needed (0).
+
+    An error that the script does not catch ends it with one sentence and the error's exit code, now and
+    later; the traceback is shown with MS_LOG_LEVEL=DEBUG.
     """
     if _process.session is not None and not _process.session.released:
         return _process.session
@@ -108,6 +125,7 @@ def init(backend: str | None = None) -> Session:
     leaving = _Leaving()
     try:
         with on_sigterm(leaving.ask):
+            _process.said = False
             session = open_session(os.environ, _process.context, backend, sleep=leaving.sleep)
             _process.session = leaving.session = session
             leaving.check()
@@ -121,13 +139,15 @@ def init(backend: str | None = None) -> Session:
             raise
         abandon(ended)  # no news, unless the signal came when the session was just open
         log.info("%s", ended)
-        sys.exit(0)
+        sys.exit(SIGTERM_EXIT_CODE if leaving.is_asked and not isinstance(ended, JobEndedError) else 0)
     return session
 
 
 def _is_good_end(error: BaseException) -> bool:
-    """Whether this worker is to end with 0: it leaves as asked, or the job has ended well without it."""
-    return isinstance(error, LeaveNow) or (isinstance(error, WorkerError) and error.exit_code == 0)
+    """Whether this worker ends without an error: it leaves as asked, or the job ended well without it."""
+    if isinstance(error, WorkerError):
+        return isinstance(error, LeaveGranted) or error.exit_code == 0
+    return isinstance(error, LeaveNow)
 
 
 class _Leaving:
@@ -139,12 +159,12 @@ class _Leaving:
 
     def __init__(self) -> None:
         self.session: Session | None = None
-        self._asked = False
+        self.is_asked = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # a signal handler may put one, wherever it interrupts
 
     def ask(self) -> None:
         """Notes the request."""
-        self._asked = True
+        self.is_asked = True
         self._wakes.put(None)
         if self.session is not None:
             self.session.leave_now("SIGTERM")
@@ -157,7 +177,7 @@ class _Leaving:
 
     def check(self) -> None:
         """Raises LeaveNow if there was a request."""
-        if self._asked:
+        if self.is_asked:
             raise LeaveNow("This worker leaves the job: SIGTERM.")
 
 
@@ -269,7 +289,7 @@ def _set_up_log(level: str) -> None:
     logger = logging.getLogger("muster")
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        handler.setFormatter(BoundedFormatter())
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
@@ -278,22 +298,27 @@ def _set_up_log(level: str) -> None:
 def _hook_exit() -> None:
     """Ends the session with the process: finished at a normal end, failed at an exception or exit code.
 
-    A script need not catch what is no failure: LeaveGranted, say, ends it with 0 and without a traceback.
+    A script need not catch what is no failure: LeaveGranted, say, ends it without a traceback.
     """
     if _process.hooked:
         return
     _process.hooked = True
+    show_errors_in_words()
     previous = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         abandon(error)  # first: the peers learn at once
-        if isinstance(error, KeyboardInterrupt) and previous is sys.__excepthook__ and _was_interrupted():
+        plain = previous in (sys.__excepthook__, in_words)
+        if isinstance(error, KeyboardInterrupt) and plain and _was_interrupted():
             print("interrupted", file=sys.stderr)  # no traceback; Python goes on to end by SIGINT
-        elif _is_good_end(error):
-            log.info("%s", error)
-            sys.exit(0)  # Python takes this for the script's own exit, where its hook raises it
+        elif isinstance(error, WorkerError) and _is_good_end(error):
+            if not getattr(error, "logged", False):
+                log.info("%s", error)
+            sys.exit(error.exit_code)  # Python takes this for the script's own exit, where its hook raises it
         else:
             previous(kind, error, trace)
+            if isinstance(error, WorkerError):  # the script's own hook has shown it
+                sys.exit(error.exit_code)
 
     def on_exit(code: str | int | None = None, /) -> NoReturn:
         note_exit(code)
@@ -351,6 +376,10 @@ def _at_exit() -> None:
 
 
 def _end(error: BaseException | None) -> None:
+    if error is not None and not _process.said and not is_good_exit(error):
+        _process.said = True
+        left = isinstance(error, LeaveGranted | LeaveNow)
+        last_words.note(error=reason_of(error), consequence=is_consequence(error), left=left)
     if _process.session is not None:
         with contextlib.suppress(WorkerError, KeyboardInterrupt):
             _process.session.end(error)

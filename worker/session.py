@@ -9,6 +9,7 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from worker import last_words
 from worker.client import Client
 from worker.collective_log import CollectiveLog
 from worker.communicator_builder import CommunicatorBuilder
@@ -17,8 +18,14 @@ from worker.core import events as e
 from worker.core import membership as machine
 from worker.core import messages as m
 from worker.core.lone_leave import LoneLeave
-from worker.errors import CommunicatorError, MembershipChanged, NotInitializedError, RefusedError
-from worker.failures import is_good_exit, reason_of
+from worker.errors import (
+    CommunicatorError,
+    MembershipChanged,
+    NotInitializedError,
+    RefusedError,
+    SettingsError,
+)
+from worker.failures import exit_code_of, is_consequence, is_good_exit, reason_of
 from worker.groups import Groups
 from worker.session_facts import SessionFacts
 from worker.sigterm import on_sigterm
@@ -55,6 +62,7 @@ class Session(SessionFacts):
         self._recorder = CollectiveLog()
         self._groups = Groups()
         self._left = False
+        self._error: BaseException | None = None
         self._release_lock = threading.Lock()
         self._rejoin_lock = threading.Lock()
         timing = e.Timing(
@@ -67,6 +75,7 @@ class Session(SessionFacts):
             recent=self._recorder.recent,
             hanging_s=self._recorder.hanging_s,
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
+            note_loss=_note_loss,
         )
         self._builder = CommunicatorBuilder(settings, backend, self._client, self._recorder)
 
@@ -78,13 +87,17 @@ class Session(SessionFacts):
         Raises:
             WorkerError: refused, not reachable, not trusted, or not formed in time.
         """
+        self._note_place()
         self._client.start()
         try:
             self.backend.prepare(-1 if self.settings.spare else self.device.ordinal)
             self._enter()
         except BaseException as error:
-            self.release(finished=False, reason=reason_of(error))
+            self._end_as_failed(error)
             raise
+
+    def _note_place(self) -> None:
+        last_words.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
 
     # ------------------------------------------------------------ groups
 
@@ -197,6 +210,7 @@ class Session(SessionFacts):
         log.warning("this worker has lost its place and asks for one as a newcomer: %s", refusal)
         self._leave_generation()
         self._profile = self._profile.replaced(incarnation=new_incarnation())
+        self._note_place()
         self._client.renew(self._profile.incarnation, self._profile.data_address)
 
     def _leave_generation(self) -> None:
@@ -208,6 +222,8 @@ class Session(SessionFacts):
             try:
                 build = self._client.next_build()
                 place = build.assignment
+                if self._assignment is None:
+                    self._check_rank_id(place)
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
                 communicator = self._builder.build(build, ordinal)
                 if not self._client.built(place.generation):
@@ -233,6 +249,15 @@ class Session(SessionFacts):
                 place.reason,
             )
             return
+
+    def _check_rank_id(self, place: m.Assignment) -> None:
+        """Refuses a RANK_ID that is not this worker's rank; with members missing, ranks may move up."""
+        told = self.settings.rank_id
+        if told not in (-1, place.rank) and len(place.members) == self.settings.worker_num:
+            raise SettingsError(
+                f"RANK_ID is {told}, but this worker, node {self._profile.node_id}, has rank {place.rank}.",
+                remedy="Unset it, or set MS_NODE_ID, or RANK_TABLE_FILE, such that the ranks agree.",
+            )
 
     # ------------------------------------------------------------ the end
 
@@ -276,13 +301,23 @@ class Session(SessionFacts):
         if error is None or is_good_exit(error):
             self.release()
         else:
-            self.release(finished=False, reason=reason_of(error))
+            self._end_as_failed(error)
+
+    def _end_as_failed(self, error: BaseException) -> None:
+        if not self._released:
+            self._error = error
+        self.release(finished=False, reason=reason_of(error))
 
     def _depart(self, finished: bool, reason: str) -> None:
         if finished:
             self._groups.leave()
             self._client.communicators.end(_finish)
-        self._client.leave(finished=finished, reason=reason)
+        self._client.leave(
+            finished=finished,
+            reason=reason,
+            consequence=is_consequence(self._error),
+            exit_code=exit_code_of(self._error),
+        )
         self._client.close()
         if not finished:
             self._groups.leave()
@@ -303,6 +338,14 @@ class Session(SessionFacts):
 def new_incarnation() -> int:
     """A random number from 1 to 2**64 - 1 that no other process has."""
     return int.from_bytes(os.urandom(8), "big") or 1
+
+
+def _note_loss(loss: m.FirstLoss | None) -> None:
+    if loss is None:
+        last_words.note(first=None)
+        return
+    first = {"node_id": loss.node_id, "incarnation": loss.incarnation}
+    last_words.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})
 
 
 def _jitter() -> float:

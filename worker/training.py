@@ -12,6 +12,9 @@ What is within ``with step`` is redone when a change of members breaks it; the n
 batch again, divided among the new members. A step counts as done when the block ends without an error:
 then the position moves on. Change the state (parameters, optimizer) only after the last collective of the
 block, and read the session's rank and communicator anew in each step.
+
+A worker that is asked to leave, by SIGTERM or a drain, gets LeaveGranted out of the loop, so that what stands
+after it does not run as if the training were complete.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from worker.errors import (
+    SIGTERM_EXIT_CODE,
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
@@ -126,8 +130,9 @@ class ElasticLoop:
     dead while it was stopped, say, asks for a place as a newcomer. On SIGTERM this worker asks to leave and
     stops at the step boundary that the scheduler names, which is after a further change of members if nobody
     else holds the state yet; or at once, with the state saved, while there is no scheduler, or if there is
-    nobody to hand over to. When the group cannot go on for another reason, the state is saved and that
-    reason raised.
+    nobody to hand over to. The loop then raises LeaveGranted, which ends a script that does not catch it
+    without a traceback: with exit code 143 after SIGTERM, with 0 after a drain. When the group cannot go on
+    for another reason, the state is saved and that reason raised.
 
     Args:
         session: this worker's place in the job.
@@ -167,12 +172,19 @@ class ElasticLoop:
         self._last_finish = clock()
         self._leave_reason = ""
         self._leave_sent = False
+        self._got_sigterm = False
+        self._granted: LeaveGranted | None = None
         self._closed = False
 
     def __iter__(self) -> Iterator[Step]:
-        """Yields each step until the run is over or this worker has left; a broken step comes again."""
+        """Yields each step until the run is over; a broken step comes again.
+
+        Raises:
+            LeaveGranted: this worker was asked to leave, and the run is not over.
+            WorkerError: the group cannot go on.
+        """
         # Before a handler of the script: one that exits amid a step would break that for all.
-        with on_sigterm(lambda: self.leave("SIGTERM"), before_own=True):
+        with on_sigterm(self._take_sigterm, before_own=True):
             self._attempt(self._share)
             while not (self.left or self._closed):
                 if self.is_over:
@@ -180,6 +192,8 @@ class ElasticLoop:
                     self._closed = self._attempt(self._meet) or self._closed
                 elif self._attempt(self._begin):
                     yield Step(self)
+        if self._granted is not None:
+            raise self._granted.with_traceback(None)
 
     @property
     def is_over(self) -> bool:
@@ -195,6 +209,10 @@ class ElasticLoop:
         """Asks to leave at the next step boundary. Callable from a signal handler."""
         self._leave_reason = self._leave_reason or reason
         self.session.expect_leave(self._leave_reason)
+
+    def _take_sigterm(self) -> None:
+        self._got_sigterm = True
+        self.leave("SIGTERM")
 
     def _begin(self) -> None:
         if self._leave_reason and not self._leave_sent:
@@ -284,8 +302,15 @@ class ElasticLoop:
 
     def _go(self, granted: LeaveGranted) -> None:
         """Ends the loop; the last one to hold the state, for all that is known, puts it on disk."""
+        if self.is_over:  # nothing is left to do but what the script does at its end
+            self._closed = True
+            return
         self.left = True
         log.info("%s", granted)
+        granted.logged = True
+        if self._got_sigterm:
+            granted.exit_code = SIGTERM_EXIT_CODE
+        self._granted = granted
         self.session.note_left()
         if granted.alone:
             self.state.roll_back()  # of a step that it cannot finish with the others

@@ -112,7 +112,13 @@ def _request_leave(request: m.RequestLeave) -> pb.WorkerMessage:
 
 
 def _leave(leave: m.Leave) -> pb.WorkerMessage:
-    body = pb.Leave(generation=leave.generation, finished=leave.finished, reason=leave.reason[:MAX_TEXT])
+    body = pb.Leave(
+        generation=leave.generation,
+        finished=leave.finished,
+        reason=leave.reason[:MAX_TEXT],
+        consequence=leave.consequence,
+        exit_code=leave.exit_code,
+    )
     return pb.WorkerMessage(leave=body)
 
 
@@ -185,7 +191,16 @@ def _assignment(body: pb.Assignment) -> m.Assignment:
         switch_after_step=_number("switch_after_step", body.switch_after_step, -1, 2**63 - 1),
         lost=tuple(one_line(sentence) for sentence in body.lost),
         launch=body.launch,
+        first_loss=_first_loss(body),
     )
+
+
+def _first_loss(body: pb.Assignment | pb.Suspended | pb.Ended) -> m.FirstLoss | None:
+    loss = body.first_loss
+    if not loss.node_id:
+        return None
+    exit_code = _number("exit_code", loss.exit_code, 0, 255)
+    return m.FirstLoss(one_line(loss.node_id), loss.incarnation, one_line(loss.sentence), exit_code)
 
 
 def _member(body: pb.Member, hosts: list[m.Host]) -> m.Member:
@@ -214,7 +229,7 @@ def _unique_ids(body: pb.UniqueIds) -> m.UniqueIds:
 
 def _suspended(body: pb.Suspended) -> m.Suspended:
     wait_s = _seconds("wait_s", body.wait_s, above=-1.0)
-    return m.Suspended(_generation(body.generation), one_line(body.reason), wait_s)
+    return m.Suspended(_generation(body.generation), one_line(body.reason), wait_s, _first_loss(body))
 
 
 def _quiesce(body: pb.Quiesce) -> m.Quiesce:
@@ -230,7 +245,7 @@ def _refused(body: pb.Refused) -> m.Refused:
 
 
 def _ended(body: pb.Ended) -> m.Ended:
-    return m.Ended(body.ok, one_line(body.reason), body.leave)
+    return m.Ended(body.ok, one_line(body.reason), body.leave, _first_loss(body))
 
 
 def _group_built(body: pb.GroupBuilt) -> m.GroupBuilt:

@@ -92,6 +92,18 @@ class Collective(_message.Message):
     done: bool
     def __init__(self, sequence: _Optional[int] = ..., name: _Optional[str] = ..., group: _Optional[str] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., done: bool = ...) -> None: ...
 
+class FirstLoss(_message.Message):
+    __slots__ = ("node_id", "incarnation", "sentence", "exit_code")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: int
+    sentence: str
+    exit_code: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., sentence: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
     __slots__ = ("join", "publish_unique_ids", "built", "heartbeat", "quiesced", "suspect_peer", "request_leave", "leave")
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -214,14 +226,18 @@ class RequestLeave(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("generation", "finished", "reason")
+    __slots__ = ("generation", "finished", "reason", "consequence", "exit_code")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CONSEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     finished: bool
     reason: str
-    def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ...) -> None: ...
+    consequence: bool
+    exit_code: int
+    def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ..., consequence: bool = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
     __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built")
@@ -268,7 +284,7 @@ class Waiting(_message.Message):
     def __init__(self, present: _Optional[int] = ..., needed: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost", "hosts", "launch")
+    __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost", "hosts", "launch", "first_loss")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +296,7 @@ class Assignment(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOSS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     rank: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
@@ -291,7 +308,8 @@ class Assignment(_message.Message):
     lost: _containers.RepeatedScalarFieldContainer[str]
     hosts: _containers.RepeatedCompositeFieldContainer[Host]
     launch: int
-    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., state_source_rank: _Optional[int] = ..., newcomer_ranks: _Optional[_Iterable[int]] = ..., unique_id_count: _Optional[int] = ..., reason: _Optional[str] = ..., switch_after_step: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[_Union[Host, _Mapping]]] = ..., launch: _Optional[int] = ...) -> None: ...
+    first_loss: FirstLoss
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., state_source_rank: _Optional[int] = ..., newcomer_ranks: _Optional[_Iterable[int]] = ..., unique_id_count: _Optional[int] = ..., reason: _Optional[str] = ..., switch_after_step: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[_Union[Host, _Mapping]]] = ..., launch: _Optional[int] = ..., first_loss: _Optional[_Union[FirstLoss, _Mapping]] = ...) -> None: ...
 
 class UniqueIds(_message.Message):
     __slots__ = ("generation", "unique_ids")
@@ -302,14 +320,16 @@ class UniqueIds(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., unique_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Suspended(_message.Message):
-    __slots__ = ("generation", "reason", "wait_s")
+    __slots__ = ("generation", "reason", "wait_s", "first_loss")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOSS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     reason: str
     wait_s: float
-    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    first_loss: FirstLoss
+    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ..., wait_s: _Optional[float] = ..., first_loss: _Optional[_Union[FirstLoss, _Mapping]] = ...) -> None: ...
 
 class Quiesce(_message.Message):
     __slots__ = ("generation", "reason")
@@ -328,14 +348,16 @@ class Refused(_message.Message):
     def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("ok", "reason", "leave")
+    __slots__ = ("ok", "reason", "leave", "first_loss")
     OK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOSS_FIELD_NUMBER: _ClassVar[int]
     ok: bool
     reason: str
     leave: bool
-    def __init__(self, ok: bool = ..., reason: _Optional[str] = ..., leave: bool = ...) -> None: ...
+    first_loss: FirstLoss
+    def __init__(self, ok: bool = ..., reason: _Optional[str] = ..., leave: bool = ..., first_loss: _Optional[_Union[FirstLoss, _Mapping]] = ...) -> None: ...
 
 class GroupBuilt(_message.Message):
     __slots__ = ("generation",)

@@ -88,6 +88,11 @@ class LeftCleanly:
     generation: int
     finished: bool
     reason: str
+    consequence: bool = False
+    """It ends because of what others did: members changed, say, or the job ended."""
+
+    exit_code: int = 0
+    """With which its process is about to end; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

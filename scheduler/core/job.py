@@ -276,8 +276,8 @@ class Job(Reception):
     def _left(self, event: e.LeftCleanly, now: float) -> None:
         claim = self._claim_behind(event.session, now)
         self._held_back.pop(event.session, None)
-        self._messages.append((event.session, m.Ended(True, "Goodbye.")))
         if claim is None or self.phase is Phase.ENDED:
+            self._messages.append((event.session, m.Ended(True, "Goodbye.", first_loss=self._first_loss)))
             return
         node_id = claim.candidate.node_id
         rank = self._ledger.rank_of(node_id)
@@ -285,6 +285,9 @@ class Job(Reception):
         why = event.reason.rstrip(".") or "no reason given"
         told = "has completed the training" if finished else f"left: {why}"
         sentence = f"{who(claim.candidate, rank)} {told}"
+        if not (finished or event.consequence):
+            self._note_loss(node_id, sentence, exit_code=event.exit_code)
+        self._messages.append((event.session, m.Ended(True, "Goodbye.", first_loss=self._first_loss)))
         self._remove(node_id, sentence, finished=finished)
         self._say(f"{upper_first(sentence)}.")
 

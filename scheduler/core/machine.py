@@ -269,7 +269,7 @@ class Machine(JobState):
             self._dismiss(claim, self._farewell(claim.leaving or ""), "left as planned")
         sentence = self._suspension()
         wait_s = self.settings.topo_timeout_s  # the worker puts it into words itself
-        self._tell_members(m.Suspended(ledger.generation, f"{sentence}.", wait_s))
+        self._tell_members(m.Suspended(ledger.generation, f"{sentence}.", wait_s, self._first_loss))
         self._say(f"{sentence}; waiting up to {wait_s:g} s for more.")
         return True
 
@@ -310,7 +310,8 @@ class Machine(JobState):
     def _end(self, ok: bool, reason: str) -> bool:
         formed = self._ledger.formed is not None
         self._commit(r.JobEnded(ok, reason))
-        message = m.Ended(ok, reason) if formed else m.Refused(m.RefusalCode.TOPO_TIMEOUT, reason)
+        ended = m.Ended(ok, reason, first_loss=self._first_loss)
+        message = ended if formed else m.Refused(m.RefusalCode.TOPO_TIMEOUT, reason)
         for node_id in self._ledger.claims:
             self._tell(node_id, message)
         self._contacts.nodes.clear()

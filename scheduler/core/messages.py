@@ -43,6 +43,21 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstLoss:
+    """The first member to go since a group last stood, and not because of others.
+
+    Attributes:
+        sentence: who, where and how, as in the log.
+        exit_code: with which its process was about to end; 0: not known.
+    """
+
+    node_id: str
+    incarnation: int
+    sentence: str
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """A generation's membership and the receiver's rank in it.
 
@@ -60,6 +75,7 @@ class Assignment:
     switch_after_step: int = -1
     lost: tuple[str, ...] = ()
     launch: int = 0
+    first_loss: FirstLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +100,7 @@ class Suspended:
     generation: int
     reason: str
     wait_s: float
+    first_loss: FirstLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +129,7 @@ class Ended:
     ok: bool
     reason: str
     leave: bool = False
+    first_loss: FirstLoss | None = None
 
 
 Message = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended

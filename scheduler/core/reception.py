@@ -154,7 +154,7 @@ class Reception(Machine):
         rank, generation, phase = ledger.rank_of(node_id), ledger.generation, self.phase
         if phase is Phase.SUSPENDED and rank >= 0:
             wait_s = max(0.0, self._phase_since + settings.topo_timeout_s - now)
-            self._tell(node_id, m.Suspended(generation, ledger.suspended or "", wait_s))
+            self._tell(node_id, m.Suspended(generation, ledger.suspended or "", wait_s, self._first_loss))
         if phase not in (Phase.BUILDING, Phase.RUNNING, Phase.QUIESCING):
             return
         if rank >= 0 or (claim.leaving is not None and claim.since):
@@ -184,5 +184,6 @@ class Reception(Machine):
         departing = claim.leaving is not None and claim.since and self._ledger.rank_of(node_id) < 0
         if departing and self.phase is Phase.BUILDING:
             self._broken = sentence  # the others may be in a step that it was to finish with them
+        self._note_loss(node_id, sentence)
         self._remove(node_id, sentence)
         self._say(f"{upper_first(sentence)}.")

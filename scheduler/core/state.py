@@ -57,6 +57,7 @@ class JobState:
         self._progress_since = 0.0
         self._stalled = False
         self._reason = ""
+        self._first_loss: m.FirstLoss | None = None
         self._records: list[r.Record] = []
         self._messages: list[tuple[v.SessionId, m.Message]] = []
         self._reasons: list[str] = []
@@ -85,6 +86,7 @@ class JobState:
                     contact.enter_generation()
         elif isinstance(record, r.GroupEstablished):
             self._unique_ids, self._suspicion, self._stalled = (), None, False
+            self._first_loss = None  # the others have gone on
             self._trained = dict(self._ledger.ranks)
 
     # ------------------------------------------------------------ output
@@ -114,6 +116,18 @@ class JobState:
         claim = self._ledger.claims[node_id]
         self._commit(r.Removed(node_id, claim.candidate.incarnation, reason, finished))
 
+    def _note_loss(self, node_id: str, sentence: str, *, exit_code: int = 0) -> None:
+        """Remembers the first member that goes without having been asked to, before it is removed.
+
+        Whoever asks later why the job ended is to hear of that one, not of those that ended because of it.
+        A scheduler that is started again does not know it any more.
+        """
+        claim = self._ledger.claims[node_id]
+        is_member = self._ledger.rank_of(node_id) >= 0
+        if self._first_loss is None and is_member and claim.leaving is None:
+            incarnation = claim.candidate.incarnation
+            self._first_loss = m.FirstLoss(node_id, incarnation, sentence, exit_code)
+
     def _assignment(self, rank: int, lost: tuple[str, ...] = ()) -> m.Assignment:
         formed = self._ledger.formed
         assert formed is not None
@@ -128,6 +142,7 @@ class JobState:
             switch_after_step=formed.switch_after_step,
             lost=lost,
             launch=self._ledger.launch,
+            first_loss=self._first_loss,
         )
 
     def _unique_id_count(self) -> int:

@@ -128,7 +128,9 @@ def _event(body: str, message: pb.WorkerMessage, session: v.SessionId, generatio
     if body == "request_leave":
         return e.LeaveRequested(session, generation, _text("reason", message.request_leave.reason))
     leave = message.leave
-    return e.LeftCleanly(session, generation, leave.finished, _text("reason", leave.reason))
+    exit_code = _number("exit_code", leave.exit_code, 0, 255)
+    reason = _text("reason", leave.reason)
+    return e.LeftCleanly(session, generation, leave.finished, reason, leave.consequence, exit_code)
 
 
 def _join(join: pb.Join, session: v.SessionId) -> JoinRequest:

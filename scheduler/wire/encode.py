@@ -42,7 +42,12 @@ def _scheduler_message(message: m.Message) -> pb.SchedulerMessage:
 
 def _change_or_end(message: m.Suspended | m.Quiesce | m.Refused | m.Ended) -> pb.SchedulerMessage:
     if isinstance(message, m.Suspended):
-        suspended = pb.Suspended(generation=message.generation, reason=message.reason, wait_s=message.wait_s)
+        suspended = pb.Suspended(
+            generation=message.generation,
+            reason=message.reason,
+            wait_s=message.wait_s,
+            first_loss=_first_loss(message.first_loss),
+        )
         return pb.SchedulerMessage(suspended=suspended)
     if isinstance(message, m.Quiesce):
         return pb.SchedulerMessage(quiesce=pb.Quiesce(generation=message.generation, reason=message.reason))
@@ -50,7 +55,20 @@ def _change_or_end(message: m.Suspended | m.Quiesce | m.Refused | m.Ended) -> pb
         return pb.SchedulerMessage(
             refused=pb.Refused(code=pb.RefusalCode.Name(message.code), sentence=message.sentence)
         )
-    return pb.SchedulerMessage(ended=pb.Ended(ok=message.ok, reason=message.reason, leave=message.leave))
+    loss = _first_loss(message.first_loss)
+    ended = pb.Ended(ok=message.ok, reason=message.reason, leave=message.leave, first_loss=loss)
+    return pb.SchedulerMessage(ended=ended)
+
+
+def _first_loss(loss: m.FirstLoss | None) -> pb.FirstLoss | None:
+    if loss is None:
+        return None
+    return pb.FirstLoss(
+        node_id=loss.node_id,
+        incarnation=loss.incarnation,
+        sentence=loss.sentence,
+        exit_code=loss.exit_code,
+    )
 
 
 def _assignment(message: m.Assignment) -> pb.Assignment:
@@ -69,6 +87,7 @@ def _assignment(message: m.Assignment) -> pb.Assignment:
         switch_after_step=message.switch_after_step,
         lost=message.lost,
         launch=message.launch,
+        first_loss=_first_loss(message.first_loss),
     )
 
 
@@ -126,6 +145,7 @@ def _same_but_rank(a: m.Assignment, b: m.Assignment) -> bool:
         == (b.generation, b.state_source_rank, b.newcomer_ranks, b.unique_id_count)
         and (a.reason, a.switch_after_step, a.lost, a.launch)
         == (b.reason, b.switch_after_step, b.lost, b.launch)
+        and a.first_loss == b.first_loss
     )
 
 

@@ -100,12 +100,35 @@ def test_init_says_where_each_sides_password_comes_from(
 ) -> None:
     monkeypatch.setenv("MS_SERVER_PASSWORD_FILE", str(tmp_path / "of servers"))
     monkeypatch.setenv("MS_CLIENT_PASSWORD", "of clients")
+    monkeypatch.setenv("MS_CERTS_PASSWORD", "of the authority")
     (tmp_path / "of servers").write_text("x\n")
-    assert main(["init", "--dir", str(tmp_path / "c"), "--password-file", str(tmp_path / "own")]) == 0
+    assert main(["init", "--dir", str(tmp_path / "c")]) == 0
     told = capsys.readouterr().out
     assert f"MS_SERVER_PASSWORD_FILE='{tmp_path / 'of servers'}' python -m scheduler" in told
     assert "MS_CLIENT_PASSWORD=... (as set here) python train.py" in told
-    assert "of clients" not in told and str(tmp_path / "own") not in told
+    assert "of clients" not in told and "of the authority" not in told
+
+
+def test_password_options_win_over_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "of another job")
+    for name in ("own", "server", "client"):
+        (tmp_path / name).write_text(f"{name}'s\n")
+    own = ["--password-file", str(tmp_path / "own")]
+    assert main(["init", "--dir", str(tmp_path / "c"), *own]) == 0
+    told = capsys.readouterr().out
+    assert told.count(f"_PASSWORD_FILE={tmp_path / 'own'} ") == 2
+    for name in ("server", "client", "operator"):
+        assert load_credentials(tmp_path / "c" / f"{name}.p12", b"own's", tmp_path / "c" / "ca.crt")
+    sides = [f"--{side}-password-file={tmp_path / side}" for side in ("server", "client")]
+    assert main(["init", "--dir", str(tmp_path / "d"), *own, *sides]) == 0
+    assert main(["issue", "--dir", str(tmp_path / "d"), "--node", "n1", *own, sides[1]]) == 0
+    for name, side in (("server", "server"), ("client", "client"), ("worker-n1", "client")):
+        assert load_credentials(
+            tmp_path / "d" / f"{name}.p12", f"{side}'s".encode(), tmp_path / "d" / "ca.crt"
+        )
 
 
 def test_each_side_may_have_its_own_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

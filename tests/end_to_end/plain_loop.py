@@ -1,7 +1,7 @@
 """A worker script of the README's lines and nothing more: the elastic loop, then a plain release.
 
-Prints each step's number, at last the step that it has come to and whether it has left. The file named by the
-first argument gets the step of each checkpoint. With BLOCK_AFTER set, it stands still after so many steps.
+Prints each step's number, and after the loop that it is done. The file named by the first argument gets the
+step of each checkpoint. With BLOCK_AFTER set, it stands still after so many steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ STEP_S = 0.02  # so that there are steps left when a test does something
 session = worker.init()
 weights = np.zeros(10, np.float32)
 state = TrainingState({"weights": weights}, ShardedSampler(1000, 10, seed=0))
-loop = ElasticLoop(session, state, epochs=2, save=lambda: Path(sys.argv[1]).write_text(str(state.step)))
-for step in loop:
+save = Path(sys.argv[1]).write_text
+for step in ElasticLoop(session, state, epochs=2, save=lambda: save(str(state.step))):
     with step:
         if state.step == int(os.environ.get("BLOCK_AFTER", "-1")):
             print("blocked", flush=True)
@@ -34,5 +34,5 @@ for step in loop:
         weights -= 0.1 * gradient
     assert np.allclose(weights, -0.1 * state.step), "these are not the weights of this step"
     print(state.step, flush=True)
-print("end", state.step, "left" if loop.left else "done", flush=True)
+print("end", state.step, "done", flush=True)
 worker.release()

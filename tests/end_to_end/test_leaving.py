@@ -13,6 +13,7 @@ from tests.end_to_end.workers import Process
 from tests.scheduler.processes import WAIT_S, Scheduler, scheduler
 
 STEPS = 200
+EXIT_CODES = {"SIGTERM": 143, "drain": 0}
 COMPLETED = "has completed the training"
 
 pytestmark = pytest.mark.timeout(90, method="signal")
@@ -27,24 +28,35 @@ class Worker(Process):
         log = directory / f"{node_id}.log"
         place = {"MS_NODE_ID": node_id, "MS_SCHED_PORT": str(running.port)}
         super().__init__(log, "plain_loop", str(self.saved), **place, **env)
+        self._last = 0
 
     def await_step(self, number: int | None = None) -> int:
         """Reads on to this step, or to the next one; returns its number."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if number is None or line.split()[0] == str(number):
-                return int(line)
+                self._last = int(line)
+                return self._last
         raise AssertionError(f"it ended with {self.process.wait(WAIT_S)}:\n{self.log}")
 
     def await_line(self, line: str) -> None:
         assert self.process.stdout is not None
-        assert any(each.strip() == line for each in self.process.stdout), self.log
+        for each in self.process.stdout:
+            if each.strip() == line:
+                return
+            self._last = int(each)
+        raise AssertionError(self.log)
 
     def end(self) -> tuple[int, str]:
-        """Its exit code and last line."""
+        """Its exit code and the step it came to, with ``done`` if the lines after its loop have run."""
         assert self.process.stdout is not None
-        last = self.process.stdout.read().rpartition("end ")[2].strip()
-        return self.process.wait(WAIT_S), last
+        lines = self.process.stdout.read().splitlines()
+        steps = [line for line in lines if line.isdecimal()]
+        last = steps[-1] if steps else str(self._last)
+        if lines and lines[-1].startswith("end "):
+            assert lines[-1] == f"end {last} done"
+            return self.process.wait(WAIT_S), f"{last} done"
+        return self.process.wait(WAIT_S), f"{last} left"
 
 
 class Workers:
@@ -86,7 +98,8 @@ def test_a_leave_below_the_minimum_is_granted_and_the_others_wait_for_a_replacem
         else:
             assert running.command("drain", "0").returncode == 0
         code, last = leaver.end()
-        assert (code, last.split()[1]) == (0, "left"), leaver.log
+        assert (code, last.split()[1]) == (EXIT_CODES[how], "left"), leaver.log
+        assert "Traceback" not in leaver.log
         assert leaver.saved.read_text() == last.split()[0]
         running.await_log("MS_WORKER_MIN is 2; waiting")
         replacement = workers.start("2")
@@ -104,7 +117,7 @@ def test_who_leaves_while_it_waits_for_members_has_not_completed_the_training(tm
         running.await_log("MS_WORKER_MIN is 2; waiting")
         leaver.process.send_signal(signal.SIGTERM)
         code, last = leaver.end()
-        assert (code, last.split()[1]) == (0, "left"), leaver.log
+        assert (code, last.split()[1]) == (143, "left"), leaver.log
         assert leaver.saved.read_text() == last.split()[0]
         running.await_log("INFO left job_id=")
         assert COMPLETED not in running.log
@@ -120,7 +133,7 @@ def test_who_leaves_beside_one_that_dies_does_not_end_the_training_of_the_others
         leaver.process.send_signal(signal.SIGTERM)
         victim.process.kill()
         code, last = leaver.end()
-        assert (code, last.split()[1]) == (0, "left"), leaver.log
+        assert (code, last.split()[1]) == (143, "left"), leaver.log
         replacement = workers.start("1")
         assert [each.end() for each in (stayer, replacement)] == [(0, f"{STEPS} done")] * 2, running.log
         assert running.wait() == 0
@@ -131,7 +144,7 @@ def test_sigterm_ends_a_worker_that_waits_for_the_group_with_a_goodbye(tmp_path:
         waiting = workers.start("0")
         running.await_log("1 of 2 workers is in")
         waiting.process.send_signal(signal.SIGTERM)
-        assert waiting.end()[0] == 0, waiting.log
+        assert waiting.end()[0] == 143, waiting.log
         assert waiting.log.endswith("muster.worker INFO This worker leaves the job: SIGTERM.\n")
         assert "Traceback" not in waiting.log
         running.await_log("left: asked to leave")
@@ -144,7 +157,7 @@ def test_sigterm_ends_a_worker_that_waits_for_the_schedulers_name(tmp_path: Path
         while "Trying again in" not in waiting.log:
             assert waiting.process.poll() is None, waiting.log
         waiting.process.send_signal(signal.SIGTERM)
-        assert waiting.end()[0] == 0, waiting.log
+        assert waiting.end()[0] == 143, waiting.log
         assert waiting.log.endswith("muster.worker INFO This worker leaves the job: SIGTERM.\n")
         assert "Traceback" not in waiting.log
 
@@ -160,7 +173,7 @@ def test_a_spare_that_is_asked_to_leave_ends_well(how: str, tmp_path: Path) -> N
             spare.process.send_signal(signal.SIGTERM)
         else:
             assert running.command("drain", "1", "--reason", "SIGTERM").returncode == 0
-        assert spare.end()[0] == 0, spare.log
+        assert spare.end()[0] == EXIT_CODES[how], spare.log
         assert spare.log.endswith("muster.worker INFO This worker leaves the job: SIGTERM.\n")
         assert "Traceback" not in spare.log
         assert only.end() == (0, f"{STEPS} done")
@@ -188,10 +201,10 @@ def ask_to_leave(how: str, running: Scheduler, *leavers: Worker) -> None:
             assert running.command("drain", leaver.node_id).returncode == 0
 
 
-def check_handed_over(heir: Worker, *leavers: Worker) -> None:
+def check_handed_over(how: str, heir: Worker, *leavers: Worker) -> None:
     """The heir goes on from where the leavers were, to the end, and nobody needed a checkpoint."""
     ends = [leaver.end() for leaver in leavers]
-    assert {(code, last.split()[1]) for code, last in ends} == {(0, "left")}, leavers[0].log
+    assert {(code, last.split()[1]) for code, last in ends} == {(EXIT_CODES[how], "left")}, leavers[0].log
     assert heir.await_step() > 5, heir.log
     assert heir.end() == (0, f"{STEPS} done"), heir.log
     assert not any(each.saved.exists() for each in (heir, *leavers))
@@ -205,7 +218,7 @@ def test_a_spare_takes_the_state_over_when_all_members_leave(size: int, how: str
         spare = workers.start("9", MS_WORKER_SPARE="1")
         running.await_log("as a spare")
         ask_to_leave(how, running, *members)
-        check_handed_over(spare, *members)
+        check_handed_over(how, spare, *members)
         assert running.wait() == 0
         assert "no member is known" not in running.log
 
@@ -218,7 +231,7 @@ def test_who_leaves_when_the_other_member_dies_hands_over_to_a_spare(tmp_path: P
         running.await_log("as a spare")
         victim.process.kill()
         ask_to_leave("SIGTERM", running, leaver)
-        check_handed_over(spare, leaver)
+        check_handed_over("SIGTERM", spare, leaver)
         assert running.wait() == 0
 
 
@@ -260,7 +273,7 @@ def test_a_leave_is_known_while_the_worker_waits_in_a_collective_for_one_that_bl
         running.await_log("will leave at a step boundary: SIGTERM")
         assert leaver.process.poll() is None
         code, last = leaver.end()
-        assert (code, last) == (0, "5 left"), leaver.log
+        assert (code, last) == (143, "5 left"), leaver.log
         assert blocked.process.poll() is None
 
 
@@ -271,7 +284,7 @@ def test_who_leaves_does_not_wait_for_one_that_blocks_until_it_is_killed(tmp_pat
         blocked.await_line("blocked")
         ask_to_leave("SIGTERM", running, leaver)
         code, last = leaver.end()
-        assert (code, last) == (0, "5 left"), leaver.log
+        assert (code, last) == (143, "5 left"), leaver.log
         assert leaver.saved.read_text() == "5"
         assert "others did not finish the step with it within 1 s" in leaver.log
         running.await_log("Generation 2 is formed with 1 member")

@@ -267,7 +267,7 @@ def test_sigterm_lets_a_worker_leave_at_a_step_boundary(pki: Pki, tmp_path: Path
         first, leaver, third = [job.start(str(rank), *LONG) for rank in range(3)]
         leaver.await_line("epoch: 3 ")
         leaver.process.send_signal(signal.SIGTERM)
-        assert leaver.finish() == 0
+        assert leaver.finish() == 143
         assert "test accuracy" not in leaver.lines[-1]
         job.finish(first, third)
         check_final(job, [first, third])
@@ -284,7 +284,7 @@ def test_sigterm_without_a_scheduler_saves_and_leaves(pki: Pki, tmp_path: Path, 
         for other in others:
             other.process.send_signal(signal.SIGKILL)
         leaver.process.send_signal(signal.SIGTERM)
-        assert leaver.finish() == 0
+        assert leaver.finish() == 143
         assert "leaves the job as asked, by itself" in leaver.log.read_text()
         assert checkpoint.find(tmp_path / "checkpoints")[0].step >= 2 * STEPS_PER_EPOCH
 
@@ -308,7 +308,7 @@ def test_below_the_minimum_survivors_wait_then_save_and_leave_with_the_reason(
         victim.await_line("epoch: 2 ")
         victim.process.send_signal(signal.SIGKILL)
         assert survivor.finish() == 1
-        assert "train.py: " in survivor.log.read_text()
-        assert "node 1" in survivor.log.read_text().rpartition("train.py: ")[2]
+        assert "muster: " in survivor.log.read_text()
+        assert "node 1" in survivor.log.read_text().rpartition("muster: ")[2]
         newest = checkpoint.find(tmp_path / "kept")[0]
         assert newest.step >= 2 * STEPS_PER_EPOCH

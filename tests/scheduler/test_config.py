@@ -159,6 +159,9 @@ def _server_list(ranks: int) -> str:
 def test_rank_table_is_read(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(_server_list(4))
+    assert load_settings(GOOD | {"MINDSPORE_HCCL_CONFIG_PATH": str(path)}).rank_table is not None
+    with pytest.raises(SettingsError, match="MINDSPORE_HCCL_CONFIG_PATH, its old name, is"):
+        load_settings(GOOD | {"RANK_TABLE_FILE": str(path), "MINDSPORE_HCCL_CONFIG_PATH": "/else"})
     table = load_settings(GOOD | {"RANK_TABLE_FILE": str(path)}).rank_table
     assert table is not None
     assert [(e.rank, e.server_id, e.device_index) for e in table.entries] == [

@@ -117,6 +117,10 @@ def test_an_unset_worker_min_is_worker_num() -> None:
             {"leave": pb.Leave(generation=3, finished=True, reason="done")},
             e.LeftCleanly(SESSION, 3, True, "done"),
         ),
+        (
+            {"leave": pb.Leave(generation=3, reason="lost", consequence=True, exit_code=3)},
+            e.LeftCleanly(SESSION, 3, False, "lost", True, 3),
+        ),
     ],
 )
 def test_every_message_becomes_its_event(body: dict[str, object], event: e.Event) -> None:
@@ -293,6 +297,17 @@ def test_assignment_comes_through_whole() -> None:
         ),
         (m.Quiesce(3, "drain"), pb.SchedulerMessage(quiesce=pb.Quiesce(generation=3, reason="drain"))),
         (m.Ended(True, "done"), pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="done"))),
+        (
+            m.Suspended(3, "too few", 60.0, m.FirstLoss("b", 9, "b left", 3)),
+            pb.SchedulerMessage(
+                suspended=pb.Suspended(
+                    generation=3,
+                    reason="too few",
+                    wait_s=60.0,
+                    first_loss=pb.FirstLoss(node_id="b", incarnation=9, sentence="b left", exit_code=3),
+                )
+            ),
+        ),
         (
             m.Ended(True, "you leave", leave=True),
             pb.SchedulerMessage(ended=pb.Ended(ok=True, reason="you leave", leave=True)),

@@ -11,12 +11,14 @@ from worker.errors import (
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerLostError,
     RefusedError,
     SchedulerUnreachableError,
     SecurityError,
+    SettingsError,
     WorkerError,
 )
-from worker.failures import failure_of, reason_of, sentence
+from worker.failures import exit_code_of, failure_of, is_consequence, reason_of, sentence
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,52 @@ def test_a_reason_for_others_leaves_out_what_the_script_could_have_done() -> Non
     assert "Call session.rejoin()" in str(error)
     assert reason_of(error) == "MembershipChanged: Generation 3 is over: rank 1 left."
     assert reason_of(ValueError("out of luck")) == "ValueError: out of luck"
+
+
+def handled(error: Exception, then: Exception) -> Exception:
+    """``then``, raised while ``error`` was handled."""
+    try:
+        try:
+            raise error
+        except Exception:
+            raise then  # noqa: B904 - as scripts do
+    except Exception as raised:
+        return raised
+
+
+CHANGED = MembershipChanged("Over.", generation=1)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_others"),
+    [
+        (CHANGED, True),
+        (PeerLostError("Gone.", rank=1), True),
+        (RefusedError("Dead.", code="SUPERSEDED"), True),
+        (handled(CHANGED, RuntimeError("training failed")), True),
+        (RefusedError("Full.", code="JOB_FULL"), False),
+        (ValueError("mine"), False),
+        (handled(ValueError("mine"), RuntimeError("training failed")), False),
+        (SettingsError("Wrong."), False),
+        (None, False),
+    ],
+)
+def test_what_comes_from_others_is_known_by_its_kind(error: Exception | None, of_others: bool) -> None:
+    assert is_consequence(error) == of_others
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (SystemExit(3), 3),
+        (SystemExit(-1), 255),
+        (SystemExit("no data"), 1),
+        (SystemExit(), 0),
+        (KeyboardInterrupt(), 130),
+        (SettingsError("Wrong."), 2),
+        (ValueError("mine"), 1),
+    ],
+)
+def test_the_exit_code_is_known_before_the_process_ends(error: BaseException | None, code: int) -> None:
+    assert exit_code_of(error) == code

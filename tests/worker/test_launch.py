@@ -15,6 +15,8 @@ import pytest
 
 from tests.waiting import wait_for
 from tests.worker.launching import Place, environment, gone, place
+from worker import launch_options
+from worker.errors import SettingsError
 
 PYTHON = sys.executable
 
@@ -294,7 +296,7 @@ def test_passwords_reach_only_the_role_they_are_for(here: Place, start: str) -> 
 @both_starts
 def test_bound_workers_keep_to_their_cores(here: Place, start: str) -> None:
     script = here.script(HELPERS + "print(len(os.sched_getaffinity(0)))")
-    here.run("-n", "64", "--start", start, "--bind-cores", command=(PYTHON, script))
+    here.run("-n", "64", "--oversubscribe", "--start", start, "--bind-cores", command=(PYTHON, script))
     assert {here.log(str(rank)) for rank in range(64)} <= {"1\n", "2\n", "3\n", "4\n"}
     assert here.log("0") == "1\n" or here.log("63") != here.log("0")
 
@@ -316,6 +318,7 @@ def test_a_bare_script_is_run_by_this_python(here: Place) -> None:
         (("-n", "1", "--grace", "-1"), ("true",), "--grace is -1"),
         (("-n", "1", "--devices", "900"), ("true",), "--devices asks for 900"),
         (("-n", "2", "--min-workers", "3"), ("true",), "--min-workers is 3"),
+        (("-n", "60000"), ("true",), "60000 workers are asked for on this host, whose "),
         (("--nnodes", "2", "--nproc-per-node", "1", "--scheduler"), ("true",), "--join HOST:PORT"),
         (("-H", "a..b:1"), ("true",), "not in the host list"),
     ],
@@ -327,6 +330,79 @@ def test_mistakes_end_with_one_sentence(
     assert (code, out) == (2, "")
     assert words in err
     assert err.startswith("muster: ")
+    assert err.count("\n") == 1
+
+
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); import worker.__main__ as m"
+
+
+@pytest.mark.parametrize("options", [("-n", "2", "--join", "127.0.0.1:1"), ("-n", "1", "--scheduler")])
+def test_a_disk_that_is_full_at_the_start_is_told_in_one_sentence(
+    here: Place, options: tuple[str, ...]
+) -> None:
+    argv = ["run", *options, "--", "sleep", "600"]
+    done = subprocess.run(
+        [PYTHON, "-c", f"{FULL_DISK}; raise SystemExit(m.main({argv!r}))"],
+        cwd=here.directory,
+        env=environment(MS_SCHED_PORT=""),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"muster: The log device/\S+ cannot be written \(.+\); .*--log-dir\.\n", done.stderr)
+
+
+def test_a_full_disk_costs_a_worker_that_is_started_again_its_log_only(here: Place) -> None:
+    script = here.script(
+        HELPERS + "import resource\n"
+        "if not os.path.exists('tried'):\n"
+        "    tell('tried')\n    resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))\n"
+        "    sys.exit(5)\n"
+        "print('done')"
+    )
+    code, out, err = here.run("-n", "1", "--max-restarts", "1", command=(PYTHON, script))
+    assert (code, out) == (0, "[0] done\n")
+    assert err.count("device/worker_0.log cannot be written") == 1
+
+
+def test_a_python_of_another_environment_is_refused_where_it_lacks_muster(here: Place) -> None:
+    there = here.directory / "other" / "bin"
+    there.mkdir(parents=True)
+    python = there / "python3"
+    python.symlink_to(Path(PYTHON).resolve())
+    (there.parent / "pyvenv.cfg").write_text(f"home = {Path(PYTHON).resolve().parent}\n")
+    script = here.script("import worker")
+    env = {"PYTHONPATH": ""}
+    code, out, err = here.run("-n", "2", command=(str(python), script), **env)
+    assert (code, out) == (2, "")
+    assert f"The command's Python is {python}, which lacks the modules" in err
+    assert f"this one is {PYTHON}" in err
+    assert err.count("\n") == 1
+    assert here.run("-n", "1", command=(str(python), "-c", "print(1)"), PYTHONPATH=":".join(sys.path))[0] == 0
+
+
+@pytest.mark.parametrize("option", ["--config", "--password-file"])
+def test_a_directory_that_may_not_be_entered_is_told(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: Path, **_: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", closed)
+    with pytest.raises(
+        SettingsError, match=f"{option} names keys/file, which cannot be read: Permission denied"
+    ):
+        launch_options.parse(["-n", "1", option, "keys/file", "--", "true"])
+
+
+def test_a_wrong_configuration_is_told_before_workers_are_forked(here: Place) -> None:
+    (here.directory / "config.json").write_text("{")
+    script = here.script("import worker\nworker.init()")
+    code, _, err = here.run("-n", "2", command=(PYTHON, script), MS_CONFIG_FILE="config.json")
+    assert code == 2
+    assert err.startswith("muster: ") and "config.json: not valid JSON" in err
     assert err.count("\n") == 1
 
 

@@ -150,3 +150,55 @@ def test_workers_are_told_to_leave_before_the_launcher_kills_them(tmp_path: Path
 
     assert [told(), told("100"), told("0")] == [{"8"}, {"80"}, {"1"}]
     assert told(MS_LEAVE_TIMEOUT="30") == {""}  # theirs already
+
+
+def rank_table(directory: Path, *devices: int, host: str = "127.0.0.1") -> str:
+    """A table that gives these devices ranks from 0."""
+    ranked = [{"device_id": str(device), "rank_id": str(rank)} for rank, device in enumerate(devices)]
+    path = directory / "table.json"
+    path.write_text(json.dumps({"server_list": [{"server_id": host, "device": ranked}]}))
+    return str(path)
+
+
+@pytest.mark.parametrize("variable", ["RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"])
+def test_devices_and_their_number_come_from_the_rank_table(tmp_path: Path, variable: str) -> None:
+    table = rank_table(tmp_path, 4, 5, 7, 6)
+    made = launch(tmp_path, gpus=8, **{variable: table})  # type: ignore[arg-type]
+    assert made.layout.local_size == 4
+    assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in made.worker_recipes()] == ["4,5,7,6"] * 4
+    assert [recipe.env["DEVICE_ID"] for recipe in made.worker_recipes()] == ["0", "1", "2", "3"]
+    without_gpus = launch(tmp_path, **{variable: table})  # type: ignore[arg-type]
+    assert [worker.env["DEVICE_ID"] for worker in without_gpus.workers] == ["4", "5", "7", "6"]
+    assert [worker.rank for worker in without_gpus.workers] == [0, 1, 2, 3]
+
+
+def test_devices_that_are_asked_for_go_before_the_tables(tmp_path: Path) -> None:
+    table = rank_table(tmp_path, 4, 5)
+    asked = launch(tmp_path, "--devices", "4", gpus=8, RANK_TABLE_FILE=table)
+    assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in asked.worker_recipes()] == ["4"]
+    seen = launch(tmp_path, gpus=8, RANK_TABLE_FILE=table, CUDA_VISIBLE_DEVICES="5")
+    assert "CUDA_VISIBLE_DEVICES" not in seen.worker_recipes()[0].env
+    elsewhere = launch(tmp_path, "-n", "3", RANK_TABLE_FILE=rank_table(tmp_path, 4, 5, host="192.0.2.1"))
+    assert ["DEVICE_ID" in worker.env for worker in elsewhere.workers] == [False] * 3
+
+
+def test_a_device_of_the_table_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    table = rank_table(tmp_path, 6, 8)
+    with pytest.raises(
+        SettingsError, match=r"gives devices 6,8 to this host, which offers 0, 1, 2, 3, 4, 5, 6, 7"
+    ):
+        launch(tmp_path, gpus=8, RANK_TABLE_FILE=table)
+
+
+def test_a_rank_id_that_contradicts_a_workers_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"RANK_ID is '0', but a worker of this launch has rank 1"):
+        launch(tmp_path, "-n", "2", RANK_ID="0")
+    table = rank_table(tmp_path, 4)
+    assert launch(tmp_path, RANK_TABLE_FILE=table, RANK_ID="0").workers[0].rank == 0
+    with pytest.raises(SettingsError, match="RANK_ID is '1'"):
+        launch(tmp_path, RANK_TABLE_FILE=table, RANK_ID="1")
+
+
+def test_a_rank_table_and_another_by_its_old_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="MINDSPORE_HCCL_CONFIG_PATH, its old name, is 'b'"):
+        launch(tmp_path, "-n", "1", RANK_TABLE_FILE="a", MINDSPORE_HCCL_CONFIG_PATH="b")

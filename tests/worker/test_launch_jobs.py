@@ -148,3 +148,65 @@ def test_an_interrupt_ends_workers_and_scheduler(here: Place) -> None:
     launch.send_signal(signal.SIGINT)
     launch.communicate(timeout=60)
     assert launch.returncode == 128 + signal.SIGINT
+
+
+FAILING = """
+import sys
+import numpy as np
+import worker
+session = worker.init()
+for step in range(10**6):
+    if step == 5 and session.rank == 2:
+        sys.exit(3)
+    worker.all_reduce(np.ones(4))
+"""
+
+
+def test_each_host_names_who_failed_first_wherever_that_runs(here: Place) -> None:
+    script = here.script(FAILING)
+    common = ("--nnodes", "2", "--nproc-per-node", "2", "--join", f"127.0.0.1:{free_port('127.0.0.1')}")
+    host_0 = here.start(*common, "--node-rank", "0", "--scheduler", command=(PYTHON, script))
+    options = ("--node-rank", "1", "--scheduler", "--log-dir", "second")
+    code, _, own = here.run(*common, *options, command=(PYTHON, script))
+    other = host_0.communicate(timeout=60)[1].decode()
+    assert code == host_0.returncode == 3
+    assert "muster: worker 2 failed first: exit code 3\n" in own
+    assert "the first to fail runs elsewhere, where its log says more: rank 2 (node 2 on host" in other
+    assert "left: exit code 3\n" in other
+    for told, ranks in ((own, "3"), (other, "01")):
+        lines = [line for line in told.splitlines() if line.startswith("muster: worker ")]
+        assert [line[len("muster: worker ")] for line in lines if "because of that" in line] == list(ranks)
+        assert "; the end of device/worker_0" not in told
+
+
+LEAVING = """
+import os
+import signal
+import numpy as np
+import worker
+from worker.sharding import ShardedSampler
+from worker.state import TrainingState
+from worker.training import ElasticLoop
+
+session = worker.init()
+state = TrainingState({"w": np.zeros(4)}, ShardedSampler(400, 4))
+for step in ElasticLoop(session, state, epochs=1):
+    with step:
+        worker.all_reduce(np.ones(4))
+        if state.step == 5 and session.rank in (LEAVERS):
+            os.kill(os.getpid(), signal.SIGTERM)
+print("saving the final model")
+"""
+
+
+@pytest.mark.parametrize(("leavers", "code"), [("1,", 0), ("0, 1", 143)])
+def test_a_worker_that_leaves_is_no_failure_and_does_not_complete_the_job(
+    here: Place, leavers: str, code: int
+) -> None:
+    script = here.script(LEAVING.replace("LEAVERS", leavers))
+    options = ("-n", "2", "--min-workers", "1", "--max-restarts", "1", "--scheduler")
+    found, _, err = here.run(*options, command=(PYTHON, script))
+    assert found == code, err
+    assert "starting it again" not in err and "failed" not in err
+    assert "saving" not in here.log("1")
+    assert ("saving" in here.log("0")) == (code == 0)

@@ -196,11 +196,11 @@ def sigterm() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_sigterm_while_waiting_for_a_place_is_a_good_end(opening: Begin) -> None:
+def test_sigterm_while_waiting_for_a_place_ends_without_an_error(opening: Begin) -> None:
     session = opening(sigterm)
     with pytest.raises(SystemExit) as caught:
         worker.init()
-    assert caught.value.code == 0
+    assert caught.value.code == 143
     assert [type(error) for error in session.ended] == [LeaveNow]
     assert session.handlers == [signal.SIG_DFL], "a second SIGTERM must end it at once"
 
@@ -212,7 +212,7 @@ def test_the_same_sigterm_to_process_and_group_is_one(
     monkeypatch.setattr("worker.sigterm._pause", sigterm)
     with pytest.raises(SystemExit) as caught:
         worker.init()
-    assert caught.value.code == 0
+    assert caught.value.code == 143
     assert session.handlers == [signal.SIG_DFL]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rendezvous.v1 import rendezvous_pb2 as pb
+from tests.waiting import wait_for
 from tests.worker.scripted import (
     WAIT_S,
     Line,
@@ -35,6 +36,7 @@ from worker.errors import (
     RefusedError,
     SchedulerUnreachableError,
     SecurityError,
+    SettingsError,
     WorkerError,
 )
 from worker.host import DeviceChoice
@@ -151,6 +153,70 @@ def test_a_spare_that_was_not_needed_exits_well() -> None:
     with pytest.raises(JobEndedError) as caught:
         opening.result()
     assert caught.value.exit_code == 0
+
+
+def test_a_rank_id_that_is_not_the_rank_is_refused() -> None:
+    connector = ScriptedConnector()
+    opening = Thread(scripted_session(connector, rank_id=0).open)
+    line = connector.next_line()
+    join = line.hear("join")
+    line.welcome()
+    line.assign(join, rank=1)
+    line.say(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b"secret"]))
+    leave = line.hear("leave")
+    assert (leave.finished, leave.consequence, leave.exit_code) == (False, False, 2)
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    with pytest.raises(SettingsError, match="RANK_ID is 0, but this worker, node n0, has rank 1"):
+        opening.result()
+
+
+def test_a_rank_id_that_is_the_rank_is_welcome() -> None:
+    connector = ScriptedConnector()
+    session = scripted_session(connector, rank_id=1)
+    line, _ = opened(session, connector)
+    assert session.rank == 1
+    end(session, line)
+
+
+@pytest.mark.parametrize(
+    ("error", "consequence", "exit_code"),
+    [
+        (ValueError("mine"), False, 1),
+        (SystemExit(3), False, 3),
+        (MembershipChanged("Over.", generation=1), True, 1),
+    ],
+)
+def test_a_goodbye_says_whether_it_is_because_of_others_and_how_the_process_ends(
+    error: BaseException, consequence: bool, exit_code: int
+) -> None:
+    connector = ScriptedConnector()
+    session = scripted_session(connector)
+    line, _ = opened(session, connector)
+    ending = Thread(lambda: session.end(error))
+    leave = line.hear("leave")
+    assert (leave.finished, leave.consequence, leave.exit_code) == (False, consequence, exit_code)
+    line.say(ended=pb.Ended(ok=True, reason="bye"))
+    ending.result()
+
+
+def test_who_was_the_first_to_go_is_noted_for_the_launcher_before_the_change_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[dict[str, object]] = []
+    monkeypatch.setattr("worker.last_words.note", lambda **facts: noted.append(facts))
+    connector = ScriptedConnector()
+    session = scripted_session(connector)
+    line, join = opened(session, connector)
+    loss = pb.FirstLoss(node_id="n1", incarnation=3, sentence="rank 0 left: ValueError", exit_code=1)
+    line.say(suspended=pb.Suspended(generation=1, reason="rank 0 left", wait_s=9, first_loss=loss))
+    wait_for(lambda: session._client.change_of(1) is not None)
+    first = {"node_id": "n1", "incarnation": 3, "sentence": "rank 0 left: ValueError", "exit_code": 1}
+    assert noted == [{"node_id": "n0", "incarnation": join.incarnation}, {"first": first}]
+    rejoining = Thread(session.rejoin)
+    line.form(join, 2)
+    rejoining.result()
+    assert noted[2:] == [{"first": None}], "they go on"
+    end(session, line)
 
 
 def test_tls_trouble_ends_at_once_and_a_closed_port_is_tried_again() -> None:

@@ -58,15 +58,31 @@ class Worker:
         self.consumed: dict[int, list[int]] = {}
         self.saves: list[int] = []
         self.loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: self.saves.append(state.step))
+        self.granted: LeaveGranted | None = None
+        self.ran_epilogue = False
+
+    @property
+    def left(self) -> bool:
+        """Whether it left before the end, and so did not run what stands after the loop."""
+        assert self.loop.left == (self.granted is not None) != self.ran_epilogue
+        return self.loop.left
 
     def run(self) -> Worker:
+        """Trains to the end; ``granted`` is what a worker that leaves gets out of the loop."""
+        try:
+            self.run_loop()
+        except LeaveGranted as granted:
+            self.granted = granted
+        return self
+
+    def run_loop(self) -> None:
         for step in self.loop:
             with step:
                 self.train(step)
             if step.done:
                 self.consumed[self.state.step] = step.batch.indices.tolist()
                 self.fault(self.state.step, "after")
-        return self
+        self.ran_epilogue = True
 
     def train(self, step: Step) -> None:
         w, momentum = self.state.arrays["w"], self.state.arrays["momentum"]
@@ -159,7 +175,7 @@ def check_like_undisturbed(workers: list[Worker]) -> None:
         assert worker.state.rng is not None
         assert expected.rng is not None
         assert worker.state.rng.bit_generator.state == expected.rng.bit_generator.state
-        assert not worker.loop.left
+        assert not worker.left
 
 
 def test_all_start_from_one_state_and_train_as_one_process_does() -> None:
@@ -392,8 +408,9 @@ def test_sigterm_finishes_the_step_and_leaves_while_the_others_go_on(
     before = signal.getsignal(signal.SIGTERM)
     job = Job(3, run_only=(1, 2))
     leaver = in_main_thread(job, 0)
-    assert leaver.loop.left
+    assert leaver.left
     assert leaver.session.left, "its release would say that the training is finished"
+    assert leaver.granted is not None and leaver.granted.exit_code == 143
     assert leaver.session.leave_reasons == ["SIGTERM"]
     assert leaver.session.reports[:7] == list(range(1, 8))
     assert leaver.saves == []
@@ -406,14 +423,14 @@ def test_sigterm_finishes_the_step_and_leaves_while_the_others_go_on(
 
 def test_the_last_worker_saves_before_it_leaves() -> None:
     leaver = in_main_thread(Job(1, run_only=()), 0)
-    assert leaver.loop.left
+    assert leaver.left
     assert leaver.saves == [7]
 
 
 def test_a_worker_without_which_the_group_is_too_small_saves_and_leaves_while_the_others_wait() -> None:
     job = Job(2, run_only=(1,), least=2)
     leaver = in_main_thread(job, 0)
-    assert leaver.loop.left
+    assert leaver.left
     assert leaver.session.left
     assert leaver.saves == [leaver.state.step]
     job.start(job.world.come())
@@ -438,8 +455,23 @@ def test_a_drain_that_leaves_too_few_reaches_a_worker_that_waits_for_members() -
         world.end(FormationTimeoutError("1 of 2 is left."))
         with pytest.raises(FormationTimeoutError):
             waiting.result(60)
-    assert leaver.loop.left
+    assert leaver.left
+    assert leaver.granted is not None and leaver.granted.exit_code == 0
     assert leaver.saves == [3]
+
+
+def test_a_leave_that_is_granted_after_the_last_step_lets_the_script_complete() -> None:
+    (session,) = ElasticWorld(1).members
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (STEPS, "after"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            session.communicator.abort(LeaveGranted("You leave.", alone=True))
+
+    worker = Worker(session, fault, make_state()).run()
+    assert worker.ran_epilogue and not worker.left
+    assert worker.saves == []
+    assert not session.left
 
 
 def test_sigterm_while_waiting_for_members_is_told_at_once_and_ends_with_a_checkpoint() -> None:
@@ -460,7 +492,7 @@ def test_sigterm_while_waiting_for_members_is_told_at_once_and_ends_with_a_check
             raise membership_changed(1)
 
     leaver = Worker(session, fault, make_state()).run()
-    assert leaver.loop.left
+    assert leaver.left
     assert leaver.session.left
     assert leaver.saves == [3]
 
@@ -481,7 +513,7 @@ def test_who_is_to_leave_when_its_step_breaks_enters_the_next_generation_and_han
 
     job = Job(2, {(1, 6, "before"): die_then}, run_only=(1,))
     leaver = Worker(job.world.members[0], fault, make_state()).run()
-    assert leaver.loop.left
+    assert leaver.left
     assert leaver.saves == []
     (heir,) = job.survivors()
     check_like_undisturbed([heir])
@@ -496,7 +528,7 @@ def test_who_is_declared_dead_while_it_leaves_saves_instead_of_asking_for_a_newc
             raise RefusedError("You are dead.", code="SUPERSEDED")
 
     leaver = Worker(session, fault, make_state()).run()
-    assert leaver.loop.left
+    assert leaver.left
     assert leaver.saves == [3]
 
 
@@ -517,7 +549,7 @@ def end_at_step_3(error: Exception) -> list[str]:
     (session,) = ElasticWorld(1).members
     state = Journal()
     loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
-    with contextlib.suppress(JobEndedError):
+    with contextlib.suppress(JobEndedError, LeaveGranted):
         for step in loop:
             with step:
                 state.notes.clear()
@@ -556,9 +588,10 @@ def test_a_step_that_turns_out_broken_at_its_end_may_still_end_in_a_leave() -> N
     (session,) = ElasticWorld(1).members
     state = Late()
     loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
-    for step in loop:
-        with step:
-            state.notes.clear()
+    with pytest.raises(LeaveGranted, match="You leave"):
+        for step in loop:
+            with step:
+                state.notes.clear()
     assert loop.left
     assert state.notes == ["rolled back", "saved 3"]
 
@@ -575,7 +608,7 @@ def test_the_same_sigterm_to_process_and_group_is_one(monkeypatch: pytest.Monkey
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert leaver.loop.left
+    assert leaver.left
     assert leaver.session.leave_reasons == ["SIGTERM"]
 
 

@@ -61,6 +61,10 @@ def test_join_carries_everything() -> None:
             m.Leave(3, True, "done"),
             pb.WorkerMessage(leave=pb.Leave(generation=3, finished=True, reason="done")),
         ),
+        (
+            m.Leave(3, False, "lost", consequence=True, exit_code=3),
+            pb.WorkerMessage(leave=pb.Leave(generation=3, reason="lost", consequence=True, exit_code=3)),
+        ),
     ],
 )
 def test_other_messages(message: m.Outgoing, expected: pb.WorkerMessage) -> None:
@@ -73,6 +77,9 @@ def test_a_heartbeat_keeps_the_newest_collectives() -> None:
     assert (beat.generation, beat.entered_generation) == (2, 1)
     assert (beat.step, beat.started_step, beat.samples_per_s) == (5, 6, 9.5)
     assert [c.sequence for c in beat.recent] == list(range(5, MAX_RECENT + 5))
+
+
+LOST = pb.FirstLoss(node_id="b", incarnation=9, sentence="b\nleft", exit_code=3)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +101,10 @@ def test_a_heartbeat_keeps_the_newest_collectives() -> None:
         ),
         ({"ended": pb.Ended(ok=True, reason="all done")}, m.Ended(True, "all done")),
         ({"ended": pb.Ended(ok=True, reason="go", leave=True)}, m.Ended(True, "go", leave=True)),
+        (
+            {"suspended": pb.Suspended(generation=2, reason="few", wait_s=9, first_loss=LOST)},
+            m.Suspended(2, "few", 9.0, m.FirstLoss("b", 9, "b\\nleft", 3)),
+        ),
     ],
 )
 def test_what_the_scheduler_says(part: dict[str, object], expected: m.Incoming) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 
-from worker.core.messages import Assignment, Incoming, Outgoing, RefusalCode
+from worker.core.messages import Assignment, FirstLoss, Incoming, Outgoing, RefusalCode
 from worker.core.value import Value
 
 
@@ -131,6 +131,8 @@ class Goodbye(Value):
 
     finished: bool
     reason: str
+    consequence: bool = False
+    exit_code: int = 0
 
 
 class Renewed(Value):
@@ -274,6 +276,12 @@ class Failed(Value):
     ok: bool = False
 
 
+class LossKnown(Value):
+    """The scheduler says who was the first to go; told before what follows from it."""
+
+    loss: FirstLoss
+
+
 class Left(Value):
     """The goodbye is done. ``heard``: the scheduler has confirmed it."""
 
@@ -295,6 +303,7 @@ Notice = (
     | ChangePending
     | NoVerdict
     | Failed
+    | LossKnown
     | Left
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from worker.core.rank_table_file import table_file
 from worker.core.value import Value
 
 
@@ -75,7 +76,7 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
     for name, source in (("MS_WORKER_NUM", launcher.size), ("MS_LOCAL_INDEX", launcher.local_index)):
         if source and env.get(source):
             found[name] = env[source]
-    if env.get("RANK_TABLE_FILE"):
+    if table_file(env):
         del found["MS_NODE_ID"]  # the table gives the ranks, by host and device
     return {name: value for name, value in found.items() if not env.get(name)}
 

@@ -11,7 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from worker.core.launch_words import HostShare
+from worker.core.rank_table_file import table_file
 from worker.errors import SettingsError
+
+WORKERS_ANYWHERE = 32
+WORKERS_PER_CORE = 8
+"""More than both start so slowly, or take so much memory, that the number is more likely a slip."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -64,20 +69,24 @@ class Request:
     meeting: str = ""
     """The scheduler's host, where hosts without a number must find out which of them it is."""
 
+    oversubscribe: bool = False
+    """More workers than the cores can carry are wanted."""
+
 
 # ---------------------------------------------------------------- who starts where
 
 
-def plan_layout(request: Request, *, here: Collection[str], devices: int) -> Layout:
+def plan_layout(request: Request, *, here: Collection[str], devices: int, cores: int = 0) -> Layout:
     """Decides how many workers this host starts and what their ranks are.
 
     Args:
         request: the options.
         here: the names and addresses by which a host list, or ``--join``, may mean this host.
         devices: GPUs this host offers; 0 when it has none.
+        cores: that this host offers; 0: not known.
 
     Raises:
-        SettingsError: the options contradict each other, or ask for more devices than there are.
+        SettingsError: the options contradict each other, or ask for more than there is.
     """
     if request.hosts:
         layout = _layout_of_hosts(request, set(here))
@@ -90,6 +99,13 @@ def plan_layout(request: Request, *, here: Collection[str], devices: int) -> Lay
             f"{layout.local_size} workers are asked for on this host, which offers {devices} "
             f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own. "
             "Ask for fewer, or for CPU workers with --devices none."
+        )
+    most = max(WORKERS_ANYWHERE, WORKERS_PER_CORE * cores)
+    if cores and layout.local_size > most and not request.oversubscribe:
+        raise SettingsError(
+            f"{layout.local_size} workers are asked for on this host, whose {cores} "
+            f"{'core' if cores == 1 else 'cores'} can carry {most}; "
+            "ask for fewer, or add --oversubscribe if you mean it."
         )
     return layout
 
@@ -173,6 +189,7 @@ def plan_workers(
     host: str = "localhost",
     devices: int = 0,
     cores: Sequence[int] = (),
+    device_ids: Sequence[int] = (),
 ) -> tuple[WorkerPlan, ...]:
     """Gives each worker of this host its name and environment.
 
@@ -183,6 +200,7 @@ def plan_workers(
         host: this host's name, for the labels of workers whose rank is not known.
         devices: how many GPUs the host offers; each worker takes the one of its local index.
         cores: cores to spread over the workers, in order; empty to leave them alone.
+        device_ids: of workers without GPUs, the devices that a rank table calls theirs.
 
     Returns:
         The workers; ``env`` of each holds only what differs from the launcher's.
@@ -200,6 +218,8 @@ def plan_workers(
         }
         if devices and not (layout.local_size == 1 and env.get("DEVICE_ID")):
             own["DEVICE_ID"] = str(index)
+        elif index < len(device_ids) and not devices and not env.get("DEVICE_ID"):
+            own["DEVICE_ID"] = str(device_ids[index])
         part = _share(cores, index, layout.local_size)
         plans.append(WorkerPlan(index, rank, _in_file_names(host), own, part))
     return tuple(plans)
@@ -209,7 +229,7 @@ def _own_rank(index: int, layout: Layout, env: Mapping[str, str]) -> int | None:
     """The rank that the launcher itself decides, by a node id that is the rank; else None."""
     if layout.world_size == 1:
         return 0
-    if layout.first_rank is None or env.get("MS_NODE_ID") or env.get("RANK_TABLE_FILE"):
+    if layout.first_rank is None or env.get("MS_NODE_ID") or table_file(env):
         return None
     return layout.first_rank + index
 
@@ -229,7 +249,7 @@ def _node_id(index: int, rank: int | None, local_size: int, env: Mapping[str, st
     given = env.get("MS_NODE_ID", "")
     if given:
         return {} if local_size == 1 else {"MS_NODE_ID": f"{given}-{index}"}
-    if rank is None or env.get("RANK_TABLE_FILE"):
+    if rank is None or table_file(env):
         return {}
     return {"MS_NODE_ID": str(rank)}
 

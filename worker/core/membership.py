@@ -148,6 +148,10 @@ class Membership(Lifecycle):
         if new.rank == 0 and (self._next is not None or not self._running):
             self._mint_or_publish(new)
 
+    def _note_loss(self, loss: m.FirstLoss | None) -> None:
+        if loss is not None:
+            self._notices.append(e.LossKnown(loss))
+
     def _is_mine(self, assignment: m.Assignment) -> bool:
         if assignment.rank < 0:  # leaving as asked
             return True
@@ -156,6 +160,7 @@ class Membership(Lifecycle):
 
     def _take_up(self, new: m.Assignment) -> None:
         first, self._seen = self._seen == 0, new.generation
+        self._note_loss(new.first_loss)
         if first and self._leave_reason is not None:  # asked for before there was a place to leave
             self._send(m.RequestLeave(new.generation, self._leave_reason))
         self._next, self._ids, self._minted = new, None, None
@@ -211,6 +216,7 @@ class Membership(Lifecycle):
     def _on_suspended(self, message: m.Suspended) -> None:
         if message.generation < self._seen or (message.generation == self._over and self._suspended):
             return
+        self._note_loss(message.first_loss)
         self._interrupt(message.reason, (message.reason,))
         self._seen = self._over = message.generation
         self._next = self._ids = self._minted = None
@@ -238,6 +244,7 @@ class Membership(Lifecycle):
             self._fail(e.FailureKind.REFUSED, message.sentence, message.code)
 
     def _on_ended(self, message: m.Ended) -> None:
+        self._note_loss(message.first_loss)
         if self._goodbye is not None:
             self._finish_leaving(heard=True)
         elif message.leave:
@@ -347,7 +354,8 @@ class Membership(Lifecycle):
 
     def _send_leave(self) -> None:
         assert self._goodbye is not None
-        self._send(m.Leave(self._seen, self._goodbye.finished, self._goodbye.reason))
+        said = self._goodbye
+        self._send(m.Leave(self._seen, said.finished, said.reason, said.consequence, said.exit_code))
 
     def _on_renewed(self, event: e.Renewed) -> None:
         self._reset()

@@ -134,11 +134,16 @@ class RequestLeave(Value):
 
 
 class Leave(Value):
-    """Goodbye."""
+    """Goodbye.
+
+    ``consequence``: it ends because of what others did. ``exit_code``: of its process; 0: not known.
+    """
 
     generation: int
     finished: bool
     reason: str
+    consequence: bool = False
+    exit_code: int = 0
 
 
 Outgoing = Join | PublishUniqueIds | Built | Heartbeat | Quiesced | SuspectPeer | RequestLeave | Leave
@@ -180,6 +185,18 @@ class Waiting(Value):
     sentence: str
 
 
+class FirstLoss(Value):
+    """The first member to go since a group last stood, and not because of others.
+
+    ``sentence`` says who, where and how; ``exit_code`` 0: not known.
+    """
+
+    node_id: str
+    incarnation: int
+    sentence: str
+    exit_code: int = 0
+
+
 class Assignment(Value):
     """A generation's membership and this worker's rank in it.
 
@@ -197,6 +214,7 @@ class Assignment(Value):
     switch_after_step: int = -1
     lost: tuple[str, ...] = ()
     launch: int = 0
+    first_loss: FirstLoss | None = None
 
 
 class UniqueIds(Value):
@@ -220,6 +238,7 @@ class Suspended(Value):
     generation: int
     reason: str
     wait_s: float
+    first_loss: FirstLoss | None = None
 
 
 class Quiesce(Value):
@@ -245,6 +264,7 @@ class Ended(Value):
     ok: bool
     reason: str
     leave: bool = False
+    first_loss: FirstLoss | None = None
 
 
 Incoming = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended

@@ -6,12 +6,30 @@ What is written has the server_list format. The scheduler judges tables; what is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from worker.errors import SettingsError
 
 Table = dict[str, Any]
+
+
+FILE_VARIABLE, OLD_FILE_VARIABLE = "RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"
+
+
+def table_file(env: Mapping[str, str]) -> str:
+    """The rank table that the environment names, by its present name or its old one; empty: none.
+
+    Raises:
+        SettingsError: the two name different files.
+    """
+    new, old = (env.get(name, "").strip() for name in (FILE_VARIABLE, OLD_FILE_VARIABLE))
+    if new and old and new != old:
+        raise SettingsError(
+            f"{FILE_VARIABLE} is {new[:80]!r}, and {OLD_FILE_VARIABLE}, its old name, is {old[:80]!r}; "
+            "set only one of them."
+        )
+    return new or old
 
 
 def parse_interval(text: str) -> tuple[int, ...]:
@@ -145,6 +163,23 @@ def ranks_of(document: object, names: Sequence[str], devices: Sequence[int]) -> 
     ]
     counts = Counter(found)
     return tuple(rank if counts[rank] == 1 else None for rank in found)
+
+
+def server_ids(document: object) -> tuple[str, ...]:
+    """What a table of either layout calls its hosts."""
+    names = [server_id for server_id, _, _ in _placed(document) if isinstance(server_id, str)]
+    return tuple(dict.fromkeys(names))
+
+
+def devices_of(document: object, names: Collection[str]) -> tuple[int, ...]:
+    """The devices that a table of either layout gives to one host, in order of rank.
+
+    Args:
+        document: the parsed JSON; lines that make no sense are passed over.
+        names: what a server_id may call this host.
+    """
+    mine = [(rank, device) for (name, device), rank in _lines(document).items() if name in names]
+    return tuple(dict.fromkeys(device for _, device in sorted(mine)))
 
 
 def _lines(document: object) -> dict[tuple[str, int], int]:

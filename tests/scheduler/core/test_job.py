@@ -468,3 +468,53 @@ def test_what_fails_among_those_who_switched_too_early_breaks_no_step() -> None:
     late = e.PeerSuspected(1, 3, 1, "connection reset")  # a was about to build generation 3 with the newcomer
     assert not job.step(late, 0.0).records
     assert formed_by(job, e.PeerSuspected(1, 2, 0, "connection reset")).switch_after_step == -1
+
+
+def three(worker_min: int) -> Job:
+    """A job of members a, b and c that stands."""
+    job = Job("red", v.Settings(3, worker_min, 0, 30.0, 5.0, 1.0))
+    history(job, *[join(number, node, 3) for number, node in enumerate("abc", 1)])
+    history(job, *[e.BuiltReported(number, 1) for number in (1, 2, 3)])
+    return job
+
+
+def losses_told(job: Job, event: e.Event) -> dict[int, m.FirstLoss | None]:
+    """Whom each session hears of as the first loss, with what follows from the event."""
+    kinds = (m.Assignment, m.Suspended, m.Ended)
+    messages = job.step(event, 0.0).messages
+    return {session: message.first_loss for session, message in messages if isinstance(message, kinds)}
+
+
+@pytest.mark.parametrize("worker_min", [0, 2])
+def test_all_hear_who_was_the_first_to_go_and_how(worker_min: int) -> None:
+    job = three(worker_min)
+    raised = e.LeftCleanly(2, 1, False, "ValueError: no data", exit_code=1)
+    first = m.FirstLoss("b", 1, "rank 1 (node b on host host-b) left: ValueError: no data", 1)
+    assert losses_told(job, raised) == {1: first, 2: first, 3: first}
+    late = e.LeftCleanly(1, 1, False, "MembershipChanged", consequence=True, exit_code=1)
+    assert losses_told(job, late)[1] == first
+    assert losses_told(job, e.SessionLost(3, "reset")) == {}
+
+
+def test_who_goes_because_of_others_is_not_the_first_even_if_it_is_heard_first() -> None:
+    job = three(2)
+    assert losses_told(job, e.LeftCleanly(1, 1, False, "PeerLostError", consequence=True)) == {
+        1: None,
+        2: None,
+        3: None,
+    }
+    [first] = set(losses_told(job, e.SessionLost(2, "reset")).values())
+    assert first is not None and first.node_id == "b"
+
+
+def test_a_leave_is_no_loss_and_a_group_that_goes_on_forgets_the_last_one() -> None:
+    job = three(1)
+    history(job, e.LeaveRequested(1, 1, "SIGTERM"))
+    assert set(losses_told(job, e.LeftCleanly(1, 1, False, "asked to leave")).values()) == {None}
+    [first] = set(losses_told(job, e.SessionLost(2, "reset")).values())
+    assert first is not None and first.node_id == "b"
+    generation = job.view(0.0).generation
+    history(job, e.BuiltReported(3, generation))
+    assert job.view(0.0).state == "running"
+    [second] = set(losses_told(job, e.LeftCleanly(3, generation, False, "KeyError: 1")).values())
+    assert second is not None and second.node_id == "c"

@@ -31,6 +31,18 @@ def test_more_workers_than_devices_are_refused() -> None:
         layout(Request(workers=5), devices=4)
 
 
+def test_more_workers_than_the_cores_can_carry_are_meant_only_if_that_is_said() -> None:
+    def count(workers: int, cores: int, *, oversubscribe: bool = False) -> int:
+        request = Request(workers=workers, oversubscribe=oversubscribe)
+        return plan_layout(request, here=["a"], devices=0, cores=cores).local_size
+
+    assert [count(32, 1), count(64, 8)] == [32, 64]
+    for workers, cores, told in ((33, 1, "1 core can carry 32"), (65, 8, "8 cores can carry 64")):
+        with pytest.raises(SettingsError, match=f"{workers} workers .*whose {told}; .*--oversubscribe"):
+            count(workers, cores)
+        assert count(workers, cores, oversubscribe=True) == workers
+
+
 @pytest.mark.parametrize(
     ("here", "expected"),
     [("a", Layout(6, 4, 0, "a")), ("b", Layout(6, 2, 4, "a", first_host=False))],
