@@ -1,54 +1,75 @@
 """Which connections hold bytes that the kernel has received and this process has not read yet.
 
 Under a flood of TLS handshakes gRPC's threads read the streams of workers seconds late, while the event loop
-is on time: only the kernel knows then that a worker has spoken.
+is on time: only the kernel knows then that a worker has spoken. It is asked by netlink, as by ``ss`` (sock_diag(7)),
+which needs no rights: a few calls for thousands of connections, where a look at each descriptor would
+take its turn for the interpreter's lock each time.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
+import socket
 import struct
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterator
 
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_UNREAD = re.compile(  # the other end's address and port, the state, how much is unsent and unread
-    rb" ([0-9A-F]{8}|[0-9A-F]{32}):([0-9A-F]{4}) [0-9A-F]{2} [0-9A-F]{8}:(?!0{8})[0-9A-F]{8} "
-)
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_REQUEST_AND_DUMP = 0x301
+_ERROR, _DONE = 2, 3
+_ESTABLISHED, _CLOSE_WAIT = 1, 8
+_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+_REQUEST = struct.Struct("=BBBxI48x")  # family, protocol, extensions, states; of all sockets
+_ANSWER = struct.Struct("=4x2x2s16x16s4x8x4xI")  # the other end's port and address, bytes that are unread
+_RECEIVE_BYTES = 1 << 17
+_TIMEOUT_S = 1.0
 
 
-def unread_peers(peers: Collection[str], tables: Iterable[Path] = _TABLES) -> list[str]:
+def unread_peers(peers: Collection[str]) -> list[str]:
     """Those of ``peers`` on whose connections unread bytes wait; none where the system does not tell.
 
     Args:
         peers: addresses of the other ends, ``1.2.3.4:5`` or ``[::1]:5``.
-        tables: the kernel's lists of TCP connections, as of ``/proc/net``.
     """
-    waiting: set[tuple[bytes, int]] = set()
-    for table in tables:
-        try:
-            text = table.read_bytes()
-        except OSError:
-            continue
-        waiting.update((_plain(_of_kernel(host)), int(port, 16)) for host, port in _UNREAD.findall(text))
-    return [peer for peer in peers if _parsed(peer) in waiting]
+    waiting: set[bytes] = set()
+    try:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            waiting.update(_with_unread(family))
+    except OSError:
+        pass
+    return [peer for peer in peers if _packed(peer) in waiting]
 
 
-def _of_kernel(digits: bytes) -> bytes:
-    """An address as the kernel shows it: words of 32 bits, each in the machine's order of bytes."""
-    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
-    return struct.pack(f"={len(words)}I", *words)
+def _with_unread(family: int) -> Iterator[bytes]:
+    """Address and port of the other end of each connection on which unread bytes wait."""
+    states = 1 << _ESTABLISHED | 1 << _CLOSE_WAIT
+    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, states)
+    header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _REQUEST_AND_DUMP, 0, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.settimeout(_TIMEOUT_S)
+        kernel.send(header + request)
+        while True:
+            data = kernel.recv(_RECEIVE_BYTES)
+            at = 0
+            while at + _HEADER.size <= len(data):
+                length, kind, *_ = _HEADER.unpack_from(data, at)
+                if kind in (_ERROR, _DONE) or length < _HEADER.size:
+                    return
+                port, address, unread = _ANSWER.unpack_from(data, at + _HEADER.size)
+                if unread:
+                    yield _plain(address if family == socket.AF_INET6 else address[:4]) + port
+                at += (length + 3) & ~3
 
 
 def _plain(address: bytes) -> bytes:
     """IPv4 inside IPv6 is IPv4."""
-    return address[12:] if address.startswith(bytes(10) + b"\xff\xff") and len(address) == 16 else address
+    return address[12:] if len(address) == 16 and address.startswith(bytes(10) + b"\xff\xff") else address
 
 
-def _parsed(peer: str) -> tuple[bytes, int] | None:
+def _packed(peer: str) -> bytes | None:
     host, _, port = peer.rpartition(":")
     try:
-        return _plain(ipaddress.ip_address(host.strip("[]").partition("%")[0]).packed), int(port)
-    except ValueError:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+        return _plain(address.packed) + int(port).to_bytes(2, "big")
+    except (ValueError, OverflowError):
         return None

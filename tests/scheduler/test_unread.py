@@ -1,9 +1,9 @@
-"""Bytes that wait unread: what the kernel says of real connections, and how it writes that down."""
+"""Bytes that wait unread, as the kernel tells of real connections."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -39,5 +39,19 @@ def test_a_connection_whose_bytes_nobody_has_read_is_found(listens: str, connect
                 end.close()
 
 
-def test_where_the_system_does_not_tell_nothing_is_unread(tmp_path: Path) -> None:
-    assert unread_peers(["127.0.0.1:5"], [tmp_path / "none"]) == []
+def test_of_thousands_of_connections_all_that_are_unread_are_found() -> None:
+    """The kernel's answer comes in many pieces."""
+    with contextlib.ExitStack() as at_end, socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        talkers = []
+        for number in range(600):
+            ours = at_end.enter_context(socket.create_connection(listener.getsockname()))
+            at_end.enter_context(listener.accept()[0])
+            if number % 2:
+                ours.sendall(b"heartbeat")
+                talkers.append(f"127.0.0.1:{ours.getsockname()[1]}")
+        wait_for(lambda: unread_peers(talkers) == talkers)
+
+
+def test_where_the_system_does_not_tell_nothing_is_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.unread._NETLINK_SOCK_DIAG", 31)  # no such protocol
+    assert unread_peers(["127.0.0.1:5"]) == []
