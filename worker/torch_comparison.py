@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +39,7 @@ class RankComparison:
         self._work: Work | None = None
         self._sent: Any = None
         self._table: Any = None
+        self._arrived: Any = None
         self._compared = True
         self._weights: dict[tuple[str, ...], Any] = {}
         self._last: list[tuple[str, Any]] = []
@@ -45,7 +47,7 @@ class RankComparison:
     def enter(self, communicator: Communicator) -> None:
         """Begins anew with a generation's communicator; what was under way is void."""
         self._communicator = communicator
-        self._work = self._sent = self._table = None
+        self._work = self._sent = self._table = self._arrived = None
         self._compared = True
 
     def send(self, step: int, generators: Any) -> None:
@@ -73,7 +75,6 @@ class RankComparison:
             table = host.copy_(table, non_blocking=True)
         self._sent = row, mine  # whose memory must stay until the row has gone
         self._table = table.view(communicator.world_size, -1)
-        self._compared = False
 
     def receive(self) -> None:
         """Compares the rows that were sent last; on a GPU, after the host has waited for the current stream.
@@ -82,28 +83,29 @@ class RankComparison:
             RanksDifferError: a setting is not the same on all ranks; raised on all of them.
             MembershipChanged: the rows did not come.
         """
-        self._await()
+        self._arrive()
         if not self._compared:
             self._compared = True
-            heads = self._table[:, :_HEAD].tolist()
+            heads = self._arrived[:, :_HEAD].tolist()
             if any(head != heads[0] for head in heads):
                 raise self._difference([head[_STEP] for head in heads])
 
     def generators(self, step: int) -> Any:
         """Every rank's generators after ``step``, uint8, by rank; None: they are not known."""
-        try:
-            self._await()
-        except WorkerError:
-            self._table = None
-        table = self._table
+        if self._device.type == "cpu":  # on a GPU they are there only once the host has waited for the step
+            with contextlib.suppress(WorkerError):
+                self._arrive()
+        table = self._arrived
         if table is None or table.shape[1] == _HEAD or int(table[0, _STEP]) != step:
             return None
         return table[:, _HEAD:].contiguous().view(torch.uint8)
 
-    def _await(self) -> None:
+    def _arrive(self) -> None:
+        table, self._table = self._table, None
         work, self._work = self._work, None
-        if work is not None:
+        if table is not None and work is not None:
             work.wait()
+            self._arrived, self._compared = table, False
 
     # ------------------------------------------------------------ settings
 

@@ -63,6 +63,34 @@ def test_the_check_passes_over_nccl(keys: Path, tmp_path: Path) -> None:
     assert "ready to train" in output, output
 
 
+def losses_of(output: str) -> list[str]:
+    return sorted(re.findall(r"rank \d+ step \d+ loss \S+", output))
+
+
+@pytest.mark.parametrize("capture", ["eager", "captured"])
+def test_a_resumed_job_draws_and_trains_as_the_uninterrupted_one(
+    keys: Path, tmp_path: Path, capture: str
+) -> None:
+    script = [sys.executable, str(ROOT / "tests/gpu/gpu_resume_job.py"), str(tmp_path / "kept"), capture]
+    whole = launch(keys, tmp_path, "--tail=all", "--", *script, "")
+    resumed = launch(keys, tmp_path, "--tail=all", "--", *script, "latest")
+    assert whole.count(f"ends {capture}") == resumed.count(f"ends {capture}") == GPUS, whole + resumed
+    expected = [line for line in losses_of(whole) if int(line.split()[3]) > 7]
+    assert len(expected) == 9 * GPUS, whole
+    assert len({line.split()[-1] for line in expected}) == len(expected), "the ranks draw the same masks"
+    assert losses_of(resumed) == expected
+
+
+@pytest.mark.parametrize("capture", ["eager", "captured"])
+def test_a_rate_that_differs_on_a_gpu_is_named_before_the_step_counts(
+    keys: Path, tmp_path: Path, capture: str
+) -> None:
+    script = [sys.executable, str(ROOT / "tests/gpu/gpu_resume_job.py"), str(tmp_path), capture, "differ"]
+    output = launch(keys, tmp_path, "--tail=all", "--", *script)
+    words = r"differ after step 9: .*the learning rate of parameter group 0 is 0\.01 on rank 0 and 0\.05 on"
+    assert len(re.findall(words, output)) == GPUS, output
+
+
 WARM_UP = 3
 """Eager steps of a generation before its capture."""
 EXAMPLE = ("-m", "examples.resnet50_cifar10")
