@@ -141,14 +141,12 @@ class DataParallel(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        if torch.compiler.is_compiling():
-            if self._masters is not None:
-                self._masters.refresh()
-            return self.module(*args, **kwargs)
-        self.check_step()
-        if self._masters is not None:
-            self._masters.refresh()
-        if not (self._synchronize and self._joined and self.module.training and torch.is_grad_enabled()):
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.check_step()
+        self.refresh_weights()
+        trains = self._synchronize and self._joined and self.module.training and torch.is_grad_enabled()
+        if compiling or not trains:
             return self.module(*args, **kwargs)
         try:
             output = self.module(*args, **kwargs)

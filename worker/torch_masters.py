@@ -48,6 +48,7 @@ class MasterWeights:
             if isinstance(owner, _NORMALISATIONS)
             for parameter in owner.parameters(recurse=False)
         }
+        self.dtype = dtype
         self.parameters: list[Any] = []
         self.views: dict[int, Any] = {}
         self._pairs: list[tuple[Any, Any]] = []

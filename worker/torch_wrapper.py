@@ -80,6 +80,16 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         self.module.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
 
+    @property
+    def weights_dtype(self) -> Any:
+        """Of the weights that are computed with where they have masters; None where they have none."""
+        return None if self._masters is None else self._masters.dtype
+
+    def refresh_weights(self) -> None:
+        """Brings the weights that are computed with up to their masters, if they have any."""
+        if self._masters is not None:
+            self._masters.refresh()
+
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The bare module's state; in float32 where there are masters."""
         state = self.module.state_dict(*args, prefix=prefix, **kwargs)
