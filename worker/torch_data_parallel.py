@@ -141,12 +141,12 @@ class DataParallel(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        if torch.compiler.is_compiling():
-            self.refresh_weights()
-            return self.module(*args, **kwargs)
-        self.check_step()
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.check_step()
         self.refresh_weights()
-        if not (self._synchronize and self._joined and self.module.training and torch.is_grad_enabled()):
+        trains = self._synchronize and self._joined and self.module.training and torch.is_grad_enabled()
+        if compiling or not trains:
             return self.module(*args, **kwargs)
         try:
             output = self.module(*args, **kwargs)
