@@ -19,6 +19,7 @@ import grpc
 
 from certs.authority import Authority, create_authority
 from certs.identity import Identity
+from certs.log_lines import MORE
 from certs.store import Credentials, load_credentials
 from rendezvous.v1 import rendezvous_pb2 as pb
 from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
@@ -108,10 +109,22 @@ class Scheduler:
             return "".join(self._lines)
 
     def follow(self) -> None:
+        """Reads the log to its end; a line that goes on in the next one is put together again."""
         assert self.process.stderr is not None
-        for line in self.process.stderr:
+        rest = b""
+        while chunk := os.read(self.process.stderr.fileno(), 1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
             with self._grown:
-                self._lines.append(line)
+                for line in lines:
+                    head, more, text = f"{line.decode()}\n".partition(f" {MORE}")
+                    if more and self._lines and len(head.split()) == 2:  # time and level
+                        self._lines[-1] = f"{self._lines[-1].removesuffix(chr(10))} {text}"
+                    else:
+                        self._lines.append(f"{line.decode()}\n")
+                self._grown.notify_all()
+        if rest:
+            with self._grown:
+                self._lines.append(rest.decode())
                 self._grown.notify_all()
 
     def await_log(self, words: str) -> str:
