@@ -3,8 +3,9 @@
 Dialer and acceptor are generators that yield what they wait for and return the connection. After TLS
 the dialer says hello (generation, ranks, group, nonce); each side then proves by an HMAC that it knows
 the generation's unique ids. The HMAC covers both nonces and the TLS session, so it is worth nothing on
-another connection, in another generation, or for another rank. The last two messages carry a secret of
-each side, from which the keys of the data are made.
+another connection, in another generation, or for another rank. These messages carry a secret of each side,
+from which the keys of the data are made. Last the acceptor welcomes the dialer: one that loses its place
+before that is dialed again, and not taken for connected.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from worker.communicators.tcp_wire import (
     NONCE_BYTES,
     PROOF,
     REPLY,
+    WELCOME,
     Hello,
     handshake_context,
     membership_key,
@@ -209,6 +211,8 @@ def _dial(
         )
     ours = os.urandom(SECRET_BYTES)
     yield from _write(sock, PROOF.pack(proof(membership, "dialer", context), ours))
+    if (yield from _read(sock, len(WELCOME))) != WELCOME:
+        raise CommunicatorError(f"{peer_name(peer)} did not take the connection.")
     context += ours + theirs
     held[0], connection = _connection(sock, rank, tls, membership, context, ("dialer", "acceptor"))
     return lobby, connection
@@ -285,6 +289,7 @@ def _accept(
             f"{source} claims to be {peer_name(peer)} but does not know the unique id"
             f" of generation {membership.generation}."
         )
+    yield from _write(sock, WELCOME)
     rank, sides = hello.from_rank, ("acceptor", "dialer")
     held[0], connection = _connection(sock, rank, policy, membership, context + theirs + ours, sides)
     return lobby, connection

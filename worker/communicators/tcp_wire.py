@@ -36,6 +36,9 @@ REPLY = struct.Struct("!32s32s32s")
 PROOF = struct.Struct("!32s32s")
 """Dialer's proof and its secret."""
 
+WELCOME = b"\x01"
+"""The acceptor's last word: it has the connection. Without it the dialer dials again."""
+
 NONCE_BYTES = 32
 GOODBYE_BYTES = 512
 

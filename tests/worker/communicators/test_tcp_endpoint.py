@@ -23,7 +23,16 @@ from worker.communicators.base import Membership, Peer
 from worker.communicators.tcp_connection import Connection
 from worker.communicators.tcp_endpoint import Endpoint
 from worker.communicators.tcp_handshake import Lobby
-from worker.communicators.tcp_wire import Hello, group_label
+from worker.communicators.tcp_wire import (
+    HELLO,
+    PROOF,
+    REPLY,
+    WELCOME,
+    Hello,
+    group_label,
+    handshake_context,
+    proof,
+)
 
 WAIT_S = 20.0
 
@@ -73,6 +82,28 @@ class Gated:
             self.entered.set()
             assert self.released.wait(WAIT_S)
         return self._credentials
+
+
+def test_a_dialer_that_is_not_welcomed_dials_again() -> None:
+    """The other side may drop a connection after the dialer's last word; both must know the same."""
+    dialer = Endpoint(None)
+    with contextlib.closing(dialer), socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(WAIT_S)
+        there, lobby = lobbies([f"127.0.0.1:{listener.getsockname()[1]}", dialer.open("127.0.0.1")], 1)
+        dialer.gather(lobby)
+        dialer.dial(lobby, 0, time.monotonic() + WAIT_S)
+        for welcome in (False, True):
+            sock, _ = listener.accept()
+            with sock, sock.makefile("rb") as heard:
+                hello = Hello.decode(heard.read(HELLO.size))
+                context = handshake_context(there.membership, b"", hello, b"n" * 32)
+                sock.sendall(REPLY.pack(b"n" * 32, proof(there.membership, "acceptor", context), b"s" * 32))
+                assert len(heard.read(PROOF.size)) == PROOF.size
+                assert not lobby.arrived
+                if welcome:
+                    sock.sendall(WELCOME)
+                    wait_for(lambda: lobby.arrived)
+        lobby.arrived[0].sock.close()
 
 
 def client_hello(office: Office) -> bytes:
