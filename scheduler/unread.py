@@ -2,8 +2,8 @@
 
 Under a flood of TLS handshakes gRPC's threads read the streams of workers seconds late, while the event loop
 is on time: only the kernel knows then that a worker has spoken. It is asked by netlink, as by ``ss`` (see
-sock_diag(7)), which needs no rights: a few calls for thousands of connections, where a look at each descriptor
-would wait for the interpreter's lock each time.
+sock_diag(7)), which needs no rights: a few calls for thousands of connections, where a look at each
+descriptor would wait for the interpreter's lock each time.
 """
 
 from __future__ import annotations
