@@ -32,6 +32,9 @@ PULSE_S = 0.5
 LATE_S = 0.1
 """By so much a pulse may be late on a machine that is merely busy."""
 
+DOUBT_S = 0.25
+"""Who counts as silent is looked at again after this time, and lost if nothing has come meanwhile."""
+
 LOSS_SETTLE_TIMES = 4
 """So often at most is it waited for more losses: survivors are to be told within 100 ms."""
 
@@ -133,6 +136,8 @@ class JobDriver:
     _reason: str = ""
     _over: bool = False
     _awake_at: float = 0.0
+    _doubted: set[v.SessionId] = field(default_factory=set)
+    _doubt_until: float = 0.0
 
     def post(self, event: e.Event) -> None:
         """Enqueues an event without waiting for it."""
@@ -194,8 +199,13 @@ class JobDriver:
             batch.insert(0, _Item(e.StoodStill(late_s)))
         stepped: list[tuple[_Item, Decision]] = []
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
-            if isinstance(item.event, e.Tick) and (behind := self._behind(now)):
-                stepped.append((_Item(behind), self.job.step(behind, now)))
+            if isinstance(item.event, e.Tick):
+                behind, doubtful = self._look(now)
+                if behind is not None:
+                    stepped.append((_Item(behind), self.job.step(behind, now)))
+                elif doubtful:
+                    stepped.append((item, Decision()))
+                    continue
             stepped.append((item, self.job.step(item.event, now, more=more)))
             self._count(item.event, now)
         records = [record for _, decision in stepped for record in decision.records]
@@ -207,15 +217,32 @@ class JobDriver:
                 item.done.set_result(decision.reason)
         self._arm()
 
-    def _behind(self, now: float) -> e.FellBehind | None:
-        """Looks, before anybody is lost for silence, whether it is we who have not listened."""
+    def _look(self, now: float) -> tuple[e.FellBehind | None, bool]:
+        """Looks, before a Tick has anybody lost for silence, whether it is we who have not listened.
+
+        Returns:
+            That we are behind, if so; and whether the Tick has to wait until that is clear.
+        """
         overdue = {
             session.caller.address: session_id
             for session_id in self.job.overdue(now)
             if (session := self.sessions.get(session_id)) is not None
         }
-        unread = self.unread(overdue) if overdue else ()
-        return e.FellBehind(tuple(overdue[peer] for peer in unread)) if unread else None
+        if not overdue:
+            self._doubted.clear()
+            return None, False
+        if now < self._doubt_until:
+            return None, True
+        unread = self.unread(overdue)
+        if unread:
+            return e.FellBehind(tuple(overdue[peer] for peer in unread)), False
+        known, self._doubted = self._doubted, set(overdue.values())
+        if self._doubted <= known:
+            return None, False
+        # What was read just now is on its way through gRPC's threads. How busy they are, the look has shown.
+        looked_at = self.clock.time()
+        self._doubt_until = looked_at + max(DOUBT_S, 2 * (looked_at - now))
+        return None, True
 
     def _carry_out(self, event: e.Event, decision: Decision, now: float) -> None:
         if isinstance(event, e.SessionLost):
@@ -288,7 +315,8 @@ class JobDriver:
             self._timer = None
         deadline = self.job.deadline()
         if deadline is not None:
-            self._timer = self.clock.call_at(min(deadline, self._awake_at + PULSE_S), self._tick)
+            when = min(max(deadline, self._doubt_until), self._awake_at + PULSE_S)
+            self._timer = self.clock.call_at(when, self._tick)
 
     def _tick(self) -> None:
         self._timer = None

@@ -1,9 +1,9 @@
 """Which connections hold bytes that the kernel has received and this process has not read yet.
 
 Under a flood of TLS handshakes gRPC's threads read the streams of workers seconds late, while the event loop
-is on time: only the kernel knows then that a worker has spoken. It is asked by netlink, as by ``ss`` (sock_diag(7)),
-which needs no rights: a few calls for thousands of connections, where a look at each descriptor would
-take its turn for the interpreter's lock each time.
+is on time: only the kernel knows then that a worker has spoken. It is asked by netlink, as by ``ss`` (see
+sock_diag(7)), which needs no rights: a few calls for thousands of connections, where a look at each
+descriptor would wait for the interpreter's lock each time.
 """
 
 from __future__ import annotations

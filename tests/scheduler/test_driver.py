@@ -14,7 +14,7 @@ from scheduler.core import events as e
 from scheduler.core import messages as m
 from scheduler.core import records as r
 from scheduler.core.decision import Decision
-from scheduler.driver import PULSE_S, JobDriver, Note
+from scheduler.driver import DOUBT_S, PULSE_S, JobDriver, Note
 from scheduler.errors import SchedulerError, StoppingError, TooSlowError
 from scheduler.sessions import MAX_WAITING_MESSAGES, Session
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, member
@@ -182,9 +182,37 @@ def test_before_a_worker_is_lost_for_silence_it_is_looked_whether_its_words_are_
         await rig.driver.submit(e.Tick())
         assert asked == [["127.0.0.1:5", "[::1]:6"]]
         assert rig.job.events()[2:] == [e.FellBehind((2,)), e.Tick()]
+        await rig.close()
+
+    go(test())
+
+
+def test_who_counts_as_silent_is_looked_at_twice_before_it_is_lost() -> None:
+    """What gRPC has read from the kernel in this moment is not yet here."""
+
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        looks: list[float] = []
+        rig.session(1)
+        rig.session(2).caller = Caller("127.0.0.1:6")
+        rig.driver.unread = lambda peers: looks.append(rig.clock.now) or []  # type: ignore[func-returns-value]
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        rig.job.due = 100.0
         rig.job.silent = (1,)
         await rig.driver.submit(e.Tick())
-        assert rig.job.events()[4:] == [e.Tick()]
+        await rig.driver.submit(e.Tick())
+        assert e.Tick() not in rig.job.events()
+        assert rig.clock.armed() == [100.0 + DOUBT_S]  # and does not spin until then
+        rig.clock.now += DOUBT_S
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events()[1:] == [e.Tick()]
+        rig.job.silent = (2,)  # another one
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events()[1:] == [e.Tick()]
+        rig.job.silent = ()  # and that was heard after all
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events()[1:] == [e.Tick(), e.Tick()]
+        assert looks == [100.0, 100.0 + DOUBT_S, 100.0 + DOUBT_S]
         await rig.close()
 
     go(test())
