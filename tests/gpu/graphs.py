@@ -81,6 +81,16 @@ class _Stream:
         cuda_rules.synchronise()
 
 
+def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL reads the GPU's memory within a capture too, while the ranks here meet on NumPy arrays."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return call
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ``capture_step`` capture modules that are on the CPU."""
 
@@ -104,13 +114,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", cuda_rules.synchronise)
-    reduce = Lane.reduce
-
-    def reduce_unseen(*args: Any, **kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():  # NCCL reads the GPU's memory; the ranks here meet on NumPy
-            reduce(*args, **kwargs)
-
-    monkeypatch.setattr(Lane, "reduce", reduce_unseen)
+    for name in ("reduce", "all_gather", "all_reduce"):
+        if hasattr(Lane, name):
+            monkeypatch.setattr(Lane, name, _unseen(getattr(Lane, name)))
     monkeypatch.setattr(capture, "_free_generator", lambda device: None)
     monkeypatch.setattr(capture.TrainingStep, "_obstacle", lambda step: None)
     monkeypatch.setattr(Lane, "capturing", lambda lane: getattr(_here, "graph", None) is not None)
