@@ -120,10 +120,10 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
     done = Throughput()
     for step in loop:
         before = job.step.captured, compilations()
-        tells = step.number % args.print_every == 0 or step.number == 1 or step.batch.last
+        prints = step.number % args.print_every == 0 or step.number == 1 or step.batch.last
         with step:
             loss = job.train_step(step.batch.indices)
-            mean = job.step.mean_over_ranks(loss) if tells else 0.0
+            mean = job.step.mean_over_ranks(loss) if prints else 0.0
         if not step.done:
             continue
         captured = job.step.captured
@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
             captured=captured,
             timed=before == (captured, compilations()),
         )
-        if tells:
+        if prints:
             out.line(f"epoch: {step.epoch} step: {step.number}, loss is {mean:.7f}")
         if step.batch.last or loop.is_over:
             if session.rank == 0:

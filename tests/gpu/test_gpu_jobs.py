@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from bench import cifar10_files  # noqa: E402
 from tests.gpu.example_runs import RANK_0_DIES, closing, losses  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]  # the first launch compiles
 GPUS = min(4, torch.cuda.device_count())
 if GPUS < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)

@@ -108,7 +108,7 @@ def test_without_a_timed_step_there_is_no_speed(clock: Clock) -> None:
     assert done.samples_per_s is None and done.steps == 1
 
 
-def test_a_replaced_rank_0_tells_what_the_longest_lived_one_has_counted(clock: Clock) -> None:
+def test_a_replaced_rank_0_takes_what_the_longest_lived_one_has_counted(clock: Clock) -> None:
     lived, came_later = Throughput(clock), Throughput(clock)
     train(lived, clock, [30.0, 0.5, 0.5])
     for done in (lived, came_later):
