@@ -332,7 +332,9 @@ class DataParallel(ModuleWrapper):
         last = self._buckets[-1]
         if len(last.numbers) != self.communicator.world_size:
             last.allocate(self.communicator.world_size)
-        self._numbers = RankNumbers(self.communicator, last.numbers)
+        numbers: RankNumbers | None = getattr(self, "_numbers", None)
+        if numbers is None or not numbers.serve(self.communicator, last.numbers):
+            self._numbers = RankNumbers(self.communicator, last.numbers)
         self._read_later = False
 
     def _ready(self, parameter: Any) -> None:

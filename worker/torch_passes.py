@@ -89,10 +89,15 @@ class RankNumbers:
 
     def __init__(self, communicator: Communicator, tail: Any) -> None:
         self._communicator = communicator
+        self._tail = tail
         self._mine = 0
         self._sent = torch.zeros_like(tail)
         # One piece of memory that the host can read while a GPU goes on.
         self._seen = torch.zeros_like(tail, device="cpu", pin_memory=tail.is_cuda)
+
+    def serve(self, communicator: Communicator, tail: Any) -> bool:
+        """Whether these are the numbers of this communicator in this tail; a captured graph holds both."""
+        return self._communicator is communicator and self._tail is tail
 
     def set(self, number: int) -> None:
         """Sends this number from now on, also from a captured step; not to be called within a capture."""
