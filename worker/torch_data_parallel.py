@@ -251,10 +251,11 @@ class DataParallel(ModuleWrapper):
             communicator: the new one.
             source: take parameters and buffers from this rank; None: they are the same already.
         """
-        self.communicator = communicator
+        changed, self.communicator = communicator is not self.communicator, communicator
         self._lane = Lane(communicator, self.device)
         self._joined = True
-        self._follow_world()
+        if changed:  # what a captured graph holds stays where it is
+            self._follow_world()
         self.forget_backward()
         if self._order is not None:
             self._order = []
@@ -273,6 +274,7 @@ class DataParallel(ModuleWrapper):
         self._seen.clear()
         self._read_aside.clear()
         self._passes.forget()
+        self._numbers.forget()
         self._apart = None
         self.zero_grad()
 

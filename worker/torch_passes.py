@@ -105,6 +105,10 @@ class RankNumbers:
             self._mine = number
             self._sent[self._communicator.rank].fill_(number)
 
+    def forget(self) -> None:
+        """What has come so far is of steps that nobody counts any more."""
+        self._seen.zero_()
+
     def put(self, tail: Any) -> None:
         """Writes the number into the bucket that is about to be reduced."""
         tail.copy_(self._sent)

@@ -269,6 +269,28 @@ def test_a_rank_that_goes_on_after_a_broken_step_is_found_by_captured_steps() ->
     assert first == second
 
 
+def test_captured_steps_compare_also_after_the_same_members_meet_again() -> None:
+    """A second loop, say: the graph goes on, with what it reads and writes where it was."""
+
+    def one(communicator: graphs.GraphCommunicator) -> None:
+        model = DataParallel(linear_net(), communicator=communicator)
+        step, _ = make(model)
+        for number in range(6):
+            step(*batch_of(4, number))
+        for rank in (0, 1):
+            model.join(communicator, 0)
+            step(*batch_of(4, 6))
+            assert step.captured
+            if communicator.rank == rank:
+                with pytest.raises(ValueError, match="to match target batch_size"):
+                    step(batch_of(3, 7)[0], torch.zeros(2, dtype=torch.int64))
+            step(*batch_of(4, 8))
+            with pytest.raises(CollectiveMismatchError, match=f"rank {rank} "):
+                step(*batch_of(4, 9))
+
+    ranks(2, one)
+
+
 def test_a_layer_that_is_added_after_a_capture_is_refused() -> None:
     """The graph would go on without it."""
 
