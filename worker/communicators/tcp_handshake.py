@@ -24,6 +24,8 @@ from worker.communicators.tcp_seal import Sealer, direction_secret
 from worker.communicators.tcp_wire import (
     HELLO,
     NONCE_BYTES,
+    PROBE,
+    PROBE_ANSWER,
     PROOF,
     REPLY,
     Hello,
@@ -219,7 +221,10 @@ def _accept(
     _tune(sock)
     if tls is not None:
         sock = yield from _secure(held, tls.server, server=True)
-    hello = Hello.decode((yield from _read(sock, HELLO.size)))
+    data = yield from _read(sock, HELLO.size)
+    if data.startswith(PROBE):
+        return (yield from _answer_probe(sock, data))
+    hello = Hello.decode(data)
     lobby = find(hello.label, hello.generation)
     while lobby is None:
         yield Want.LOBBY, sock
@@ -243,6 +248,14 @@ def _accept(
     rank, sides = hello.from_rank, ("acceptor", "dialer")
     held[0], connection = _connection(sock, rank, tls, membership, context + theirs + ours, sides)
     return lobby, connection
+
+
+def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
+    """Answers with the probe's own nonce; the lobby that the connection goes to is closed and ends it."""
+    yield from _write(sock, PROBE_ANSWER + hello[len(PROBE) :])
+    nobody = Lobby(Membership("", 0, "", -1, ()), b"")
+    nobody.closed = True
+    return nobody, Connection(sock, -1)
 
 
 def _connection(

@@ -36,6 +36,11 @@ REPLY = struct.Struct("!32s32s32s")
 PROOF = struct.Struct("!32s32s")
 """Dialer's proof and its secret."""
 
+PROBE = b"MusP"
+"""Begins a hello that asks for nothing but an answer, which is the same with another beginning."""
+
+PROBE_ANSWER = b"MusA"
+
 NONCE_BYTES = 32
 GOODBYE_BYTES = 512
 
