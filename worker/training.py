@@ -23,9 +23,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from worker.errors import (
+    ArrayError,
+    CommunicatorError,
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerLostError,
     RefusedError,
     SchedulerUnreachableError,
     WorkerError,
@@ -218,6 +221,7 @@ class ElasticLoop:
             if self._leave_reason and _is_declared_dead(change):  # no newcomer's place is worth asking for
                 self._go(LeaveGranted(f"This worker leaves the job: {self._leave_reason}.", alone=True))
                 return
+            self._save_if_told(change)
             try:
                 self._rejoin()
                 if not (self.left or self._closed):
@@ -246,13 +250,23 @@ class ElasticLoop:
                 self._save()
             raise
 
+    def _save_if_told(self, change: BaseException | None) -> None:
+        """Too few members are left to go on: one of them saves at once, lest nobody can later."""
+        if isinstance(change, MembershipChanged) and change.save and self.state.step and not self.is_over:
+            self.state.roll_back()
+            self._save()
+
     def _save_at_the_end(self, error: BaseException) -> None:
         """Puts the last finished step on disk if this worker's membership is over for good.
 
-        Not if the job has ended well: others were further, and theirs is the last word.
+        Not if the job has ended well: others were further, and theirs is the last word. What a collective
+        failed with meets all ranks: the lowest that it does not blame saves.
         """
         completed = isinstance(error, JobEndedError) and error.ok
         last = isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not completed
+        if isinstance(error, CommunicatorError) and not isinstance(error, ArrayError):
+            blamed = error.rank if isinstance(error, PeerLostError) else -1
+            last = self.session.rank == (1 if blamed == 0 else 0)
         if last and not self.is_over:
             self.state.roll_back()
             self._save()
