@@ -235,12 +235,12 @@ class Job(Probing):
         self._say(f"{upper_first(sentence)}.")
         if self._suspicion is None:
             self._suspicion = Suspicion(now + self.settings.node_timeout_s, sentence)
-        self._begin_round(now, among_members=True)
+        self._want_round(now, urgent=True)
 
     def _peer_late(self, event: e.PeerLate, now: float) -> None:
         claim = self._claim_behind(event.session, now)
         if claim is not None and self._ledger.rank_of(claim.candidate.node_id) >= 0:
-            self._begin_round(now, among_members=True)
+            self._want_round(now, urgent=False)
 
     def _probed(self, event: e.Probed, now: float) -> None:
         self._claim_behind(event.session, now)

@@ -27,6 +27,9 @@ ROUND_S = 15.0
 ROUND_PAUSE_S = 5.0
 """The least time from one round to the next."""
 
+CALM_PAUSE_S = 60.0
+"""What that grows to while rounds find that all reach each other."""
+
 CANDIDATES_AT_ONCE = 32
 
 
@@ -65,6 +68,21 @@ class Hang:
     place: tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """All members of a generation were found to reach each other: until when that is not asked again."""
+
+    generation: int = 0
+    until: float = 0.0
+    pause_s: float = ROUND_PAUSE_S
+
+    def again(self, generation: int, now: float) -> Calm:
+        """It was found once more."""
+        same = generation == self.generation
+        pause_s = min(2 * self.pause_s, CALM_PAUSE_S) if same else ROUND_PAUSE_S
+        return Calm(generation, now + pause_s, pause_s)
+
+
 class Probing(Reception):
     """The part of a job that finds out who can reach whom, and for whom the others wait."""
 
@@ -73,6 +91,8 @@ class Probing(Reception):
         self._round: Round | None = None
         self._round_number = 0
         self._no_round_before = 0.0
+        self._round_wanted = False
+        self._calm = Calm()
         self._hangs: dict[str, Hang] = {}
         self._told = ""
         self._barred: dict[str, str] = {}  # why, by the id of a host, or by a worker's node id
@@ -80,10 +100,21 @@ class Probing(Reception):
 
     # ------------------------------------------------------------ rounds
 
-    def _begin_round(self, now: float, *, among_members: bool) -> None:
-        """Asks everybody to probe, unless that is under way or has just been done."""
-        if self._round is not None or now < self._no_round_before or self.phase is Phase.ENDED:
+    def _want_round(self, now: float, *, urgent: bool) -> None:
+        """The members should probe each other: at once, or when the round under way is over.
+
+        Unless all have just been found to reach each other, and nothing but a wait speaks against that.
+        """
+        current = self._round
+        if current is not None and current.among_members:
             return
+        if urgent or self._calm.generation != self._ledger.generation or now >= self._calm.until:
+            self._round_wanted = True
+            self._tend_rounds(now)
+
+    def _begin_round(self, now: float, *, among_members: bool) -> None:
+        """Asks everybody to probe."""
+        self._round_wanted = self._round_wanted and not among_members
         self._round_number = max(self._round_number + 1, int(now * 1000))
         self._no_round_before = now + ROUND_PAUSE_S
         asked = dict(self._participants(among_members=among_members))
@@ -140,19 +171,19 @@ class Probing(Reception):
             return
         if self._round is not None and now >= self._round.due:
             self._conclude(now)
-        if self._hangs and now >= self._hang_due():
-            self._begin_round(now, among_members=True)
-        elif self._outside:
-            self._begin_round(now, among_members=False)
+        if self._round is None and now >= self._no_round_before:
+            if self._round_wanted or (self._hangs and now >= self._hang_due()):
+                self._begin_round(now, among_members=True)
+            elif self._outside:
+                self._begin_round(now, among_members=False)
 
     def _rounds_due(self) -> float | None:
         """When :meth:`_tend_rounds` has something to do; None: nothing."""
         if self._round is not None:
             return self._round.due
-        times = [self._no_round_before] if self._outside else []
-        if self._hangs:
-            times.append(max(self._hang_due(), self._no_round_before))
-        return min(times, default=None)
+        times = [self._no_round_before] if self._outside or self._round_wanted else []
+        times += [self._hang_due()] if self._hangs else []
+        return max(min(times), self._no_round_before) if times else None
 
     def _hang_due(self) -> float:
         return min(hang.since for hang in self._hangs.values()) + self.settings.hang_timeout_s
@@ -164,8 +195,12 @@ class Probing(Reception):
         for session in gone:
             current.answers.pop(session, None)
         trains = self.phase in (Phase.BUILDING, Phase.RUNNING, Phase.QUIESCING)
-        if current.among_members and trains and not self._expel_unreachable(current):
-            self._look_for_hangs(current, now)
+        if current.among_members and trains:
+            if self._expel_unreachable(current):
+                self._calm = Calm()
+            else:
+                self._look_for_hangs(current, now)
+                self._calm = self._calm.again(self._ledger.generation, now)
         self._take_in(current, now)
 
     # ------------------------------------------------------------ who cannot be reached
@@ -187,7 +222,8 @@ class Probing(Reception):
         single = {pair for pair in single if set(pair) <= workers.keys()}
         unreachable = reachability.leaving(workers, single)
         sentence = self._broken_pairs(current, members)
-        out = [c for c in members.values() if c.host.id in gone or c.node_id in unreachable]
+        everybody = [claim.candidate for claim in self._seated_claims()]
+        out = [c for c in everybody if c.host.id in gone or c.node_id in unreachable]
         if self._may_expel(out, sentence):
             for candidate in out:
                 key = candidate.host.id if candidate.host.id in gone else candidate.node_id
