@@ -269,10 +269,13 @@ class Machine(JobState):
             self._dismiss(claim, self._farewell(claim.leaving or ""), "left as planned")
         sentence = self._suspension()
         wait_s = self.settings.topo_timeout_s  # the worker puts it into words itself
-        holders = [c for c in ledger.living_members() if c.candidate.node_id not in self._stateless()]
-        for claim in ledger.living_members():
-            save = ledger.ever_established and claim in holders[:1]
-            self._tell(claim.candidate.node_id, m.Suspended(ledger.generation, f"{sentence}.", wait_s, save))
+        stateless = self._stateless()
+        members = [claim.candidate.node_id for claim in ledger.living_members()]
+        heard = [node_id for node_id in members if self._contacts.session_of(node_id) is not None]
+        holders = [node_id for node_id in heard if planning.holds_state(ledger, node_id, stateless)]
+        for node_id in heard:
+            save = node_id in holders[:1]
+            self._tell(node_id, m.Suspended(ledger.generation, f"{sentence}.", wait_s, save))
         self._say(f"{sentence}; waiting up to {wait_s:g} s for more.")
         return True
 

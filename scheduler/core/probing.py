@@ -30,6 +30,9 @@ ROUND_PAUSE_S = 5.0
 CALM_PAUSE_S = 60.0
 """What that grows to while rounds find that all reach each other."""
 
+SLOW_S = 2.0
+"""Who has reached all and answers after that stood still: that others did not reach it says nothing."""
+
 CANDIDATES_AT_ONCE = 32
 
 
@@ -51,13 +54,22 @@ class Round:
     among_members: bool
     asked: dict[v.SessionId, Asked]
     answers: dict[v.SessionId, e.Probed] = field(default_factory=dict)
+    began: float = 0.0
+    slow: set[v.SessionId] = field(default_factory=set)
 
     def failed(self, session: v.SessionId, target: v.SessionId) -> str | None:
         """Why the one could not reach the other; "" if it could; None if that is not known."""
         answer = self.answers.get(session)
         if answer is None or target not in self.answers or target not in self.asked[session].targets:
             return None
-        return dict(answer.unreached).get(self.asked[target].candidate.node_id, "")
+        why = dict(answer.unreached).get(self.asked[target].candidate.node_id, "")
+        return None if why and target in self.slow else why
+
+    def take(self, answer: e.Probed, now: float) -> None:
+        """Takes an answer in."""
+        self.answers[answer.session] = answer
+        if now > self.began + SLOW_S and not answer.unreached:
+            self.slow.add(answer.session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ class Probing(Reception):
         asked = dict(self._participants(among_members=among_members))
         if not asked:
             return
-        self._round = Round(self._round_number, now + ROUND_S, among_members, asked)
+        self._round = Round(self._round_number, now + ROUND_S, among_members, asked, began=now)
         for session, each in asked.items():
             targets = [(asked[t].candidate.node_id, self._addresses[t]) for t in each.targets]
             self._messages.append((session, m.Probe(self._round_number, tuple(targets))))
@@ -156,7 +168,7 @@ class Probing(Reception):
         current = self._round
         if current is None or event.round != current.number or event.session not in current.asked:
             return
-        current.answers[event.session] = event
+        current.take(event, now)
         if all(s in current.answers for s in current.asked if self._is_there(s, current.asked[s])):
             self._conclude(now)
 

@@ -118,6 +118,6 @@ class Cables:
             return 3.0, "timed out"
         for target in self.world.living():
             if (target.node_id, target.incarnation) == (node_id, int(incarnation)):
-                stopped = target.stopped_until > self.world.loop.now + 8.0
-                return (11.0, "no answer") if stopped else (0.02, "")
+                stopped = target.stopped_until > self.world.loop.now + 3.0
+                return (3.0, "no answer") if stopped else (0.02, "")
         return 3.0, "connection refused"

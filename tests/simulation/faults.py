@@ -33,8 +33,11 @@ def hang(world: World, worker: Worker) -> None:
     if world.loop.now >= worker.busy_until:
         worker.busy_since = world.loop.now
         worker.busy = world.rng.choice(("", "", "evaluation"))
-    worker.busy_until = world.loop.now + world.rng.choice((5.0, 20.0, longest))
+    very_long = 80.0 if world.scenario.kind == "cuts" and world.judge.ever_established else longest
+    lasts = world.rng.choice((5.0, 20.0, longest, very_long))
+    worker.busy_until = world.loop.now + lasts
     world.judge.disturbed(worker.busy_until)
+    world.loop.at(worker.busy_until - 0.1, world.judge.hung, worker, worker.busy_until)
 
 
 def cut_pair(world: World, worker: Worker) -> None:

@@ -94,6 +94,9 @@ class Judge:
             elif isinstance(record, r.JobEnded):
                 self.outcome = record
                 self._ended(record)
+        removed = [each for each in records if isinstance(each, r.Removed) and "cannot reach" in each.reason]
+        if removed:
+            self._check_most_stay(removed)
 
     def _admitted(self, candidate: v.Candidate) -> None:
         node_id, incarnation = candidate.node_id, candidate.incarnation
@@ -151,6 +154,32 @@ class Judge:
         cut = any(world.cables.is_cut(host, other, ago) for other in others)
         self.expect(cut, f"{process} is expelled, and reaches all: {reason}")
         self.barred[host] = world.loop.now
+
+    def _check_most_stay(self, removed: list[r.Removed]) -> None:
+        """As many members stay as have reached each other; or those that hold the state."""
+        assert self.formed is not None
+        world = self.world
+        gone = {each.node_id for each in removed}
+        members = [each.candidate.node_id for each in self.formed.members]
+        here = [node for node in members if node in self.claims]
+        most = world.cables.most_together([*here, *(gone & set(members))], world.loop.now - 20.0)
+        self.expect(bool(self.newcomers) or len(here) >= most, f"{len(here)} stay where {most} could")
+
+    def hung(self, worker: Worker, until: float) -> None:
+        """A rank is about to wake up: had it hung for long, the others would have gone on without it."""
+        world, scenario = self.world, self.world.scenario
+        if self.formed is None or self.outcome is not None or worker.busy or worker.busy_until != until:
+            return
+        members = [each.candidate.node_id for each in self.formed.members]
+        others = [w for w in world.living() if w is not worker and w.node_id in members]
+        since = world.loop.now - HANG_TIMEOUT_S - 40.0
+        waiting = all(w.waiting_for is not None and w.waiting_since < since for w in others)
+        if worker.busy_since > since or not others or not waiting or world.scheduler.up_since > since:
+            return
+        whole = world.cables.most_together(members, since) == len(members)
+        known = self.claims.get(worker.node_id) == worker.incarnation and worker.node_id in members
+        enough = len(others) >= scenario.worker_min and len(others) == len(members) - 1
+        self.expect(not (whole and known and enough), f"{worker} has hung for long, and is waited for")
 
     def _settled(self, what: str) -> None:
         calm_for = self.world.loop.now - max(self.disturbed_at, self.world.scheduler.up_since)
@@ -307,6 +336,15 @@ class Judge:
 
     def stepped(self, event: se.Event, decision: Decision, job: Job) -> None:
         """After each step of the scheduler."""
+        suspended = [(s, told.save) for s, told in decision.messages if isinstance(told, sm.Suspended)]
+        if (
+            any(isinstance(record, r.GenerationEnded) for record in decision.records)
+            and self.ever_established
+        ):
+            savers = [session for session, save in suspended if save]
+            self.expect(len(savers) <= 1, "several are told to save")
+            holders = [s for s, _ in suspended if self.identity[s] not in self.newcomers]
+            self.expect(not holders or bool(savers), "nobody is told to save")
         if isinstance(event, se.SessionLost | se.LeftCleanly) and self.outcome is None:
             process = self.identity.get(event.session)
             if process is not None and self.newest_stream.get(process) == event.session:

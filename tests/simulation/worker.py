@@ -212,7 +212,7 @@ class Worker:
             self.world.loop.at(self.stopped_until, self._probed, number, unreached)
             return
         late = self.waiting_for is not None and now - self.waiting_since >= LATE_S
-        waits = self.doing != "boundary" or now >= self.busy_until
+        waits = self.waiting_for is not None or now >= self.busy_until
         busy = self.busy if now < self.busy_until else ""
         self.post(e.ProbesDone(number, unreached, late, waits, busy))
 
