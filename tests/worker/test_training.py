@@ -14,10 +14,12 @@ import pytest
 from tests.fakes import ElasticFakeSession, ElasticWorld, membership_changed
 from worker.communicators.base import ReduceOp
 from worker.errors import (
+    CollectiveTimeoutError,
     FormationTimeoutError,
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerLostError,
     RefusedError,
 )
 from worker.sharding import ShardedSampler
@@ -304,6 +306,41 @@ def test_when_the_group_cannot_go_on_the_state_is_saved_and_the_reason_raised() 
     job.close()
     for worker in job.workers:
         assert worker.saves == [4]
+
+
+@pytest.mark.parametrize("blamed", [-1, 0, 1])
+def test_what_a_collective_failed_with_ends_with_a_checkpoint_of_the_lowest_rank_not_to_blame(
+    blamed: int,
+) -> None:
+    error = CollectiveTimeoutError("late") if blamed < 0 else PeerLostError("gone", rank=blamed)
+    job = Job(3, {(1, 4, "between"): end_the_job(error)})
+    with pytest.raises(type(error)):
+        job.survivors()
+    job.close()
+    saver = 1 if blamed == 0 else 0
+    assert [worker.saves for worker in job.workers] == [[4] if n == saver else [] for n in range(3)]
+
+
+def test_who_is_told_to_save_does_so_before_it_waits_for_more_members() -> None:
+    class Suspended(ElasticFakeSession):
+        saved_before: list[int]
+
+        def rejoin(self) -> None:
+            self.saved_before = list(worker.saves)
+            super().rejoin()
+
+    world = ElasticWorld(1)
+    session = world.members[0]
+    session.__class__ = Suspended
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (3, "between") and not worker.saves:
+            raise MembershipChanged("Too few are left.", generation=1, save=True)
+
+    worker = Worker(session, fault, make_state())
+    worker.run()
+    assert session.saved_before == [3]  # type: ignore[attr-defined]
+    assert worker.saves == [3] and worker.state.step == STEPS
 
 
 def test_a_job_that_ends_while_the_others_are_waited_for_is_a_good_end() -> None:
