@@ -313,12 +313,18 @@ def test_what_a_collective_failed_with_ends_with_a_checkpoint_of_the_lowest_rank
     blamed: int,
 ) -> None:
     error = CollectiveTimeoutError("late") if blamed < 0 else PeerLostError("gone", rank=blamed)
-    job = Job(3, {(1, 4, "between"): end_the_job(error)})
-    with pytest.raises(type(error)):
-        job.survivors()
-    job.close()
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (4, "between"):
+            raise error
+
+    workers = [Worker(session, fault, make_state()) for session in ElasticWorld(3).members]
+    with ThreadPoolExecutor(3) as threads:
+        for run in [threads.submit(worker.run) for worker in workers]:
+            with pytest.raises(type(error)):
+                run.result(60)
     saver = 1 if blamed == 0 else 0
-    assert [worker.saves for worker in job.workers] == [[4] if n == saver else [] for n in range(3)]
+    assert [worker.saves for worker in workers] == [[4] if n == saver else [] for n in range(3)]
 
 
 def test_who_is_told_to_save_does_so_before_it_waits_for_more_members() -> None:
@@ -327,6 +333,8 @@ def test_who_is_told_to_save_does_so_before_it_waits_for_more_members() -> None:
 
         def rejoin(self) -> None:
             self.saved_before = list(worker.saves)
+            with world.changed:
+                world._form([self], [])
             super().rejoin()
 
     world = ElasticWorld(1)

@@ -64,9 +64,8 @@ def test_probes_are_made_by_the_thread_and_answered_with_what_the_training_is_in
     training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"), ("b", "y:2"))))
     wait_for(lambda: training.posted)
     assert training.probed == [{"a": "x:1", "b": "y:2"}]
-    assert training.posted[0] == e.ProbesDone(
-        7, (("b", "timed out"),), late=True, waits=True, busy="evaluation"
-    )
+    unreached = (("b", "timed out"),)
+    assert training.posted[0] == e.ProbesDone(7, unreached, late=True, waits=True, busy="evaluation")
     training.watcher.close()
 
 

@@ -234,7 +234,7 @@ def test_a_rank_that_does_not_come_is_named_at_once_and_expelled_in_the_end() ->
     hosts.late("a0")
     hosts.answer(idle="b0")
     assert hosts.last.reason.startswith(
-        "Rank 1 (node b0 on host host-b) can be reached and does not come to the step for which 2 members wait"
+        "Rank 1 (node b0 on host host-b) can be reached and does not come to the step for which 2 members"
     )
     assert hosts.ranks() == ["a0", "b0", "c0"]
     due = hosts.job.deadline()

@@ -25,7 +25,7 @@ def both_ways(*pairs: str) -> set[Accusation]:
     ("hosts", "accusations", "out"),
     [
         (parties(a=1, b=1, c=1), set(), ""),
-        # Of the two that cannot reach each other, the one with fewer workers goes, else the one of higher rank.
+        # Of two that cannot reach each other the one with fewer workers goes, else that of higher rank.
         (parties(a=1, b=2, c=1), both_ways("ab"), "a"),
         (parties(a=1, b=1, c=1), both_ways("ab"), "b"),
         # A host that nobody reaches goes, wherever it stands.

@@ -1,4 +1,4 @@
-"""Probes: answered by a worker's endpoint, refused by who is not who it should be, unanswered by who is not there."""
+"""Probes: who answers them, and who is not taken for the worker that is meant."""
 
 from __future__ import annotations
 
