@@ -92,11 +92,13 @@ class CollectiveLog:
         return self._clock() - min(open_since) if open_since else 0.0
 
     def late_s(self) -> float:
-        """As :meth:`hanging_s`; where only a device knows what is over, since the last of it was issued."""
+        """For how long this worker's thread has waited in a collective; or, where only a device knows what is
+        over, for how long it has issued nothing more. In seconds; 0: it does not wait.
+        """
         newest = max((entry.begun for entry in tuple(self._entries) if entry.on_device), default=None)
         unsettled = any(entry.on_device and not entry.over for entry in tuple(self._entries))
         on_device_s = self._clock() - newest if newest is not None and unsettled else 0.0
-        return max(self.hanging_s(), on_device_s)
+        return max(self.hanging_s() if self.waits() else 0.0, on_device_s)
 
     def waits(self) -> bool:
         """Whether this worker's thread can do nothing before others have come to a collective."""

@@ -102,13 +102,12 @@ class Job(Probing):
         self._records, self._messages, self._reasons = [], [], []
         self._revise()
         self._handlers[type(event)](event, now)  # type: ignore[operator]
-        if isinstance(event, e.SessionLost | e.LeftCleanly):
-            self._forget_session(event.session)
         if type(event) is not e.Heard and not more:
             self._retry_held_back(now)
             self.advance(now)
         if self._outside and self.phase is Phase.ENDED:
             self._dismiss_outside()
+        self._forget_sessions(event)
         return Decision(tuple(self._records), tuple(self._messages), " ".join(self._reasons))
 
     def deadline(self) -> float | None:

@@ -285,15 +285,20 @@ class Probing(Reception):
 
     def _look_for_hangs(self, current: Round, now: float) -> None:
         """Names members that answer and do not come to what others wait for; expels them in the end."""
-        late = [s for s, answer in current.answers.items() if current.asked[s].seated and answer.late]
+        members = {
+            current.asked[session].candidate.node_id: answer
+            for session, answer in current.answers.items()
+            if self._ledger.rank_of(current.asked[session].candidate.node_id) >= 0
+        }
+        waiting = [node_id for node_id, answer in members.items() if answer.late and answer.waits]
+        furthest = max((self._place(node_id) for node_id in waiting), default=None)
         before, self._hangs = self._hangs, {}
-        for session, answer in current.answers.items():
-            asked = current.asked[session]
-            node_id = asked.candidate.node_id
-            if not late or not asked.seated or answer.waits or self._ledger.rank_of(node_id) < 0:
+        for node_id, answer in members.items() if furthest is not None else ():
+            # Who has issued all that the others have may wait for its device, out of sight.
+            if answer.waits or (answer.late and self._place(node_id) >= furthest):
                 continue
             if answer.busy:
-                name = who(asked.candidate, self._ledger.rank_of(node_id))
+                name = who(self._ledger.claims[node_id].candidate, self._ledger.rank_of(node_id))
                 self._say_once(f"{upper_first(name)} is busy alone: {answer.busy}; the others wait for it.")
                 continue
             hang = Hang(now, self._place(node_id))
@@ -303,7 +308,7 @@ class Probing(Reception):
                 self._told = ""  # said of each hang anew
             self._hangs[node_id] = hang
         if self._hangs:
-            self._deal_with_hangs(now, len(late))
+            self._deal_with_hangs(now, len(waiting))
 
     def _place(self, node_id: str) -> tuple[int, int, int]:
         contact = self._contacts.by_node[node_id]
@@ -376,10 +381,14 @@ class Probing(Reception):
         tries = [(session, target) for target in asked.targets] + [(s, session) for s in askers]
         return session in current.answers and all(current.failed(*each) == "" for each in tries)
 
-    def _forget_session(self, session: v.SessionId) -> None:
-        """The stream is over."""
-        self._addresses.pop(session, None)
-        self._outside.pop(session, None)
+    def _forget_sessions(self, event: e.Event) -> None:
+        """Streams that have ended, or are about to, have no part in rounds any more."""
+        over = [s for s, told in self._messages if isinstance(told, m.Refused | m.Ended)]
+        if isinstance(event, e.SessionLost | e.LeftCleanly):
+            over.append(event.session)
+        for session in over:
+            self._addresses.pop(session, None)
+            self._outside.pop(session, None)
 
     def _dismiss_outside(self) -> None:
         """The job has ended: those outside are told so."""

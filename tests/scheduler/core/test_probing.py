@@ -266,6 +266,18 @@ def test_who_is_slow_or_busy_is_not_expelled(how: str) -> None:
     assert hosts.ranks() == ["a0", "b0", "c0"]
 
 
+def test_who_has_issued_as_much_as_those_that_wait_may_wait_for_its_device_and_is_not_named() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    for name, sequence in (("a0", 7), ("b0", 7), ("c0", 6)):
+        last = v.Collective(sequence, "all_reduce", "world", "float32", 4, False)
+        hosts.feed(e.Heard(hosts.sessions[name], 1, 5, 6, 1.0, (last,), 1))
+    hosts.late("a0")
+    number = hosts.number()
+    for name, waits in (("a0", True), ("b0", False), ("c0", False)):
+        hosts.feed(e.Probed(hosts.sessions[name], number, (), late=True, waits=waits))
+    assert "Rank 2 (node c0 on host host-c) can be reached" in hosts.last.reason
+
+
 def test_a_busy_rank_is_said_to_be_busy() -> None:
     hosts = Hosts("a0", "b0")
     hosts.late("a0")

@@ -18,7 +18,7 @@ def parties(**workers: int) -> dict[str, Party]:
 
 def both_ways(*pairs: str) -> set[Accusation]:
     """``"ab"``: a and b accuse each other."""
-    return {(x, y) for a, b in pairs for x, y in ((a, b), (b, a))}
+    return {ends for pair in pairs for ends in ((pair[0], pair[1]), (pair[1], pair[0]))}
 
 
 @pytest.mark.parametrize(
