@@ -291,9 +291,11 @@ class Probing(Reception):
             if self._ledger.rank_of(current.asked[session].candidate.node_id) >= 0
         }
         waiting = [node_id for node_id, answer in members.items() if answer.late and answer.waits]
-        furthest = max((self._place(node_id) for node_id in waiting), default=None)
         before, self._hangs = self._hangs, {}
-        for node_id, answer in members.items() if furthest is not None else ():
+        if not waiting:
+            return
+        furthest = max(self._place(node_id) for node_id in waiting)
+        for node_id, answer in members.items():
             # Who has issued all that the others have may wait for its device, out of sight.
             if answer.waits or (answer.late and self._place(node_id) >= furthest):
                 continue

@@ -337,10 +337,8 @@ class Judge:
     def stepped(self, event: se.Event, decision: Decision, job: Job) -> None:
         """After each step of the scheduler."""
         suspended = [(s, told.save) for s, told in decision.messages if isinstance(told, sm.Suspended)]
-        if (
-            any(isinstance(record, r.GenerationEnded) for record in decision.records)
-            and self.ever_established
-        ):
+        ended = decision.records[-1:]  # a next generation may have been formed at once
+        if ended and isinstance(ended[0], r.GenerationEnded) and self.ever_established:
             savers = [session for session, save in suspended if save]
             self.expect(len(savers) <= 1, "several are told to save")
             holders = [s for s, _ in suspended if self.identity[s] not in self.newcomers]
