@@ -134,7 +134,8 @@ class ElasticLoop:
         session: this worker's place in the job.
         state: what to train; overwritten in place when taken over from another member.
         epochs: how many in all, counted from the run's very beginning.
-        save: writes a checkpoint of ``state``; called when this worker must give up, or is the last.
+        save: writes a checkpoint of ``state``; called when this worker must give up, or is the last; by one
+            rank also when too few members are left, and when a collective has failed for good.
         clock: seconds on a monotonic clock, for the rate that is reported.
 
     Attributes:
