@@ -31,7 +31,7 @@ CALM_PAUSE_S = 60.0
 """What that grows to while rounds find that all reach each other."""
 
 SLOW_S = 2.0
-"""Who has reached all and answers after that stood still: that others did not reach it says nothing."""
+"""Who answers after that may have stood still, and is blamed only by hosts that it does not reach either."""
 
 CANDIDATES_AT_ONCE = 32
 
@@ -63,12 +63,22 @@ class Round:
         if answer is None or target not in self.answers or target not in self.asked[session].targets:
             return None
         why = dict(answer.unreached).get(self.asked[target].candidate.node_id, "")
-        return None if why and target in self.slow else why
+        return None if why and target in self.slow and not self._fails_too(target, session) else why
+
+    def _fails_too(self, session: v.SessionId, other: v.SessionId) -> bool:
+        """Whether the one could not reach the host of the other."""
+        unreached = dict(self.answers[session].unreached)
+        hosts = {
+            self.asked[target].candidate.host.id
+            for target in self.asked[session].targets
+            if self.asked[target].candidate.node_id in unreached
+        }
+        return self.asked[other].candidate.host.id in hosts
 
     def take(self, answer: e.Probed, now: float) -> None:
         """Takes an answer in."""
         self.answers[answer.session] = answer
-        if now > self.began + SLOW_S and not answer.unreached:
+        if now > self.began + SLOW_S:
             self.slow.add(answer.session)
 
 

@@ -155,6 +155,17 @@ def test_who_does_not_answer_the_round_is_no_matter_of_reachability() -> None:
     assert hosts.ranks() == ["a0", "b0", "c0"]
 
 
+def test_who_stood_still_during_the_round_is_blamed_only_by_those_that_it_does_not_reach_either() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0")
+    hosts.late("a0")
+    number = hosts.number()
+    for name in ("a0", "c0", "d0"):
+        hosts.feed(e.Probed(hosts.sessions[name], number, (("b0", "no answer"),), True, True))
+    hosts.now += 9.0
+    hosts.feed(e.Probed(hosts.sessions["b0"], number, (("d0", "timed out"),), True, True))
+    assert hosts.ranks() == ["a0", "b0", "c0"], "b and d are apart; a and c have only waited for b"
+
+
 def test_a_worker_that_alone_of_its_host_reaches_nobody_goes_alone() -> None:
     hosts = Hosts("a0", "a1", "b0", "b1", "c0", "c1")
     hosts.late("c0")
