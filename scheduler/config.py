@@ -40,6 +40,7 @@ class SchedulerSettings:
     topo_timeout_s: float
     node_timeout_s: float
     stall_timeout_s: float = 60.0
+    hang_timeout_s: float = 600.0
     serve: bool = False
     config_path: Path | None = None
     allow_insecure: bool = False
@@ -63,6 +64,7 @@ class SchedulerSettings:
             node_timeout_s=self.node_timeout_s + 1.5 * heartbeat_interval_s,
             heartbeat_interval_s=heartbeat_interval_s,
             stall_timeout_s=self.stall_timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
             rank_table=self.rank_table if own_job else None,
         )
 
@@ -187,6 +189,7 @@ def load_settings(
         topo_timeout_s=read.seconds("MS_TOPO_TIMEOUT", 1800.0, 1.0, 604_800.0),
         node_timeout_s=read.seconds("MS_NODE_TIMEOUT", 5.0, 0.5, 3600.0),
         stall_timeout_s=read.seconds("MS_STALL_TIMEOUT", 60.0, 1.0, 604_800.0),
+        hang_timeout_s=read.seconds("MS_HANG_TIMEOUT", 600.0, 1.0, 604_800.0),
         serve=serve,
         config_path=address.config_path,
         allow_insecure=read.flag("MS_ALLOW_INSECURE"),

@@ -20,10 +20,18 @@ from worker.core import events as e
 from worker.core import messages as m
 from worker.core.lone_leave import LoneLeave
 from worker.core.membership import Membership
-from worker.errors import LeaveGranted, MembershipChanged, NotInitializedError, WorkerError
+from worker.core.pace import Pace
+from worker.errors import (
+    CollectiveTimeoutError,
+    LeaveGranted,
+    MembershipChanged,
+    NotInitializedError,
+    WorkerError,
+)
 from worker.live_communicators import LiveCommunicators
 from worker.standing import Standing
 from worker.streams import JOIN_TIMEOUT_S, Streams
+from worker.watcher import Watcher
 from worker.wire import encode
 
 log = logging.getLogger("muster.worker")
@@ -44,6 +52,9 @@ class Client:
         recent: the last collectives, for heartbeats; only the very last while the training goes on.
         hanging_s: for how long the oldest collective under way has been so.
         note_loss: called with who was the first to go, as soon as the scheduler says so; None: they go on.
+        late_s: the same, as far as it may be told on a device.
+        waits: whether the training thread waits for other ranks in a collective.
+        probe_all: takes addresses by node id, and returns why some of those workers cannot be reached.
         clock: monotonic seconds.
 
     Attributes:
@@ -61,6 +72,9 @@ class Client:
         recent: Callable[..., tuple[m.Collective, ...]] = lambda *, last_only: (),
         hanging_s: Callable[[], float] = lambda: 0.0,
         note_loss: Callable[[m.FirstLoss | None], None] = lambda _: None,
+        late_s: Callable[[], float] = lambda: 0.0,
+        waits: Callable[[], bool] = lambda: False,
+        probe_all: Callable[[dict[str, str]], dict[str, str]] = lambda targets: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -80,6 +94,19 @@ class Client:
         self._timer = threading.Thread(target=self._run_timer, name="muster-timer", daemon=True)
         self._deadline: float | None = None
         self._closed = False
+        self._building_since: float | None = None
+        self._late_s = late_s
+        self._waits = waits
+        self._busy: list[str] = []
+        self._pace = Pace()
+        self._watcher = Watcher(
+            self._pace,
+            hanging_s=self._peers_late_s,
+            waits=self._waits_for_others,
+            busy=lambda: ", ".join(self._busy),
+            probe_all=probe_all,
+            post=self.post,
+        )
         self._news = 0
         self._place_told = (0, 0, 0)
         self.standing = Standing()
@@ -90,6 +117,7 @@ class Client:
     def start(self) -> None:
         """Begins to look for the scheduler."""
         self._timer.start()
+        self._watcher.start()
         self.post(e.Started())
 
     def renew(self, incarnation: int, data_address: str) -> None:
@@ -134,6 +162,7 @@ class Client:
             self._closed = True
             self._wakes.put(None)
             self._changed.notify_all()
+        self._watcher.close()
         self._streams.close_all()
         if self._timer.is_alive() and self._timer is not threading.current_thread():
             self._timer.join(JOIN_TIMEOUT_S)
@@ -216,7 +245,9 @@ class Client:
 
     def _carry_out(self, notice: e.Notice, later: list[Callable[[], None]]) -> None:
         """Carries one notice out, under the lock; appends what must happen outside it."""
-        if isinstance(notice, e.Connect):
+        if isinstance(notice, e.ProbeWanted):
+            self._watcher.ask(notice)
+        elif isinstance(notice, e.Connect):
             self._streams.open(notice.stream)
         elif isinstance(notice, e.Disconnect):
             later.append(lambda: self._streams.close(notice.stream))
@@ -271,8 +302,10 @@ class Client:
         self.post(e.EntryRequested())
         with self._lock:
             self._lone_leave.note_entering(self._clock())
+            self._building_since = None
             while (build := self.standing.take_build()) is None:
                 self._wait_unless_closed()
+            self._building_since = self._clock()
             return build
 
     def built(self, generation: int) -> bool:
@@ -291,6 +324,7 @@ class Client:
                     raise error.with_traceback(None)
                 if self.standing.running >= generation:
                     self._lone_leave.note_entered()
+                    self._building_since = None
                     return True
                 self._wait_unless_closed()
 
@@ -308,7 +342,8 @@ class Client:
         self.standing.no_verdict = 0
         if self.change_of(generation) is None:
             detail = getattr(error, "message", str(error)).rstrip(".")
-            self.post(e.CommunicatorFailed(generation, rank, detail))
+            timed_out = isinstance(error, CollectiveTimeoutError)
+            self.post(e.CommunicatorFailed(generation, rank, detail, timed_out))
         with self._lock:
             while not self._closed and self.standing.no_verdict != generation:
                 change = self.change_of(generation)
@@ -325,6 +360,7 @@ class Client:
             WorkerError: the membership is over for good.
         """
         event = e.StepStarting(step)
+        self._pace.note_step(step, self._clock())
         while True:
             self.check(generation)
             seen = self._news
@@ -337,6 +373,25 @@ class Client:
                     self._wait()
                 self._is_held = False
             self._refuse_if_closed()
+
+    # ------------------------------------------------------------ waits for others
+
+    def begin_busy(self, what: str) -> None:
+        """From now on the training thread does something alone, for as long as it takes."""
+        self._busy.append(what)
+
+    def end_busy(self, what: str) -> None:
+        """That is over."""
+        self._busy.remove(what)
+
+    def _peers_late_s(self) -> float:
+        """For how long the training thread has waited for other members, in seconds."""
+        building_since = self._building_since
+        building_s = 0.0 if building_since is None else self._clock() - building_since
+        return max(self._late_s(), building_s)
+
+    def _waits_for_others(self) -> bool:
+        return self._is_held or self._lone_leave.entering or self._waits()
 
     def _wait(self) -> None:
         """Waits for news, a while: a signal may have come by another thread, which wakes nobody here.

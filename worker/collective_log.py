@@ -56,6 +56,7 @@ class CollectiveLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waiting_since: float | None = None
+        self.awaited = 0  # async collectives that the training thread waits for
         self._entries: deque[Entry] = deque(maxlen=KEPT_COLLECTIVES)
         self._counts: defaultdict[str, int] = defaultdict(int)
 
@@ -89,6 +90,22 @@ class CollectiveLog:
         if waiting is not None:
             open_since.append(waiting)
         return self._clock() - min(open_since) if open_since else 0.0
+
+    def late_s(self) -> float:
+        """For how long this worker's thread has waited in a collective; or, where only a device knows what is
+        over, for how long it has issued nothing more. In seconds; 0: it does not wait.
+        """
+        newest = max((entry.begun for entry in tuple(self._entries) if entry.on_device), default=None)
+        unsettled = any(entry.on_device and not entry.over for entry in tuple(self._entries))
+        on_device_s = self._clock() - newest if newest is not None and unsettled else 0.0
+        return max(self.hanging_s() if self.waits() else 0.0, on_device_s)
+
+    def waits(self) -> bool:
+        """Whether this worker's thread can do nothing before others have come to a collective."""
+        if self._waiting_since is not None or self.awaited > 0:
+            return True
+        newest = self._entries[-1] if self._entries else None
+        return newest is not None and newest.work is None and not newest.over
 
     def recent(self, *, last_only: bool = False) -> tuple[Collective, ...]:
         """The last collectives, oldest first; or the very last."""

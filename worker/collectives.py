@@ -11,7 +11,9 @@ All of them raise, besides what they say:
     NotInitializedError: there is no session.
     ArrayError: the array cannot be used; raised before anything is sent.
     CollectiveMismatchError: the ranks disagree on what they called; names who called what. With ``tcp`` only.
-    CollectiveTimeoutError: MS_COLLECTIVE_TIMEOUT is over; names the ranks waited for. See below for ``nccl``.
+    CollectiveTimeoutError: MS_COLLECTIVE_TIMEOUT is over, in the same step for the second time or without a
+        scheduler; names the ranks waited for. The first time it is MembershipChanged: those ranks are waited
+        for in the next generation. See below for ``nccl``.
     MembershipChanged: the generation is over; call ``session.rejoin()``.
     GroupError: there is no such group, or this rank is not in it.
 

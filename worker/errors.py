@@ -81,12 +81,16 @@ class MembershipChanged(WorkerError):  # noqa: N818 - an event that reaches the 
     Attributes:
         generation: the generation that ended.
         lost: one sentence for each member that is gone.
+        save: the job cannot go on for now, and this worker is the one that should save its state.
     """
 
-    def __init__(self, message: str, *, generation: int, lost: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, generation: int, lost: tuple[str, ...] = (), save: bool = False
+    ) -> None:
         super().__init__(message, remedy="Call session.rejoin() to go on in the next generation.")
         self.generation = generation
         self.lost = lost
+        self.save = save
 
 
 class CommunicatorError(WorkerError):

@@ -48,10 +48,14 @@ class GuardedWork:
             CommunicatorError: what the collective failed with.
             MembershipChanged: the generation is over.
         """
+        recorder = self._guard.recorder
+        recorder.awaited += 1
         try:
             self._work.wait()
         except CommunicatorError as error:
             raise self._guard.explained(error) from error
+        finally:
+            recorder.awaited -= 1
 
 
 class GuardedCommunicator(Communicator):
@@ -81,7 +85,7 @@ class GuardedCommunicator(Communicator):
         self.membership = inner.membership
         self.world_ranks = tuple(world_ranks)
         self._verdict = verdict
-        self._recorder = recorder
+        self.recorder = self._recorder = recorder
         self._adopted = adopted
         self._closed = closed
         self._group = inner.membership.group
@@ -128,7 +132,8 @@ class GuardedCommunicator(Communicator):
 
     def note(self, name: str) -> None:
         """Notes for hang reports that something with collectives in it starts, "captured_step", say."""
-        self._recorder.begin(name, self._group, None).on_device = self._on_device
+        entry = self._recorder.begin(name, self._group, None)
+        entry.on_device, entry.work = self._on_device, _DONE
 
     def explained(self, error: CommunicatorError) -> Exception:
         """What a failure means: the error itself, or the change of members that caused it."""
@@ -154,9 +159,13 @@ class GuardedCommunicator(Communicator):
             work = call(*args, async_op=async_op)
         except CommunicatorError as error:
             explained = self.explained(error)
+            entry.over = True  # only now: until others are heard of, it waits for them
             if explained is error:
                 raise
             raise explained from error
+        except BaseException:
+            entry.over = True
+            raise
         entry.work = work
         return GuardedWork(work, self) if async_op else work
 

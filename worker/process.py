@@ -224,13 +224,18 @@ def open_session(
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from worker.channel import GrpcConnector
     from worker.check_facts import bind_libraries, join_facts
-    from worker.communicators import create_backend
+    from worker.communicators import create_backend, tls_policies
+    from worker.communicators.tcp_probe import Probes
     from worker.core.messages import Profile
     from worker.session import Session, new_incarnation
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError, sleep=sleep)
     bind_libraries(settings.interface)
+    policies = None if keyring is None else tls_policies(keyring, settings.job_id)
     plane = create_backend(name, tls=keyring, job_id=settings.job_id, allow_insecure=settings.allow_insecure)
+    data_address = plane.open_endpoint(host.address)
+    probes = Probes(policies, settings.job_id, allow_insecure=settings.allow_insecure)
+    probe_address = data_address if name == "tcp" else probes.open(host.address)
     profile = Profile(
         job_id=settings.job_id,
         node_id=node_identity(settings, host, os.urandom(4).hex()),
@@ -241,12 +246,15 @@ def open_session(
         device=device.device,
         backend=name,
         local_index=settings.local_index,
-        data_address=plane.open_endpoint(host.address),
+        data_address=data_address,
+        probe_address=probe_address,
         spare=settings.spare,
         facts=tuple(sorted(join_facts(name, plane, env).items())),
     )
     connector = GrpcConnector(settings, keyring)
-    return Session(settings, profile=profile, device=device, backend=plane, connector=connector)
+    return Session(
+        settings, profile=profile, device=device, backend=plane, connector=connector, probes=probes
+    )
 
 
 def retried(

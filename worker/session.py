@@ -31,7 +31,10 @@ from worker.session_facts import SessionFacts
 from worker.sigterm import on_sigterm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from worker.channel import Connector
+    from worker.communicators.tcp_probe import Probes
     from worker.config import Settings
     from worker.host import DeviceChoice
 
@@ -56,9 +59,11 @@ class Session(SessionFacts):
         device: DeviceChoice,
         backend: Backend,
         connector: Connector,
+        probes: Probes | None = None,
     ) -> None:
         super().__init__(settings, profile=profile, device=device, backend=backend)
         self.interrupted = False
+        self._probes = probes
         self._recorder = CollectiveLog()
         self._groups = Groups()
         self._left = False
@@ -74,6 +79,9 @@ class Session(SessionFacts):
             mint=backend.mint_unique_ids,
             recent=self._recorder.recent,
             hanging_s=self._recorder.hanging_s,
+            late_s=self._recorder.late_s,
+            waits=self._recorder.waits,
+            probe_all=probes.try_all if probes is not None else _unreached_none,
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
             note_loss=_note_loss,
         )
@@ -155,6 +163,26 @@ class Session(SessionFacts):
         """
         self._client.post(e.Progress(step, samples_per_s))
 
+    @contextlib.contextmanager
+    def busy(self, what: str = "works alone") -> Iterator[None]:
+        """Says that this rank does something alone, for as long as it takes, while the others wait for it.
+
+        A rank that does not come to a step for which others wait is expelled after MS_HANG_TIMEOUT; not
+        while it is in here::
+
+            if session.rank == 0:
+                with session.busy("evaluation"):
+                    evaluate(model)
+
+        Args:
+            what: in words, for the scheduler's log.
+        """
+        self._client.begin_busy(what)
+        try:
+            yield
+        finally:
+            self._client.end_busy(what)
+
     def request_leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
 
@@ -227,11 +255,13 @@ class Session(SessionFacts):
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
                 communicator = self._builder.build(build, ordinal)
                 if not self._client.built(place.generation):
-                    raise MembershipChanged("The generation is over.", generation=place.generation)
+                    self._client.check(place.generation)  # it is over
                 self._assignment = place
                 self._groups.enter(communicator)
-            except MembershipChanged:  # before it began: the next one is formed already, or will be
+            except MembershipChanged as change:  # before it began: the next is formed already, or will be
                 self._leave_generation()
+                if change.save:
+                    raise
                 continue
             except RefusedError as refusal:
                 # Stopped for too long before its first place: it has computed nothing that could be lost.
@@ -323,6 +353,8 @@ class Session(SessionFacts):
             self._groups.leave()
             self._client.communicators.end(_abandon)
         self.backend.close()
+        if self._probes is not None:
+            self._probes.close()
 
     def __enter__(self) -> Session:
         """Nothing more to do: the session is open."""
@@ -333,6 +365,10 @@ class Session(SessionFacts):
     ) -> None:
         """Releases; an exception means that the training is not finished."""
         self.end(error)
+
+
+def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
+    return {}
 
 
 def new_incarnation() -> int:

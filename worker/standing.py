@@ -63,6 +63,7 @@ class Standing:
             sentence(over + notice.reason.removeprefix(over)),
             generation=notice.generation,
             lost=notice.lost,
+            save=notice.save,
         )
         return None if notice.planned else self.dismissal or self._interruption
 

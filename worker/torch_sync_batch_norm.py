@@ -138,8 +138,10 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         input, weight, mean, variance, count = context.saved_tensors
         factors = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         if input.numel():
+            # Some kernels read the mean and deviation of a training pass also where there was none.
+            saved = (mean, (variance + context.eps).rsqrt())
             local, weighted, summed = torch.ops.aten.native_batch_norm_backward(
-                gradient, input, factors, mean, variance, None, None, False, context.eps, [True, True, True]
+                gradient, input, factors, mean, variance, *saved, False, context.eps, [True, True, True]
             )
         else:
             local, weighted, summed = input, torch.zeros_like(mean), torch.zeros_like(mean)

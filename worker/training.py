@@ -27,9 +27,12 @@ from typing import Any, Protocol
 
 from worker.errors import (
     SIGTERM_EXIT_CODE,
+    ArrayError,
+    CommunicatorError,
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerLostError,
     RefusedError,
     SchedulerUnreachableError,
     WorkerError,
@@ -139,7 +142,8 @@ class ElasticLoop:
         state: what to train; overwritten in place when taken over from another member.
         epochs: how many in all, counted from the run's very beginning.
         steps: how many in all at most, counted likewise; 0: as many as the epochs have.
-        save: writes a checkpoint of ``state``; called when this worker must give up, or is the last.
+        save: writes a checkpoint of ``state``; called when this worker must give up, or is the last; by one
+            rank also when too few members are left, and when a collective has failed for good.
         take_up: reads a checkpoint of this launch into ``state``, if there is one; called where no member
             holds the state, as after the loss of all that did.
         clock: seconds on a monotonic clock, for the rate that is reported.
@@ -250,6 +254,7 @@ class ElasticLoop:
             if self._leave_reason and _is_declared_dead(change):  # no newcomer's place is worth asking for
                 self._go(LeaveGranted(f"This worker leaves the job: {self._leave_reason}.", alone=True))
                 return
+            self._save_if_told(change)
             try:
                 self._rejoin()
                 if not (self.left or self._closed):
@@ -279,13 +284,23 @@ class ElasticLoop:
                 self._save()
             raise
 
+    def _save_if_told(self, change: BaseException | None) -> None:
+        """Too few members are left to go on: one of them saves at once, lest nobody can later."""
+        if isinstance(change, MembershipChanged) and change.save and self.state.step and not self.is_over:
+            self.state.roll_back()
+            self._save()
+
     def _save_at_the_end(self, error: BaseException) -> None:
         """Puts the last finished step on disk if this worker's membership is over for good.
 
-        Not if the job has ended well: others were further, and theirs is the last word.
+        Not if the job has ended well: others were further, and theirs is the last word. What a collective
+        failed with meets all ranks: the lowest that it does not blame saves.
         """
         completed = isinstance(error, JobEndedError) and error.ok
         last = isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not completed
+        if isinstance(error, CommunicatorError) and not isinstance(error, ArrayError):
+            blamed = error.rank if isinstance(error, PeerLostError) else -1
+            last = self.session.rank == (1 if blamed == 0 else 0)
         if last and not self.is_over:
             self.state.roll_back()
             self._save()

@@ -52,6 +52,7 @@ def _join(join: m.Join) -> pb.WorkerMessage:
         step=join.step,
         facts=dict(profile.facts),
         backend=profile.backend,
+        probe_address=profile.probe_address,
     )
     return pb.WorkerMessage(join=body)
 
@@ -106,6 +107,22 @@ def _suspect(suspect: m.SuspectPeer) -> pb.WorkerMessage:
     return pb.WorkerMessage(suspect_peer=body)
 
 
+def _late(late: m.Late) -> pb.WorkerMessage:
+    return pb.WorkerMessage(late=pb.Late(generation=late.generation, seconds=late.seconds))
+
+
+def _probed(probed: m.Probed) -> pb.WorkerMessage:
+    unreached = [pb.Unreached(node_id=n, detail=one_line(why)[:MAX_TEXT]) for n, why in probed.unreached]
+    body = pb.Probed(
+        round=probed.round,
+        unreached=unreached,
+        late=probed.late,
+        waits=probed.waits,
+        busy=one_line(probed.busy)[:MAX_TEXT],
+    )
+    return pb.WorkerMessage(probed=body)
+
+
 def _request_leave(request: m.RequestLeave) -> pb.WorkerMessage:
     body = pb.RequestLeave(generation=request.generation, reason=request.reason[:MAX_TEXT])
     return pb.WorkerMessage(request_leave=body)
@@ -129,6 +146,8 @@ _ENCODERS: dict[type, Callable[[Any], pb.WorkerMessage]] = {
     m.Heartbeat: _heartbeat,
     m.Quiesced: _quiesced,
     m.SuspectPeer: _suspect,
+    m.Late: _late,
+    m.Probed: _probed,
     m.RequestLeave: _request_leave,
     m.Leave: _leave,
 }
@@ -230,6 +249,12 @@ def _unique_ids(body: pb.UniqueIds) -> m.UniqueIds:
 def _suspended(body: pb.Suspended) -> m.Suspended:
     wait_s = _seconds("wait_s", body.wait_s, above=-1.0)
     return m.Suspended(_generation(body.generation), one_line(body.reason), wait_s, _first_loss(body))
+    return m.Suspended(_generation(body.generation), one_line(body.reason), wait_s, body.save)
+
+
+def _probe(body: pb.Probe) -> m.Probe:
+    _number("number of targets", len(body.targets), 0, _MAX_WORLD)
+    return m.Probe(body.round, tuple((target.node_id, target.address) for target in body.targets))
 
 
 def _quiesce(body: pb.Quiesce) -> m.Quiesce:
@@ -259,6 +284,7 @@ _DECODERS: dict[str, Callable[[Any], m.Incoming]] = {
     "unique_ids": _unique_ids,
     "suspended": _suspended,
     "quiesce": _quiesce,
+    "probe": _probe,
     "refused": _refused,
     "ended": _ended,
     "group_built": _group_built,

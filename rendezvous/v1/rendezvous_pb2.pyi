@@ -105,7 +105,7 @@ class FirstLoss(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., sentence: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "publish_unique_ids", "built", "heartbeat", "quiesced", "suspect_peer", "request_leave", "leave")
+    __slots__ = ("join", "publish_unique_ids", "built", "heartbeat", "quiesced", "suspect_peer", "request_leave", "leave", "late", "probed")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
     BUILT_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,8 @@ class WorkerMessage(_message.Message):
     SUSPECT_PEER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_LEAVE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     join: Join
     publish_unique_ids: PublishUniqueIds
     built: Built
@@ -122,10 +124,12 @@ class WorkerMessage(_message.Message):
     suspect_peer: SuspectPeer
     request_leave: RequestLeave
     leave: Leave
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., publish_unique_ids: _Optional[_Union[PublishUniqueIds, _Mapping]] = ..., built: _Optional[_Union[Built, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., suspect_peer: _Optional[_Union[SuspectPeer, _Mapping]] = ..., request_leave: _Optional[_Union[RequestLeave, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    late: Late
+    probed: Probed
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., publish_unique_ids: _Optional[_Union[PublishUniqueIds, _Mapping]] = ..., built: _Optional[_Union[Built, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., suspect_peer: _Optional[_Union[SuspectPeer, _Mapping]] = ..., request_leave: _Optional[_Union[RequestLeave, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., late: _Optional[_Union[Late, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend")
+    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend", "probe_address")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +154,7 @@ class Join(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     job_id: str
     node_id: str
@@ -167,7 +172,8 @@ class Join(_message.Message):
     step: int
     facts: _containers.ScalarMap[str, str]
     backend: str
-    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ...) -> None: ...
+    probe_address: str
+    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., probe_address: _Optional[str] = ...) -> None: ...
 
 class PublishUniqueIds(_message.Message):
     __slots__ = ("generation", "unique_ids")
@@ -217,6 +223,36 @@ class SuspectPeer(_message.Message):
     detail: str
     def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class Late(_message.Message):
+    __slots__ = ("generation", "seconds")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    seconds: float
+    def __init__(self, generation: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Probed(_message.Message):
+    __slots__ = ("round", "unreached", "late", "waits", "busy")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
+    late: bool
+    waits: bool
+    busy: str
+    def __init__(self, round: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., late: bool = ..., waits: bool = ..., busy: _Optional[str] = ...) -> None: ...
+
+class Unreached(_message.Message):
+    __slots__ = ("node_id", "detail")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    detail: str
+    def __init__(self, node_id: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
 class RequestLeave(_message.Message):
     __slots__ = ("generation", "reason")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -240,7 +276,7 @@ class Leave(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., finished: bool = ..., reason: _Optional[str] = ..., consequence: bool = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built")
+    __slots__ = ("welcome", "waiting", "assignment", "unique_ids", "suspended", "quiesce", "refused", "ended", "group_built", "probe")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +286,7 @@ class SchedulerMessage(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     GROUP_BUILT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     waiting: Waiting
     assignment: Assignment
@@ -259,7 +296,8 @@ class SchedulerMessage(_message.Message):
     refused: Refused
     ended: Ended
     group_built: GroupBuilt
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ...) -> None: ...
+    probe: Probe
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_interval_s", "node_timeout_s", "topo_timeout_s", "spare")
@@ -320,16 +358,34 @@ class UniqueIds(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., unique_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Suspended(_message.Message):
-    __slots__ = ("generation", "reason", "wait_s", "first_loss")
+    __slots__ = ("generation", "reason", "wait_s", "first_loss", "save")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOSS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     reason: str
     wait_s: float
     first_loss: FirstLoss
-    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ..., wait_s: _Optional[float] = ..., first_loss: _Optional[_Union[FirstLoss, _Mapping]] = ...) -> None: ...
+    save: bool
+    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ..., wait_s: _Optional[float] = ..., first_loss: _Optional[_Union[FirstLoss, _Mapping]] = ..., save: bool = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("round", "targets")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    targets: _containers.RepeatedCompositeFieldContainer[ProbeTarget]
+    def __init__(self, round: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[ProbeTarget, _Mapping]]] = ...) -> None: ...
+
+class ProbeTarget(_message.Message):
+    __slots__ = ("node_id", "address")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    address: str
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Quiesce(_message.Message):
     __slots__ = ("generation", "reason")

@@ -20,6 +20,7 @@ class Joined:
     held_rank: int = -1
     built: bool = False
     step: int = 0
+    probe_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,34 @@ class PeerSuspected:
     generation: int
     rank: int
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLate:
+    """A worker has waited for its peers for so long."""
+
+    session: SessionId
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A worker has tried to reach others, in the round of this number.
+
+    Attributes:
+        unreached: node id and reason of each that it could not reach.
+        late: what its training thread waits for is late.
+        waits: its training thread waits for other ranks.
+        busy: what it does alone; empty: nothing.
+    """
+
+    session: SessionId
+    round: int
+    unreached: tuple[tuple[str, str], ...] = ()
+    late: bool = False
+    waits: bool = False
+    busy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +177,8 @@ Event = (
     | BuiltReported
     | QuiescedReported
     | PeerSuspected
+    | PeerLate
+    | Probed
     | LeaveRequested
     | LeftCleanly
     | SessionLost

@@ -19,8 +19,8 @@ from scheduler.core import values as v
 from scheduler.core.contacts import Contact
 from scheduler.core.decision import Decision
 from scheduler.core.ledger import Claim, Phase
+from scheduler.core.probing import Probing
 from scheduler.core.ranks import natural_key
-from scheduler.core.reception import Reception
 from scheduler.core.state import Suspicion
 from scheduler.core.status import JobView, worker_view
 from scheduler.core.wording import count, upper_first, who
@@ -30,7 +30,7 @@ class RecoveryError(ValueError):
     """Records do not make up the history of this job."""
 
 
-class Job(Reception):
+class Job(Probing):
     """One training job, from the first Join to its end.
 
     Args:
@@ -50,6 +50,8 @@ class Job(Reception):
             e.BuiltReported: self._built_reported,
             e.QuiescedReported: self._quiesced_reported,
             e.PeerSuspected: self._peer_suspected,
+            e.PeerLate: self._peer_late,
+            e.Probed: self._probed,
             e.LeaveRequested: self._leave_requested,
             e.LeftCleanly: self._left,
             e.SessionLost: self._session_lost,
@@ -105,6 +107,9 @@ class Job(Reception):
         if type(event) is not e.Heard and not more:
             self._retry_held_back(now)
             self.advance(now)
+        if self._outside and self.phase is Phase.ENDED:
+            self._dismiss_outside()
+        self._forget_sessions(event)
         return Decision(tuple(self._records), tuple(self._messages), " ".join(self._reasons))
 
     def deadline(self) -> float | None:
@@ -115,7 +120,7 @@ class Job(Reception):
         if phase is Phase.ENDED:
             return None
         times = [self._silence_due, self._suspicion.due if self._suspicion else None, self._switch_due()]
-        times.append(self._hand_over_due)
+        times += [self._hand_over_due, self._rounds_due()]
         if phase in (Phase.FORMING, Phase.BUILDING, Phase.SUSPENDED):
             times += [self._phase_since + self.settings.topo_timeout_s, self._report_due]
         if phase is Phase.FORMING and self._spares_fill_in > self._now:
@@ -239,6 +244,16 @@ class Job(Reception):
         self._say(f"{upper_first(sentence)}.")
         if self._suspicion is None:
             self._suspicion = Suspicion(now + self.settings.node_timeout_s, sentence)
+        self._want_round(now, urgent=True)
+
+    def _peer_late(self, event: e.PeerLate, now: float) -> None:
+        claim = self._claim_behind(event.session, now)
+        if claim is not None and self._ledger.rank_of(claim.candidate.node_id) >= 0:
+            self._want_round(now, urgent=False)
+
+    def _probed(self, event: e.Probed, now: float) -> None:
+        self._claim_behind(event.session, now)
+        self._take_answer(event, now)
 
     # ------------------------------------------------------------ going
 
@@ -331,6 +346,7 @@ class Job(Reception):
             told = f"is lost: not heard for {now - self._contacts.by_node[node_id].last_heard:.1f} s"
             self._lose(node_id, told, m.RefusalCode.SUPERSEDED)
         self._silence_due = self._next_silence()
+        self._tend_rounds(now)
         self.advance(now)
         self._report(now)
         self._check_progress(now)

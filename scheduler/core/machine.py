@@ -269,7 +269,15 @@ class Machine(JobState):
             self._dismiss(claim, self._farewell(claim.leaving or ""), "left as planned")
         sentence = self._suspension()
         wait_s = self.settings.topo_timeout_s  # the worker puts it into words itself
-        self._tell_members(m.Suspended(ledger.generation, f"{sentence}.", wait_s, self._first_loss))
+        stateless = self._stateless()
+        members = [claim.candidate.node_id for claim in ledger.living_members()]
+        heard = [node_id for node_id in members if self._contacts.session_of(node_id) is not None]
+        holders = [node_id for node_id in heard if planning.holds_state(ledger, node_id, stateless)]
+        for node_id in heard:
+            save = node_id in holders[:1]
+            self._tell(
+                node_id, m.Suspended(ledger.generation, f"{sentence}.", wait_s, self._first_loss, save)
+            )
         self._say(f"{sentence}; waiting up to {wait_s:g} s for more.")
         return True
 

@@ -95,12 +95,16 @@ class GroupBuilt:
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """The generation is over and too few members are left for a new one."""
+    """The generation is over and too few members are left for a new one.
+
+    ``save``: the receiver is the lowest-ranked that holds the training state, and should save it.
+    """
 
     generation: int
     reason: str
     wait_s: float
     first_loss: FirstLoss | None = None
+    save: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +136,14 @@ class Ended:
     first_loss: FirstLoss | None = None
 
 
-Message = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Connect to each of these workers, by node id and address, and answer who cannot be reached."""
+
+    round: int
+    targets: tuple[tuple[str, str], ...]
+
+
+Message = (
+    Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Probe | Refused | Ended
+)

@@ -27,10 +27,12 @@ class Reception(Machine):
         self._remarked: set[str] = set()
         self._machines: dict[str, str] = {}
         self._labels: dict[str, str] = {}
+        self._addresses: dict[v.SessionId, str] = {}  # where workers answer probes
 
     def _joined(self, event: e.Joined, now: float, *, again: bool = False) -> None:
         candidate = event.candidate
         self._held_back.pop(event.session, None)  # one answer to each stream, however often it asks
+        self._addresses[event.session] = event.probe_address
         known = self._contacts.nodes.get(event.session)
         if known is not None and not self._is_of(known, candidate):
             self._lose(known, "asked for a second place on its stream", m.RefusalCode.MALFORMED)

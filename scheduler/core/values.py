@@ -82,6 +82,7 @@ class Settings:
     heartbeat_interval_s: float
     waiting_report_interval_s: float = 10.0
     stall_timeout_s: float = 60.0
+    hang_timeout_s: float = 600.0
     ranks_per_unique_id: int = 128
     rank_table: RankTable | None = None
 

@@ -101,13 +101,15 @@ def decode_worker_message(data: bytes, session: v.SessionId) -> JoinRequest | e.
         raise MalformedError("The message has no body that this scheduler knows.")
     if body == "join":
         return _join(message.join, session)
+    if body == "probed":
+        return _probed(message.probed, session)
     generation = _number(
         "generation", getattr(message, body).generation, 1 if body in _NEEDS_GENERATION else 0, MAX_NUMBER
     )
     return _event(body, message, session, generation)
 
 
-_NEEDS_GENERATION = frozenset(("publish_unique_ids", "built", "quiesced", "suspect_peer"))
+_NEEDS_GENERATION = frozenset(("publish_unique_ids", "built", "quiesced", "suspect_peer", "late"))
 
 
 def _event(body: str, message: pb.WorkerMessage, session: v.SessionId, generation: int) -> e.Event:
@@ -125,6 +127,8 @@ def _event(body: str, message: pb.WorkerMessage, session: v.SessionId, generatio
         suspect = message.suspect_peer
         rank = _number("rank", suspect.rank, 0, MAX_COUNT - 1)
         return e.PeerSuspected(session, generation, rank, _text("detail", suspect.detail))
+    if body == "late":
+        return e.PeerLate(session, generation, _rate("seconds", message.late.seconds))
     if body == "request_leave":
         return e.LeaveRequested(session, generation, _text("reason", message.request_leave.reason))
     leave = message.leave
@@ -147,6 +151,7 @@ def _join(join: pb.Join, session: v.SessionId) -> JoinRequest:
         held_rank=_number("held_rank", join.held_rank, -1, MAX_COUNT - 1) if held_generation else -1,
         built=join.built,
         step=_number("step", join.step, 0, MAX_NUMBER),
+        probe_address=_name("probe_address", join.probe_address, limit=300, empty=True),
     )
     return JoinRequest(_name("job_id", join.job_id), event)
 
@@ -218,6 +223,23 @@ def _collective(c: pb.Collective) -> v.Collective:
         size_bytes=_number("size_bytes", c.size_bytes, 0, MAX_NUMBER),
         done=c.done,
     )
+
+
+def _probed(probed: pb.Probed, session: v.SessionId) -> e.Probed:
+    _number("number of unreached workers", len(probed.unreached), 0, MAX_COUNT)
+    return e.Probed(
+        session=session,
+        round=_number("round", probed.round, 0, MAX_NUMBER),
+        unreached=tuple(_unreached(each) for each in probed.unreached),
+        late=probed.late,
+        waits=probed.waits,
+        busy=_text("busy", probed.busy),
+    )
+
+
+def _unreached(unreached: pb.Unreached) -> tuple[str, str]:
+    node_id = _name("an unreached worker's node_id", unreached.node_id)
+    return node_id, _text("detail", unreached.detail) or "no reason given"
 
 
 def _unique_ids(message: pb.PublishUniqueIds) -> tuple[bytes, ...]:

@@ -37,6 +37,9 @@ def _scheduler_message(message: m.Message) -> pb.SchedulerMessage:
         return pb.SchedulerMessage(unique_ids=ids)
     if isinstance(message, m.GroupBuilt):
         return pb.SchedulerMessage(group_built=pb.GroupBuilt(generation=message.generation))
+    if isinstance(message, m.Probe):
+        targets = [pb.ProbeTarget(node_id=node_id, address=address) for node_id, address in message.targets]
+        return pb.SchedulerMessage(probe=pb.Probe(round=message.round, targets=targets))
     return _change_or_end(message)
 
 
@@ -47,6 +50,7 @@ def _change_or_end(message: m.Suspended | m.Quiesce | m.Refused | m.Ended) -> pb
             reason=message.reason,
             wait_s=message.wait_s,
             first_loss=_first_loss(message.first_loss),
+            save=message.save,
         )
         return pb.SchedulerMessage(suspended=suspended)
     if isinstance(message, m.Quiesce):

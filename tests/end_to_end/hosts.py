@@ -140,6 +140,16 @@ class Cluster:
             port = f"port{self[name].number}-{network}"
             ip("-n", self._switch, "link", "set", port, "master", f"br{network}")
 
+    def cut_one_way(self, name: str, other: str) -> None:
+        """Loses all that a host sends to another; what that one sends still arrives."""
+        nobody = "02:00:00:00:00:01"
+        to = [self[other].address(), "lladdr", nobody, "dev", "eth0", "nud", "permanent"]
+        ip("-n", self[name].namespace, "neighbour", "replace", *to)
+
+    def heal(self, name: str, other: str) -> None:
+        """Ends :meth:`cut_one_way`."""
+        ip("-n", self[name].namespace, "neighbour", "del", self[other].address(), "dev", "eth0")
+
     def remove(self) -> None:
         for host in self.hosts:
             host.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 
 import numpy as np
 
@@ -25,4 +24,4 @@ class DigestingLoop(RecordingLoop):
 
 if __name__ == "__main__":
     vars(train)["ElasticLoop"] = DigestingLoop
-    sys.exit(train.main())
+    train.main()

@@ -109,6 +109,19 @@ def test_an_unset_worker_min_is_worker_num() -> None:
             {"suspect_peer": pb.SuspectPeer(generation=3, rank=1, detail="reset\nby peer")},
             e.PeerSuspected(SESSION, 3, 1, "reset\\nby peer"),
         ),
+        ({"late": pb.Late(generation=3, seconds=12.5)}, e.PeerLate(SESSION, 3, 12.5)),
+        (
+            {"probed": pb.Probed(round=7, unreached=[pb.Unreached(node_id="b", detail="x\ny")], waits=True)},
+            e.Probed(SESSION, 7, (("b", "x\\ny"),), waits=True),
+        ),
+        (
+            {
+                "probed": pb.Probed(
+                    round=7, unreached=[pb.Unreached(node_id="b")], late=True, busy="evaluation"
+                )
+            },
+            e.Probed(SESSION, 7, (("b", "no reason given"),), late=True, busy="evaluation"),
+        ),
         (
             {"request_leave": pb.RequestLeave(generation=3, reason="TERM")},
             e.LeaveRequested(SESSION, 3, "TERM"),
@@ -181,6 +194,10 @@ def test_a_join_out_of_bounds_is_refused_naming_the_field(changes: dict[str, obj
         {"heartbeat": pb.Heartbeat(samples_per_s=-1.0)},
         {"heartbeat": pb.Heartbeat(recent=[pb.Collective(name="a")] * 65)},
         {"suspect_peer": pb.SuspectPeer(generation=1, rank=-1)},
+        {"late": pb.Late(seconds=1.0)},
+        {"late": pb.Late(generation=1, seconds=float("inf"))},
+        {"probed": pb.Probed(unreached=[pb.Unreached(node_id="a b")])},
+        {"probed": pb.Probed(busy="x" * 2049)},
         {"leave": pb.Leave(reason="x" * 2049)},
     ],
 )
@@ -291,6 +308,18 @@ def test_assignment_comes_through_whole() -> None:
             pb.SchedulerMessage(unique_ids=pb.UniqueIds(generation=3, unique_ids=[b"a", b"b"])),
         ),
         (m.GroupBuilt(3), pb.SchedulerMessage(group_built=pb.GroupBuilt(generation=3))),
+        (
+            m.Probe(7, (("b", "10.0.0.2:5"),)),
+            pb.SchedulerMessage(
+                probe=pb.Probe(round=7, targets=[pb.ProbeTarget(node_id="b", address="10.0.0.2:5")])
+            ),
+        ),
+        (
+            m.Suspended(3, "too few", 60.0, save=True),
+            pb.SchedulerMessage(
+                suspended=pb.Suspended(generation=3, reason="too few", wait_s=60.0, save=True)
+            ),
+        ),
         (
             m.Suspended(3, "too few", 60.0),
             pb.SchedulerMessage(suspended=pb.Suspended(generation=3, reason="too few", wait_s=60.0)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,21 @@ class DataPlane:
         present = self.meetings.setdefault(key, [])
         present.append(worker)
         if len(present) < len(worker.place.members):
+            return
+        self._try(key, broken_for=0.0)
+
+    def _try(self, key: Key, broken_for: float) -> None:
+        """Completes a meeting to which all have come, once they all reach each other."""
+        present = self.meetings.get(key, [])
+        if not present or len(present) < len(present[0].place.members if present[0].place else ()):
+            return
+        broken = self.world.cables.broken_pair(present)
+        if broken is not None:
+            if broken_for == 3.0 and self.world.rng.random() < self.world.scenario.peers_notice / 2:
+                one, other = broken
+                assert other.place is not None
+                one.collective_fails(key, other.place.rank)
+            self.world.loop.after(0.5, self._try, key, broken_for + 0.5)
             return
         del self.meetings[key]
         if key[0] == "sync":
@@ -53,3 +69,55 @@ class DataPlane:
         furthest = max(worker.step for worker in holders)
         for worker in present:
             worker.step = furthest
+
+
+class Cables:
+    """Which hosts can reach which; a cut in one direction breaks the connections both ways."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._cuts: list[tuple[str, str, float, float]] = []
+
+    def cut(self, one: str, other: str, until: float) -> None:
+        """Loses what goes from one host to the other, until a time."""
+        self._cuts.append((one, other, self.world.loop.now, until))
+
+    def is_cut(self, one: str, other: str, since: float | None = None) -> bool:
+        """Whether two hosts cannot reach each other now, or could not for a while since a time."""
+        now = self.world.loop.now
+        since = now if since is None else since
+        pair = {one, other}
+        return any({a, b} == pair and begun <= now and since < until for a, b, begun, until in self._cuts)
+
+    def was_cut_throughout(self, one: str, other: str, since: float) -> bool:
+        """Whether one cut has lasted from a time until now."""
+        now, pair = self.world.loop.now, {one, other}
+        return any({a, b} == pair and begun <= since and now < until for a, b, begun, until in self._cuts)
+
+    def most_together(self, nodes: list[str], since: float) -> int:
+        """How many of these workers all reached each other since a time."""
+        host = self.world.host
+        hosts = sorted({host(node_id) for node_id in nodes})
+        sets = (some for n in range(len(hosts) + 1) for some in itertools.combinations(hosts, n))
+        whole = [s for s in sets if not any(self.is_cut(*p, since) for p in itertools.combinations(s, 2))]
+        return max(sum(host(node_id) in each for node_id in nodes) for each in whole)
+
+    def broken_pair(self, workers: list[Worker]) -> tuple[Worker, Worker] | None:
+        """Two of these that cannot reach each other; None: there are none."""
+        host = self.world.host
+        for one in workers:
+            for other in workers:
+                if one is not other and self.is_cut(host(one.node_id), host(other.node_id)):
+                    return one, other
+        return None
+
+    def probe(self, worker: Worker, address: str) -> tuple[float, str]:
+        """How long a probe takes, and why it fails; "" if it does not."""
+        node_id, _, incarnation = address.removesuffix(":1").partition("#")
+        if self.is_cut(self.world.host(worker.node_id), self.world.host(node_id)):
+            return 3.0, "timed out"
+        for target in self.world.living():
+            if (target.node_id, target.incarnation) == (node_id, int(incarnation)):
+                stopped = target.stopped_until > self.world.loop.now + 3.0
+                return (3.0, "no answer") if stopped else (0.02, "")
+        return 3.0, "connection refused"

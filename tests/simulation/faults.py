@@ -56,8 +56,43 @@ def flood(world: World, worker: Worker) -> None:
 def hang(world: World, worker: Worker) -> None:
     """The training thread stands still between two steps; the process lives and sends its heartbeats."""
     longest = 1.5 * TOPO_TIMEOUT_S if world.judge.ever_established else 20.0  # a job that trains waits for it
-    worker.busy_until = world.loop.now + world.rng.choice((5.0, 20.0, longest))
+    if world.loop.now >= worker.busy_until:
+        worker.busy_since = world.loop.now
+        worker.busy = world.rng.choice(("", "", "evaluation"))
+    very_long = 80.0 if world.scenario.kind == "cuts" and world.judge.ever_established else longest
+    lasts = world.rng.choice((5.0, 20.0, longest, very_long))
+    worker.busy_until = world.loop.now + lasts
     world.judge.disturbed(worker.busy_until)
+    world.loop.at(worker.busy_until - 0.1, world.judge.hung, worker, worker.busy_until)
+
+
+def cut_pair(world: World, worker: Worker) -> None:
+    """Two hosts cannot reach each other for a while; in a job that can do without one of them, for good."""
+    hosts = sorted({world.host(each.node_id) for each in world.living()})
+    if len(hosts) < 2:
+        return
+    one, other = world.rng.sample(hosts, 2)
+    scenario = world.scenario
+    lasts = world.rng.choice((2.0, 8.0, 25.0))
+    enough = scenario.worker_min <= scenario.worker_num - scenario.per_host
+    if scenario.kind == "cuts" and enough and not world.cut_for_good and world.rng.random() < 0.5:
+        world.cut_for_good, lasts = True, 1e6
+    world.note(f"   {one} to {other} for {lasts:g} s")
+    world.cables.cut(one, other, world.loop.now + lasts)
+    world.judge.disturbed(world.loop.now + min(lasts, 40.0))
+
+
+def flap(world: World, worker: Worker) -> None:
+    """Two hosts lose each other again and again."""
+    hosts = sorted({world.host(each.node_id) for each in world.living()})
+    if len(hosts) < 2:
+        return
+    one, other = world.rng.sample(hosts, 2)
+    for number in range(4):
+        at = world.loop.now + 6.0 * number
+        lasts = world.rng.choice((1.0, 3.0, 5.0))
+        world.loop.at(at, lambda s=lasts: world.cables.cut(one, other, world.loop.now + s))
+    world.judge.disturbed(world.loop.now + 40.0)
 
 
 def cut(world: World, worker: Worker) -> None:
@@ -146,6 +181,8 @@ EVERYTHING: tuple[Fault, ...] = (
     kill, kill, kill, kill, stop, hang, cut, blip, crash, pause, drain, request_leave, evict, expel, extra,
     twin,
     peer_trouble,
+    cut_pair,
+    flap,
     freeze,
     flood,
 )  # fmt: skip
@@ -155,6 +192,7 @@ BY_KIND: dict[str, tuple[Fault, ...]] = {
     "pauses": (freeze, freeze, flood),
     "elastic": (drain, request_leave, drain, request_leave, evict, extra),
     "trouble": (peer_trouble,),
+    "cuts": (cut_pair, cut_pair, cut_pair, flap, hang, stop),
     "supervised": EVERYTHING,
     "wild": EVERYTHING,
 }

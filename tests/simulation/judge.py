@@ -11,7 +11,7 @@ from scheduler.core import records as r
 from scheduler.core import values as v
 from scheduler.core.decision import Decision
 from scheduler.core.job import Job
-from tests.simulation.scenario import HEARTBEAT_S, NODE_TIMEOUT_S
+from tests.simulation.scenario import HANG_TIMEOUT_S, HEARTBEAT_S, NODE_TIMEOUT_S
 from worker.core import events as e
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Judge:
         self.went = False
         self.heard_at: dict[Process, float] = {}
         self.disturbed_at = 0.0
+        self.barred: dict[str, float] = {}
+        self.torn = False  # too few workers reached each other when the job ended
         self.formed_at = 0.0
 
     def fault(self, what: str) -> NoReturn:
@@ -93,9 +95,13 @@ class Judge:
             elif isinstance(record, r.JobEnded):
                 self.outcome = record
                 self._ended(record)
+        removed = [each for each in records if isinstance(each, r.Removed) and "cannot reach" in each.reason]
+        if removed:
+            self._check_most_stay(removed)
 
     def _admitted(self, candidate: v.Candidate) -> None:
         node_id, incarnation = candidate.node_id, candidate.incarnation
+        self._check_taken_in(candidate.host.id)
         self.expect(node_id not in self.claims, f"node {node_id} was admitted beside a living holder")
         self.expect((node_id, incarnation) not in self.retired, f"{node_id} came back after it was replaced")
         earlier = self.admitted.setdefault(node_id, set())
@@ -106,6 +112,7 @@ class Judge:
     def _removed(self, record: r.Removed) -> None:
         process = (record.node_id, record.incarnation)
         self.expect(self.claims.pop(record.node_id, None) == record.incarnation, "a stranger was removed")
+        self._check_expelled(process, record.reason)
         if process in self.since:
             self.retired.add(process)
             arriving = self.formed is None or self.since[process] == self.formed.generation
@@ -116,6 +123,64 @@ class Judge:
             self.finished.add(record.node_id)
             self.completed.add(process)
             self.finishing = True
+
+    def _check_taken_in(self, host: str) -> None:
+        """Who was expelled because it was not reached comes back when it is, unless the scheduler died."""
+        if self.barred.pop(host, -1.0) <= self.world.scheduler.up_since:
+            return
+        since = self.world.loop.now - 8.0  # a round may take so long
+        for node_id in self.claims:
+            cut = self.world.cables.was_cut_throughout(host, self.world.host(node_id), since)
+            self.expect(not cut, f"{host} is taken in, and cannot reach {node_id}")
+
+    def _check_expelled(self, process: Process, reason: str) -> None:
+        world = self.world
+        if "was expelled" not in reason or "revoked" in reason:
+            return
+        members = [each.candidate.node_id for each in self.formed.members] if self.formed else []
+        hosts = {world.host(node) for node in members}
+        self.expect(world.host(process[0]) in hosts, f"{process} is expelled, and its host has no member")
+        here = [node for node in members if node in self.claims]
+        left = [node for node in here if (node, self.claims[node]) not in self.leaving]
+        least = 1 if self.finishing else world.scenario.worker_min
+        self.expect(len(left) >= least, f"{process} is expelled, and {len(left)} are left")
+        (worker,) = (w for w in world.processes if (w.node_id, w.incarnation) == process)
+        if "has not come" in reason:
+            since = min(worker.busy_since, worker.waiting_since)
+            self.expect(world.loop.now >= since + HANG_TIMEOUT_S, f"{process} has hung for too short a time")
+            self.expect(not worker.busy, f"{process} is expelled while it is busy")
+            return
+        host, ago = world.host(process[0]), world.loop.now - 20.0
+        others = {world.host(node_id) for node_id in members} - {host}
+        cut = any(world.cables.is_cut(host, other, ago) for other in others)
+        self.expect(cut, f"{process} is expelled, and reaches all: {reason}")
+        self.barred[host] = world.loop.now
+
+    def _check_most_stay(self, removed: list[r.Removed]) -> None:
+        """As many members stay as have reached each other; or those that hold the state."""
+        assert self.formed is not None
+        world = self.world
+        gone = {each.node_id for each in removed}
+        members = [each.candidate.node_id for each in self.formed.members]
+        here = [node for node in members if node in self.claims]
+        most = world.cables.most_together([*here, *(gone & set(members))], world.loop.now - 20.0)
+        self.expect(bool(self.newcomers) or len(here) >= most, f"{len(here)} stay where {most} could")
+
+    def hung(self, worker: Worker, until: float) -> None:
+        """A rank is about to wake up: had it hung for long, the others would have gone on without it."""
+        world, scenario = self.world, self.world.scenario
+        if self.formed is None or self.outcome is not None or worker.busy or worker.busy_until != until:
+            return
+        members = [each.candidate.node_id for each in self.formed.members]
+        others = [w for w in world.living() if w is not worker and w.node_id in members]
+        since = world.loop.now - HANG_TIMEOUT_S - 40.0
+        waiting = all(w.waiting_for is not None and w.waiting_since < since for w in others)
+        if worker.busy_since > since or not others or not waiting or world.scheduler.up_since > since:
+            return
+        whole = world.cables.most_together(members, since) == len(members)
+        known = self.claims.get(worker.node_id) == worker.incarnation and worker.node_id in members
+        enough = len(others) >= scenario.worker_min and len(others) == len(members) - 1
+        self.expect(not (whole and known and enough), f"{worker} has hung for long, and is waited for")
 
     def _settled(self, what: str) -> None:
         calm_for = self.world.loop.now - max(self.disturbed_at, self.world.scheduler.up_since)
@@ -225,6 +290,10 @@ class Judge:
             left -= self.world.leavers | {node for node, _ in self.newcomers}
             self.expect(not left, f"the job ended well without {left}")
         self.expect(bool(record.reason), "the job ended without a reason")
+        if self.formed is not None:
+            nodes = [each.candidate.node_id for each in self.formed.members]
+            together = self.world.cables.most_together(nodes, self.world.loop.now - NODE_TIMEOUT_S)
+            self.torn = together < self.world.scenario.worker_min
 
     # ------------------------------------------------------------ messages
 
@@ -271,6 +340,13 @@ class Judge:
 
     def stepped(self, event: se.Event, decision: Decision, job: Job) -> None:
         """After each step of the scheduler."""
+        suspended = [(s, told.save) for s, told in decision.messages if isinstance(told, sm.Suspended)]
+        ended = decision.records[-1:]  # a next generation may have been formed at once
+        if ended and isinstance(ended[0], r.GenerationEnded) and self.ever_established:
+            savers = [session for session, save in suspended if save]
+            self.expect(len(savers) <= 1, "several are told to save")
+            holders = [s for s, _ in suspended if self.identity[s] not in self.newcomers]
+            self.expect(not holders or bool(savers), "nobody is told to save")
         if isinstance(event, se.SessionLost | se.LeftCleanly) and self.outcome is None:
             process = self.identity.get(event.session)
             if process is not None and self.newest_stream.get(process) == event.session:
@@ -351,7 +427,8 @@ class Judge:
         alive = [str(worker) for worker in world.processes if worker.alive]
         self.expect(not alive, f"the job has ended, and {', '.join(alive)} do not know it")
         if scenario.supervised and not self.outcome.ok:
-            self.expect("while the others finished" in self.outcome.reason, f"ended: {self.outcome.reason}")
+            why = "while the others finished" in self.outcome.reason or self.torn
+            self.expect(why, f"ended: {self.outcome.reason}")
         if scenario.kind in ("calm", "crashes", "pauses", "elastic"):
             # A scheduler that is away for as long as a goodbye is tried takes its sender for lost.
             unheard = any(worker.finished and worker.unheard for worker in world.processes)

@@ -12,7 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler.core import admission, contacts, job, ledger, machine, planning, ranks, reception
+from scheduler.core import (
+    admission,
+    contacts,
+    job,
+    ledger,
+    machine,
+    planning,
+    probing,
+    ranks,
+    reachability,
+    reception,
+)
 from scheduler.core import events as se
 from scheduler.core import messages as sm
 from scheduler.core import records as r
@@ -307,6 +318,46 @@ def worker_joins_as_new(right: Any) -> Any:
     return on_stream_opened
 
 
+def hangs_are_due(right: Any) -> Any:
+    def deal(self: probing.Probing, now: float, waiting: int) -> None:
+        right(self, now + 1000.0, waiting)
+
+    return deal
+
+
+def busy_unheard(right: Any) -> Any:
+    return lambda self, event, now: right(self, replace(event, busy=""), now)
+
+
+def proven_by_one_side(right: Any) -> Any:
+    return lambda self, current, session: session in current.answers
+
+
+def everybody_broken_goes(right: Any) -> Any:
+    def best(names: frozenset[str], parties: Any, accusations: Any) -> frozenset[str]:
+        return frozenset(n for n in names if all(n not in pair for pair in accusations))
+
+    return best
+
+
+def smallest_stays(right: Any) -> Any:
+    return lambda names, parties, accusations: (False, -sum(parties[n].workers for n in names))
+
+
+def all_save(right: Any) -> Any:
+    def tell(self: machine.Machine, node_id: str, message: sm.Message) -> None:
+        right(self, node_id, replace(message, save=True) if isinstance(message, sm.Suspended) else message)
+
+    return tell
+
+
+def none_saves(right: Any) -> Any:
+    def tell(self: machine.Machine, node_id: str, message: sm.Message) -> None:
+        right(self, node_id, replace(message, save=False) if isinstance(message, sm.Suspended) else message)
+
+    return tell
+
+
 MUTANTS: dict[str, Mutant] = {
     "ranks by arrival": Mutant(ranks, "in_order", instead(by_arrival)),
     "two members with rank 0": Mutant(ranks, "assign", two_with_rank_0),
@@ -365,6 +416,22 @@ MUTANTS: dict[str, Mutant] = {
     "worker publishes the ids only once": Mutant(
         membership.Membership, "_mint_or_publish", worker_publishes_once
     ),
+    "cuts ignored": Mutant(probing.Probing, "_expel_unreachable", instead(lambda *a: False)),
+    "all that are in a broken pair go": Mutant(reachability, "_best", everybody_broken_goes),
+    "the smallest set stays": Mutant(reachability, "_worth", smallest_stays),
+    "worker_min does not hold expulsions back": Mutant(
+        probing.Probing, "_may_expel", instead(lambda *a: True)
+    ),
+    "expelled and taken in at once": Mutant(probing.Probing, "_is_barred", instead(lambda *a: False)),
+    "taken in without a probe of the members": Mutant(probing.Probing, "_is_proven", proven_by_one_side),
+    "who stands still counts as cut off": Mutant(probing, "SLOW_S", instead(1e9)),
+    "busy ranks hang": Mutant(job.Job, "_probed", busy_unheard),
+    "hanging ranks go at once": Mutant(probing.Probing, "_deal_with_hangs", hangs_are_due),
+    "hanging ranks never go": Mutant(probing.Probing, "_deal_with_hangs", instead(nothing)),
+    "lateness untold": Mutant(membership.Membership, "_on_peers_late", instead(nothing)),
+    "probes unanswered": Mutant(membership.Membership, "_on_probes_done", instead(nothing)),
+    "all save at a suspension": Mutant(machine.Machine, "_tell", all_save),
+    "none saves at a suspension": Mutant(machine.Machine, "_tell", none_saves),
     "worker comes back as another": Mutant(membership.Membership, "_on_stream_opened", worker_joins_as_new),
 }  # fmt: skip
 

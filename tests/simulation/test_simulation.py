@@ -35,6 +35,12 @@ QUICKLY_CAUGHT = (
     "a message after the last one",
     "every goodbye counts as finished",
     "a leave told as the job's end",
+    "cuts ignored",
+    "worker_min does not hold expulsions back",
+    "expelled and taken in at once",
+    "hanging ranks go at once",
+    "lateness untold",
+    "none saves at a suspension",
     "rank off by one on the wire",
     "worker comes back as another",
 )
@@ -77,6 +83,9 @@ def test_the_slice_plays_every_kind_of_scenario_and_many_faults() -> None:
         "twin",
         "extra",
         "scheduler",
+        "cut_pair",
+        "flap",
+        "hang",
     } <= set(faults)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.network import Stream
+from tests.simulation.scenario import LATE_S
 from worker.core import events as e
 from worker.core import messages as m
 from worker.core.membership import Membership
@@ -13,7 +14,7 @@ from worker.core.membership import Membership
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-TIMING = e.Timing(topo_timeout_s=60.0, reconnect_timeout_s=20.0, goodbye_timeout_s=15.0)
+TIMING = e.Timing(topo_timeout_s=60.0, reconnect_timeout_s=20.0, goodbye_timeout_s=15.0, late_again_s=LATE_S)
 _QUIET = (e.StepGranted, e.StepHeld, e.Tell)
 
 
@@ -39,6 +40,9 @@ class Worker:
         self.doing = "entering"
         self.place: m.Assignment | None = None
         self.waiting_for: tuple[object, ...] | None = None
+        self.waiting_since = 0.0
+        self.busy = ""
+        self.busy_since = 0.0
         self.step = 0
         self.has_state = False
         self.finished = False
@@ -187,8 +191,31 @@ class Worker:
 
     def _meet(self, doing: str, *key: object) -> None:
         self.doing = doing
-        self.waiting_for = key
+        self.waiting_for, self.waiting_since = key, self.world.loop.now
+        self.world.loop.after(LATE_S, self._look, key)
         self.world.data_plane.enter(self, key)
+
+    def _look(self, key: tuple[object, ...]) -> None:
+        """What the watcher does: says that this worker waits for too long."""
+        if self.alive and self.waiting_for == key:
+            self.post(e.PeersLate(self.world.loop.now - self.waiting_since))
+            self.world.loop.after(LATE_S, self._look, key)
+
+    def _probe(self, notice: e.ProbeWanted) -> None:
+        found = {node_id: self.world.cables.probe(self, address) for node_id, address in notice.targets}
+        took = max((seconds for seconds, _ in found.values()), default=0.0)
+        unreached = tuple((node_id, why) for node_id, (_, why) in found.items() if why)
+        self.world.loop.after(took + 0.01, self._probed, notice.round, unreached)
+
+    def _probed(self, number: int, unreached: tuple[tuple[str, str], ...]) -> None:
+        now = self.world.loop.now
+        if now < self.stopped_until:
+            self.world.loop.at(self.stopped_until, self._probed, number, unreached)
+            return
+        late = self.waiting_for is not None and now - self.waiting_since >= LATE_S
+        waits = self.waiting_for is not None or now >= self.busy_until
+        busy = self.busy if now < self.busy_until else ""
+        self.post(e.ProbesDone(number, unreached, late, waits, busy))
 
     def met(self, key: tuple[object, ...]) -> None:
         """The collective ``key`` has completed here."""
@@ -267,6 +294,7 @@ _HANDLERS: dict[type, Callable[[Worker, Any], None]] = {
     e.Dismissed: Worker._dismiss,
     e.StepGranted: Worker._granted,
     e.StepHeld: Worker._held,
+    e.ProbeWanted: Worker._probe,
     e.NoVerdict: Worker._no_verdict,
     e.Failed: Worker._failed,
     e.Left: Worker._left,

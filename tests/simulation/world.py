@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from tests.simulation.data_plane import DataPlane
+from tests.simulation.data_plane import Cables, DataPlane
 from tests.simulation.faults import plan_faults
 from tests.simulation.judge import Judge, Violation
 from tests.simulation.loop import Loop
@@ -36,6 +36,7 @@ class World:
         self.judge = Judge(self)
         self.network = Network(self)
         self.data_plane = DataPlane(self)
+        self.cables = Cables(self)
         self.scheduler = Scheduler(self)
         self.processes: list[Worker] = []
         self.newest: dict[str, Worker] = {}
@@ -43,6 +44,7 @@ class World:
         self.leavers: set[str] = set()
         self.went_between_steps: set[tuple[str, int]] = set()
         self.restarts = 0
+        self.cut_for_good = False
         self.note(f"seed {seed}: {self.scenario}")
 
     def note(self, line: str) -> None:
@@ -55,7 +57,7 @@ class World:
     def profile(self, node_id: str, incarnation: int, *, spare: bool) -> m.Profile:
         """Who a worker is; two hosts share one name, so only their ids tell them apart."""
         number = int(node_id.lstrip("n"))
-        host_id = f"host-{number // 2}"
+        host_id = self.host(node_id)
         return m.Profile(
             job_id="job",
             node_id=node_id,
@@ -63,11 +65,15 @@ class World:
             worker_num=self.scenario.worker_num,
             worker_min=self.scenario.worker_min,
             host=m.Host(host_id, "gpu", "10.0.0.1", ""),
-            device=m.Device("cpu", number % 2),
+            device=m.Device("cpu", number % self.scenario.per_host),
             backend="tcp",
-            local_index=number % 2,
+            local_index=number % self.scenario.per_host,
+            probe_address=f"{node_id}#{incarnation}:1",
             spare=spare,
         )
+
+    def host(self, node_id: str) -> str:
+        return f"host-{int(node_id.lstrip('n')) // self.scenario.per_host}"
 
     def node(self, number: int) -> str:
         return str(number) if self.scenario.integers else f"n{number}"

@@ -101,7 +101,7 @@ def test_no_thread_is_left_after_close(connector: ScriptedConnector) -> None:
     made.start()
     line = connector.next_line()
     line.hear("join")
-    assert muster_threads() == {"muster-timer", "muster-stream"}
+    assert muster_threads() == {"muster-timer", "muster-stream", "muster-watcher"}
     made.close()
     made.close()
     assert muster_threads() == set()

@@ -206,3 +206,63 @@ def test_a_launch_of_several_is_explained_when_it_breaks_at_its_end() -> None:
     with pytest.raises(ArrayError) as caught, guard(inner, verdict).group():
         raise wrong
     assert caught.value is wrong
+
+
+def test_whether_a_rank_waits_for_others_is_known_without_a_device() -> None:
+    log = CollectiveLog()
+    seen: list[bool] = []
+
+    class Looking(DoneWork):
+        def wait(self) -> None:
+            seen.append(log.waits())
+
+    inner = stub_communicator()
+    guarded = GuardedCommunicator(
+        inner, world_ranks=range(2), verdict=Asked(), recorder=log, adopted=ignore, closed=ignore
+    )
+    inner.barrier = lambda: seen.append(log.waits())  # type: ignore[method-assign]
+    guarded.barrier()
+    assert seen == [True] and not log.waits()
+    inner.all_reduce = lambda *_, **__: Looking()  # type: ignore[method-assign]
+    work = guarded.all_reduce(X, X, ReduceOp.SUM, async_op=True)
+    assert not log.waits(), "it may compute beside it"
+    work.wait()
+    assert seen == [True, True] and not log.waits()
+    log.await_device()
+    assert log.waits()
+    log.settle()
+    guarded.note("captured_step")
+    assert not log.waits(), "the host runs ahead"
+
+
+def test_a_rank_waits_until_a_failure_is_explained_and_not_after_that() -> None:
+    log = CollectiveLog()
+    seen: list[bool] = []
+
+    def verdict(rank: int, error: Exception) -> Exception:
+        seen.append(log.waits())
+        return error
+
+    inner = stub_communicator()
+    guarded = GuardedCommunicator(
+        inner, world_ranks=range(2), verdict=verdict, recorder=log, adopted=ignore, closed=ignore
+    )
+    for error in (PeerLostError("reset", rank=1), ArrayError("dtype")):
+        inner.error = error
+        with pytest.raises(type(error)):
+            guarded.all_reduce(X, X, ReduceOp.SUM)
+        assert not log.waits() and log.hanging_s() == 0.0
+    assert seen == [True]
+
+
+def test_on_a_device_the_time_since_the_last_launch_counts() -> None:
+    now = [100.0]
+    log = CollectiveLog(lambda: now[0])
+    log.begin("all_reduce", "world", X).on_device = True
+    now[0] = 130.0
+    assert (log.hanging_s(), log.late_s()) == (0.0, 30.0)
+    log.begin("all_reduce", "world", X).on_device = True
+    assert log.late_s() == 0.0
+    log.settle()
+    now[0] = 200.0
+    assert log.late_s() == 0.0

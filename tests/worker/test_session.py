@@ -354,6 +354,36 @@ def test_a_planned_change_happens_at_the_step_boundary(stage: Stage) -> None:
     session.step_boundary(6)
 
 
+def test_a_probe_is_answered_with_what_the_rank_does_alone(stage: Stage) -> None:
+    def answer(number: int) -> pb.Probed:
+        stage.line.say(probe=pb.Probe(round=number))
+        told: pb.Probed = stage.line.hear("probed")
+        assert told.round == number and not told.late and not told.unreached
+        return told
+
+    assert answer(1).busy == "" and not answer(2).waits
+    with stage.session.busy("evaluation"), stage.session.busy():
+        assert answer(3).busy == "evaluation, works alone"
+    assert answer(4).busy == ""
+
+
+def test_a_probe_is_answered_while_this_rank_waits_for_the_others(stage: Stage) -> None:
+    stage.line.say(quiesce=pb.Quiesce(generation=1, reason="a worker joins"))
+    stage.line.hear("quiesced")
+    held = Thread(lambda: stage.session.step_boundary(0))
+    number = 0
+
+    def waits() -> bool:
+        nonlocal number
+        number += 1
+        stage.line.say(probe=pb.Probe(round=number))
+        return bool(stage.line.hear("probed").waits)
+
+    wait_for(waits)
+    stage.line.assign(stage.join, 1)
+    held.result()
+
+
 def test_leaving_as_asked(stage: Stage) -> None:
     stage.session.step_boundary(0)
     stage.session.request_leave("SIGTERM")

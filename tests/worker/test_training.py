@@ -14,10 +14,12 @@ import pytest
 from tests.fakes import ElasticFakeSession, ElasticWorld, membership_changed
 from worker.communicators.base import ReduceOp
 from worker.errors import (
+    CollectiveTimeoutError,
     FormationTimeoutError,
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerLostError,
     RefusedError,
 )
 from worker.sharding import ShardedSampler
@@ -370,6 +372,49 @@ def test_when_the_group_cannot_go_on_the_state_is_saved_and_the_reason_raised() 
     job.close()
     for worker in job.workers:
         assert worker.saves == [4]
+
+
+@pytest.mark.parametrize("blamed", [-1, 0, 1])
+def test_what_a_collective_failed_with_ends_with_a_checkpoint_of_the_lowest_rank_not_to_blame(
+    blamed: int,
+) -> None:
+    error = CollectiveTimeoutError("late") if blamed < 0 else PeerLostError("gone", rank=blamed)
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (4, "between"):
+            raise error
+
+    workers = [Worker(session, fault, make_state()) for session in ElasticWorld(3).members]
+    with ThreadPoolExecutor(3) as threads:
+        for run in [threads.submit(worker.run) for worker in workers]:
+            with pytest.raises(type(error)):
+                run.result(60)
+    saver = 1 if blamed == 0 else 0
+    assert [worker.saves for worker in workers] == [[4] if n == saver else [] for n in range(3)]
+
+
+def test_who_is_told_to_save_does_so_before_it_waits_for_more_members() -> None:
+    class Suspended(ElasticFakeSession):
+        saved_before: list[int]
+
+        def rejoin(self) -> None:
+            self.saved_before = list(worker.saves)
+            with world.changed:
+                world._form([self], [])
+            super().rejoin()
+
+    world = ElasticWorld(1)
+    session = world.members[0]
+    session.__class__ = Suspended
+
+    def fault(step: int, place: str) -> None:
+        if (step, place) == (3, "between") and not worker.saves:
+            raise MembershipChanged("Too few are left.", generation=1, save=True)
+
+    worker = Worker(session, fault, make_state())
+    worker.run()
+    assert session.saved_before == [3]  # type: ignore[attr-defined]
+    assert worker.saves == [3] and worker.state.step == STEPS
 
 
 def test_a_job_that_ends_while_the_others_are_waited_for_is_a_good_end() -> None:

@@ -53,6 +53,19 @@ def test_join_carries_everything() -> None:
             m.SuspectPeer(3, 1, "reset"),
             pb.WorkerMessage(suspect_peer=pb.SuspectPeer(generation=3, rank=1, detail="reset")),
         ),
+        (m.Late(3, 12.5), pb.WorkerMessage(late=pb.Late(generation=3, seconds=12.5))),
+        (
+            m.Probed(7, (("b", "re\nset"),), late=True, waits=True, busy="evaluation"),
+            pb.WorkerMessage(
+                probed=pb.Probed(
+                    round=7,
+                    unreached=[pb.Unreached(node_id="b", detail="re\\nset")],
+                    late=True,
+                    waits=True,
+                    busy="evaluation",
+                )
+            ),
+        ),
         (
             m.RequestLeave(3, "SIGTERM"),
             pb.WorkerMessage(request_leave=pb.RequestLeave(generation=3, reason="SIGTERM")),
@@ -94,6 +107,14 @@ LOST = pb.FirstLoss(node_id="b", incarnation=9, sentence="b\nleft", exit_code=3)
         ({"unique_ids": pb.UniqueIds(generation=2, unique_ids=[b"x"])}, m.UniqueIds(2, (b"x",))),
         ({"group_built": pb.GroupBuilt(generation=2)}, m.GroupBuilt(2)),
         ({"suspended": pb.Suspended(generation=2, reason="few", wait_s=9)}, m.Suspended(2, "few", 9.0)),
+        (
+            {"suspended": pb.Suspended(generation=2, reason="few", wait_s=9, save=True)},
+            m.Suspended(2, "few", 9.0, save=True),
+        ),
+        (
+            {"probe": pb.Probe(round=7, targets=[pb.ProbeTarget(node_id="b", address="x:1")])},
+            m.Probe(7, (("b", "x:1"),)),
+        ),
         ({"quiesce": pb.Quiesce(generation=2, reason="grow")}, m.Quiesce(2, "grow")),
         (
             {"refused": pb.Refused(code="REFUSAL_CODE_JOB_FULL", sentence="full")},

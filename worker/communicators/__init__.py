@@ -40,7 +40,7 @@ def create_backend(
     if name == "tcp":
         from worker.communicators.tcp import TcpBackend
 
-        policy = None if tls is None else _policies(tls, job_id, seal)
+        policy = None if tls is None else tls_policies(tls, job_id, seal)
         return TcpBackend(tls=policy, allow_insecure=allow_insecure)
     if name not in BACKENDS:
         raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
@@ -61,8 +61,8 @@ def create_backend(
         ) from None
 
 
-def _policies(
-    tls: Credentials | Callable[[], Credentials], job_id: str, seal: bool
+def tls_policies(
+    tls: Credentials | Callable[[], Credentials], job_id: str, seal: bool = True
 ) -> Callable[[], TlsPolicy]:
     """Gives the policy of the credentials in force; makes a new one when they have changed."""
     made: list[tuple[Credentials, TlsPolicy]] = []

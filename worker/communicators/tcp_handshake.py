@@ -27,6 +27,8 @@ from worker.communicators.tcp_seal import Sealer, direction_secret
 from worker.communicators.tcp_wire import (
     HELLO,
     NONCE_BYTES,
+    PROBE,
+    PROBE_ANSWER,
     PROOF,
     REPLY,
     WELCOME,
@@ -268,7 +270,10 @@ def _accept(
         policy = tls()
         sock = yield from _secure(held, policy.server, server=True)
         gate.certificate_shown(_check_certificate(sock, policy, source))
-    hello = Hello.decode((yield from _read(sock, HELLO.size)))
+    data = yield from _read(sock, HELLO.size)
+    if data.startswith(PROBE):
+        return (yield from _answer_probe(sock, data))
+    hello = Hello.decode(data)
     lobby = find(hello.label, hello.generation)
     while lobby is None:
         yield Want.LOBBY, sock
@@ -326,6 +331,14 @@ def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], Non
         yield Want.READ, sock
         woken = True
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+
+def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
+    """Answers with the probe's own nonce; the lobby that the connection goes to is closed and ends it."""
+    yield from _write(sock, PROBE_ANSWER + hello[len(PROBE) :])
+    nobody = Lobby(Membership("", 0, "", -1, ()), b"")
+    nobody.closed = True
+    return nobody, Connection(sock, -1)
 
 
 def _connection(

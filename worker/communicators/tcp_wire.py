@@ -39,6 +39,11 @@ PROOF = struct.Struct("!32s32s")
 WELCOME = b"\x01"
 """The acceptor's last word: it has the connection. Without it the dialer dials again."""
 
+PROBE = b"MusP"
+"""Begins a hello that asks for nothing but an answer, which is the same with another beginning."""
+
+PROBE_ANSWER = b"MusA"
+
 NONCE_BYTES = 32
 GOODBYE_BYTES = 512
 

@@ -22,6 +22,7 @@ class Timing(Value):
             waits to be told that the membership changed.
         goodbye_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
             would count a worker that ended without one as lost.
+        late_again_s: the pause between two words to the scheduler that a collective is late.
         report_first_s, report_last_s: the first and the longest pause between two lines that tell that the
             scheduler cannot be reached; each is twice the one before.
         retry_first_s, retry_last_s: shortest and longest pause between two attempts to connect.
@@ -32,6 +33,7 @@ class Timing(Value):
     reconnect_timeout_s: float = 120.0
     verdict_margin_s: float = 2.0
     goodbye_timeout_s: float = 15.0
+    late_again_s: float = 10.0
     report_first_s: float = 3.0
     report_last_s: float = 300.0
     retry_first_s: float = 0.005
@@ -94,17 +96,37 @@ class CommunicatorBuilt(Value):
 
 
 class CommunicatorFailed(Value):
-    """Building or a collective failed; ``rank`` is the world rank that seems to be at fault, or -1."""
+    """Building or a collective failed; ``rank`` is the world rank that seems to be at fault, or -1.
+
+    ``timed_out``: nothing broke, others did not come in time.
+    """
 
     generation: int
     rank: int
     detail: str
+    timed_out: bool = False
 
 
 class CollectivesStuck(Value):
     """Whether a collective has been under way for long. Told while there is no scheduler to ask why."""
 
     stuck: bool
+
+
+class PeersLate(Value):
+    """The training thread has waited for its peers for so long, which is too long."""
+
+    seconds: float
+
+
+class ProbesDone(Value):
+    """Answer to :class:`ProbeWanted`; see :class:`~worker.core.messages.Probed`."""
+
+    round: int
+    unreached: tuple[tuple[str, str], ...]
+    late: bool
+    waits: bool
+    busy: str
 
 
 class StepStarting(Value):
@@ -157,6 +179,8 @@ Event = (
     | CommunicatorBuilt
     | CommunicatorFailed
     | CollectivesStuck
+    | PeersLate
+    | ProbesDone
     | StepStarting
     | Progress
     | LeaveRequested
@@ -210,12 +234,16 @@ class Running(Value):
 
 
 class Interrupt(Value):
-    """The generation is over. Not ``planned``: abort its communicators, whatever is going on in them."""
+    """The generation is over. Not ``planned``: abort its communicators, whatever is going on in them.
+
+    ``save``: the job cannot go on for now, and this worker should save the training state.
+    """
 
     generation: int
     reason: str
     lost: tuple[str, ...] = ()
     planned: bool = False
+    save: bool = False
 
 
 class Dismissed(Value):
@@ -248,6 +276,13 @@ class ChangePending(Value):
     generation: int
     reason: str
     after_step: int
+
+
+class ProbeWanted(Value):
+    """Try to reach these workers, by node id and address; answer ProbesDone."""
+
+    round: int
+    targets: tuple[tuple[str, str], ...]
 
 
 class NoVerdict(Value):
@@ -301,6 +336,7 @@ Notice = (
     | StepHeld
     | GateChanged
     | ChangePending
+    | ProbeWanted
     | NoVerdict
     | Failed
     | LossKnown

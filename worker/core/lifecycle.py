@@ -59,6 +59,8 @@ class Lifecycle:
         self._leave_at: float | None = None
         self._suspicion_since: float | None = None
         self._suspicion: m.SuspectPeer | None = None
+        self._late_told_at: float | None = None
+        self._timed_out_step = -1  # in which collectives timed out before
         self._stuck = False  # cut off from the scheduler, and from some peer too
         self._need_since: float | None = None
 
@@ -213,14 +215,16 @@ class Lifecycle:
     def _newest(self) -> m.Assignment | None:
         return self._next if self._next is not None else self._current
 
-    def _interrupt(self, reason: str, lost: tuple[str, ...], *, planned: bool = False) -> None:
+    def _interrupt(
+        self, reason: str, lost: tuple[str, ...], *, planned: bool = False, save: bool = False
+    ) -> None:
         """Declares the training thread's generation over, once."""
         current = self._current
         if current is None or current.generation <= self._over:
             return
         self._over = current.generation
         self._suspicion_since = None
-        self._notices.append(e.Interrupt(current.generation, reason, lost, planned=planned))
+        self._notices.append(e.Interrupt(current.generation, reason, lost, planned=planned, save=save))
 
     def _fail(
         self,

@@ -39,6 +39,11 @@ class LoneLeave:
         if self._entering_since is None:
             self._entering_since = now
 
+    @property
+    def entering(self) -> bool:
+        """Whether the worker waits for a generation."""
+        return self._entering_since is not None
+
     def note_entered(self) -> None:
         """The generation has formed."""
         self._entering_since = None

@@ -40,6 +40,8 @@ class Membership(Lifecycle):
             e.CommunicatorBuilt: self._on_built,
             e.CommunicatorFailed: self._on_failed,
             e.CollectivesStuck: self._on_stuck,
+            e.PeersLate: self._on_peers_late,
+            e.ProbesDone: self._on_probes_done,
             e.StepStarting: self._on_step_starting,
             e.Progress: self._on_progress,
             e.LeaveRequested: self._on_leave_requested,
@@ -53,6 +55,7 @@ class Membership(Lifecycle):
             m.GroupBuilt: self._on_group_built,
             m.Suspended: self._on_suspended,
             m.Quiesce: self._on_quiesce,
+            m.Probe: self._on_probe,
             m.Refused: self._on_refused,
             m.Ended: self._on_ended,
         }
@@ -217,7 +220,7 @@ class Membership(Lifecycle):
         if message.generation < self._seen or (message.generation == self._over and self._suspended):
             return
         self._note_loss(message.first_loss)
-        self._interrupt(message.reason, (message.reason,))
+        self._interrupt(message.reason, (message.reason,), save=message.save)
         self._seen = self._over = message.generation
         self._next = self._ids = self._minted = None
         self._suspended = True
@@ -230,6 +233,9 @@ class Membership(Lifecycle):
         self._held = message.generation
         self._notices.append(e.ChangePending(message.generation, message.reason, -1))
         self._send(m.Quiesced(message.generation, self._started))
+
+    def _on_probe(self, message: m.Probe) -> None:
+        self._notices.append(e.ProbeWanted(message.round, message.targets))
 
     def _on_refused(self, message: m.Refused) -> None:
         if self._goodbye is not None:
@@ -300,12 +306,30 @@ class Membership(Lifecycle):
             return
         if self._suspicion_since is None:
             self._suspicion_since = self._now
-        self._suspicion = hint if event.rank >= 0 else None
+        # Whoever did not come in time may come later, to the next generation. In the same step again: never.
+        late = event.timed_out and self._timed_out_step != self._step
+        self._timed_out_step = self._step if event.timed_out else self._timed_out_step
+        self._suspicion = hint if event.rank >= 0 or late else None
         if self._suspicion is not None:
             self._send(self._suspicion)
 
     def _on_stuck(self, event: e.CollectivesStuck) -> None:
         self._stuck = event.stuck
+
+    def _on_peers_late(self, event: e.PeersLate) -> None:
+        told_at = self._late_told_at
+        current = self._current
+        if current is None or self.is_over or self._ended or not self._link.settled:
+            return
+        if told_at is None or self._now >= told_at + self._timing.late_again_s:
+            self._late_told_at = self._now
+            self._send_heartbeat()
+            self._send(m.Late(current.generation, event.seconds))
+
+    def _on_probes_done(self, event: e.ProbesDone) -> None:
+        if self._link.settled and not self._ended:
+            self._send_heartbeat()  # first: how far this worker is
+            self._send(m.Probed(event.round, event.unreached, event.late, event.waits, event.busy))
 
     def _on_step_starting(self, event: e.StepStarting) -> None:
         self._uses_steps = True

@@ -68,6 +68,7 @@ class Profile(Value):
     backend: str
     local_index: int = -1
     data_address: str = ""
+    probe_address: str = ""
     spare: bool = False
     facts: tuple[tuple[str, str], ...] = ()
 
@@ -126,6 +127,30 @@ class SuspectPeer(Value):
     detail: str
 
 
+class Late(Value):
+    """This worker has waited for its peers for so long."""
+
+    generation: int
+    seconds: float
+
+
+class Probed(Value):
+    """Answer to :class:`Probe`.
+
+    Attributes:
+        unreached: node id and reason of each worker that could not be reached.
+        late: what the training thread waits for is late.
+        waits: the training thread waits for other ranks.
+        busy: what this worker does alone; empty: nothing.
+    """
+
+    round: int
+    unreached: tuple[tuple[str, str], ...] = ()
+    late: bool = False
+    waits: bool = False
+    busy: str = ""
+
+
 class RequestLeave(Value):
     """This worker wants to leave at a step boundary."""
 
@@ -146,7 +171,18 @@ class Leave(Value):
     exit_code: int = 0
 
 
-Outgoing = Join | PublishUniqueIds | Built | Heartbeat | Quiesced | SuspectPeer | RequestLeave | Leave
+Outgoing = (
+    Join
+    | PublishUniqueIds
+    | Built
+    | Heartbeat
+    | Quiesced
+    | SuspectPeer
+    | Late
+    | Probed
+    | RequestLeave
+    | Leave
+)
 
 
 # ---------------------------------------------------------------- messages from the scheduler
@@ -233,12 +269,16 @@ class GroupBuilt(Value):
 
 
 class Suspended(Value):
-    """The generation is over and too few members are left for a new one."""
+    """The generation is over and too few members are left for a new one.
+
+    ``save``: this worker is the lowest-ranked that holds the training state, and should save it.
+    """
 
     generation: int
     reason: str
     wait_s: float
     first_loss: FirstLoss | None = None
+    save: bool = False
 
 
 class Quiesce(Value):
@@ -246,6 +286,13 @@ class Quiesce(Value):
 
     generation: int
     reason: str
+
+
+class Probe(Value):
+    """Connect to each of these workers, by node id and address, and answer who cannot be reached."""
+
+    round: int
+    targets: tuple[tuple[str, str], ...]
 
 
 class Refused(Value):
@@ -267,4 +314,6 @@ class Ended(Value):
     first_loss: FirstLoss | None = None
 
 
-Incoming = Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Refused | Ended
+Incoming = (
+    Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Probe | Refused | Ended
+)

@@ -56,6 +56,8 @@ def show_message(message: m.Message) -> str:
         return f"Suspended g{message.generation} for {message.wait_s:g} s"
     if isinstance(message, m.Quiesce):
         return f"Quiesce g{message.generation}: {message.reason}"
+    if isinstance(message, m.Probe):
+        return f"Probe {message.round} of {' '.join(node_id for node_id, _ in message.targets)}"
     if isinstance(message, m.Refused):
         return f"Refused {message.code.name}: {message.sentence}"
     how = "leave" if message.leave else "well" if message.ok else "badly"

@@ -443,6 +443,49 @@ class TestUnplannedChange:
         w.hear(assignment(2, 1))
         assert w.feed(e.CommunicatorFailed(1, 0, "reset")) == e.Decision()
 
+    def test_others_that_did_not_come_in_time_are_waited_for_in_a_next_generation_but_not_twice(self) -> None:
+        w = Machine().running()
+        w.feed(e.Progress(4, 1.0))
+        w.feed(e.CommunicatorFailed(1, -1, "timed out", timed_out=True))
+        assert w.message(m.SuspectPeer) == m.SuspectPeer(1, 0, "timed out")
+        w.hear(assignment(2, 1))
+        w.feed(e.EntryRequested())
+        w.entered(2)
+        w.feed(e.CommunicatorFailed(2, -1, "timed out", timed_out=True))
+        assert w.last.messages == ()  # in the same step once more: the script's own deadlock, say
+
+    def test_an_error_that_blames_nobody_asks_for_no_next_generation(self) -> None:
+        w = Machine().running()
+        assert w.feed(e.CommunicatorFailed(1, -1, "a fault")).messages == ()
+
+    def test_a_late_collective_is_told_with_how_far_this_worker_is_and_again_after_a_while(self) -> None:
+        w = Machine(e.Timing(late_again_s=10.0)).running()
+        told = w.feed(e.PeersLate(12.0)).messages
+        assert [type(message) for message in told] == [m.Heartbeat, m.Late]
+        assert told[1] == m.Late(1, 12.0)
+        w.now += 9.9
+        assert w.feed(e.PeersLate(21.9)).messages == ()
+        w.now += 0.1
+        assert w.feed(e.PeersLate(22.0)).messages[1] == m.Late(1, 22.0)
+
+    def test_what_is_late_in_a_generation_that_is_over_is_no_news(self) -> None:
+        w = Machine().running()
+        w.hear(assignment(2, 1))
+        assert w.feed(e.PeersLate(12.0)) == e.Decision()
+
+    def test_probes_are_made_and_answered_by_whoever_has_been_welcomed(self) -> None:
+        w = Machine().welcomed()
+        w.hear(m.Probe(7, (("n1", "x:1"),)))
+        assert w.last.notices == (e.ProbeWanted(7, (("n1", "x:1"),)),)
+        told = w.feed(e.ProbesDone(7, (("n1", "refused"),), late=False, waits=True, busy="")).messages
+        assert [type(message) for message in told] == [m.Heartbeat, m.Probed]
+        assert told[1] == m.Probed(7, (("n1", "refused"),), late=False, waits=True, busy="")
+
+    def test_a_suspension_says_who_saves(self) -> None:
+        w = Machine().running()
+        w.hear(m.Suspended(1, "one of two is left.", 30.0, save=True))
+        assert w.notice(e.Interrupt).save
+
     def test_suspension_interrupts_and_keeps_waiting(self) -> None:
         w = Machine().running()
         w.hear(m.Suspended(1, "one of two is left.", 30.0))

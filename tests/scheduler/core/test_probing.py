@@ -1,0 +1,317 @@
+"""Rounds of probes: who is asked, what follows from the answers, who comes back and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core import events as e
+from scheduler.core import messages as m
+from scheduler.core import values as v
+from scheduler.core.decision import Decision
+from scheduler.core.job import Job
+from scheduler.core.probing import ROUND_PAUSE_S, ROUND_S
+
+SETTINGS = v.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
+
+
+class Hosts:
+    """A job of workers ``a0 a1 b0 ...`` on hosts a, b, ...; nobody dies, time moves by hand."""
+
+    def __init__(self, *names: str, worker_min: int = 1) -> None:
+        self.job = Job("red", replace(SETTINGS, worker_num=len(names), worker_min=worker_min))
+        self.now = 100.0
+        self.sessions: dict[str, int] = {}
+        self.incarnation = 1
+        self.last = Decision()
+        self.said: list[str] = []
+        for name in names:
+            self.join(name)
+        self.stand()
+
+    def feed(self, event: e.Event) -> Decision:
+        self.last = self.job.step(event, self.now)
+        self.said.append(self.last.reason)
+        return self.last
+
+    def join(self, name: str) -> Decision:
+        session = self.sessions[name] = len(self.said) + 1
+        host = v.Host(name[0], f"host-{name[0]}", "")
+        size = self.job.settings.worker_num
+        candidate = v.Candidate(name, self.incarnation, host, v.Device(), size, 0, "tcp")
+        return self.feed(e.Joined(session, candidate, probe_address=f"{name}:1"))
+
+    def stand(self) -> None:
+        for name in self.ranks():
+            self.feed(e.BuiltReported(self.sessions[name], self.generation))
+        assert self.job.view(self.now).state == "running"
+
+    @property
+    def generation(self) -> int:
+        return self.job.view(self.now).generation
+
+    def ranks(self) -> list[str]:
+        workers = self.job.view(self.now).workers
+        return [w.candidate.node_id for w in sorted(workers, key=lambda w: w.rank) if w.rank >= 0]
+
+    def late(self, name: str) -> dict[str, list[str]]:
+        """A worker says that its collective is late; returns who is to probe whom."""
+        self.now += ROUND_PAUSE_S
+        self.feed(e.PeerLate(self.sessions[name], self.generation, 12.0))
+        return self.asked()
+
+    def asked(self) -> dict[str, list[str]]:
+        names = {session: name for name, session in self.sessions.items()}
+        return {
+            names[session]: [node_id for node_id, _ in message.targets]
+            for session, message in self.last.messages
+            if isinstance(message, m.Probe)
+        }
+
+    def number(self) -> int:
+        return next(message.round for _, message in self.last.messages if isinstance(message, m.Probe))
+
+    def answer(
+        self, cut: str = "", *, silent: str = "", idle: str = "", busy: str = "", late: bool = True
+    ) -> None:
+        """All answer; ``cut`` has pairs "a0>b0 ..." that fail; ``idle`` and ``busy`` wait for nobody."""
+        failing = [tuple(pair.split(">")) for pair in cut.split()]
+        asked, number = self.asked(), self.number()
+        for name in [name for name in asked if name not in silent.split()]:
+            unreached = tuple((t, "timed out") for t in asked[name] if (name, t) in failing)
+            waits = name not in (*idle.split(), *busy.split())
+            does = "evaluation" if name in busy.split() else ""
+            self.feed(e.Probed(self.sessions[name], number, unreached, late and waits, waits, does))
+
+    def tick(self, seconds: float) -> Decision:
+        self.now += seconds
+        return self.feed(e.Tick())
+
+    def refused(self) -> dict[str, m.Refused]:
+        names = {session: name for name, session in self.sessions.items()}
+        return {names[s]: told for s, told in self.last.messages if isinstance(told, m.Refused)}
+
+
+def test_nobody_is_asked_while_nobody_is_late() -> None:
+    hosts = Hosts("a0", "b0")
+    for _ in range(100):
+        for session in hosts.sessions.values():
+            assert not hosts.feed(e.Heard(session, 1, 5, 6, 1.0)).messages
+        hosts.tick(1.0)
+        assert not hosts.asked()
+
+
+def test_each_worker_probes_one_of_each_other_host_and_all_addresses_are_tried() -> None:
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0")
+    assert hosts.late("a0") == {
+        "a0": ["b0", "c0"], "a1": ["b1", "c0"], "b0": ["a0", "c0"], "b1": ["a1", "c0"], "c0": ["a0", "b0"],
+    }  # fmt: skip
+
+
+def test_many_late_ones_make_one_round() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    assert hosts.late("a0")
+    hosts.feed(e.PeerLate(hosts.sessions["b0"], 1, 12.0))
+    assert not hosts.asked()
+
+
+def test_a_suspicion_begins_a_round_at_once() -> None:
+    hosts = Hosts("a0", "b0")
+    hosts.feed(e.PeerSuspected(hosts.sessions["a0"], 1, 1, "connection reset"))
+    assert hosts.asked() == {"a0": ["b0"], "b0": ["a0"]}
+
+
+def test_a_cut_between_hosts_costs_the_smaller_one_its_place() -> None:
+    hosts = Hosts("a0", "a1", "b0", "c0")
+    hosts.late("c0")
+    hosts.answer("a0>b0 a1>b0 b0>a0")
+    assert hosts.ranks() == ["a0", "a1", "c0"]
+    told = hosts.refused()["b0"]
+    assert told.code is m.RefusalCode.SUPERSEDED
+    assert "was expelled: hosts host-a and host-b cannot reach each other (timed out)" in told.sentence
+
+
+def test_one_direction_is_enough() -> None:
+    hosts = Hosts("a0", "a1", "b0", "c0")
+    hosts.late("c0")
+    hosts.answer("a0>b0 a1>b0")
+    assert hosts.ranks() == ["a0", "a1", "c0"]
+
+
+def test_at_least_worker_min_stay_else_nobody_goes_and_it_is_said() -> None:
+    hosts = Hosts("a0", "b0", "c0", worker_min=3)
+    hosts.late("c0")
+    hosts.answer("a0>b0 b0>a0")
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+    assert "nobody is expelled, because only 2 could go on, and MS_WORKER_MIN is 3" in hosts.last.reason
+
+
+def test_who_does_not_answer_the_round_is_no_matter_of_reachability() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("a0")
+    hosts.answer("a0>b0 c0>b0", silent="b0")
+    hosts.tick(ROUND_S)
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
+def test_who_stood_still_during_the_round_is_blamed_only_by_those_that_it_does_not_reach_either() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0")
+    hosts.late("a0")
+    number = hosts.number()
+    for name in ("a0", "c0", "d0"):
+        hosts.feed(e.Probed(hosts.sessions[name], number, (("b0", "no answer"),), True, True))
+    hosts.now += 9.0
+    hosts.feed(e.Probed(hosts.sessions["b0"], number, (("d0", "timed out"),), True, True))
+    assert hosts.ranks() == ["a0", "b0", "c0"], "b and d are apart; a and c have only waited for b"
+
+
+def test_a_worker_that_alone_of_its_host_reaches_nobody_goes_alone() -> None:
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", "c1")
+    hosts.late("c0")
+    hosts.answer("a1>b1 a1>c1")
+    assert hosts.ranks() == ["a0", "b0", "b1", "c0", "c1"]
+
+
+def test_a_worker_that_alone_of_its_host_is_not_reached_goes_alone() -> None:
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", "c1")
+    hosts.late("c0")
+    hosts.answer("a1>b1 c1>b1")
+    assert hosts.ranks() == ["a0", "a1", "b0", "c0", "c1"]
+
+
+def expelled() -> Hosts:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("c0")
+    hosts.answer("a0>b0 b0>a0")
+    assert hosts.ranks() == ["a0", "c0"]
+    hosts.stand()
+    hosts.incarnation = 2
+    return hosts
+
+
+def test_who_was_expelled_waits_outside_until_probes_succeed_both_ways() -> None:
+    hosts = expelled()
+    welcome, waiting = (message for _, message in hosts.join("b0").messages)
+    assert isinstance(welcome, m.Welcome) and isinstance(waiting, m.Waiting)
+    assert "b0 on host host-b is taken in when it and the members reach each other" in waiting.sentence
+    for cut in ("b0>a0", "a0>b0", "c0>b0", "b0>c0"):
+        hosts.tick(ROUND_PAUSE_S)
+        assert hosts.asked() == {"a0": ["b0"], "c0": ["b0"], "b0": ["a0", "c0"]}
+        hosts.answer(cut, late=False)
+        assert "b0" not in [w.candidate.node_id for w in hosts.job.view(hosts.now).workers]
+    hosts.tick(ROUND_PAUSE_S)
+    hosts.answer(late=False)
+    assert "b0 on host host-b has joined" in hosts.last.reason
+    assert any(isinstance(message, m.Quiesce) for _, message in hosts.last.messages)
+    hosts.tick(10 * ROUND_PAUSE_S)
+    assert not hosts.asked(), "nothing is probed once nobody is outside"
+
+
+def test_who_does_not_answer_stays_outside() -> None:
+    hosts = expelled()
+    hosts.join("b0")
+    hosts.tick(ROUND_PAUSE_S)
+    hosts.answer(silent="c0", late=False)
+    hosts.tick(ROUND_S)
+    assert "b0" not in [w.candidate.node_id for w in hosts.job.view(hosts.now).workers]
+
+
+def test_another_worker_of_an_expelled_host_waits_outside_as_well() -> None:
+    hosts = expelled()
+    hosts.join("b9")
+    assert "is taken in when" in hosts.last.reason
+
+
+def test_who_waits_outside_is_told_the_end_of_the_job() -> None:
+    hosts = expelled()
+    hosts.join("b0")
+    outside = hosts.sessions["b0"]
+    for name in ("a0", "c0"):
+        hosts.feed(e.LeftCleanly(hosts.sessions[name], 2, True, ""))
+    assert (outside, m.Ended(True, "All members have completed the training.")) in hosts.last.messages
+
+
+def test_who_waits_outside_and_goes_is_forgotten() -> None:
+    hosts = expelled()
+    hosts.join("b0")
+    hosts.feed(e.SessionLost(hosts.sessions["b0"], "gone"))
+    hosts.tick(ROUND_PAUSE_S)
+    assert not hosts.asked()
+
+
+def test_a_rank_that_does_not_come_is_named_at_once_and_expelled_in_the_end() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("a0")
+    hosts.answer(idle="b0")
+    assert hosts.last.reason.startswith(
+        "Rank 1 (node b0 on host host-b) can be reached and does not come to the step for which 2 members"
+    )
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+    due = hosts.job.deadline()
+    assert due == hosts.now + 60.0
+    hosts.tick(59.0)
+    assert not hosts.asked()
+    hosts.tick(1.0)
+    hosts.answer(idle="b0")
+    assert hosts.ranks() == ["a0", "c0"]
+    assert (
+        "has not come to the step for which 2 members wait in 60 s (MS_HANG_TIMEOUT)"
+        in hosts.refused()["b0"].sentence
+    )
+
+
+@pytest.mark.parametrize("how", ["moved", "busy", "came", "nobody is late"])
+def test_who_is_slow_or_busy_is_not_expelled(how: str) -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("a0")
+    hosts.answer(idle="b0")
+    if how == "moved":
+        hosts.feed(e.Heard(hosts.sessions["b0"], 1, 7, 8, 1.0))
+    hosts.tick(60.0)
+    hosts.answer(
+        busy="b0" if how == "busy" else "", idle="b0" if how == "moved" else "", late=how != "nobody is late"
+    )
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+    hosts.tick(30.0)
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
+def test_who_has_issued_as_much_as_those_that_wait_may_wait_for_its_device_and_is_not_named() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    for name, sequence in (("a0", 7), ("b0", 7), ("c0", 6)):
+        last = v.Collective(sequence, "all_reduce", "world", "float32", 4, False)
+        hosts.feed(e.Heard(hosts.sessions[name], 1, 5, 6, 1.0, (last,), 1))
+    hosts.late("a0")
+    number = hosts.number()
+    for name, waits in (("a0", True), ("b0", False), ("c0", False)):
+        hosts.feed(e.Probed(hosts.sessions[name], number, (), late=True, waits=waits))
+    assert "Rank 2 (node c0 on host host-c) can be reached" in hosts.last.reason
+
+
+def test_a_busy_rank_is_said_to_be_busy() -> None:
+    hosts = Hosts("a0", "b0")
+    hosts.late("a0")
+    hosts.answer(busy="b0")
+    assert "rank 1 (node b0 on host host-b) is busy alone: evaluation" in " ".join(hosts.said).replace(
+        "Rank", "rank"
+    )
+
+
+def test_a_hang_without_which_too_few_are_left_is_only_named() -> None:
+    hosts = Hosts("a0", "b0", worker_min=2)
+    hosts.late("a0")
+    hosts.answer(idle="b0")
+    hosts.tick(60.0)
+    hosts.answer(idle="b0")
+    assert hosts.ranks() == ["a0", "b0"]
+    assert "nobody is expelled" in hosts.last.reason
+    deadline = hosts.job.deadline()
+    assert deadline is not None and deadline > hosts.now, "the scheduler would spin"
+
+
+def test_one_that_holds_the_state_is_told_to_save_when_the_job_cannot_go_on() -> None:
+    hosts = Hosts("a0", "b0", "c0", worker_min=3)
+    hosts.feed(e.SessionLost(hosts.sessions["a0"], "gone"))
+    told = {s: message.save for s, message in hosts.last.messages if isinstance(message, m.Suspended)}
+    assert told == {hosts.sessions["b0"]: True, hosts.sessions["c0"]: False}
