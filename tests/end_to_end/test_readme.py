@@ -16,10 +16,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def snippet(section: str) -> str:
-    """The one Python block of a section."""
+    """The first Python block of a section."""
     [_, text] = README.split(f"\n## {section}\n")
-    [code] = re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
-    return str(code)
+    return re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)[0]
 
 
 def run_by_two(directory: Path, *parts: str) -> None:
@@ -38,6 +37,13 @@ def run_by_two(directory: Path, *parts: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("] checked") == 2, done.stdout
+
+
+def test_all_python_of_the_readme_can_be_read_by_python() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) >= 3
+    for block in blocks:
+        compile(block, "README.md", "exec")
 
 
 def test_the_script_of_your_own_averages_its_gradient(tmp_path: Path) -> None:
