@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,8 +94,13 @@ def test_every_generation_forms(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "muster.tcp")
-    bounds = {"handshake_timeout_s": 1.0, "parked_timeout_s": 1.0, "max_handshakes": 12, "max_parked": 8}
-    monkeypatch.setattr("worker.communicators.tcp.Endpoint", lambda tls: Endpoint(tls, **bounds))  # type: ignore[arg-type]
+    bounds: dict[str, Any] = {
+        "handshake_timeout_s": 1.0,
+        "parked_timeout_s": 1.0,
+        "max_handshakes": 12,
+        "max_parked": 8,
+    }
+    monkeypatch.setattr("worker.communicators.tcp.Endpoint", lambda tls: Endpoint(tls, **bounds))
     office = Office(tmp_path)
     world = make_world([office.credentials(node=f"n{rank}") for rank in range(3)])
     insiders = (("worker", "job-a", None), ("worker", "job-a", "n1"), ("worker", "job-b", None))
