@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from scheduler.core import events as e
 from scheduler.core import values as v
 from scheduler.errors import SchedulerError, TooSlowError
 
 if TYPE_CHECKING:
     from scheduler.access import Caller
-    from scheduler.driver import JobDriver
 
 MAX_WAITING_MESSAGES = 256
 MAX_WAITING_BYTES = 16 * 1024 * 1024
@@ -23,6 +23,18 @@ class _Outgoing:
     parts: tuple[bytes, ...]
     size: int
     of_generation: bool
+
+
+class Driver(Protocol):
+    """What a stream needs of the driver of its job."""
+
+    sessions: dict[v.SessionId, Session]
+
+    def post(self, event: e.Event) -> object:
+        """Feeds the job's machine; does not wait."""
+
+    async def submit(self, event: e.Event) -> str:
+        """Feeds the job's machine and waits until its decision is carried out; returns why."""
 
 
 @dataclass
@@ -47,7 +59,7 @@ class Session:
     caller: Caller
     job_id: str = ""
     candidate: v.Candidate | None = None
-    driver: JobDriver | None = field(default=None, repr=False)
+    driver: Driver | None = field(default=None, repr=False)
     generation: int = 0
     rank: int = -1
     over: bool = False

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from worker.carrier import ArrayCarrier, Carrier
 from worker.communicators.base import Array, Communicator
 from worker.errors import WorkerError
 from worker.sharding import ShardedSampler
-
-if TYPE_CHECKING:
-    from worker.state_transfer import Carrier
 
 
 class StateMismatchError(WorkerError):
@@ -66,8 +64,6 @@ class TrainingState:
 
     def carrier(self, communicator: Communicator) -> Carrier:
         """What takes the arrays to other ranks."""
-        from worker.state_transfer import ArrayCarrier
-
         return ArrayCarrier(communicator, self.arrays)
 
     def begin(self) -> None:
