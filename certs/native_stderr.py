@@ -112,9 +112,7 @@ class NativeStderr:
         self._streams.restore()
         if self._traced_crashes:
             faulthandler.enable()
-        self._thread.join(_JOIN_S)  # it has ended; unless a child inherited it, which may live on
-        if not self._thread.is_alive():
-            self._reading.close()
+        self._thread.join(_JOIN_S)  # it has ended; unless a child inherited descriptor 2, which may live on
 
     def _run(self) -> None:
         poll = select.poll()
@@ -125,6 +123,7 @@ class NativeStderr:
                 readable = bool(poll.poll(self._patience_ms()))
                 with self.lock:
                     if self._closed.is_set():
+                        self._reading.close()
                         return
                     open_still = self.drain(gather=True) if readable else True
                     self._listener.tend()

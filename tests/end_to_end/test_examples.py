@@ -90,15 +90,12 @@ def test_run_gpu_cluster_needs_no_more_files_than_it_says(data: Path, tmp_path: 
     made, keys = tmp_path / "made", tmp_path / "keys"
     made.mkdir()
     keys.mkdir()
-    passwords = {
-        f"MS_{side.upper()}_PASSWORD_FILE": str(made / f"{side}-password") for side in ("server", "client")
-    }
-    for path in passwords.values():
-        Path(path).write_text(f"{path}\n")
-    init = ("certs", "init", "--dir", str(made), "--password-file", str(made / "password"))
-    subprocess.run(
-        [sys.executable, "-m", *init], env=environment(**passwords), check=True, capture_output=True
-    )
+    init = ["certs", "init", "--dir", str(made), "--password-file", str(made / "password")]
+    for side in ("server", "client"):
+        path = made / f"{side}-password"
+        path.write_text(f"{path}\n")
+        init += [f"--{side}-password-file", str(path)]
+    subprocess.run([sys.executable, "-m", *init], env=environment(), check=True, capture_output=True)
     for name in (*names - {"password"}, "server-password", "client-password"):  # one for each role
         shutil.copy(made / name, keys)
     env = {"KEYS": str(keys), "MS_WORKER_NUM": "1", "ARGS": " ".join(ARGUMENTS[:-2])}
