@@ -112,7 +112,9 @@ class NativeStderr:
         self._streams.restore()
         if self._traced_crashes:
             faulthandler.enable()
-        self._thread.join(_JOIN_S)  # it has ended; unless a child inherited descriptor 2, which may live on
+        self._thread.join(_JOIN_S)  # it has ended; unless a child inherited it, which may live on
+        if not self._thread.is_alive():
+            self._reading.close()
 
     def _run(self) -> None:
         poll = select.poll()

@@ -186,7 +186,7 @@ def test_compose_fits_the_compose_specification() -> None:
     assert [name for name, service in services.items() if "build" in service] == ["certificates"]
     for service in services.values():
         assert service["init"]
-        secret = {name: value for name, value in service.get("environment", {}).items() if "PASSWORD" in name}
+        secret = {name: value for name, value in service["environment"].items() if "PASSWORD" in name}
         assert secret
         assert [name for name in secret if not name.endswith("_FILE")] == []
 

@@ -208,7 +208,7 @@ class Containers:
             *[each.replace("$$", "$") for each in command or service["command"]],
             *more,
             user=as_user(service.get("user", "10001").partition(":")[0], *kept),
-            env=service.get("environment", {}),
+            env=service["environment"],
             mounts={"/tmp": scratch, **mounts},
             cwd=service.get("working_dir", "/opt/muster"),
         )
