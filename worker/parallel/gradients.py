@@ -25,6 +25,7 @@ class HeldParameter:
         self.name, self.holding = name, holding
         self.whole = local
         self.held: Any = None
+        self.factor: float = 1
         if holding.sharded:
             start = fabric.index(holding.dims) * holding.shard
             padded = torch.zeros(holding.shard * holding.ranks, dtype=local.dtype, device=local.device)
@@ -40,6 +41,8 @@ class HeldParameter:
 
     def deliver(self, grad: Any) -> None:
         """Adds a finished gradient to what the optimizer sees."""
+        if self.factor != 1:
+            grad = grad * self.factor
         if self.parameter.grad is None:
             self.parameter.grad = grad
         else:

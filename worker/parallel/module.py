@@ -14,10 +14,12 @@ from worker.communicators.base import Communicator
 from worker.errors import ArrayError, SettingsError
 from worker.parallel.buckets import edge_layouts, gradient_buckets, holdings
 from worker.parallel.fabric import Fabric, Move, Scale
+from worker.parallel.gradients import Gradients, HeldParameter
+from worker.parallel.graph import Node
 from worker.parallel.layouts import Layout, local_shape, parts, plan_move, replicated
 from worker.parallel.operators import Local, Run, local_function
 from worker.parallel.plan import Plan
-from worker.parallel.gradients import Gradients, HeldParameter
+from worker.parallel.problem import State
 from worker.parallel.trace import Traced
 
 _WARM_UP, _MEASURED = 2, 5
@@ -54,7 +56,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         plan: Plan,
         communicator: Communicator,
         *,
-        gradient_factor: float = 1.0,
+        summed: bool = False,
         seed: int = 0,
         autocast: Any = None,
     ) -> None:
@@ -65,7 +67,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         needed = {each.dims for each in plan.collectives} | {tuple(range(len(mesh)))}
         self._fabric = Fabric(communicator, mesh, needed)
         self._run = Run(seed)
-        self._factor = gradient_factor
+        self._factors = self._gradient_factors(summed)
         self._autocast = autocast
         self._own_buffers: dict[str, Any] = {}
         self._hold(module)
@@ -73,6 +75,19 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._steps_timed = 0
         self._times: dict[str, float] = {}
         self._step_started = 0.0
+
+    def _gradient_factors(self, summed: bool) -> list[float]:
+        """By output: a mean over the parts of the batch, or their sum, of what each rank's loss asks for."""
+        mesh = self.plan.mesh
+        fed = [state.outs[0] for node, state in self._nodes() if node.kind == "input"]
+        batch = parts(fed[0], mesh) if fed else 1
+        outputs = next(state.ins for node, state in self._nodes() if node.kind == "output")
+        self._batch_parts = batch
+        self._summed = summed
+        return [(batch if summed else 1) / parts(layout, mesh) for layout in outputs]
+
+    def _nodes(self) -> Iterator[tuple[Node, State]]:
+        return zip(self._graph.nodes, self._states, strict=True)
 
     # ------------------------------------------------------------ parameters
 
@@ -86,7 +101,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         names: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
-        for node, state in zip(self._graph.nodes, self._states, strict=True):
+        for node, state in self._nodes():
             if node.name in traced.constants:
                 self._fixed[node.name] = traced.constants[node.name]
                 continue
@@ -97,6 +112,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             local = self._part(tensor.detach(), state.outs[0]).clone()
             if node.name in held:
                 self._held[node.name] = HeldParameter(node.name, held[node.name], local, self._fabric)
+                if node.layerwise and not self._summed:  # its owner gets what this rank's own loss asks for
+                    self._held[node.name].factor = self._batch_parts
                 kept = self._held[node.name].parameter
             elif node.kind == "parameter":
                 kept = torch.nn.Parameter(local, requires_grad=node.trained)
@@ -196,8 +213,10 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 clock(each.module)
         if training:
             self._run.step += 1
-        if self._factor != 1:
-            result = [Scale.apply(x, self._factor) if x.is_floating_point() else x for x in result]
+        result = [
+            Scale.apply(x, factor) if factor != 1 and x.requires_grad else x
+            for x, factor in zip(result, self._factors, strict=True)
+        ]
         return self._traced.unflatten(result)
 
     def _start(self, batch: Sequence[Any]) -> dict[int, Any]:
@@ -276,7 +295,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         mesh = self.plan.mesh
         every = tuple(range(len(mesh)))
         total: Any = None
-        for node, state in zip(self._graph.nodes, self._states, strict=True):
+        for node, state in self._nodes():
             held = self._held.get(node.name)
             if held is None or held.parameter.grad is None:
                 continue
@@ -301,7 +320,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         mesh = self.plan.mesh
         found: dict[str, Any] = {}
         by_node: dict[str, Any] = {}
-        for node, state in zip(self._graph.nodes, self._states, strict=True):
+        for node, state in self._nodes():
             if node.kind not in ("parameter", "buffer") or node.name not in self._traced.parameters:
                 continue
             local = self._held[node.name].whole if node.name in self._held else self._fixed[node.name]

@@ -21,7 +21,7 @@ from worker.parallel.layouts import (
     replicated,
 )
 from worker.parallel.plan import SAME, Plan
-from worker.parallel.problem import Options, Pin, State, build
+from worker.parallel.problem import Options, Pin, Problem, State, build
 from worker.parallel.rules import Axis, axes_of
 from worker.parallel.search import Solution, TooWide, solve
 
@@ -323,9 +323,7 @@ def find_plan(
         raise SettingsError(f"memory is a share above 0 and up to 1, not {memory}")
     pins = pins_of(graph, strategies or {})
     limit = memory * machine.memory_bytes
-    base = Options(
-        (), (), optimizer_states, local_norm, shard_updates, communication_only=SEARCHES[search]
-    )
+    base = Options((), (), optimizer_states, local_norm, shard_updates)
     texts = {name: _strategy_text(strategy) for name, strategy in (strategies or {}).items()}
     baseline = _data_parallel(graph, world, machine, base, dataset)
     if mode == "data_parallel":
@@ -340,11 +338,12 @@ def find_plan(
         if given is None:
             continue
         tried += 1
+        fixed = {name: _pin(candidate, wanted) for name, wanted in pins.items()}
         try:
-            problem = build(
-                graph, candidate, machine, given, {name: _pin(candidate, w) for name, w in pins.items()}
-            )
+            problem = build(graph, candidate, machine, given, fixed)
             solution = solve(problem, limit)
+            if SEARCHES[search] and solution is not None:
+                solution = _propagated(problem, given, fixed, limit, solution)
         except KeyError as error:
             refused = str(error.args[0])
             continue
@@ -365,7 +364,8 @@ def find_plan(
             f"no plan fits into {limit / 1e9:.1f} GB a rank: take more ranks, a smaller batch, or memory=1"
         )
     solution, found_mesh, options, states = best
-    usable = baseline is not None and baseline[0][0].nbytes <= limit and not pins
+    plain_fits = baseline is not None and baseline[0][0].nbytes <= limit
+    usable = plain_fits and not pins and not SEARCHES[search]
     if usable and baseline is not None and baseline[0][0].seconds <= solution.seconds * (1 + SAME):
         plain, plain_states = baseline[0]
         exact = replace(baseline[1], whole_parameters=False, shard_updates=shard_updates)
@@ -384,6 +384,19 @@ def find_plan(
 
 
 Found = tuple[Solution, list[State]]
+
+
+def _propagated(
+    problem: Problem, options: Options, pins: Mapping[str, Pin], limit: float, best: Solution
+) -> Solution:
+    """The choice with the fewest bytes to send, with what it really costs; the best one stays the bound."""
+    volume = replace(problem.machine, latency_s=0.0, measured={})
+    least = build(problem.graph, problem.mesh, volume, replace(options, communication_only=True), pins)
+    found = solve(least, limit)
+    if found is None:
+        return best
+    choice = found.choice
+    return Solution(choice, problem.seconds(choice), problem.nbytes(choice), best.bound_s)
 
 
 def _data_parallel(

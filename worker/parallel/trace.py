@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
+import sysconfig
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from worker.errors import WorkerError
 from worker.parallel.graph import Graph, Node, Ref, Value
 from worker.parallel.layouts import Shape
 
+_one_at_a_time = threading.Lock()  # torch.export has global state
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _ALIASES = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze transpose t permute numpy_T slice select chunk split"
     " split_with_sizes unbind contiguous alias expand narrow to dropout detach view_as".split()
@@ -56,35 +60,38 @@ class Traced:
     unflatten: Any
 
 
-def trace(module: Any, example: Sequence[Any], *, layerwise: frozenset[str] = frozenset()) -> Traced:
+def trace(
+    module: Any, example: Sequence[Any], *, layerwise: frozenset[str] = frozenset(), prefix: str = ""
+) -> Traced:
     """Records the forward pass on whole tensors.
 
     Args:
         module: in training mode, on any device, meta too.
         example: tensors of the shapes of the whole job's batch; their values do not count.
         layerwise: names of parameters that are left out of broadcasts and reductions.
+        prefix: what names of parameters and modules begin with that users know without it.
 
     Raises:
         TraceError: the forward pass depends on values, or changes tensors in ways that cannot be followed.
     """
     distinct = tuple(torch.empty_like(x) if isinstance(x, torch.Tensor) else x for x in example)
-    with warnings.catch_warnings():
+    with _one_at_a_time, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(module, distinct, strict=False)
         except Exception as error:
             raise _not_traced(error) from error
-    return _Reader(program, module, layerwise).read()
+    return _Reader(program, module, layerwise, prefix).read()
 
 
 def _not_traced(error: Exception) -> TraceError:
     text = str(error)
     lines = re.findall(r'File "([^"]+)", line (\d+)', text)
-    where = [f"{path}:{number}" for path, number in lines if "/torch/" not in path]
+    where = [f"{path}:{number}" for path, number in lines if _is_users(path)]
     frame = error.__traceback__
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename
-        if "/torch/" not in path and not path.endswith("parallel/trace.py"):
+        if _is_users(path):
             where.append(f"{path}:{frame.tb_lineno}")
         frame = frame.tb_next
     line = where[-1].rsplit("/", 1)[-1] if where else ""
@@ -100,10 +107,11 @@ def _not_traced(error: Exception) -> TraceError:
 class _Reader:
     """Reads an exported program into a graph."""
 
-    def __init__(self, program: Any, module: Any, layerwise: frozenset[str]) -> None:
+    def __init__(self, program: Any, module: Any, layerwise: frozenset[str], prefix: str) -> None:
         self._program = program
-        self._layerwise = layerwise
-        self._trained = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
+        self._layerwise, self._prefix = layerwise, prefix
+        self._tensors = dict(module.named_parameters(remove_duplicate=False))
+        self._seen: dict[int, str] = {}
         self._graph = Graph()
         self._values: dict[tuple[str, int], int] = {}
         self._now: dict[str, str] = {}
@@ -174,16 +182,21 @@ class _Reader:
             self._inputs.append(fx.name)
             self._add(Node(fx.name, "input", "input"), [meta])
             return
-        name = spec.target
+        tensor = self._tensors.get(spec.target)
+        if tensor is not None and id(tensor) in self._seen:  # another name of the same parameter
+            self._values[fx.name, 0] = self._values[self._seen[id(tensor)], 0]
+            return
+        name = spec.target.removeprefix(self._prefix)
         node = Node(fx.name, "parameter" if kind == "PARAMETER" else "buffer", kind.lower())
         node.module = name.rpartition(".")[0]
-        if kind == "PARAMETER":
-            node.trained = self._trained.get(name, True) and meta.dtype.is_floating_point
+        if kind == "PARAMETER" and tensor is not None:
+            self._seen[id(tensor)] = fx.name
+            node.trained = tensor.requires_grad and meta.dtype.is_floating_point
             node.layerwise = name in self._layerwise
         if kind in ("PARAMETER", "BUFFER"):
             self._parameters[fx.name] = name
         else:
-            self._constants[fx.name] = self._program.constants[name]
+            self._constants[fx.name] = self._program.constants[spec.target]
         self._add(node, [meta])
 
     def _current(self, fx: Any) -> str:
@@ -219,7 +232,7 @@ class _Reader:
 
         args = torch.fx.node.map_arg(fx.args, ref)
         kwargs = torch.fx.node.map_arg(fx.kwargs, ref)
-        node = Node(fx.name, "call", op, module=_module(fx), line=_line(fx))
+        node = Node(fx.name, "call", op, module=self._module(fx), line=_line(fx))
         node.args, node.kwargs, node.inputs = _plain(args), _plain(kwargs), tuple(inputs)
         tags = getattr(function, "tags", ())
         node.random = torch.Tag.nondeterministic_seeded in tags
@@ -247,7 +260,7 @@ class _Reader:
             value = self._values[self._current(source), 0]
             if self._graph.values[value].shape != tuple(meta.shape):
                 shape = [int(size) for size in meta.shape]
-                node = Node(f"{fx.name}.{number}", "call", "expand", module=_module(fx), line=_line(fx))
+                node = Node(f"{fx.name}.{number}", "call", "expand", module=self._module(fx), line=_line(fx))
                 node.args, node.inputs = (Ref(0), shape), (value,)
                 self._functions[node.name] = torch.ops.aten.expand.default
                 self._add(node, [meta])
@@ -269,11 +282,14 @@ class _Reader:
                 remedy="Write it without the in-place operator.",
             )
 
-    def _prune(self) -> Graph:
-        """Leaves out what nothing depends on, but for the inputs.
+    def _module(self, fx: Any) -> str:
+        stack = fx.meta.get("nn_module_stack") or {}
+        names = [entry[0] for entry in stack.values()]
+        own = str(names[-1]) if names else ""
+        return "" if own == self._prefix.rstrip(".") else own.removeprefix(self._prefix)
 
-        A parameter with two names comes twice, and only one of them is used.
-        """
+    def _prune(self) -> Graph:
+        """Leaves out what nothing depends on, but for the inputs."""
         needed: set[int] = set()
         keep = [False] * len(self._graph.nodes)
         for index in reversed(range(len(self._graph.nodes))):
@@ -316,13 +332,14 @@ def _functional(fx: Any, function: Any) -> Any:
     return found
 
 
-def _module(fx: Any) -> str:
-    stack = fx.meta.get("nn_module_stack") or {}
-    names = [entry[0] for entry in stack.values()]
-    return str(names[-1]) if names else ""
+def _is_users(path: str) -> bool:
+    """Whether a file is neither torch's, nor Python's, nor this one."""
+    packages = f"{_STANDARD_LIBRARY}/site-packages"
+    standard = path.startswith(_STANDARD_LIBRARY) and not path.startswith(packages)
+    return "/torch/" not in path and path != __file__ and not standard and not path.startswith("<")
 
 
 def _line(fx: Any) -> str:
     lines = re.findall(r'File "([^"]+)", line (\d+)', fx.meta.get("stack_trace") or "")
-    own = [(path, number) for path, number in lines if "/torch/" not in path] or lines
+    own = [(path, number) for path, number in lines if _is_users(path)] or lines
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
