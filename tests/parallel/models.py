@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]
 }
 
 
+_seeding = threading.Lock()
+
+
 def make(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name][0]().double()
+    """The model with the same weights each time; ranks are threads, and the generator is one."""
+    with _seeding:
+        torch.manual_seed(0)
+        return MODELS[name][0]().double()
