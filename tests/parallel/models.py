@@ -170,7 +170,9 @@ def _floats(*shapes: tuple[int, ...]) -> Callable[[int], tuple[Any, ...]]:
 
 def _images(seed: int) -> tuple[Any, Any]:
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(BATCH, 3, 8, 8, generator=g, dtype=torch.float64), torch.randint(16, (BATCH,), generator=g)
+    return torch.rand(BATCH, 3, 8, 8, generator=g, dtype=torch.float64), torch.randint(
+        16, (BATCH,), generator=g
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {

@@ -23,7 +23,9 @@ from worker.parallel.trace import Traced, trace
 
 STEPS = 3
 EPSILON = 1e-3  # a bias before BatchNorm has no gradient but noise, which Adam would blow up
-SLOW = Machine("test", flops_per_s=1e9, memory_bytes_per_s=1e9, bus_bytes_per_s=1e9, latency_s=1e-7, launch_s=0)
+SLOW = Machine(
+    "test", flops_per_s=1e9, memory_bytes_per_s=1e9, bus_bytes_per_s=1e9, latency_s=1e-7, launch_s=0
+)
 
 
 class Case:
@@ -92,7 +94,9 @@ class Case:
             sent = Counter(communicator.log)
             optimizer.step()
             losses.append(loss.detach())
-        assert sent == planned(plan, communicator.rank), f"sent {sent}, planned {planned(plan, communicator.rank)}"
+        assert sent == planned(plan, communicator.rank), (
+            f"sent {sent}, planned {planned(plan, communicator.rank)}"
+        )
         grads = whole_gradients(model)
         state = sum(
             value.numel() * value.element_size()

@@ -11,7 +11,7 @@ import numpy as np
 
 from worker.communicators.base import Array, Communicator, Membership, Peer, ReduceOp, Work
 
-_REDUCE = {ReduceOp.SUM: np.sum, ReduceOp.MAX: np.max, ReduceOp.MIN: np.min}
+_REDUCE = {ReduceOp.SUM: np.sum, ReduceOp.MEAN: np.mean, ReduceOp.MAX: np.max, ReduceOp.MIN: np.min}
 
 
 class _Done:
@@ -41,7 +41,11 @@ class RankCommunicator(Communicator):
     name = "threads"
 
     def __init__(
-        self, meeting: _Meeting, rank: int, ranks: tuple[int, ...], log: list[tuple[str, tuple[int, ...], int]]
+        self,
+        meeting: _Meeting,
+        rank: int,
+        ranks: tuple[int, ...],
+        log: list[tuple[str, tuple[int, ...], int]],
     ) -> None:
         peers = tuple(Peer(r, f"w{r}", r, "h", "h", "") for r in ranks)
         self.membership = Membership("job", 1, "world", rank, peers)

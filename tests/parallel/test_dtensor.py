@@ -20,7 +20,7 @@ from worker.parallel.rules import modes_of
 from worker.parallel.trace import trace
 
 NOT_COMPARED = frozenset(
-    "dropout batch_norm lstm conv1d conv2d scaled_dot_product_attention group_norm einsum expand".split()
+    ["dropout", "batch_norm", "lstm", "conv1d", "conv2d", "scaled_dot_product_attention", "group_norm", "einsum", "expand"]
 )
 """Random, stateful, or what DTensor computes whole where it need not, or decomposes at length."""
 
@@ -54,22 +54,26 @@ def test_dtensor_comes_to_the_same_layouts(name: str, mesh: Any) -> None:
         if node.kind != "call" or node.op in NOT_COMPARED or len(node.outputs) != 1:
             continue
         for mode in modes_of(graph, node)[0]:
-            if mode.size and mode.size % 2 or mode.name == "v":
+            if (mode.size and mode.size % 2) or mode.name == "v":
                 continue
             tensors = []
             for entry, value in zip(mode.ins, node.inputs, strict=True):
                 shape = graph.values[value].shape
                 if isinstance(entry, int) and shape[entry] % 2:
                     break
-                local = torch.ones(local_shape((entry,), (2,), shape), dtype=getattr(torch, graph.values[value].dtype))
+                local = torch.ones(
+                    local_shape((entry,), (2,), shape), dtype=getattr(torch, graph.values[value].dtype)
+                )
                 tensors.append(DTensor.from_local(local, mesh, [placement(entry)], run_check=False))
             if len(tensors) < len(node.inputs):
                 continue
             counted, result = CommDebugMode(), None
-            with contextlib.suppress(Exception), counted, torch.no_grad():  # no rule there: nothing to compare
-                result = traced.functions[node.name](
-                    *fill(node.args, tensors), **fill(node.kwargs, tensors)
-                )
+            with (
+                contextlib.suppress(Exception),
+                counted,
+                torch.no_grad(),
+            ):  # no rule there: nothing to compare
+                result = traced.functions[node.name](*fill(node.args, tensors), **fill(node.kwargs, tensors))
             if counted.get_total_counts() or not isinstance(result, DTensor):
                 continue
             got, want = result.placements[0], placement(mode.outs[0])
@@ -79,4 +83,3 @@ def test_dtensor_comes_to_the_same_layouts(name: str, mesh: Any) -> None:
             compared += 1
     print(f"{name}: {compared} compared")
     assert compared >= 8
-

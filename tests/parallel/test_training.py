@@ -110,7 +110,11 @@ def test_dropout_is_known_by_seed_step_operator_and_part(fed: str) -> None:
         assert isinstance(model, ParallelModule)
         losses = [model(*(part_of(each, communicator, fed) for each in (x, y))).item() for _ in range(3)]
         state = model.plan.state_of("dropout")
-        return losses, state.modes, model.eval()(*(part_of(each, communicator, fed) for each in (x, y))).item()
+        return (
+            losses,
+            state.modes,
+            model.eval()(*(part_of(each, communicator, fed) for each in (x, y))).item(),
+        )
 
     results = run_ranks(2, train)
     modes = results[0][1]
@@ -295,9 +299,7 @@ def test_weights_in_bfloat16() -> None:
 
     def train(communicator: RankCommunicator) -> Any:
         mine = parts(communicator, batch)
-        model = worker.parallelize(
-            make("mlp").bfloat16(), mine, communicator=communicator, strategies=MIXED
-        )
+        model = worker.parallelize(make("mlp").bfloat16(), mine, communicator=communicator, strategies=MIXED)
         model(*mine).backward()
         return {p.grad.dtype for p in model.parameters()}
 

@@ -43,20 +43,44 @@ WRONG: dict[str, tuple[str, str, str, Change]] = {
     "layer_norm along what it normalises": ("gpt", "layer_norm", "w", more("w", 16, (2, 0, 0), (2,))),
     "softmax along its own dimension": ("mlp", "softmax", "d1", more("d1", 8, (1,), (1,))),
     "attention along the queries": (
-        "gpt", "scaled_dot_product_attention", "s", more("s", 8, (2, 2, 2), (2,))),
+        "gpt",
+        "scaled_dot_product_attention",
+        "s",
+        more("s", 8, (2, 2, 2), (2,)),
+    ),
     "gelu of a sum": ("gpt", "gelu", "p", more("p", 2, (None,), (None,))),
     "a contraction that comes out whole": (
-        "gpt", "linear", "k", lambda g, n, a: swap(a, "k", outs=(rules.EXCHANGED,))),
+        "gpt",
+        "linear",
+        "k",
+        lambda g, n, a: swap(a, "k", outs=(rules.EXCHANGED,)),
+    ),
     "weights of a linear layer by the wrong dimension": (
-        "gpt", "linear", "n", lambda g, n, a: swap(a, "n", ins=(None, 1, *(0,) * (len(n.inputs) - 2)))),
+        "gpt",
+        "linear",
+        "n",
+        lambda g, n, a: swap(a, "n", ins=(None, 1, *(0,) * (len(n.inputs) - 2))),
+    ),
     "a mean that is a sum": ("mlp", "mean", "d0", lambda g, n, a: a),
     "a bias that goes in with each part": ("gpt", "linear", "k", lambda g, n, a: a),
     "the trailing dimension of a view": (
-        "gpt", "reshape", "t", lambda g, n, a: [*a, Axis("t", 4, (3,), (2,))]),
+        "gpt",
+        "reshape",
+        "t",
+        lambda g, n, a: [*a, Axis("t", 4, (3,), (2,))],
+    ),
     "a transposition that forgets to move": (
-        "gpt", "transpose", "d1", lambda g, n, a: swap(a, "d1", outs=(1,))),
+        "gpt",
+        "transpose",
+        "d1",
+        lambda g, n, a: swap(a, "d1", outs=(1,)),
+    ),
     "BatchNorm's scale as if it were split": (
-        "residual", "batch_norm", "c", lambda g, n, a: swap(a, "c", ins=(1, 0, None, 0, 0))),
+        "residual",
+        "batch_norm",
+        "c",
+        lambda g, n, a: swap(a, "c", ins=(1, 0, None, 0, 0)),
+    ),
     "an embedding whose rows are not shifted": ("gpt", "embedding", "v", lambda g, n, a: a),
     "the gradient of a weight that is taken for whole": ("gpt", "linear", "b0", lambda g, n, a: a),
     "the statistics of one rank's samples": ("residual", "batch_norm", "b", lambda g, n, a: a),
@@ -76,9 +100,7 @@ def break_more(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if which == "a bias that goes in with each part":
         monkeypatch.setattr(local, "_with_bias", local._plain)
     if which == "an embedding whose rows are not shifted":
-        monkeypatch.setattr(
-            local, "_embedding", lambda self, t: self.function(t[0], t[1] % t[0].shape[0])
-        )
+        monkeypatch.setattr(local, "_embedding", lambda self, t: self.function(t[0], t[1] % t[0].shape[0]))
     if which == "the statistics of one rank's samples":
         before_norm = operators.local_function
         from worker.parallel import module
@@ -96,11 +118,7 @@ def test_a_wrong_rule_is_caught(which: str, monkeypatch: pytest.MonkeyPatch) -> 
     name, op, axis, change = WRONG[which]
     one = case(name)
     graph = one.traced.graph
-    node = next(
-        node
-        for node in graph.nodes
-        if node.op == op and (axis != "k" or len(node.inputs) == 3)
-    )
+    node = next(node for node in graph.nodes if node.op == op and (axis != "k" or len(node.inputs) == 3))
     honest = rules.modes_of
 
     def wrong(graph: Graph, each: Node) -> tuple[list[Mode], bool]:
@@ -125,13 +143,13 @@ def test_a_wrong_rule_is_caught(which: str, monkeypatch: pytest.MonkeyPatch) -> 
         one.check(one.plan(pinned, solution.choice))
 
 
-@pytest.mark.parametrize("which", sorted({(m, o, a) for m, o, a, _ in WRONG.values() if a in ("k", "n", "v", "b", "b0")}))
+@pytest.mark.parametrize(
+    "which", sorted({(m, o, a) for m, o, a, _ in WRONG.values() if a in ("k", "n", "v", "b", "b0")})
+)
 def test_the_right_rule_is_not(which: tuple[str, str, str]) -> None:
     name, op, axis = which
     one = case(name)
-    node = next(
-        n for n in one.traced.graph.nodes if n.op == op and (axis != "k" or len(n.inputs) == 3)
-    )
+    node = next(n for n in one.traced.graph.nodes if n.op == op and (axis != "k" or len(n.inputs) == 3))
     pinned = one.problem((2,), {node.name: lambda _, state: state.modes[0] == axis})
     solution = solve(pinned)
     assert solution is not None

@@ -301,7 +301,15 @@ class _Given:
         if not math.isfinite(seconds):
             raise SettingsError(f"the plan {path} cannot be run with these inputs")
         found = Plan(
-            graph, mesh, self.machine, options, problem.chosen(choice), saved["mode"], seconds, nbytes, seconds
+            graph,
+            mesh,
+            self.machine,
+            options,
+            problem.chosen(choice),
+            saved["mode"],
+            seconds,
+            nbytes,
+            seconds,
         )
         found.strategies = dict(saved["strategies"])
         found.baseline_s = seconds
@@ -309,9 +317,7 @@ class _Given:
         return found
 
 
-def _trace(
-    own: Any, net: Any, example: Sequence[Any], world: int, dataset: Any, prefix: str
-) -> Traced:
+def _trace(own: Any, net: Any, example: Sequence[Any], world: int, dataset: Any, prefix: str) -> Traced:
     if not isinstance(example, (tuple, list)) or not any(isinstance(x, torch.Tensor) for x in example):
         raise SettingsError("example is a tuple of the tensors that one rank feeds in a step")
     whole = []
@@ -394,11 +400,14 @@ def _device_of(group: Communicator) -> Any:
     return torch.device("cuda" if group.name == "nccl" else "cpu")
 
 
-def _without_graph(
-    own: Any, group: Communicator, chosen: _Chosen, strategies: Any, error: TraceError
-) -> Any:
+def _without_graph(own: Any, group: Communicator, chosen: _Chosen, strategies: Any, error: TraceError) -> Any:
     """Plain data parallelism for a module that is no graph, if nothing else was asked for."""
-    if strategies or chosen.load or chosen.mode in ("hybrid", "semi_auto") or chosen.dataset != "data_parallel":
+    if (
+        strategies
+        or chosen.load
+        or chosen.mode in ("hybrid", "semi_auto")
+        or chosen.dataset != "data_parallel"
+    ):
         raise error
     verdict = f"data parallel, because nothing else can be searched. {error}"
     if chosen.mode != "data_parallel":

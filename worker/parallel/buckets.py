@@ -147,6 +147,15 @@ def node_collectives(
 ) -> list[Collective]:
     """What one node needs: moves of its inputs and of their gradients, and what it exchanges within itself."""
     node, state = graph.nodes[index], states[index]
+    found = move_collectives(graph, states, mesh, index)
+    if node.kind == "call":
+        found += inner_collectives(graph, node, state.modes, state.ins, mesh, local_norm=local_norm)
+    return found
+
+
+def move_collectives(graph: Graph, states: Sequence[State], mesh: Mesh, index: int) -> list[Collective]:
+    """What bringing a node's inputs, and their gradients, from one layout to another needs."""
+    node = graph.nodes[index]
     found: list[Collective] = []
     for position, value_index in enumerate(node.inputs):
         value = graph.values[value_index]
@@ -159,8 +168,6 @@ def node_collectives(
                 if step.kind in COLLECTIVES:
                     nbytes = value.nbytes // step.divisor
                     found.append(Collective(phase, node.name, step.kind, step.dims, nbytes))
-    if node.kind == "call":
-        found += inner_collectives(graph, node, state.modes, state.ins, mesh, local_norm=local_norm)
     return found
 
 

@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--dataset", choices=("data_parallel", "full_batch"), default="data_parallel")
     add("--batch-norm", choices=("local", "synchronised"), default="synchronised")
     add("--optimizer-states", type=int, default=2, help="tensors kept for each parameter: 2 for Adam (2)")
-    add("--why", action="append", default=[], metavar="NAME", help="alternatives of a module, and their costs")
+    add(
+        "--why", action="append", default=[], metavar="NAME", help="alternatives of a module, and their costs"
+    )
     add("--out", metavar="FILE", help="save the plan as JSON")
     add("--html", metavar="FILE", help="write the plan as a page")
     add("--measure", metavar="FILE", help="measure this machine into FILE; under muster run, collectives too")
@@ -127,7 +129,9 @@ def _strategy(text: str) -> tuple[str, Any]:
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError) as error:
-        raise SettingsError(f"--strategy is NAME=SLICES, such as fc=((2, 4), (4, 1)), not {text!r}") from error
+        raise SettingsError(
+            f"--strategy is NAME=SLICES, such as fc=((2, 4), (4, 1)), not {text!r}"
+        ) from error
 
 
 def load_machine(path: str | Path) -> Machine:

@@ -132,7 +132,9 @@ def flops(graph: Graph, node: Node) -> float:
         return 2.0 * steps * sum(math.prod(shape) for shape in shapes[2:] if len(shape) == 2)
     if node.op == "einsum":
         sizes: dict[str, int] = {}
-        for term, shape in zip(str(node.args[0]).replace(" ", "").split("->")[0].split(","), shapes, strict=False):
+        for term, shape in zip(
+            str(node.args[0]).replace(" ", "").split("->")[0].split(","), shapes, strict=False
+        ):
             sizes.update(zip(term, shape, strict=False))
         return 2.0 * math.prod(sizes.values())
     return 0.0
@@ -184,7 +186,12 @@ def inner_collectives(
         if "v" in along:
             add("forward", "all_reduce", along["v"], shape[0])
             add("forward", "all_reduce", along["v"], 2 * shape[0])
-    if node.op in ("batch_norm", "instance_norm") and "b" in along and is_training_norm(node) and not local_norm:
+    if (
+        node.op in ("batch_norm", "instance_norm")
+        and "b" in along
+        and is_training_norm(node)
+        and not local_norm
+    ):
         ranks = math.prod(mesh[d] for d in along["b"])
         add("forward", "all_gather", along["b"], ranks * 2 * shape[1])
         if needs_grad:

@@ -11,7 +11,7 @@ from typing import Any
 from worker.parallel.layouts import Shape
 
 HUB = "hub"
-_CONSTANT = frozenset("detach zeros_like ones_like full_like empty_like rand_like randn_like".split())
+_CONSTANT = frozenset(["detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"])
 
 
 @dataclass(frozen=True, slots=True)

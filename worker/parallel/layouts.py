@@ -51,11 +51,13 @@ def replicated(mesh: Mesh) -> Layout:
     return (REPLICATED,) * len(mesh)
 
 
+@functools.lru_cache(maxsize=100_000)
 def parts(layout: Layout, mesh: Mesh) -> int:
     """Into how many parts a tensor is divided."""
     return math.prod(size for size, entry in zip(mesh, layout, strict=True) if isinstance(entry, int))
 
 
+@functools.lru_cache(maxsize=100_000)
 def slices(layout: Layout, mesh: Mesh, ndim: int) -> Shape:
     """The number of slices of each tensor dimension."""
     return tuple(
@@ -63,6 +65,7 @@ def slices(layout: Layout, mesh: Mesh, ndim: int) -> Shape:
     )
 
 
+@functools.lru_cache(maxsize=100_000)
 def fits(layout: Layout, mesh: Mesh, shape: Shape) -> bool:
     """Whether all dimensions exist and divide evenly."""
     if any(isinstance(entry, int) and entry >= len(shape) for entry in layout):

@@ -16,7 +16,9 @@ SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 _REPEATS = 5
 
 
-def measure(communicator: Communicator | None = None, *, sizes: Sequence[int] = SIZES, side: int = 0) -> Machine:
+def measure(
+    communicator: Communicator | None = None, *, sizes: Sequence[int] = SIZES, side: int = 0
+) -> Machine:
     """Measures this machine; with a communicator its collectives too, and all ranks get the slowest rank's figures.
 
     Args:

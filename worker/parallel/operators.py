@@ -20,9 +20,9 @@ from worker.parallel.layouts import PARTIAL, local_shape
 from worker.parallel.problem import State
 from worker.parallel.rules import MEAN
 
-_RESHAPES = frozenset("view reshape flatten unflatten _unsafe_view squeeze unsqueeze view_as".split())
+_RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as"])
 _LOSSES = frozenset(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits".split()
+    ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
 )
 _CHUNK_ELEMENTS = 16 * 2**20
 _generators = threading.Lock()
@@ -84,7 +84,14 @@ class _Local:
     """One operator on this rank."""
 
     def __init__(
-        self, graph: Graph, node: Node, state: State, function: Any, fabric: Fabric, run: Run, local_norm: bool
+        self,
+        graph: Graph,
+        node: Node,
+        state: State,
+        function: Any,
+        fabric: Fabric,
+        run: Run,
+        local_norm: bool,
     ) -> None:
         self.node, self.state, self.function = node, state, function
         self.fabric, self.run, self.local_norm = fabric, run, local_norm
@@ -273,7 +280,9 @@ class ClassCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Any, target: Any, fabric: Fabric, dims: tuple[int, ...], ignored: int) -> Any:
+    def forward(
+        ctx: Any, scores: Any, target: Any, fabric: Fabric, dims: tuple[int, ...], ignored: int
+    ) -> Any:
         """Losses of shape [rows]; 0 where the target is ignored."""
         classes = scores.shape[1]
         first = fabric.index(dims) * classes

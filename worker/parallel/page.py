@@ -61,7 +61,15 @@ def _colour(number: int, layout: Layout) -> str:
 
 
 def _table(plan: Plan) -> str:
-    heads = ("module", "strategies", "local shapes", "collectives", "predicted ms", "measured forward ms", "GB")
+    heads = (
+        "module",
+        "strategies",
+        "local shapes",
+        "collectives",
+        "predicted ms",
+        "measured forward ms",
+        "GB",
+    )
     head = "".join(f'<th class="{"number" if i > 3 else ""}">{name}</th>' for i, name in enumerate(heads))
     body = []
     for row in plan.rows():
@@ -78,7 +86,9 @@ def _graph(plan: Plan, colours: dict[Layout, str]) -> str:
     items = []
     for index, (node, state) in enumerate(zip(plan.graph.nodes, plan.states, strict=True)):
         chips = " ".join(_chip(layout_text(layout), colours[layout]) for layout in state.outs)
-        moved = node_collectives(plan.graph, plan.states, plan.mesh, index, local_norm=plan.options.local_norm)
+        moved = node_collectives(
+            plan.graph, plan.states, plan.mesh, index, local_norm=plan.options.local_norm
+        )
         moves = "; ".join(
             f"{each.phase}: {each.kind} over {math.prod(plan.mesh[d] for d in each.dims)} ranks,"
             f" {each.nbytes:,} bytes"

@@ -15,6 +15,7 @@ from worker.parallel.buckets import (
     edge_layouts,
     gradient_buckets,
     holdings,
+    move_collectives,
     node_collectives,
     split_text,
 )
@@ -157,9 +158,9 @@ class Plan:
             )
         ratio = self.baseline_s / self.seconds
         if self.is_data_parallel and abs(ratio - 1) <= 0.1:
-            return f"data parallel is best: no plan is more than {SAME:.1%} faster.".replace(".0%", " %").replace(
-                "%", " %"
-            )
+            return f"data parallel is best: no plan is more than {SAME:.1%} faster.".replace(
+                ".0%", " %"
+            ).replace("%", " %")
         if ratio >= 1:
             return f"{_times(ratio)} data parallel: {self._reason()}."
         return f"{_times(ratio)} data parallel: that is the price of what is fixed ({', '.join(self.strategies)})."
@@ -220,10 +221,9 @@ class Plan:
         moved: dict[tuple[str, tuple[int, ...]], int] = {}
         seconds = sum(self.states[i].seconds for i in (*indices, *own))
         for index in (*indices, *hubs):
-            for each in node_collectives(
-                graph, self.states, mesh, index, local_norm=self.options.local_norm
-            ):
+            for each in node_collectives(graph, self.states, mesh, index, local_norm=self.options.local_norm):
                 moved[each.kind, each.dims] = moved.get((each.kind, each.dims), 0) + each.nbytes
+            for each in move_collectives(graph, self.states, mesh, index):
                 ranks = math.prod(mesh[d] for d in each.dims)
                 seconds += self.machine.collective_s(each.kind, ranks, each.nbytes)
         held = holdings(graph, self.states, mesh)
@@ -240,7 +240,13 @@ class Plan:
         if self.forward_steps and module in self.forward_times:
             measured = 1e3 * self.forward_times[module] / len(self.forward_steps)
         return Row(
-            module or "(top)", "; ".join(texts), "; ".join(shapes), text or "-", 1e3 * seconds, memory, measured
+            module or "(top)",
+            "; ".join(texts),
+            "; ".join(shapes),
+            text or "-",
+            1e3 * seconds,
+            memory,
+            measured,
         )
 
     def _ranks(self, dims: tuple[int, ...]) -> str:
@@ -264,7 +270,9 @@ class Plan:
         heads = ["module", "strategies", "local shapes", "collectives", "ms", "forward", "GB"]
         widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
         for row in [heads, *rows]:
-            lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+            lines.append(
+                "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            )
         return "\n".join(lines)
 
     def _facts(self) -> list[str]:
@@ -311,7 +319,9 @@ class Plan:
         ]
         if not indices:
             names = sorted({node.module for node in self.graph.nodes if node.kind == "call" and node.module})
-            raise SettingsError(f"the plan has no module or operator {name!r}; it has: {', '.join(names[:30])}")
+            raise SettingsError(
+                f"the plan has no module or operator {name!r}; it has: {', '.join(names[:30])}"
+            )
         lines = []
         for index in indices:
             node = self.graph.nodes[index]

@@ -152,7 +152,9 @@ def _named(graph: Graph, name: str) -> Node:
     exact = [node for node in calls if node.name == name]
     own = [node for node in calls if node.module == name]
     held = [
-        node for node in own if any(graph.nodes[graph.values[v].node].kind == "parameter" for v in node.inputs)
+        node
+        for node in own
+        if any(graph.nodes[graph.values[v].node].kind == "parameter" for v in node.inputs)
     ]
     for candidates in (exact, held, own):
         if len(candidates) == 1:
@@ -264,9 +266,7 @@ def meshes_for(world: int, pins: Mapping[str, Mapping[str, int]], mesh: Mesh | N
     return list(dict.fromkeys(found))
 
 
-def options_for(
-    graph: Graph, mesh: Mesh, dataset: str | Sequence[Slices], base: Options
-) -> Options | None:
+def options_for(graph: Graph, mesh: Mesh, dataset: str | Sequence[Slices], base: Options) -> Options | None:
     """The options of a mesh; None: the batch cannot be fed so."""
     shapes = [graph.values[node.outputs[0]].shape for node in graph.nodes if node.kind == "input"]
     inputs = feeding(mesh, dataset, shapes)
@@ -424,7 +424,9 @@ def _plan(
     strategies: dict[str, str],
 ) -> Plan:
     solution, states = found
-    plan = Plan(graph, mesh, machine, options, states, mode, solution.seconds, solution.nbytes, solution.bound_s)
+    plan = Plan(
+        graph, mesh, machine, options, states, mode, solution.seconds, solution.nbytes, solution.bound_s
+    )
     plan.limit_bytes, plan.strategies = limit, strategies
     if baseline is not None:
         plain = baseline[0][0]
@@ -439,7 +441,9 @@ def _strategy_text(strategy: Any) -> str:
 
 def _indivisible(graph: Graph, world: int) -> str:
     shapes = [
-        f"{node.name} {list(graph.values[node.outputs[0]].shape)}" for node in graph.nodes if node.kind == "input"
+        f"{node.name} {list(graph.values[node.outputs[0]].shape)}"
+        for node in graph.nodes
+        if node.kind == "input"
     ]
     return (
         f"the batch ({', '.join(shapes)}) cannot be shared by {world} ranks as dataset_strategy says: choose sizes"

@@ -101,21 +101,15 @@ Rule = Callable[[Call], "list[Axis] | None"]
 _RULES: dict[str, Rule] = {}
 
 LINEAR_VIEWS = frozenset(
-    "view reshape flatten unflatten _unsafe_view squeeze unsqueeze transpose t permute numpy_T slice select"
-    " chunk split split_with_sizes unbind contiguous clone alias expand narrow view_as movedim swapaxes".split()
+    ["view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "transpose", "t", "permute", "numpy_T", "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "contiguous", "clone", "alias", "expand", "narrow", "view_as", "movedim", "swapaxes"]
 )
 """Operators whose output only has the input's elements: sums may pass through them unadded."""
 
 _ELEMENTWISE = frozenset(
-    "add sub mul div relu relu_ gelu silu tanh sigmoid dropout pow to _to_copy neg exp log sqrt rsqrt"
-    " abs sin cos erf hardtanh hardswish hardsigmoid leaky_relu elu softplus mish alias detach contiguous clone"
-    " masked_fill where eq ne lt gt le ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not"
-    " clamp clamp_min clamp_max maximum minimum square reciprocal type_as ones_like zeros_like full_like"
-    " log1p expm1 sign floor ceil round isnan isinf lerp addcmul addcdiv threshold relu6 logsigmoid"
-    " rsub true_divide atan tan".split()
+    ["add", "sub", "mul", "div", "relu", "relu_", "gelu", "silu", "tanh", "sigmoid", "dropout", "pow", "to", "_to_copy", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "sin", "cos", "erf", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "alias", "detach", "contiguous", "clone", "masked_fill", "where", "eq", "ne", "lt", "gt", "le", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "square", "reciprocal", "type_as", "ones_like", "zeros_like", "full_like", "log1p", "expm1", "sign", "floor", "ceil", "round", "isnan", "isinf", "lerp", "addcmul", "addcdiv", "threshold", "relu6", "logsigmoid", "rsub", "true_divide", "atan", "tan"]
 )
-_SUMS = frozenset("add sub".split())
-_SCALED = frozenset("mul div neg".split())
+_SUMS = frozenset(["add", "sub"])
+_SCALED = frozenset(["mul", "div", "neg"])
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -229,7 +223,11 @@ def _einsum(call: Call) -> list[Axis] | None:
     terms = left.split(",")
     if any(len(set(term)) != len(term) for term in (*terms, out)):
         return None
-    sizes = {letter: size for term, shape in zip(terms, call.ins, strict=True) for letter, size in zip(term, shape, strict=True)}
+    sizes = {
+        letter: size
+        for term, shape in zip(terms, call.ins, strict=True)
+        for letter, size in zip(term, shape, strict=True)
+    }
     return [
         Axis(
             letter,
@@ -354,7 +352,14 @@ def _classes(size: int) -> Axis:
     return Axis("v", size, (1, None), (EXCHANGED,))
 
 
-@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+@rule(
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
 def _pointwise_loss(call: Call) -> list[Axis] | None:
     # Weights may stand before the reduction: then only what has defaults is split.
     where = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(call.op, 2)
@@ -377,7 +382,9 @@ def _reduction(call: Call) -> list[Axis]:
     return axes
 
 
-@rule("amax", "amin", "argmax", "argmin", "max", "min", "std", "var", "logsumexp", "any", "all", "topk", "sort")
+@rule(
+    "amax", "amin", "argmax", "argmin", "max", "min", "std", "var", "logsumexp", "any", "all", "topk", "sort"
+)
 def _kept_dims(call: Call) -> list[Axis] | None:
     """Reductions that are no sums: dimensions that stay may be split."""
     index = 2 if call.op == "topk" else 1
@@ -437,9 +444,7 @@ def _prelu(call: Call) -> list[Axis]:
 @rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as")
 def _view(call: Call) -> list[Axis]:
     more = (None,) * (len(call.ins) - 1)
-    return [
-        Axis(f"d{a}", size, (a, *more), (b,)) for a, b, size in view_groups(call.ins[0], call.outs[0])
-    ]
+    return [Axis(f"d{a}", size, (a, *more), (b,)) for a, b, size in view_groups(call.ins[0], call.outs[0])]
 
 
 def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -525,8 +530,7 @@ def _join(call: Call) -> list[Axis] | None:
     if call.op == "stack":
         dim = call.dim(dim, call.outs[0])
         return [
-            Axis(f"d{d}", size, (d,) * len(call.ins), (d + (d >= dim),))
-            for d, size in enumerate(call.ins[0])
+            Axis(f"d{d}", size, (d,) * len(call.ins), (d + (d >= dim),)) for d, size in enumerate(call.ins[0])
         ]
     dim = call.dim(dim)
     return [

@@ -20,8 +20,7 @@ from worker.parallel.layouts import Shape
 _one_at_a_time = threading.Lock()  # torch.export has global state
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _ALIASES = frozenset(
-    "view reshape flatten unflatten squeeze unsqueeze transpose t permute numpy_T slice select chunk split"
-    " split_with_sizes unbind contiguous alias expand narrow to dropout detach view_as".split()
+    ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "t", "permute", "numpy_T", "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "contiguous", "alias", "expand", "narrow", "to", "dropout", "detach", "view_as"]
 )
 
 
@@ -122,7 +121,11 @@ class _Reader:
         self._inputs: list[str] = []
 
     def read(self) -> Traced:
-        kinds = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+        kinds = {
+            spec.arg.name: spec
+            for spec in self._program.graph_signature.input_specs
+            if hasattr(spec.arg, "name")
+        }
         user = {
             spec.arg.name
             for spec in self._program.graph_signature.output_specs
@@ -296,7 +299,9 @@ class _Reader:
             node = self._graph.nodes[index]
             writes = any(self._graph.nodes[self._graph.values[v].node].mutated for v in node.inputs)
             keep[index] = (
-                node.kind in ("input", "output") or (writes and node.op.endswith("_")) or bool(needed & set(node.outputs))
+                node.kind in ("input", "output")
+                or (writes and node.op.endswith("_"))
+                or bool(needed & set(node.outputs))
             )
             if keep[index]:
                 needed |= set(node.inputs)
