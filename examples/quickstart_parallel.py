@@ -1,10 +1,10 @@
-"""The parallel quickstart: one hidden layer, its first product cut as you say, or all of it as the search says.
+"""The parallel quickstart: a hidden layer, cut as you say or as the search says.
 
     python -m worker -n 8 --scheduler -- python -m examples.quickstart_parallel
     python -m worker -n 8 --scheduler -- python -m examples.quickstart_parallel --mode auto
 
-On eight ranks the first product gets the strategy ((2, 4), (4, 1)): the batch in two parts, the sum in four. Each rank
-multiplies [8, 8] by [8, 16], and what belongs together is summed over four ranks.
+On eight ranks the first product gets the strategy ((2, 4), (4, 1)): the batch in two parts, the sum in four.
+Each rank multiplies [8, 8] by [8, 16], and what belongs together is summed over four ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m worker``, also known as ``muster``: launches workers, checks hosts, makes rank tables, plans."""
+"""``python -m worker``, or ``muster``: launches workers, checks hosts, makes rank tables, plans."""
 
 from __future__ import annotations
 

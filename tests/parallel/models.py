@@ -157,7 +157,7 @@ class Odd(nn.Module):
 
 def ids(seed: int) -> tuple[Any, Any]:
     g = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(WORDS, (BATCH, TOKENS), generator=g) for _ in range(2))  # type: ignore[return-value]
+    return tuple(torch.randint(WORDS, (BATCH, TOKENS), generator=g) for _ in range(2))
 
 
 def _floats(*shapes: tuple[int, ...]) -> Callable[[int], tuple[Any, ...]]:

@@ -11,7 +11,12 @@ import numpy as np
 
 from worker.communicators.base import Array, Communicator, Membership, Peer, ReduceOp, Work
 
-_REDUCE = {ReduceOp.SUM: np.sum, ReduceOp.MEAN: np.mean, ReduceOp.MAX: np.max, ReduceOp.MIN: np.min}
+_REDUCE: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.sum,
+    ReduceOp.MEAN: np.mean,
+    ReduceOp.MAX: np.max,
+    ReduceOp.MIN: np.min,
+}
 
 
 class _Done:
@@ -36,7 +41,7 @@ class _Meeting:
 
 
 class RankCommunicator(Communicator):
-    """One rank among threads. ``log`` has (kind, world ranks, bytes) of each collective, of all its groups."""
+    """One rank among threads. ``log`` has (kind, world ranks, bytes) of each collective of all groups."""
 
     name = "threads"
 

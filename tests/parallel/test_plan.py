@@ -182,7 +182,7 @@ def test_a_plan_of_another_model_is_refused_by_its_first_difference(tmp_path: Pa
     with pytest.raises(SettingsError, match=r"another model: its node \d+ is 'p_up_weight: .*\[32, 16\]"):
         plans.check_model(saved, other, path)
     longer = {**saved, "model": [*saved["model"], "more: relu(x) -> y"]}
-    with pytest.raises(SettingsError, match="the plan's node .* is 'more: relu"):
+    with pytest.raises(SettingsError, match=r"the plan's node .* is 'more: relu"):
         plans.check_model(longer, graph, path)
     changed = {**saved, "fingerprint": "0"}
     with pytest.raises(SettingsError, match="with other arguments"):
@@ -266,7 +266,7 @@ def test_a_vocabulary_that_does_not_divide_is_offered_padding() -> None:
 
     graph = graph_of(Words(), (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)), 8)
     with pytest.raises(
-        SettingsError, match="50257 elements, which 8 slices .* 50264 could. Build the layer with 50264"
+        SettingsError, match=r"50257 elements, which 8 slices .* 50264 could. Build the layer with 50264"
     ):
         find_plan(graph, 8, machine=Machine(), strategies={"tok": {"v": 8}})
 
@@ -430,7 +430,7 @@ def test_without_a_session_it_says_so() -> None:
     with pytest.raises(NotInitializedError):
         worker.parallelize(make("mlp"), MODELS["mlp"][1](0))
     with pytest.raises(SettingsError, match="example is a tuple of the tensors"):
-        run_ranks(1, lambda c: worker.parallelize(make("mlp"), "batch", communicator=c))  # type: ignore[arg-type]
+        run_ranks(1, lambda c: worker.parallelize(make("mlp"), "batch", communicator=c))
 
 
 def test_measured_times_stand_beside_the_predicted_ones() -> None:

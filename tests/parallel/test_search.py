@@ -156,7 +156,8 @@ def graph(name: str) -> Any:
     from worker.parallel.api import graph_of
 
     with torch.device("meta"):
-        return graph_of(*getattr(large, name)(), 4)
+        net, example = getattr(large, name)()
+        return graph_of(net, example, 4)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "gpt2"])

@@ -337,7 +337,7 @@ def test_a_broken_backward_pass_is_forgotten() -> None:
             close(name, grads[name], p.grad, TOLERANCE)
 
 
-class Break(torch.autograd.Function):  # type: ignore[misc]
+class Break(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         return x * 1

@@ -41,8 +41,8 @@ _LOSS = "net."
 def layerwise(parameter: Any) -> Any:
     """Leaves a parameter out of broadcasts and of the averaging of gradients: each rank keeps its own.
 
-    It gets the gradient of this rank's own part of the loss; what ranks do with it is up to the script. Mode "hybrid"
-    is data parallelism with such parameters.
+    It gets the gradient of this rank's own part of the loss; what ranks do with it is up to the script. Mode
+    "hybrid" is data parallelism with such parameters.
 
     Returns:
         The parameter.
@@ -122,9 +122,9 @@ def parallelize(
         model(x, y).backward()
         optimizer.step()
 
-    Every rank calls this with the same arguments. What is None is what ``set_auto_parallel_context`` says if anything
-    was set there, and otherwise: mode "auto", search "exact", dataset_strategy "data_parallel", gradients_mean and
-    parameter_broadcast True.
+    Every rank calls this with the same arguments. What is None is what ``set_auto_parallel_context`` says if
+    anything was set there, and otherwise: mode "auto", search "exact", dataset_strategy "data_parallel",
+    gradients_mean and parameter_broadcast True.
 
     Args:
         net: takes the batch's tensors; returns a loss, or tensors. In training mode, with real parameters.
@@ -136,16 +136,16 @@ def parallelize(
         strategies: by operator or module, the slices of each dimension of each input, or slices by axis.
         search: "exact", or "propagation": only communication counts.
         memory: the share of the machine's memory that a plan may use, 0 to 1.
-        dataset_strategy: "data_parallel": each rank feeds its part of the batch; "full_batch": all of it; or the
-            slices of each input.
+        dataset_strategy: "data_parallel": each rank feeds its part of the batch; "full_batch": all of it; or
+            the slices of each input.
         gradients_mean: average gradients over the parts of the batch; False: sum.
         parameter_broadcast: take parameters and buffers from rank 0 now.
         plan: a file: the plan is loaded from it if it exists, and saved there if not.
         loss: if given, the module is loss(net(all but the last tensor), the last tensor).
         mesh: how the ranks are arranged; None: the best of all arrangements in one or two dimensions.
         machine: what things cost, as ``muster plan --measure`` writes it; None: an H200.
-        batch_norm: "synchronised": statistics of the whole batch, as one process has them; "local": of each rank's
-            part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid".
+        batch_norm: "synchronised": statistics of the whole batch, as one process has them; "local": of each
+            rank's part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid".
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0.
         shard_updates: whether the search may divide updates among ranks (ZeRO-1).
         autocast: a dtype: the forward pass runs in ``torch.autocast`` of it.

@@ -145,7 +145,7 @@ def collectives(
 def node_collectives(
     graph: Graph, states: Sequence[State], mesh: Mesh, index: int, *, local_norm: bool
 ) -> list[Collective]:
-    """What one node needs: moves of its inputs and of their gradients, and what it exchanges within itself."""
+    """What one node needs: moves of inputs and their gradients, and what it exchanges within itself."""
     node, state = graph.nodes[index], states[index]
     found = move_collectives(graph, states, mesh, index)
     if node.kind == "call":

@@ -164,7 +164,8 @@ def _measure(path: str) -> None:
 def _write(path: str, machine: Machine) -> None:
     Path(path).write_text(json.dumps(machine.to_json(), indent=1) + "\n", encoding="utf-8")
     print(
-        f"{machine.name}: {machine.flops_per_s / 1e12:.3g} Tflop/s, memory {machine.memory_bytes_per_s / 1e9:.3g} GB/s,"
+        f"{machine.name}: {machine.flops_per_s / 1e12:.3g} Tflop/s,"
+        f" memory {machine.memory_bytes_per_s / 1e9:.3g} GB/s,"
         f" {machine.memory_bytes / 1e9:.3g} GB; collectives {machine.bus_bytes_per_s / 1e9:.3g} GB/s,"
         f" {machine.latency_s * 1e6:.3g} us; written to {path}"
     )

@@ -46,7 +46,7 @@ _ELSEWHERE = {
     "global_rank": "The rank is that of worker.init().",
     "all_reduce_fusion_config": "Gradients travel in buckets of one size.",
     "comm_fusion": "Gradients travel in buckets of one size.",
-    "enable_parallel_optimizer": "The search divides updates (ZeRO-1) where that pays; see print(model.plan).",
+    "enable_parallel_optimizer": "The search divides updates (ZeRO-1) where that pays.",
     "pipeline_stages": "Pipelines are not offered.",
     "enable_alltoall": "all_to_all is used where it is cheapest.",
     "grad_accumulation_step": "Accumulate in model.no_sync().",
@@ -60,16 +60,18 @@ _current: dict[str, Any] = {}
 def set_auto_parallel_context(**settings: Any) -> None:
     """Sets what :func:`worker.parallelize` does by default, by MindSpore's names.
 
-    What has never been set has MindSpore's default once anything is set: parallel_mode "stand_alone", search_mode
-    "recursive_programming", gradients_mean False (a sum), parameter_broadcast False, dataset_strategy
-    "data_parallel".
+    What has never been set has MindSpore's default once anything is set: parallel_mode "stand_alone",
+    search_mode "recursive_programming", gradients_mean False (a sum), parameter_broadcast False,
+    dataset_strategy "data_parallel".
 
     Args:
         **settings: parallel_mode, search_mode (older: auto_parallel_search_mode), gradients_mean (older:
-            mirror_mean), parameter_broadcast, dataset_strategy, strategy_ckpt_save_file, strategy_ckpt_load_file.
+            mirror_mean), parameter_broadcast, dataset_strategy, strategy_ckpt_save_file,
+            strategy_ckpt_load_file.
 
     Raises:
-        SettingsError: a setting is not known, has no counterpart here, or has a wrong value. Nothing is set then.
+        SettingsError: a setting is not known, has no counterpart here, or has a wrong value. Nothing is set
+            then.
     """
     checked = {}
     for given, value in settings.items():
@@ -101,7 +103,8 @@ def _check(given: str, name: str, value: Any) -> None:
         tuples = isinstance(value, Sequence) and not isinstance(value, str) and value
         if not tuples or not all(isinstance(each, Sequence) and not isinstance(each, str) for each in value):
             raise SettingsError(
-                f'{given} is "data_parallel", "full_batch", or one tuple of slices for each input, not {value!r}'
+                f'{given} is "data_parallel", "full_batch", or one tuple of slices for each input,'
+                f" not {value!r}"
             )
 
 

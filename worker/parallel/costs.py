@@ -1,7 +1,8 @@
-"""What a plan costs: time of operators and collectives, and memory, on a machine that was measured or assumed."""
+"""What a plan costs: time of operators and collectives, and memory, on a measured or assumed machine."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -103,7 +104,7 @@ def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
     """Between measured sizes in a straight line; beyond the largest in proportion."""
     if nbytes <= rows[0][0]:
         return float(rows[0][1])
-    for (a, s), (b, t) in zip(rows, rows[1:], strict=False):
+    for (a, s), (b, t) in itertools.pairwise(rows):
         if nbytes <= b:
             return float(s + (t - s) * (nbytes - a) / (b - a))
     return float(rows[-1][1] * nbytes / rows[-1][0])

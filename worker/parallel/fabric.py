@@ -29,7 +29,7 @@ class Fabric:
     def __init__(self, communicator: Communicator, mesh: Mesh, needed: Iterable[tuple[int, ...]]) -> None:
         if math.prod(mesh) != communicator.world_size:
             raise GroupError(
-                f"The plan is for {math.prod(mesh)} ranks {list(mesh)}; the job has {communicator.world_size}.",
+                f"The plan is for {math.prod(mesh)} ranks; the job has {communicator.world_size}.",
                 remedy="Plan anew for this number of ranks.",
             )
         self.mesh = mesh

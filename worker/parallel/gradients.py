@@ -90,8 +90,8 @@ class _Bucket:
 class Gradients:
     """Sums gradients while the backward pass goes on, and delivers them when it is over.
 
-    A parameter is used as a fresh leaf in each forward pass, so what reaches it is one pass's gradient, whatever the
-    optimizer's ``grad`` holds. All ranks start the buckets in the same order.
+    A parameter is used as a fresh leaf in each forward pass, so what reaches it is one pass's gradient,
+    whatever the optimizer's ``grad`` holds. All ranks start the buckets in the same order.
     """
 
     def __init__(

@@ -11,7 +11,14 @@ from typing import Any
 from worker.parallel.layouts import Shape
 
 HUB = "hub"
-_CONSTANT = frozenset(["detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"])
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+_CONSTANT = names("detach zeros_like ones_like full_like empty_like rand_like randn_like")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,8 @@ class Value:
 class Node:
     """One operator, or a parameter, buffer, input, hub or output.
 
-    A hub stands behind a value that is used several times: it changes the layout once for all who want the same
-    one, and adds their gradients before these travel.
+    A hub stands behind a value that is used several times: it changes the layout once for all who want the
+    same one, and adds their gradients before these travel.
 
     Attributes:
         name: unique in the graph.

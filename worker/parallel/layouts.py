@@ -14,11 +14,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Union
 
 REPLICATED = "R"
 PARTIAL = "P"
-Entry = Union[str, int]
+Entry = str | int
 Layout = tuple[Entry, ...]
 Mesh = tuple[int, ...]
 Shape = tuple[int, ...]

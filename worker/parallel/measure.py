@@ -19,7 +19,7 @@ _REPEATS = 5
 def measure(
     communicator: Communicator | None = None, *, sizes: Sequence[int] = SIZES, side: int = 0
 ) -> Machine:
-    """Measures this machine; with a communicator its collectives too, and all ranks get the slowest rank's figures.
+    """Measures this machine; with a communicator its collectives too, by the slowest rank.
 
     Args:
         communicator: every rank of it calls this.

@@ -41,9 +41,9 @@ class _Instruction:
 class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     """A module divided among the ranks as a plan says. Made by :func:`worker.parallelize`.
 
-    ``forward`` takes what this rank feeds and returns what the bare module does: numbers whole, the same on all
-    ranks; what has a batch dimension split like the batch, if each rank feeds its part. ``parameters()`` are this
-    rank's parts under their usual names, trained by any optimizer that treats elements one by one.
+    ``forward`` takes what this rank feeds and returns what the bare module does: numbers whole, the same on
+    all ranks; what has a batch dimension split like the batch, if each rank feeds its part. ``parameters()``
+    are this rank's parts under their usual names, trained by any optimizer that treats elements one by one.
 
     Attributes:
         plan: what is divided how, what it costs; print it.
@@ -249,9 +249,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     def _cast(self) -> Any:
         if self._autocast is None:
             return contextlib.nullcontext()
-        device = next(iter(self._fixed.values()), None)
-        kind = next(self.parameters(), device).device.type
-        return torch.autocast(kind, dtype=self._autocast)
+        return torch.autocast(next(self.parameters()).device.type, dtype=self._autocast)
 
     def _clock(self, training: bool) -> Callable[[str], None]:
         """Measures the forward pass of modules, and whole steps, for some steps after the first two."""

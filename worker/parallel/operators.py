@@ -15,14 +15,14 @@ from torch.nn import functional
 from worker.communicators.base import ReduceOp
 from worker.parallel.costs import is_training_norm
 from worker.parallel.fabric import Fabric
-from worker.parallel.graph import HUB, Graph, Node, Ref
+from worker.parallel.graph import HUB, Graph, Node, Ref, names
 from worker.parallel.layouts import PARTIAL, local_shape
 from worker.parallel.problem import State
 from worker.parallel.rules import MEAN
 
-_RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as"])
-_LOSSES = frozenset(
-    ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
+_RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze view_as")
+_LOSSES = names(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
 _CHUNK_ELEMENTS = 16 * 2**20
 _generators = threading.Lock()
@@ -205,9 +205,10 @@ class _Local:
     def _batch_norm(self, tensors: Sequence[Any]) -> Any:
         training = is_training_norm(self.node) and self.run.training
         if training and "b" in self.along and not self.local_norm:
-            x, weight, bias, mean, var = (
-                each if each is None else fill(each, tensors) for each in self.node.args[:5]
-            )
+            x: Any
+            mean: Any
+            var: Any
+            x, weight, bias, mean, var = (fill(each, tensors) for each in self.node.args[:5])
             momentum, epsilon = self.node.args[6], self.node.args[7]
             out, batch_mean, batch_var = BatchNorm.apply(
                 x, weight, bias, self.fabric, self.along["b"], epsilon
@@ -275,8 +276,8 @@ class _Local:
 class ClassCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     """The cross entropy of each row of scores whose classes are split: no rank ever has a whole row.
 
-    The ranks exchange the rows' maxima, then their sums of exponentials and the scores of the targets. Apart from
-    the scores nothing of their size is kept, and only a chunk of rows is in work at a time.
+    The ranks exchange the rows' maxima, then their sums of exponentials and the scores of the targets. Apart
+    from the scores nothing of their size is kept, and only a chunk of rows is in work at a time.
     """
 
     @staticmethod

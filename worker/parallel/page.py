@@ -11,8 +11,8 @@ from worker.parallel.layouts import Layout, layout_text
 from worker.parallel.plan import Plan, bucket_text, edges_text
 
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #1a1a1a; }
-table { border-collapse: collapse; width: 100%; margin: 1em 0; }
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color:
+#1a1a1a; } table { border-collapse: collapse; width: 100%; margin: 1em 0; }
 th, td { text-align: left; padding: .25em .6em; border-bottom: 1px solid #ddd; vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .verdict { font-size: 1.35em; margin: .5em 0; }
@@ -40,8 +40,8 @@ def page(plan: Plan) -> str:
         f'<p class="verdict">{_text(plan.verdict)}</p><ul>{facts}</ul>'
         f"<h2>Modules</h2>{_table(plan)}"
         f"<h2>Gradients</h2><ul>{buckets}</ul>"
-        "<h2>Graph</h2><p>One entry for each mesh dimension: R whole, P a sum of parts, S0 split along dimension 0."
-        f"</p><p>{legend}</p><ol>{_graph(plan, colours)}</ol></body></html>\n"
+        "<h2>Graph</h2><p>One entry for each mesh dimension: R whole, P a sum of parts, S0 split along"
+        f" dimension 0.</p><p>{legend}</p><ol>{_graph(plan, colours)}</ol></body></html>\n"
     )
 
 
@@ -100,6 +100,7 @@ def _graph(plan: Plan, colours: dict[Layout, str]) -> str:
         line = f"<code>{_text(node.name)}</code> {_text(node.op)} {_text(shapes)} {chips}"
         if moves:
             line += f' <span class="moves">{_text(moves)}</span>'
-        more = f"<details><summary>{_text(state.key)} {_text(cut)} {_text(node.line)}</summary><ul>{edges}</ul></details>"
+        summary = _text(f"{state.key} {cut} {node.line}")
+        more = f"<details><summary>{summary}</summary><ul>{edges}</ul></details>"
         items.append(f'<li class="{node.kind}">{line}{more if edges else ""}</li>')
     return "".join(items)

@@ -163,7 +163,8 @@ class Plan:
             ).replace("%", " %")
         if ratio >= 1:
             return f"{_times(ratio)} data parallel: {self._reason()}."
-        return f"{_times(ratio)} data parallel: that is the price of what is fixed ({', '.join(self.strategies)})."
+        fixed = ", ".join(self.strategies)
+        return f"{_times(ratio)} data parallel: that is the price of what is fixed ({fixed})."
 
     def _reason(self) -> str:
         """What no longer travels, or what is stored less often."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Union
+from typing import Any
 
 from worker.errors import SettingsError
 from worker.parallel.costs import Machine
@@ -26,7 +26,7 @@ from worker.parallel.rules import Axis, axes_of
 from worker.parallel.search import Solution, TooWide, solve
 
 Slices = tuple[int, ...]
-Strategy = Union[tuple[Slices, ...], Mapping[str, int]]
+Strategy = tuple[Slices, ...] | Mapping[str, int]
 DATASET_STRATEGIES = ("data_parallel", "full_batch")
 SEARCHES = {
     "exact": False,
@@ -47,7 +47,8 @@ def slices_by_axis(graph: Graph, node: Node, strategy: Strategy) -> dict[str, in
     Args:
         graph: of the node.
         node: the operator.
-        strategy: the slices of each dimension of each input, as MindSpore has them (of a linear layer the weight
+        strategy: the slices of each dimension of each input, as MindSpore has them (of a linear layer the
+            weight
             may be given as stored, or as the second factor of a product), or slices by axis name.
 
     Raises:
@@ -120,10 +121,10 @@ def _check_sizes(node: Node, axes: Sequence[Axis], wanted: Mapping[str, int]) ->
             padded = -(-axis.size // count) * count
             more = ""
             if node.op in ("embedding", "linear", "cross_entropy_loss") and axis.name in ("v", "n"):
-                more = f" Build the layer with {padded}: what no target names is never chosen, and costs nothing else."
+                more = f" Build the layer with {padded}: targets never name the others."
             raise SettingsError(
-                f"{_what(node)}: its axis {axis.name} has {axis.size} elements, which {count} slices cannot share"
-                f" evenly; {padded} could.{more}"
+                f"{_what(node)}: its axis {axis.name} has {axis.size} elements, which {count} slices"
+                f" cannot share evenly; {padded} could.{more}"
             )
 
 
@@ -135,7 +136,8 @@ def _what(node: Node) -> str:
 def pins_of(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, dict[str, int]]:
     """What users fixed, as slices by axis by operator.
 
-    A name is that of an operator, or of a module: then its only operator that has parameters, or its only one.
+    A name is that of an operator, or of a module: then its only operator that has parameters, or its only
+    one.
 
     Raises:
         SettingsError: nothing is called so, or more than one operator; or see :func:`slices_by_axis`.
@@ -189,7 +191,8 @@ def feeding(
 
     Args:
         mesh: sizes.
-        dataset: "data_parallel" (each rank feeds its part of the batch), "full_batch" (each feeds all), or the
+        dataset: "data_parallel" (each rank feeds its part of the batch), "full_batch" (each feeds all), or
+            the
             slices of each input.
         shapes: of the whole inputs.
     """
@@ -200,11 +203,20 @@ def feeding(
         elif dataset == "data_parallel":
             layout = (0,) * len(mesh)
         else:
-            layout = _layout_of(mesh, tuple(dataset[number])) if number < len(dataset) else None
+            layout = _layout_of(mesh, _cuts(dataset, number))
         if layout is None or not fits(layout, mesh, shape):
             return None
         found.append(layout)
     return tuple(found)
+
+
+def _cuts(dataset: str | Sequence[Slices], number: int) -> Slices:
+    if isinstance(dataset, str) or number >= len(dataset):
+        raise SettingsError(
+            f'dataset_strategy is "data_parallel", "full_batch", or one tuple of slices for each input, not'
+            f" {dataset!r}"
+        )
+    return tuple(dataset[number])
 
 
 def _layout_of(mesh: Mesh, cuts: Slices) -> Layout | None:
@@ -236,8 +248,8 @@ def whole_shape(shape: Shape, number: int, world: int, dataset: str | Sequence[S
         return (shape[0] * world, *shape[1:])
     if isinstance(dataset, str) or number >= len(dataset) or len(dataset[number]) != len(shape):
         raise SettingsError(
-            f'dataset_strategy is "data_parallel", "full_batch", or one tuple of slices for each input with one'
-            f" number for each dimension, not {dataset!r}"
+            f'dataset_strategy is "data_parallel", "full_batch", or one tuple of slices for each input with'
+            f" one number for each dimension, not {dataset!r}"
         )
     return tuple(size * cut for size, cut in zip(shape, dataset[number], strict=True))
 
@@ -446,6 +458,6 @@ def _indivisible(graph: Graph, world: int) -> str:
         if node.kind == "input"
     ]
     return (
-        f"the batch ({', '.join(shapes)}) cannot be shared by {world} ranks as dataset_strategy says: choose sizes"
-        ' that the ranks divide, or dataset_strategy="full_batch"'
+        f"the batch ({', '.join(shapes)}) cannot be shared by {world} ranks as dataset_strategy says: choose"
+        ' sizes that the ranks divide, or dataset_strategy="full_batch"'
     )

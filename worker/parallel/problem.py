@@ -1,4 +1,4 @@
-"""The choice as numbers: the states that each node may be in, what each costs, and what passes between them costs.
+"""The choice as numbers: the states of each node, what each costs, and what passes between them costs.
 
 The total is a sum over nodes and over edges, so :mod:`worker.parallel.search` finds its minimum exactly.
 """

@@ -1,9 +1,9 @@
 """Which axes each operator has: what can be split, and what that means for inputs, outputs and gradients.
 
-An operator is a list of named axes. Giving a mesh dimension to an axis splits the inputs that have the axis; those
-that lack it stay whole, and their gradients are partial sums. Outputs that have it are split; those that lack it
-are partial sums. The backward pass follows from that, so only forward rules exist. Whatever has no rule here is
-kept whole on all ranks.
+An operator is a list of named axes. Giving a mesh dimension to an axis splits the inputs that have the axis;
+those that lack it stay whole, and their gradients are partial sums. Outputs that have it are split; those that
+lack it are partial sums. The backward pass follows from that, so only forward rules exist. Whatever has no
+rule here is kept whole on all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.parallel.graph import HUB, Graph, Node, Ref
+from worker.parallel.graph import HUB, Graph, Node, Ref, names
 from worker.parallel.layouts import PARTIAL, REPLICATED, Entry, Shape
 
 WHOLE = "-"
@@ -100,24 +100,31 @@ class Call:
 Rule = Callable[[Call], "list[Axis] | None"]
 _RULES: dict[str, Rule] = {}
 
-LINEAR_VIEWS = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "transpose", "t", "permute", "numpy_T", "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "contiguous", "clone", "alias", "expand", "narrow", "view_as", "movedim", "swapaxes"]
+LINEAR_VIEWS = names(
+    "view reshape flatten unflatten _unsafe_view squeeze unsqueeze transpose t permute numpy_T slice "
+    "select chunk split split_with_sizes unbind contiguous clone alias expand narrow view_as movedim "
+    "swapaxes"
 )
 """Operators whose output only has the input's elements: sums may pass through them unadded."""
 
-_ELEMENTWISE = frozenset(
-    ["add", "sub", "mul", "div", "relu", "relu_", "gelu", "silu", "tanh", "sigmoid", "dropout", "pow", "to", "_to_copy", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "sin", "cos", "erf", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "alias", "detach", "contiguous", "clone", "masked_fill", "where", "eq", "ne", "lt", "gt", "le", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "square", "reciprocal", "type_as", "ones_like", "zeros_like", "full_like", "log1p", "expm1", "sign", "floor", "ceil", "round", "isnan", "isinf", "lerp", "addcmul", "addcdiv", "threshold", "relu6", "logsigmoid", "rsub", "true_divide", "atan", "tan"]
+_ELEMENTWISE = names(
+    "add sub mul div relu relu_ gelu silu tanh sigmoid dropout pow to _to_copy neg exp log sqrt rsqrt "
+    "abs sin cos erf hardtanh hardswish hardsigmoid leaky_relu elu softplus mish alias detach "
+    "contiguous clone masked_fill where eq ne lt gt le ge logical_and logical_or logical_not "
+    "bitwise_and bitwise_or bitwise_not clamp clamp_min clamp_max maximum minimum square reciprocal "
+    "type_as ones_like zeros_like full_like log1p expm1 sign floor ceil round isnan isinf lerp "
+    "addcmul addcdiv threshold relu6 logsigmoid rsub true_divide atan tan"
 )
-_SUMS = frozenset(["add", "sub"])
-_SCALED = frozenset(["mul", "div", "neg"])
+_SUMS = names("add sub")
+_SCALED = names("mul div neg")
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*ops: str) -> Callable[[Rule], Rule]:
     """Registers a rule for operators."""
 
     def register(function: Rule) -> Rule:
-        for name in names:
-            _RULES[name] = function
+        for op in ops:
+            _RULES[op] = function
         return function
 
     return register
@@ -335,7 +342,7 @@ MEAN = 1
 
 @rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 def _cross_entropy(call: Call) -> list[Axis] | None:
-    scores, target = call.ins[:2]
+    scores = call.ins[0]
     reduction = call.argument(3, "reduction", MEAN)
     smoothing = call.argument(5, "label_smoothing", 0.0) if call.op == "cross_entropy_loss" else 0.0
     if len(call.ins) > 2 or call.floating[1] or len(scores) < 2:

@@ -130,8 +130,8 @@ def _refined(problem: Problem, lean: list[int], fast: list[int], limit_bytes: fl
 class _Eliminator:
     """Minimises sums over nodes and edges by eliminating one node after the other.
 
-    A node goes with all tables that mention it: they are added up, and replaced by the minimum over its states as a
-    table of its neighbours. The order is found once, by the size of the table that a node would need.
+    A node goes with all tables that mention it: they are added up, and replaced by the minimum over its
+    states as a table of its neighbours. The order is found once, by the size of the table that a node needs.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -206,4 +206,5 @@ def _aligned(names: Sequence[int], table: Matrix, axes: Sequence[int]) -> Matrix
     shape = [1] * len(axes)
     for i in places:
         shape[axes.index(names[i])] = table.shape[i]
-    return table.transpose(places).reshape(shape)
+    aligned: Matrix = table.transpose(places).reshape(shape)
+    return aligned

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from worker.errors import WorkerError
-from worker.parallel.graph import Graph, Node, Ref, Value
+from worker.parallel.graph import Graph, Node, Ref, Value, names
 from worker.parallel.layouts import Shape
 
 _one_at_a_time = threading.Lock()  # torch.export has global state
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-_ALIASES = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "t", "permute", "numpy_T", "slice", "select", "chunk", "split", "split_with_sizes", "unbind", "contiguous", "alias", "expand", "narrow", "to", "dropout", "detach", "view_as"]
+_ALIASES = names(
+    "view reshape flatten unflatten squeeze unsqueeze transpose t permute numpy_T slice select chunk "
+    "split split_with_sizes unbind contiguous alias expand narrow to dropout detach view_as"
 )
 
 
@@ -287,8 +288,8 @@ class _Reader:
 
     def _module(self, fx: Any) -> str:
         stack = fx.meta.get("nn_module_stack") or {}
-        names = [entry[0] for entry in stack.values()]
-        own = str(names[-1]) if names else ""
+        path = [entry[0] for entry in stack.values()]
+        own = str(path[-1]) if path else ""
         return "" if own == self._prefix.rstrip(".") else own.removeprefix(self._prefix)
 
     def _prune(self) -> Graph:
