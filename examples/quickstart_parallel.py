@@ -57,10 +57,14 @@ def main() -> int:
         strategies = {"matmul": ((rows, columns), (columns, 1))} if options.mode == "semi_auto" else None
         random = np.random.RandomState(1)
         data = torch.from_numpy(random.rand(world * SAMPLES, INPUTS + OUTPUTS).astype(np.float32))
-        own = data[rank * SAMPLES : (rank + 1) * SAMPLES]
+        device = torch.device("cpu")
+        if session.communicator.name == "nccl":
+            device = torch.device("cuda", session.device_ordinal)
+            torch.cuda.set_device(device)
+        own = data[rank * SAMPLES : (rank + 1) * SAMPLES].to(device)
         x, y = own[:, :INPUTS].contiguous(), own[:, INPUTS:].contiguous()
         torch.manual_seed(1)
-        model = worker.parallelize(Net(), (x, y), loss=torch.nn.MSELoss(), strategies=strategies)
+        model = worker.parallelize(Net().to(device), (x, y), loss=torch.nn.MSELoss(), strategies=strategies)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.1)
         if rank == 0:
             print(model.plan)

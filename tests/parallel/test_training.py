@@ -337,6 +337,49 @@ def test_a_broken_backward_pass_is_forgotten() -> None:
             close(name, grads[name], p.grad, TOLERANCE)
 
 
+def test_whole_weights_are_loaded_in_parts() -> None:
+    batch = MODELS["mlp"][1](0)
+    torch.manual_seed(9)
+    other = MODELS["mlp"][0]().double()
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, strategies=MIXED, machine=SLOW)
+        model.load_full_state_dict(other.state_dict())
+        with pytest.raises(
+            SettingsError, match=r"temperature has the shape \[1\]; what is loaded is missing"
+        ):
+            model.load_full_state_dict({})
+        with pytest.raises(SettingsError, match="convert it before parallelize"):
+            model.half()
+        return model(*parts(communicator, batch)).item(), model.full_state_dict()
+
+    for loss, state in run_ranks(2, train):
+        assert loss == pytest.approx(other(*batch).item(), abs=1e-12)
+        for name, tensor in other.state_dict().items():
+            close(name, state[name], tensor, 1e-12)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        h = self.fc(x)
+        first = h[:, 0]
+        h.mul_(2)  # seen through first, too
+        return (h.sum(1) + first).square().mean()
+
+
+def test_what_is_changed_in_place_behind_a_view_is_not_split() -> None:
+    def train(communicator: RankCommunicator) -> Any:
+        return worker.parallelize(InPlace(), (torch.rand(2, 8),), communicator=communicator)
+
+    model = run_ranks(2, train)[0]
+    assert isinstance(model, worker.DataParallel)
+    assert "changes a tensor in place that is also seen through a view" in str(model.plan)
+
+
 class Break(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:

@@ -27,13 +27,21 @@ class HeldParameter:
         self.held: Any = None
         self.factor: float = 1
         if holding.sharded:
-            start = fabric.index(holding.dims) * holding.shard
-            padded = torch.zeros(holding.shard * holding.ranks, dtype=local.dtype, device=local.device)
-            padded[: holding.numel] = local.reshape(-1)
-            self.parameter = torch.nn.Parameter(padded[start : start + holding.shard].clone())
+            self.parameter = torch.nn.Parameter(self._share(local, fabric))
         else:
             self.parameter = torch.nn.Parameter(local)
             self.whole = self.parameter.detach()
+
+    def _share(self, local: Any, fabric: Fabric) -> Any:
+        holding = self.holding
+        start = fabric.index(holding.dims) * holding.shard
+        padded = torch.zeros(holding.shard * holding.ranks, dtype=local.dtype, device=local.device)
+        padded[: holding.numel] = local.reshape(-1)
+        return padded[start : start + holding.shard].clone()
+
+    def load(self, local: Any, fabric: Fabric) -> None:
+        """Takes other values of the local part."""
+        self.parameter.copy_(self._share(local, fabric) if self.holding.sharded else local)
 
     def hold(self, grad: Any) -> None:
         """Adds a gradient that is not summed over ranks yet."""

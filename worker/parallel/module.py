@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -331,6 +331,34 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 if held.parameter is tensor:
                     found.setdefault(name, by_node[node_name])
         return found
+
+    def load_full_state_dict(self, whole: Mapping[str, Any]) -> None:
+        """Takes parameters and buffers as :meth:`full_state_dict` or the bare module gives them.
+
+        Args:
+            whole: each under one of its names at least; every rank gives all of them.
+
+        Raises:
+            SettingsError: one is missing, or has another shape.
+        """
+        for node, state in self._nodes():
+            name = self._traced.parameters.get(node.name)
+            if name is None:
+                continue
+            shape = self._graph.values[node.outputs[0]].shape
+            if name not in whole or tuple(whole[name].shape) != shape:
+                got = list(whole[name].shape) if name in whole else "missing"
+                raise SettingsError(f"{name} has the shape {list(shape)}; what is loaded is {got}")
+            local = self._part(whole[name], state.outs[0])
+            with torch.no_grad():
+                if node.name in self._held:
+                    self._held[node.name].load(local, self._fabric)
+                else:
+                    self._fixed[node.name].copy_(local)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses ``to()``, ``half()`` and the like, which would leave plan and parts behind."""
+        raise SettingsError("a parallel module stays what and where it is: convert it before parallelize()")
 
     def forget_backward(self) -> None:
         """Forgets a backward pass that broke off, and all gradients."""

@@ -144,6 +144,7 @@ def build(
     problem = Problem(graph, mesh, machine)
     inputs, outputs = iter(options.inputs), iter(options.outputs)
     used = _dims_used(graph)
+    alike: dict[str, list[State]] = {}  # layers come again and again
     for node in graph.nodes:
         if node.kind == "input":
             layout = next(inputs)
@@ -157,7 +158,12 @@ def build(
             modes, known = modes_of(graph, node)
             if not known and not node.op.endswith("_"):
                 problem.without_rule.append(node.name)
-            states = _ways(problem, node, modes, options)
+            shapes = [(graph.values[v].shape, graph.values[v].dtype) for v in (*node.inputs, *node.outputs)]
+            grad = [graph.values[v].needs_grad for v in node.outputs]
+            memo = f"{node.op} {node.kind} {modes} {shapes} {grad} {node.args} {node.kwargs}"
+            if memo not in alike:
+                alike[memo] = _ways(problem, node, modes, options)
+            states = alike[memo]
         if pins and node.name in pins:
             states = [state for state in states if pins[node.name](node, state)]
             if not states:
