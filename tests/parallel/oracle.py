@@ -31,10 +31,12 @@ SLOW = Machine(
 class Case:
     """A model, its graph, and what one process makes of it in three steps."""
 
-    def __init__(self, name: str, *, dataset: Any = "data_parallel") -> None:
+    def __init__(
+        self, name: str, *, dataset: Any = "data_parallel", module: Any = None, batches: Any = None
+    ) -> None:
         self.name, self.dataset = name, dataset
-        self.module = make(name)
-        self.batches = [MODELS[name][1](seed) for seed in range(STEPS)]
+        self.module = make(name) if module is None else module
+        self.batches = batches or [MODELS[name][1](seed) for seed in range(STEPS)]
         self.traced: Traced = trace(copy.deepcopy(self.module), self.batches[0])
         self.reference = one_process(copy.deepcopy(self.module), self.batches)
 

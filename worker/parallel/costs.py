@@ -124,7 +124,7 @@ def flops(graph: Graph, node: Node) -> float:
         return 2.0 * out * shapes[0][-1]
     if node.op == "addmm":
         return 2.0 * out * shapes[1][-1]
-    if node.op in ("conv1d", "conv2d", "conv3d", "convolution"):
+    if node.op in ("conv1d", "conv2d", "conv3d"):
         return 2.0 * out * math.prod(shapes[1][1:])
     if node.op == _ATTENTION:
         return 4.0 * out * shapes[1][-2]
@@ -187,12 +187,7 @@ def inner_collectives(
         if "v" in along:
             add("forward", "all_reduce", along["v"], shape[0])
             add("forward", "all_reduce", along["v"], 2 * shape[0])
-    if (
-        node.op in ("batch_norm", "instance_norm")
-        and "b" in along
-        and is_training_norm(node)
-        and not local_norm
-    ):
+    if node.op == "batch_norm" and "b" in along and is_training_norm(node) and not local_norm:
         ranks = math.prod(mesh[d] for d in along["b"])
         add("forward", "all_gather", along["b"], ranks * 2 * shape[1])
         if needs_grad:

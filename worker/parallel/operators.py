@@ -117,7 +117,7 @@ class _Local:
             return lambda tensors: tensors[0].expand(self.shapes[0])
         if op == "cross_entropy_loss" or op.startswith("nll_loss"):
             return self._cross_entropy
-        if op in ("linear", "addmm", "conv1d", "conv2d", "conv3d", "convolution"):
+        if op in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
             return self._with_bias
         if op == "embedding" and "v" in self.along:
             return self._embedding
@@ -159,8 +159,7 @@ class _Local:
         if "k" in self.along and place < len(args) and isinstance(args[place], torch.Tensor):
             args[place] = args[place] / self.fabric.size(self.along["k"])
         if "g" in self.along:
-            groups = 8 if self.node.op == "convolution" else 6
-            args[groups] //= self.fabric.size(self.along["g"])
+            args[6] //= self.fabric.size(self.along["g"])
         return self.function(*args, **fill(self.node.kwargs, tensors))
 
     def _embedding(self, tensors: Sequence[Any]) -> Any:

@@ -1,9 +1,9 @@
 """Which axes each operator has: what can be split, and what that means for inputs, outputs and gradients.
 
-An operator is a list of named axes. Giving a mesh dimension to an axis splits the inputs that have the axis;
-those that lack it stay whole, and their gradients are partial sums. Outputs that have it are split; those that
-lack it are partial sums. The backward pass follows from that, so only forward rules exist. Whatever has no
-rule here is kept whole on all ranks.
+An operator is a list of named axes. Giving a mesh dimension to an axis splits the inputs that have it; those
+that lack it stay whole, and their gradients are partial sums. Outputs that have it are split; those that lack
+it are partial sums. The backward pass follows from that, so only forward rules exist. Whatever has no rule is
+kept whole on all ranks.
 """
 
 from __future__ import annotations
@@ -247,11 +247,9 @@ def _einsum(call: Call) -> list[Axis] | None:
     ]
 
 
-@rule("conv1d", "conv2d", "conv3d", "convolution")
+@rule("conv1d", "conv2d", "conv3d")
 def _convolution(call: Call) -> list[Axis] | None:
-    if call.op == "convolution" and call.argument(6, "transposed", False):
-        return None
-    groups = call.argument(8 if call.op == "convolution" else 6, "groups", 1)
+    groups = call.argument(6, "groups", 1)
     x, weight = call.ins[:2]
     if len(x) != len(weight) or any(isinstance(a, str) for a in call.args):
         return None
@@ -313,7 +311,7 @@ def _recurrent(call: Call) -> list[Axis] | None:
 # ---------------------------------------------------------------- normalisation and losses
 
 
-@rule("batch_norm", "instance_norm")
+@rule("batch_norm")
 def _batch_norm(call: Call) -> list[Axis]:
     more = len(call.ins) - 1
     axes = [Axis("b", call.ins[0][0], (0, *(None,) * more), (0,))]
