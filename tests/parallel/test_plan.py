@@ -100,6 +100,18 @@ def test_data_parallel_is_an_answer() -> None:
     assert plan.seconds <= (plan.baseline_s or 0) * 1.002
 
 
+def test_data_parallelism_computes_its_part_of_the_batch_and_nothing_twice() -> None:
+    plan = wide(mode="data_parallel")
+    for node, state in zip(plan.graph.nodes, plan.states, strict=True):
+        if node.kind == "call":
+            assert state.modes[0] in ("b0", "d0", "m"), node.name
+    gradients = [each for each in plan.collectives if each.phase == "gradients"]
+    whole = sum(v.nbytes for v in plan.graph.values if v.needs_grad and v.name.startswith("p_"))
+    assert sum(each.nbytes for each in gradients) == whole
+    assert {each.kind for each in plan.collectives if each.phase != "gradients"} == {"all_reduce"}
+    assert plan.seconds == pytest.approx(wide().baseline_s or 0)
+
+
 def test_what_does_not_fit_is_refused_and_what_does_is_within_the_limit() -> None:
     plan = wide(machine=Machine(memory_bytes=2.4e9))
     assert plan.verdict.startswith("data parallel does not fit: it needs ")

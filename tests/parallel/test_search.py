@@ -86,6 +86,17 @@ def test_a_memory_limit_is_kept_and_the_gap_is_honest() -> None:
     assert float(np.median(gaps)) <= 0.1
 
 
+def test_many_nodes_without_a_choice_cost_nothing() -> None:
+    """A hundred neighbours that are fixed are no hundred dimensions of a table."""
+    problem = random_problem(3, nodes=102)
+    problem.states[1:] = [states[:1] for states in problem.states[1:]]
+    shape = (len(problem.states[0]), 1)
+    problem.edges = [(0, other, np.arange(shape[0], dtype=float).reshape(shape)) for other in range(1, 101)]
+    found = solve(problem)
+    assert found is not None
+    assert found.seconds == pytest.approx(brute_force(problem))
+
+
 def test_no_plan_fits_into_too_little_memory() -> None:
     assert solve(random_problem(1), 0.5) is None
 
@@ -189,6 +200,9 @@ def test_a_million_classes_are_split() -> None:
     plan = find_plan(graph("resnet50_faces"), 4, machine=Machine())
     assert "fc's gradient of 8.2 GB no longer travels" in plan.verdict
     assert plan.state_of("cross_entropy_loss").modes[-1] == "v"
+    assert plan.state_of("linear").outs == ((1,),)  # no rank ever has a whole row of scores
+    scores = max(each.nbytes for each in plan.collectives if each.node == "cross_entropy_loss")
+    assert scores <= 64 * 4 * 2048 * 4
     assert plan.baseline_s is not None
     assert plan.baseline_s > 1.3 * plan.seconds
 

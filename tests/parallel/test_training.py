@@ -317,6 +317,10 @@ def test_a_batch_of_another_shape_is_refused_in_words() -> None:
     run_ranks(2, train)
 
 
+def fail(*args: Any) -> Any:
+    raise RuntimeError("cut")
+
+
 def test_a_broken_backward_pass_is_forgotten() -> None:
     batch = MODELS["mlp"][1](0)
     reference = make("mlp")
@@ -328,6 +332,14 @@ def test_a_broken_backward_pass_is_forgotten() -> None:
         broken = (loss * Break.apply(loss)).sum()
         with pytest.raises(RuntimeError, match="on purpose"):
             broken.backward()
+        model.forget_backward()
+        loss = model(*parts(communicator, batch))
+        start, model._fabric.start_all_reduce = model._fabric.start_all_reduce, fail
+        with pytest.raises(RuntimeError, match="cut"):
+            loss.backward()
+        model._fabric.start_all_reduce = start
+        with pytest.raises(worker.WorkerError, match="the backward pass before this one broke off"):
+            model(*parts(communicator, batch)).backward()
         model.forget_backward()
         model(*parts(communicator, batch)).backward()
         return whole_gradients(model)

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import Variable
 
 from worker.communicators.base import Work
+from worker.errors import WorkerError
 from worker.parallel.buckets import Holding, PlannedBucket
 from worker.parallel.fabric import Fabric
 
@@ -110,6 +111,7 @@ class Gradients:
         self._bucket_of = {each.name: bucket for bucket in self._buckets for each in bucket.members}
         self.synchronize = True
         self._in_backward = False
+        self._task = -1
         self._launched = 0
         self._ready: set[str] = set()
 
@@ -139,8 +141,14 @@ class Gradients:
     def _hook(self, held: HeldParameter) -> Callable[[Any], None]:
         def ready(leaf: Any) -> None:
             grad, leaf.grad = leaf.grad, None
+            task = torch._C._current_graph_task_id()
+            if self._in_backward and task != self._task:
+                raise WorkerError(
+                    "the backward pass before this one broke off: ranks may have sent different collectives",
+                    remedy="Let its error end the process, or call forget_backward() on all ranks.",
+                )
             if not self._in_backward:
-                self._in_backward = True
+                self._in_backward, self._task = True, task
                 Variable._execution_engine.queue_callback(self._finish)
             bucket = self._bucket_of.get(held.name)
             if bucket is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from worker.errors import SettingsError
 from worker.parallel.costs import Machine
-from worker.parallel.graph import Graph, Node
+from worker.parallel.graph import HUB, Graph, Node
 from worker.parallel.layouts import (
     REPLICATED,
     Entry,
@@ -22,7 +22,7 @@ from worker.parallel.layouts import (
 )
 from worker.parallel.plan import SAME, Plan
 from worker.parallel.problem import Options, Pin, Problem, State, build
-from worker.parallel.rules import Axis, axes_of
+from worker.parallel.rules import Axis, axes_of, modes_of
 from worker.parallel.search import Solution, TooWide, solve
 
 Slices = tuple[int, ...]
@@ -414,14 +414,48 @@ def _propagated(
 def _data_parallel(
     graph: Graph, world: int, machine: Machine, base: Options, dataset: str | Sequence[Slices]
 ) -> tuple[Found, Options] | None:
-    """The best plan in which every rank holds all parameters."""
+    """Every rank holds all parameters, and computes its part of the batch where a rule says how."""
     options = options_for(graph, (world,), dataset, base)
     if options is None:
         return None
     options = replace(options, whole_parameters=True, shard_updates=False)
-    problem = build(graph, (world,), machine, options)
+    problem = build(graph, (world,), machine, options, _batch_pins(graph, options))
     solution = solve(problem)
     return None if solution is None else ((solution, problem.chosen(solution.choice)), options)
+
+
+def _batch_pins(graph: Graph, options: Options) -> dict[str, Pin]:
+    """On a mesh of one dimension: what gets a part of the batch computes that part."""
+    fed = iter(options.inputs)
+    known: dict[int, Entry] = {}
+    pins: dict[str, Pin] = {}
+    for node in graph.nodes:
+        if node.kind == "input":
+            known[node.outputs[0]] = next(fed)[0]
+        elif node.kind in ("parameter", "buffer") or node.of_parameters:
+            known.update(dict.fromkeys(node.outputs, REPLICATED))
+        elif node.kind in ("call", HUB):
+            entries = [known.get(value) for value in node.inputs]
+            if not any(isinstance(entry, int) for entry in entries):
+                continue
+            fitting = [
+                mode
+                for mode in modes_of(graph, node)[0]
+                if mode.size and all(e in (None, wanted) for e, wanted in zip(entries, mode.ins, strict=True))
+            ]
+            if not fitting:
+                continue
+            pins[node.name] = _one_of({mode.name for mode in fitting})
+            known.update(
+                (value, entry)
+                for value, entry in zip(node.outputs, fitting[0].outs, strict=True)
+                if isinstance(entry, int)
+            )
+    return pins
+
+
+def _one_of(axes: set[str]) -> Pin:
+    return lambda _, state: state.modes[0] in axes
 
 
 def _plan(

@@ -138,7 +138,12 @@ class _Eliminator:
         self._problem = problem
         self._sizes = [len(states) for states in problem.states]
         self._edges: dict[tuple[int, int], Matrix] = {}
+        self._fixed: dict[int, Matrix] = {}  # what edges to nodes with one state add to the others
         for u, v, matrix in problem.edges:
+            if self._sizes[u] == 1 or self._sizes[v] == 1:
+                node, costs = (v, matrix[0]) if self._sizes[u] == 1 else (u, matrix[:, 0])
+                self._fixed[node] = self._fixed[node] + costs if node in self._fixed else costs
+                continue
             pair, table = ((u, v), matrix) if u < v else ((v, u), matrix.T)
             self._edges[pair] = self._edges[pair] + table if pair in self._edges else table
         self._order = self._plan()
@@ -152,7 +157,7 @@ class _Eliminator:
         def width(node: int) -> int:
             return math.prod(self._sizes[other] for other in near[node]) * self._sizes[node]
 
-        widths = {node: width(node) for node in range(len(self._sizes))}
+        widths = {node: width(node) for node, size in enumerate(self._sizes) if size > 1}
         order = []
         while widths:
             node = min(widths, key=lambda each: widths[each])
@@ -186,6 +191,7 @@ class _Eliminator:
             axes = (node, *scope)
             states = self._problem.states[node]
             own = np.array([state.seconds + price * state.nbytes for state in states])
+            own = own + self._fixed.get(node, 0.0)
             total = own.reshape(len(states), *(1,) * len(scope))
             for names, table in tables[node]:
                 total = total + _aligned(names, table, axes)
