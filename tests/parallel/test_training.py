@@ -317,6 +317,25 @@ def test_a_batch_of_another_shape_is_refused_in_words() -> None:
     run_ranks(2, train)
 
 
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(8, 4, max_norm=1.0)
+
+    def forward(self, x: Any) -> Any:
+        return self.tok(x).square().mean()
+
+
+def test_what_changes_a_parameter_in_the_forward_pass_is_not_split() -> None:
+    def train(communicator: RankCommunicator) -> Any:
+        batch = (torch.zeros(2, dtype=torch.long),)
+        return worker.parallelize(Renormed(), batch, communicator=communicator)
+
+    model = run_ranks(2, train)[0]
+    assert isinstance(model, worker.DataParallel)
+    assert "changes a tensor in place" in str(model.plan)
+
+
 def fail(*args: Any) -> Any:
     raise RuntimeError("cut")
 

@@ -111,7 +111,7 @@ class _Local:
     def choose(self) -> Local:
         """The function for this operator."""
         op = self.node.op
-        if op in _RESHAPES:
+        if op in _RESHAPES and (op != "view" or isinstance(self.node.args[1], (list, tuple))):
             return lambda tensors: tensors[0].reshape(self.shapes[0])
         if op == "expand":
             return lambda tensors: tensors[0].expand(self.shapes[0])

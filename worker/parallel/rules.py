@@ -88,7 +88,7 @@ class Call:
 
     def dims(self, value: Any) -> list[int]:
         """Dimensions of the first input counted from 0; None: all."""
-        if value is None or value == []:
+        if value is None or value == [] or isinstance(value, bool):
             return list(range(len(self.ins[0])))
         return [self.dim(d) for d in ([value] if isinstance(value, int) else value)]
 
@@ -137,7 +137,10 @@ def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
         return _each_dim(call)
     found = _RULES.get(node.op)
     if found is not None:
-        return found(call)
+        try:
+            return found(call)
+        except (IndexError, KeyError, TypeError, ValueError):
+            return None  # arguments that the rule does not know
     return _elementwise(call) if node.op in _ELEMENTWISE and call.ins else None
 
 
@@ -151,7 +154,7 @@ def modes_of(graph: Graph, node: Node) -> tuple[list[Mode], bool]:
     if node.kind == HUB or node.of_parameters or node.op in LINEAR_VIEWS:
         # The backward pass is linear in the gradient: parts of it may pass unadded.
         modes.append(Mode("grad", 0, whole * ins, (PARTIAL,) * ins, whole * outs, (PARTIAL,) * outs))
-    if _passes_sums(graph, node):
+    if axes is not None and _passes_sums(graph, node):
         modes.append(Mode("sum", 0, (PARTIAL,) * ins, whole * ins, (PARTIAL,) * outs, whole * outs))
     return modes, axes is not None
 
@@ -165,7 +168,7 @@ def _passes_sums(graph: Graph, node: Node) -> bool:
     if node.op in _SUMS:
         same = len({graph.values[v].shape for v in node.inputs}) == 1
         return len(node.inputs) == 2 and tensors[:2] == [True, True] and same
-    return node.op in _SCALED and len(node.inputs) == 1 and tensors[:1] == [True]
+    return node.op in _SCALED and len(node.inputs) == 1 and tensors[:1] == [True] and not node.kwargs
 
 
 # ---------------------------------------------------------------- contractions
@@ -447,7 +450,9 @@ def _prelu(call: Call) -> list[Axis]:
 
 
 @rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as")
-def _view(call: Call) -> list[Axis]:
+def _view(call: Call) -> list[Axis] | None:
+    if call.op == "view" and not isinstance(call.argument(1, "size"), (list, tuple)):
+        return None  # the same bytes as another dtype
     more = (None,) * (len(call.ins) - 1)
     return [Axis(f"d{a}", size, (a, *more), (b,)) for a, b, size in view_groups(call.ins[0], call.outs[0])]
 

@@ -245,6 +245,12 @@ class _Reader:
             maker = self._graph.nodes[self._graph.values[inputs[0]].node]
             if maker.kind == "buffer":  # a counter, which every rank counts for itself
                 maker.mutated = True
+            elif maker.kind == "parameter":
+                raise TraceError(
+                    f"{_line(fx)} changes a parameter in the forward pass.",
+                    line=_line(fx),
+                    remedy="Leave that to the optimizer.",
+                )
             else:
                 self._check_unaliased(fx, target)
                 node.op, function = op[:-1], _functional(fx, function)
