@@ -71,7 +71,7 @@ class Case:
         results = run_ranks(size, lambda communicator: self._train(plan, communicator))
         losses, grads, weights = self.reference
         for rank, (own_losses, own_grads, own_weights, _, _) in enumerate(results):
-            for step in range(STEPS):
+            for step in range(len(self.batches)):
                 close(f"loss {step} of rank {rank}", own_losses[step], losses[step], tolerance)
             for name, grad in grads.items():
                 close(f"gradient of {name} on rank {rank}", own_grads[name], grad, tolerance)
