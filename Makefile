@@ -22,7 +22,7 @@ DEV_READY := $(VENV)/.ready-dev$(CUDA)
 TORCH_READY := $(VENV)/.ready-torch$(CUDA)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-torch run-test-torch test-system lint format proto clean
+.PHONY: help train test test-torch run-test-torch test-system run-test-system lint format proto clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,9 +44,12 @@ test-torch: ## Run the tests that need torch, on the CPU where there is no GPU
 
 run-test-torch: $(TORCH_READY)
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
-		tests/gpu tests/contracts tests/end_to_end/test_readme.py
+		tests/gpu tests/contracts tests/parallel tests/end_to_end/test_readme.py
 
-test-system: $(DEV_READY) ## Run what takes minutes: floods, blame, a soak; one after the other
+test-system: ## Run what takes minutes: floods, blame, a soak; one after the other
+	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-system
+
+run-test-system: $(TORCH_READY)
 	@$(BIN)/python -m pytest -q -m system $(PYTEST_ARGS) tests
 
 lint: $(DEV_READY) ## Check style, types and import rules only

@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from worker.errors import SecurityError as SecurityError
     from worker.errors import SettingsError as SettingsError
     from worker.errors import WorkerError as WorkerError
+    from worker.parallel.context import ParallelMode as ParallelMode
+    from worker.parallel.context import get_auto_parallel_context as get_auto_parallel_context
+    from worker.parallel.context import reset_auto_parallel_context as reset_auto_parallel_context
+    from worker.parallel.context import set_auto_parallel_context as set_auto_parallel_context
     from worker.process import init as init
     from worker.process import release as release
     from worker.process import set_ps_context as set_ps_context
@@ -76,6 +80,10 @@ _NAMES = {
         " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"
         " NotInitializedError PeerFinishedError PeerLostError RefusedError SchedulerUnreachableError"
         " SecurityError SettingsError WorkerError"
+    ),
+    "worker.parallel.api": "layerwise parallelize",
+    "worker.parallel.context": (
+        "ParallelMode get_auto_parallel_context reset_auto_parallel_context set_auto_parallel_context"
     ),
     "worker.process": "init release set_ps_context",
     "worker.session": "Session",

@@ -1,4 +1,4 @@
-"""``python -m worker``, also known as ``muster``: launches workers, checks hosts, makes rank tables."""
+"""``python -m worker``, or ``muster``: launches workers, checks hosts, makes rank tables, plans."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from worker import check
 
         return check.main(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        from worker.parallel import command
+
+        return command.main(arguments[1:])
     from worker import launch_command
 
     try:

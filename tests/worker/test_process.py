@@ -20,7 +20,10 @@ from worker.config import SecurityContext, Settings
 from worker.errors import JobEndedError, LeaveGranted, LeaveNow, SecurityError, SettingsError, WorkerError
 from worker.keyring import load_keyring
 
-NEED_TORCH = {"CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"}
+NEED_TORCH = {
+    *("CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"),
+    *("layerwise", "parallelize"),
+}
 
 
 @pytest.fixture(autouse=True)

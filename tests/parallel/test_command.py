@@ -1,0 +1,191 @@
+"""``muster plan``, and the page that shows how to use it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.parallel.ranks import RankCommunicator, run_ranks
+from tests.scheduler.processes import ROOT
+from tests.worker.launching import Place, environment
+from worker.__main__ import main
+from worker.parallel.command import load_machine
+from worker.parallel.measure import measure
+
+PAGE = ROOT / "docs" / "parallel.md"
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self, classes=400_000):
+        super().__init__()
+        self.body, self.fc = nn.Linear(256, 256), nn.Linear(256, classes)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.body(x)))
+
+def make():
+    return Net(), (torch.empty(16, 256), torch.empty(16, dtype=torch.long)), F.cross_entropy
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "models.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    return tmp_path
+
+
+def test_a_plan_without_gpus(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--why", "fc", "--out", "plan.json", "--html", "plan.html"]
+    assert main(["plan", "models:make", "--gpus", "8", *options]) == 0
+    out = capsys.readouterr().out
+    assert "fc's gradient of 409.6 MB no longer travels" in out
+    assert "-> n: ((1, 1), (8, 1), (8))" in out
+    assert json.loads((models / "plan.json").read_text())["mesh"]
+    assert (models / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_what_is_fixed_on_the_command_line(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--strategy", "fc=((1, 2), (1, 2))", "--mesh", "2,2", "--gpus", "4"]
+    assert main(["plan", "models:make", *fixed]) == 0
+    assert "linear ((1, 2), (1, 2), (1))" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["models:none"], "models:none cannot be found"),
+        (["models"], "a model is named MODULE:FUNCTION, not 'models'"),
+        (["models:make", "--strategy", "fc"], "--strategy is NAME=SLICES"),
+        (["models:make", "--strategy", "fd={'n': 8}"], "nothing is called 'fd'"),
+        (["models:make", "--gpus", "0"], "--gpus is at least 1"),
+        (["models:make", "--machine", "none.json"], "none.json is no machine"),
+        ([], "name a model"),
+    ],
+)
+def test_mistakes_are_told_in_words(
+    models: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_machine_is_measured_and_plans_are_made_for_it(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--measure", "machine.json"]) == 0
+    machine = load_machine("machine.json")
+    assert machine.name == "CPU, measured on 1 rank"
+    assert machine.flops_per_s > 1e8
+    assert main(["plan", "models:make", "--gpus", "4", "--machine", "machine.json"]) == 0
+    assert "costs of: CPU, measured on 1 rank" in capsys.readouterr().out
+
+
+def test_collectives_are_measured_by_size_and_group() -> None:
+    def go(communicator: RankCommunicator) -> object:
+        return measure(communicator, sizes=(1024, 65536), side=64)
+
+    first, *others = run_ranks(4, go)
+    assert all(other.measured == first.measured for other in others)
+    assert set(first.measured) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    for groups in first.measured.values():
+        assert set(groups) == {"2", "4"}
+        assert all([size for size, _ in rows] == [1024, 65536] for rows in groups.values())
+    rows = first.measured["all_gather"]["2"]
+    assert first.collective_s("all_gather", 2, 65536) == pytest.approx(rows[1][1])
+    between = first.collective_s("all_gather", 2, 30000)
+    assert min(rows[0][1], rows[1][1]) <= between <= max(rows[0][1], rows[1][1])
+    assert first.collective_s("all_gather", 2, 131072) == pytest.approx(2 * rows[1][1])
+
+
+# ---------------------------------------------------------------- real processes, and the page
+
+
+@pytest.mark.timeout(120)
+def test_the_quickstart_trains_in_processes(tmp_path: Path) -> None:
+    """Four ranks, each a process, over real sockets."""
+    place = Place(tmp_path)
+    command = (sys.executable, "-m", "examples.quickstart_parallel", "--save", "plan.json")
+    code, out, err = place.run("-n", "4", "--scheduler", command=command, PYTHONPATH=str(ROOT))
+    assert code == 0, out + err
+    losses = [float(x) for x in re.findall(r"epoch: \d step: \d, loss is ([0-9.]+)", out)]
+    assert len(losses) == 20
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] == pytest.approx(0.33, abs=0.05)
+    assert "matmul ((2, 2), (2, 1)); relu ((2, 2))" in out
+    assert "weight: [16, 16] on this rank" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["mesh"] == [2, 2]
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+def test_the_quickstart_of_eight_ranks_in_all_modes(tmp_path: Path) -> None:
+    seen = {}
+    for mode in ("semi_auto", "auto", "data_parallel"):
+        run = subprocess.run(
+            [
+                *(sys.executable, "-m", "worker", "-n", "8", "--scheduler", "--"),
+                *(sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode),
+            ],
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=str(ROOT), MS_SCHED_PORT=""),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=180,
+        )
+        seen[mode] = [float(x) for x in re.findall(r"epoch: \d step: \d, loss is ([0-9.]+)", run.stdout)]
+        if mode == "semi_auto":
+            assert "8x8 8x16; 8x4; 8x4 4x16" in run.stdout
+            assert "weight: [8, 16] on this rank" in run.stdout
+    assert seen["auto"] == pytest.approx(seen["semi_auto"], rel=1e-5)
+    # DataParallel prints each rank's own loss.
+    assert len(seen["data_parallel"]) == 20
+
+
+def page_commands() -> list[str]:
+    text = PAGE.read_text().replace("\\\n", " ")
+    return re.findall(r"^ *(muster plan .*)$", text, re.MULTILINE)
+
+
+def test_the_page_shows_commands() -> None:
+    assert len(page_commands()) >= 4
+    assert len(re.findall(r"^```python\n", PAGE.read_text(), re.MULTILINE)) >= 2
+
+
+@pytest.mark.parametrize("line", page_commands())
+def test_the_commands_of_the_page_work(line: str, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = PAGE.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (models / "models.py").write_text(next(block for block in blocks if "def make" in block))
+    if "--machine" in line:
+        assert main(["plan", "--measure", "machine.json"]) == 0
+    assert main(shlex.split(line)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_training_script_of_the_page_runs(models: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    script = next(block for block in blocks if "worker.parallelize(" in block and "worker.init" in block)
+    small = next(block for block in blocks if "def make" in block).replace("400_000", "4_000")
+    (models / "models.py").write_text(small)
+    place = Place(models)
+    place.script(script, "train.py")
+    code, out, err = place.run(
+        "-n", "2", "--scheduler", command=(sys.executable, "train.py"), PYTHONPATH=str(ROOT)
+    )
+    assert code == 0, out + err
+    assert "data parallel" in out

@@ -1,0 +1,31 @@
+"""The parallel quickstart on GPUs, over NCCL."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from tests.scheduler.processes import ROOT
+from tests.worker.launching import Place
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mode", ["semi_auto", "auto"])
+def test_the_quickstart_trains_on_two_gpus(tmp_path: Path, mode: str) -> None:
+    place = Place(tmp_path)
+    command = (sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode)
+    code, out, err = place.run("-n", "2", "--scheduler", command=command, PYTHONPATH=str(ROOT))
+    assert code == 0, out + err
+    losses = [float(x) for x in re.findall(r"epoch: \d step: \d, loss is ([0-9.]+)", out)]
+    assert len(losses) == 20
+    assert losses == sorted(losses, reverse=True)

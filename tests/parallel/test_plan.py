@@ -1,0 +1,460 @@
+"""Plans are read, questioned, saved, loaded and refused; what users fix is checked in words."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import worker
+from tests.parallel.models import MODELS, Gpt, Mlp, make
+from tests.parallel.oracle import part_of
+from tests.parallel.ranks import RankCommunicator, run_ranks
+from worker.errors import CollectiveMismatchError, NotInitializedError, SettingsError
+from worker.parallel import plan as plans
+from worker.parallel.api import graph_of
+from worker.parallel.costs import Machine
+from worker.parallel.plan import Plan
+from worker.parallel.planner import find_plan
+from worker.torch_data_parallel import DataParallel
+
+
+@pytest.fixture(autouse=True)
+def _fresh_context() -> Any:
+    worker.reset_auto_parallel_context()
+    yield
+    worker.reset_auto_parallel_context()
+
+
+class Wide(nn.Module):
+    """A last layer so large that splitting it pays."""
+
+    def __init__(self, classes: int = 400_000, width: int = 512) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(width, width), nn.Linear(width, classes)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.cross_entropy(self.fc(torch.relu(self.body(x))), y)
+
+
+def wide(world: int = 4, **settings: Any) -> Plan:
+    with torch.device("meta"):
+        net = Wide(settings.pop("classes", 400_000))
+        graph = graph_of(net, (torch.empty(16, 512), torch.empty(16, dtype=torch.long)), world)
+    return find_plan(graph, world, machine=settings.pop("machine", Machine()), **settings)
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_a_plan_is_printed_with_a_verdict_and_a_row_for_each_module() -> None:
+    plan = wide()
+    text = str(plan)
+    assert re.match(r"\d\.\d\d times data parallel: fc's gradient of 819\.2 MB no longer travels\.", text)
+    assert "4 ranks as 4; mode auto; gradients are averaged" in text
+    fc = next(line for line in text.splitlines() if line.startswith("fc "))
+    assert "linear ((1, 1), (4, 1), (4))" in fc
+    assert "64x512 100000x512" in fc
+    assert re.search(r"\d\.\d{3}", fc)
+    assert "data parallel: " in text
+    rows = {row.module: row for row in plan.rows()}
+    assert set(rows) == {"(top)", "body", "fc"}
+    assert rows["fc"].gigabytes > rows["body"].gigabytes
+    # The rows' times add up to the plan's: every collective and operator stands in one of them.
+    assert sum(row.predicted_ms for row in rows.values()) == pytest.approx(1e3 * plan.seconds, rel=0.01)
+
+
+def test_why_shows_the_alternatives_and_what_they_would_cost() -> None:
+    plan = wide()
+    text = plan.why("fc")
+    assert re.search(r"-> n: \(\(1, 1\), \(4, 1\), \(4\)\)", text)
+    assert re.search(r"   b0: \(\(4, 1\), \(1, 1\), \(1\)\) \d+\.\d+ ms \(\+\d+\.\d%\)", text)
+    costs = [each.seconds for each in plan.alternatives("linear_1")]
+    assert costs == sorted(costs)
+    assert costs[0] == pytest.approx(plan.seconds)
+    with pytest.raises(SettingsError, match="no module or operator 'fd'; it has: body, fc"):
+        plan.why("fd")
+
+
+def test_fused_projections_say_why_they_cannot_be_split() -> None:
+    graph = graph_of(Gpt(fused=True), MODELS["gpt"][1](0), 2)
+    plan = find_plan(graph, 2, machine=Machine())
+    assert "the dimension that it divides cannot be split" in plan.why("chunk")
+
+
+def test_data_parallel_is_an_answer() -> None:
+    plan = wide(classes=10)
+    assert plan.is_data_parallel
+    assert plan.verdict == "data parallel is best: no plan is more than 0.2 % faster."
+    assert plan.seconds <= (plan.baseline_s or 0) * 1.002
+
+
+def test_data_parallelism_computes_its_part_of_the_batch_and_nothing_twice() -> None:
+    plan = wide(mode="data_parallel")
+    for node, state in zip(plan.graph.nodes, plan.states, strict=True):
+        if node.kind == "call":
+            assert state.modes[0] in ("b0", "d0", "m"), node.name
+    gradients = [each for each in plan.collectives if each.phase == "gradients"]
+    whole = sum(v.nbytes for v in plan.graph.values if v.needs_grad and v.name.startswith("p_"))
+    assert sum(each.nbytes for each in gradients) == whole
+    assert {each.kind for each in plan.collectives if each.phase != "gradients"} == {"all_reduce"}
+    assert plan.seconds == pytest.approx(wide().baseline_s or 0)
+
+
+def test_what_does_not_fit_is_refused_and_what_does_is_within_the_limit() -> None:
+    plan = wide(machine=Machine(memory_bytes=2.4e9))
+    assert plan.verdict.startswith("data parallel does not fit: it needs ")
+    assert plan.nbytes <= 0.9 * 2.4e9
+    with pytest.raises(SettingsError, match=r"no plan fits into 0\.1 GB a rank"):
+        wide(machine=Machine(memory_bytes=1e8))
+
+
+def test_operators_without_a_rule_are_named() -> None:
+    graph = graph_of(make("odd"), MODELS["odd"][1](0), 2)
+    plan = find_plan(graph, 2, machine=Machine())
+    assert "kept whole, for want of a rule: linalg_vector_norm" in str(plan)
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert not {name for name, _ in attrs} & {"src", "href"}, "the page loads something"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_the_page_is_complete_and_loads_nothing() -> None:
+    plan = wide()
+    page = _Page()
+    page.feed(plan.html())
+    assert not page.open
+    assert plan.verdict in page.words
+    assert all(row.module in page.words for row in plan.rows())
+    assert "cross_entropy_loss" in page.words
+    assert "hsl(" in plan.html()
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    batch = MODELS["mlp"][1](0)
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = [part_of(x, communicator, "data_parallel") for x in batch]
+        settings: dict[str, Any] = {"communicator": communicator}
+        first = worker.parallelize(
+            make("mlp"), mine, strategies={"up": {"n": 2}}, plan=path.with_suffix(".first"), **settings
+        )
+        communicator.barrier()
+        again = worker.parallelize(make("mlp"), mine, plan=path.with_suffix(".first"), **settings)
+        return first.plan, again.plan
+
+    for first, again in run_ranks(2, train):
+        assert [s.key for s in first.states] == [s.key for s in again.states]
+        assert again.seconds == pytest.approx(first.seconds)
+        assert again.strategies == {"up": "{'n': 2}"}
+    saved = json.loads(path.with_suffix(".first").read_text())
+    assert saved["collectives"]
+    assert saved["machine"]["name"] == "H200, assumed"
+    assert len(saved["fingerprint"]) == 16
+
+
+def test_a_plan_of_another_model_is_refused_by_its_first_difference(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    batch = MODELS["mlp"][1](0)
+    graph = graph_of(Mlp(), batch, 2)
+    find_plan(graph, 2, machine=Machine()).save(path)
+    saved = plans.read(path)
+    other = copy.deepcopy(graph)
+    node = next(n for n in other.nodes if n.name == "p_up_weight")
+    other.values[node.outputs[0]].shape = (64, 16)
+    with pytest.raises(SettingsError, match=r"another model: its node \d+ is 'p_up_weight: .*\[32, 16\]"):
+        plans.check_model(saved, other, path)
+    longer = {**saved, "model": [*saved["model"], "more: relu(x) -> y"]}
+    with pytest.raises(SettingsError, match=r"the plan's node .* is 'more: relu"):
+        plans.check_model(longer, graph, path)
+    changed = {**saved, "fingerprint": "0"}
+    with pytest.raises(SettingsError, match="with other arguments"):
+        plans.check_model(changed, graph, path)
+    path.write_text("{}")
+    with pytest.raises(SettingsError, match="no plan of format"):
+        plans.read(path)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        plans.read(tmp_path / "none.json")
+
+
+def test_ranks_with_different_models_are_told_so() -> None:
+    def train(communicator: RankCommunicator) -> Any:
+        net = Mlp() if communicator.rank else Mlp().requires_grad_(False)
+        net.up.requires_grad_(True)
+        mine = [x.float()[:4] for x in MODELS["mlp"][1](0)]
+        with pytest.raises(
+            CollectiveMismatchError, match=r"The ranks \[1\] came to another plan than rank 0"
+        ):
+            worker.parallelize(net, mine, communicator=communicator)
+
+    run_ranks(2, train)
+
+
+# ---------------------------------------------------------------- what users fix
+
+
+def quick(strategies: Any, world: int = 8, **settings: Any) -> Plan:
+    from tests.parallel.models import Quick
+
+    graph = graph_of(Quick(), (torch.empty(2, 32), torch.empty(2, 16)), world)
+    return find_plan(graph, world, machine=Machine(), mode="semi_auto", strategies=strategies, **settings)
+
+
+def test_the_tutorials_strategy_is_propagated_as_there() -> None:
+    plan = quick({"matmul": ((2, 4), (4, 1))}, search="sharding_propagation")
+    assert plan.mesh == (2, 4)
+    rows = plan.rows()
+    assert rows[0].strategies.startswith("matmul ((2, 4), (4, 1)); relu ((2, 4)); matmul ((2, 4), (4, 1))")
+    assert rows[0].local.startswith("8x8 8x16; 8x4; 8x4 4x16")
+    first = [each for each in plan.collectives if each.node == "relu" and each.phase == "forward"]
+    assert [(each.kind, each.dims, each.nbytes) for each in first] == [("reduce_scatter", (1,), 8 * 16 * 4)]
+
+
+def test_one_search_for_all_names() -> None:
+    same = {
+        name: quick({}, search=name).seconds
+        for name in ("exact", "recursive_programming", "dynamic_programming")
+    }
+    assert len(set(same.values())) == 1
+    assert quick({}, search="propagation").seconds >= same["exact"]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "words"),
+    [
+        ({"matmul": ((2, 4), (2, 4))}, "the axis k is cut into 4 and into 2"),
+        ({"matmul": ((2, 4, 1), (4, 1))}, "input 0 has 2 dimensions"),
+        (
+            {"matmul": ((3, 1), (1, 1))},
+            r"its axis m has 16 elements, which 3 slices cannot share evenly; 18 could",
+        ),
+        ({"matmul": {"q": 2}}, r"has no axis 'q'; it has m \(16\), k \(32\), n \(16\)"),
+        ({"nothing": ((1, 1), (1, 1))}, "nothing is called 'nothing'; there are: "),
+        ({"matmul": ((16, 1), (1, 1))}, "cannot be split as its strategy .* on 8 ranks"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused_in_words(strategies: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        quick(strategies)
+
+
+def test_a_vocabulary_that_does_not_divide_is_offered_padding() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.head = nn.Embedding(50257, 8), nn.Linear(8, 50257)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            return F.cross_entropy(self.head(self.tok(x)), y)
+
+    graph = graph_of(Words(), (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)), 8)
+    with pytest.raises(
+        SettingsError, match=r"50257 elements, which 8 slices .* 50264 could. Build the layer with 50264"
+    ):
+        find_plan(graph, 8, machine=Machine(), strategies={"tok": {"v": 8}})
+
+
+def test_a_linear_layers_strategy_in_either_order() -> None:
+    graph = graph_of(Mlp(), [x.float() for x in MODELS["mlp"][1](0)], 2)
+    for strategy in (((1, 2), (1, 2)), ((1, 2), (2, 1)), {"k": 2}):
+        plan = find_plan(graph, 2, machine=Machine(), strategies={"down": strategy})
+        assert plan.state_of("linear_1").modes == ("k",)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    graph = graph_of(Mlp(), [x.float() for x in MODELS["mlp"][1](0)], 1)
+    with pytest.raises(
+        SettingsError, match=r"the batch \(x \[8, 16\], y \[8, 8\]\) cannot be shared by 3 ranks"
+    ):
+        find_plan(graph, 3, machine=Machine())
+
+
+def test_slices_of_the_data_by_input() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            return F.mse_loss(self.fc(x), y)
+
+    dataset = ((2, 2), (2, 1))
+    graph = graph_of(Pair(), (torch.empty(2, 4), torch.empty(2, 4)), 4, dataset)
+    plan = find_plan(graph, 4, machine=Machine(), dataset=dataset, mesh=(2, 2))
+    assert plan.state_of("x").outs == ((0, 1),)
+    assert plan.state_of("y").outs == ((0, "R"),)
+
+
+# ---------------------------------------------------------------- modes and MindSpore's names
+
+
+def test_the_context_sets_defaults_and_is_forgotten() -> None:
+    assert worker.get_auto_parallel_context("parallel_mode") == "stand_alone"
+    assert worker.get_auto_parallel_context("mirror_mean") is False
+    worker.set_auto_parallel_context(
+        parallel_mode=worker.ParallelMode.AUTO_PARALLEL,
+        auto_parallel_search_mode="sharding_propagation",
+        mirror_mean=True,
+    )
+    assert worker.get_auto_parallel_context("gradients_mean") is True
+    assert worker.get_auto_parallel_context("search_mode") == "sharding_propagation"
+    worker.reset_auto_parallel_context()
+    assert worker.get_auto_parallel_context("gradients_mean") is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"pipeline_stages": 2}, "pipeline_stages has no counterpart here. Pipelines are not offered"),
+        (
+            {"parallel_mode": "parallel"},
+            "parallel_mode is one of stand_alone, data_parallel, hybrid_parallel",
+        ),
+        ({"search_mode": "best"}, "search_mode is one of exact"),
+        ({"gradients_mean": 1}, "gradients_mean is True or False, not 1"),
+        ({"gradients_mean": True, "mirror_mean": True}, "two names of one setting"),
+        ({"dataset_strategy": "half"}, 'dataset_strategy is "data_parallel", "full_batch", or'),
+        ({"mesh": 2}, "there is no setting 'mesh'; there are parallel_mode"),
+    ],
+)
+def test_a_context_that_means_nothing_here_is_refused(settings: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        worker.set_auto_parallel_context(**settings)
+    assert worker.get_auto_parallel_context("gradients_mean") is False
+
+
+def test_the_context_is_what_parallelize_does(tmp_path: Path) -> None:
+    batch = [x[:4] for x in MODELS["mlp"][1](0)]
+    path = tmp_path / "strategy.json"
+    alone = make("mlp")
+    worker.set_auto_parallel_context(parallel_mode="stand_alone")
+    model = worker.parallelize(alone, batch)
+    assert model(*batch).item() == pytest.approx(alone(*batch).item())
+    worker.set_auto_parallel_context(parallel_mode="auto_parallel", strategy_ckpt_save_file=str(path))
+
+    def train(communicator: RankCommunicator) -> Any:
+        return str(worker.parallelize(make("mlp"), batch, communicator=communicator).plan)
+
+    text = run_ranks(2, train)[0]
+    assert "gradients are summed" in text
+    worker.set_auto_parallel_context(strategy_ckpt_save_file="", strategy_ckpt_load_file=str(path))
+    assert f"loaded from {path}" in run_ranks(2, train)[0]
+
+
+def test_data_parallel_is_dataparallel_with_a_plan() -> None:
+    batch = MODELS["quick"][1](0)
+    reference = make("quick")
+    reference(*batch).backward()
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = [part_of(x, communicator, "data_parallel") for x in batch]
+        model = worker.parallelize(make("quick"), mine, communicator=communicator, mode="data_parallel")
+        assert isinstance(model, DataParallel)
+        model(*mine).backward()
+        return {name: p.grad for name, p in model.module.named_parameters()}, model.plan
+
+    for grads, plan in run_ranks(2, train):
+        assert plan.verdict.startswith("data parallel, as asked: ")
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad)
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        out = self.fc(x)
+        if out.sum() > 0:  # the line that is named
+            out = -out
+        return out.square().mean()
+
+
+def test_control_flow_is_named_by_its_line_and_falls_back_to_data_parallelism(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(source, 1) if "the line that is named" in text)
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = worker.parallelize(Choosy(), (torch.rand(2, 4),), communicator=communicator)
+        model(torch.rand(2, 4)).backward()
+        with pytest.raises(worker.WorkerError, match=f"test_plan.py:{line}"):
+            worker.parallelize(Choosy(), (torch.rand(2, 4),), communicator=communicator, mode="semi_auto")
+        return model
+
+    model = run_ranks(2, train)[0]
+    assert isinstance(model, DataParallel)
+    assert f"test_plan.py:{line}" in str(model.plan)
+    assert "data parallel, because nothing else can be searched" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "both"}, 'mode is "auto", "semi_auto"'),
+        ({"search": "fast"}, "search is one of exact"),
+        ({"memory": 2}, "memory is a share above 0 and up to 1"),
+        ({"batch_norm": "none"}, 'batch_norm is "local" or "synchronised"'),
+        ({"mode": "hybrid", "strategies": {"up": {"n": 2}}}, 'strategies need "semi_auto" or "auto"'),
+        ({"mesh": (3,)}, r"the mesh \[3\] has 3 ranks, and the job 1"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(settings: Any, words: str) -> None:
+    def train(communicator: RankCommunicator) -> None:
+        with pytest.raises(SettingsError, match=words):
+            worker.parallelize(make("mlp"), MODELS["mlp"][1](0), communicator=communicator, **settings)
+
+    run_ranks(1, train)
+
+
+def test_without_a_session_it_says_so() -> None:
+    with pytest.raises(NotInitializedError):
+        worker.parallelize(make("mlp"), MODELS["mlp"][1](0))
+    with pytest.raises(SettingsError, match="example is a tuple of the tensors"):
+        run_ranks(1, lambda c: worker.parallelize(make("mlp"), "batch", communicator=c))
+
+
+def test_measured_times_stand_beside_the_predicted_ones() -> None:
+    batch = MODELS["mlp"][1](0)
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = [part_of(x, communicator, "data_parallel") for x in batch]
+        model = worker.parallelize(make("mlp"), mine, communicator=communicator)
+        for _ in range(9):
+            model(*mine).backward()
+        return model.plan
+
+    plan = run_ranks(2, train)[0]
+    assert re.search(r"measured \d+\.\d{3} ms a step \(median of 5\)", str(plan))
+    assert all(row.measured_ms is not None and row.measured_ms > 0 for row in plan.rows())

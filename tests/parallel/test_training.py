@@ -1,0 +1,421 @@
+"""What training needs beside a step: dropout, clipping, accumulation, evaluation, sums, losses outside."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import worker
+from tests.parallel.models import MODELS, Bert, Lstm, ids, make
+from tests.parallel.oracle import SLOW, close, part_of, whole_gradients
+from tests.parallel.ranks import RankCommunicator, run_ranks
+from worker.errors import ArrayError, SettingsError
+from worker.parallel.module import ParallelModule
+from worker.parallel.operators import Run, keep_mask
+
+TOLERANCE = 1e-10
+MIXED = {"up": {"n": 2}, "down": {"k": 2}}
+"""The hidden layer of an MLP split, with a sum over the ranks behind it."""
+
+
+def build(name: str, communicator: RankCommunicator, **settings: Any) -> Any:
+    batch = [part_of(x, communicator, "data_parallel") for x in MODELS[name][1](0)]
+    return worker.parallelize(make(name), batch, communicator=communicator, **settings)
+
+
+def parts(communicator: RankCommunicator, batch: Any) -> list[Any]:
+    return [part_of(x, communicator, "data_parallel") for x in batch]
+
+
+def test_clipping_counts_each_part_once() -> None:
+    reference = make("mlp")
+    batch = MODELS["mlp"][1](1)
+    (100 * reference(*batch)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, strategies=MIXED, machine=SLOW)
+        (100 * model(*parts(communicator, batch))).backward()
+        return model.clip_grad_norm_(0.5), whole_gradients(model), model.plan
+
+    for got, got_grads, plan in run_ranks(4, train):
+        assert any(state.sharded for state in plan.states)
+        assert not plan.is_data_parallel
+        close("norm", got, norm.detach(), TOLERANCE)
+        for name, grad in grads.items():
+            close(name, got_grads[name], grad, 1e-8)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_gradients_accumulate_over_passes(quiet: bool) -> None:
+    reference = make("mlp")
+    batches = [MODELS["mlp"][1](seed) for seed in range(3)]
+    for batch in batches:
+        reference(*batch).backward()
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, strategies=MIXED)
+        sent = []
+        for number, batch in enumerate(batches):
+            del communicator.log[:]
+            loss = model(*parts(communicator, batch))
+            if quiet and number < 2:
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+            sent.append(len(communicator.log))
+        return whole_gradients(model), sent
+
+    for got, sent in run_ranks(2, train):
+        assert (sent[0] < sent[2]) == quiet
+        for name, grad in grads.items():
+            close(name, got[name], grad, TOLERANCE)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.mse_loss(self.fc(F.dropout(x, 0.4, self.training)), y)
+
+
+@pytest.mark.parametrize("fed", ["data_parallel", "full_batch"])
+def test_dropout_is_known_by_seed_step_operator_and_part(fed: str) -> None:
+    torch.manual_seed(3)
+    net = Dropped().double()
+    x, y = torch.rand(4, 8).double(), torch.rand(4, 8).double()
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = worker.parallelize(
+            copy.deepcopy(net),
+            [part_of(each, communicator, fed) for each in (x, y)],
+            communicator=communicator,
+            dataset_strategy=fed,
+            seed=11,
+        )
+        assert isinstance(model, ParallelModule)
+        losses = [model(*(part_of(each, communicator, fed) for each in (x, y))).item() for _ in range(3)]
+        state = model.plan.state_of("dropout")
+        return (
+            losses,
+            state.modes,
+            model.eval()(*(part_of(each, communicator, fed) for each in (x, y))).item(),
+        )
+
+    results = run_ranks(2, train)
+    modes = results[0][1]
+    for step in range(3):
+        run = Run(11, step)
+        if "-" in modes:
+            mask = keep_mask(run, "dropout", (), (4, 8), 0.4, x)
+        else:
+            split = [keep_mask(run, "dropout", (r,), (2, 8), 0.4, x) for r in range(2)]
+            mask = torch.cat(split) if modes == ("d0",) else torch.cat([s.view(4, 4) for s in split], 1)
+        want = F.mse_loss(net.fc(x * mask), y).item()
+        for losses, _, _ in results:
+            assert losses[step] == pytest.approx(want, abs=1e-12)
+    assert len({losses[0] for losses, _, _ in results}) == 1
+    assert len(set(results[0][0])) == 3
+    assert results[0][2] == pytest.approx(F.mse_loss(net.fc(x), y).item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bert", "lstm"])
+def test_dropout_within_operators_is_alike_on_replicas(kind: str) -> None:
+    """Attention and LSTM draw within themselves; ranks that compute the same draw the same."""
+    torch.manual_seed(0)
+    net = Bert(dropout=0.3).double() if kind == "bert" else Lstm().double()
+    if kind == "lstm":
+        net.body.dropout = 0.3
+    batch = ids(0)
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = worker.parallelize(
+            copy.deepcopy(net), batch, communicator=communicator, dataset_strategy="full_batch", seed=1
+        )
+        for _ in range(2):
+            loss = model(*batch)
+            loss.backward()
+        assert any(n.op in ("scaled_dot_product_attention", "lstm") for n in model.plan.graph.nodes)
+        return loss.item(), whole_gradients(model)
+
+    first, second = run_ranks(2, train)
+    assert first[0] == second[0]
+    assert math.isfinite(first[0])
+    for name, grad in first[1].items():
+        close(name, second[1][name], grad, 1e-12)
+
+
+def test_gradients_may_be_summed_over_the_parts_of_the_batch() -> None:
+    reference = make("mlp")
+    batch = MODELS["mlp"][1](0)
+    reference(*batch).backward()
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, gradients_mean=False)
+        loss = model(*parts(communicator, batch))
+        loss.backward()
+        return whole_gradients(model), str(model.plan), loss.item()
+
+    for grads, text, loss in run_ranks(2, train):
+        assert "gradients are summed over the parts of the batch" in text
+        assert loss == pytest.approx(reference(*batch).item(), abs=1e-12)
+        for name, p in reference.named_parameters():
+            close(name, grads[name], 2 * p.grad, TOLERANCE)
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_a_loss_outside_of_the_module() -> None:
+    """What has the batch's dimension comes out in parts, and each rank takes the mean over its own."""
+    torch.manual_seed(0)
+    net = Scores().double()
+    x, y = torch.rand(8, 16).double(), torch.rand(8, 8).double()
+    reference = copy.deepcopy(net)
+    F.mse_loss(reference(x), y).backward()
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine, want = parts(communicator, (x, y))
+        model = worker.parallelize(
+            copy.deepcopy(net), (mine,), communicator=communicator, mode="semi_auto", strategies=MIXED
+        )
+        out = model(mine)
+        assert out.shape == (4, 8)
+        F.mse_loss(out, want).backward()
+        return whole_gradients(model), [tuple(p.shape) for _, p in model.named_parameters()]
+
+    for grads, shapes in run_ranks(2, train):
+        assert (16, 16) in shapes
+        for name, p in reference.named_parameters():
+            close(name, grads[name], p.grad, TOLERANCE)
+
+
+def test_layerwise_parameters_keep_this_ranks_gradient() -> None:
+    torch.manual_seed(0)
+    net = Scores().double()
+    x, y = torch.rand(8, 16).double(), torch.rand(8, 8).double()
+
+    def train(communicator: RankCommunicator) -> Any:
+        own = copy.deepcopy(net)
+        worker.layerwise(own.down.bias)
+        with torch.no_grad():
+            own.down.bias += communicator.rank
+            own.up.bias += communicator.rank  # this one is taken from rank 0
+        mine = parts(communicator, (x, y))
+        model = worker.parallelize(own, mine, communicator=communicator, mode="hybrid", loss=F.mse_loss)
+        model(*mine).backward()
+        return {name: (p.detach().clone(), p.grad) for name, p in model.named_parameters()}
+
+    results = run_ranks(2, train)
+    locals_ = []
+    for rank in range(2):
+        each = copy.deepcopy(net)
+        with torch.no_grad():
+            each.down.bias += rank
+        F.mse_loss(each(x.chunk(2)[rank]), y.chunk(2)[rank]).backward()
+        locals_.append({name: p.grad for name, p in each.named_parameters()})
+    for rank, result in enumerate(results):
+        close("kept", result["down.bias"][0], net.down.bias.detach() + rank, 1e-12)
+        close("taken", result["up.bias"][0], net.up.bias.detach(), 1e-12)
+        close("own gradient", result["down.bias"][1], locals_[rank]["down.bias"], TOLERANCE)
+        mean = (locals_[0]["up.weight"] + locals_[1]["up.weight"]) / 2
+        close("mean gradient", result["up.weight"][1], mean, TOLERANCE)
+
+
+def test_evaluation_uses_running_statistics_and_whole_weights_load_elsewhere() -> None:
+    batch = MODELS["residual"][1](0)
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("residual", communicator, strategies={"fc": {"n": 2}, "block.c3": {"n": 2}})
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(*parts(communicator, batch)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            return model.eval()(*parts(communicator, batch)).item(), model.full_state_dict()
+
+    for loss, state in run_ranks(2, train):
+        bare = make("residual")
+        bare.load_state_dict(state)
+        assert loss == pytest.approx(bare.eval()(*batch).item(), abs=1e-10)
+
+
+def test_local_batch_norm_is_data_parallels() -> None:
+    batch = MODELS["residual"][1](0)
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("residual", communicator, batch_norm="local", mode="auto")
+        mine = parts(communicator, batch)
+        reference = make("residual")(*mine).item()
+        assert "BatchNorm uses statistics of each rank's part of the batch" in str(model.plan)
+        return model(*mine).item(), reference
+
+    results = run_ranks(2, train)
+    assert results[0][0] == pytest.approx(sum(reference for _, reference in results) / 2, abs=1e-12)
+
+
+def test_autocast() -> None:
+    batch = [x.float() for x in MODELS["mlp"][1](0)]
+    reference = make("mlp").float()(*batch).item()
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = parts(communicator, batch)
+        model = worker.parallelize(
+            make("mlp").float(), mine, communicator=communicator, strategies=MIXED, autocast=torch.bfloat16
+        )
+        loss = model(*mine)
+        loss.backward()
+        return loss.item(), {p.grad.dtype for p in model.parameters()}
+
+    for loss, dtypes in run_ranks(2, train):
+        assert loss == pytest.approx(reference, rel=0.02)
+        assert loss != reference
+        assert dtypes == {torch.float32}
+
+
+def test_weights_in_bfloat16() -> None:
+    batch = [x.bfloat16() for x in MODELS["mlp"][1](0)]
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = parts(communicator, batch)
+        model = worker.parallelize(make("mlp").bfloat16(), mine, communicator=communicator, strategies=MIXED)
+        model(*mine).backward()
+        return {p.grad.dtype for p in model.parameters()}
+
+    assert run_ranks(2, train)[0] == {torch.bfloat16}
+
+
+def test_a_batch_of_another_shape_is_refused_in_words() -> None:
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, mode="auto", strategies=MIXED)
+        with pytest.raises(ArrayError, match=r"takes x of shape \[4, 16\] from each rank; it got \[3, 16\]"):
+            model(torch.rand(3, 16).double(), torch.rand(3, 8).double())
+        with pytest.raises(SettingsError, match="no gradients to clip"):
+            model.clip_grad_norm_(1.0)
+
+    run_ranks(2, train)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(8, 4, max_norm=1.0)
+
+    def forward(self, x: Any) -> Any:
+        return self.tok(x).square().mean()
+
+
+def test_what_changes_a_parameter_in_the_forward_pass_is_not_split() -> None:
+    def train(communicator: RankCommunicator) -> Any:
+        batch = (torch.zeros(2, dtype=torch.long),)
+        return worker.parallelize(Renormed(), batch, communicator=communicator)
+
+    model = run_ranks(2, train)[0]
+    assert isinstance(model, worker.DataParallel)
+    assert "changes a tensor in place" in str(model.plan)
+
+
+def fail(*args: Any) -> Any:
+    raise RuntimeError("cut")
+
+
+def test_a_broken_backward_pass_is_forgotten() -> None:
+    batch = MODELS["mlp"][1](0)
+    reference = make("mlp")
+    reference(*batch).backward()
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, strategies=MIXED)
+        loss = model(*parts(communicator, batch))
+        broken = (loss * Break.apply(loss)).sum()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            broken.backward()
+        model.forget_backward()
+        loss = model(*parts(communicator, batch))
+        start, model._fabric.start_all_reduce = model._fabric.start_all_reduce, fail
+        with pytest.raises(RuntimeError, match="cut"):
+            loss.backward()
+        model._fabric.start_all_reduce = start
+        with pytest.raises(worker.WorkerError, match="the backward pass before this one broke off"):
+            model(*parts(communicator, batch)).backward()
+        model.forget_backward()
+        model(*parts(communicator, batch)).backward()
+        return whole_gradients(model)
+
+    for grads in run_ranks(2, train):
+        for name, p in reference.named_parameters():
+            close(name, grads[name], p.grad, TOLERANCE)
+
+
+def test_whole_weights_are_loaded_in_parts() -> None:
+    batch = MODELS["mlp"][1](0)
+    torch.manual_seed(9)
+    other = MODELS["mlp"][0]().double()
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, strategies=MIXED, machine=SLOW)
+        model.load_full_state_dict(other.state_dict())
+        with pytest.raises(
+            SettingsError, match=r"temperature has the shape \[1\]; what is loaded is missing"
+        ):
+            model.load_full_state_dict({})
+        with pytest.raises(SettingsError, match="convert it before parallelize"):
+            model.half()
+        return model(*parts(communicator, batch)).item(), model.full_state_dict()
+
+    for loss, state in run_ranks(2, train):
+        assert loss == pytest.approx(other(*batch).item(), abs=1e-12)
+        for name, tensor in other.state_dict().items():
+            close(name, state[name], tensor, 1e-12)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        h = self.fc(x)
+        first = h[:, 0]
+        h.mul_(2)  # seen through first, too
+        return (h.sum(1) + first).square().mean()
+
+
+def test_what_is_changed_in_place_behind_a_view_is_not_split() -> None:
+    def train(communicator: RankCommunicator) -> Any:
+        return worker.parallelize(InPlace(), (torch.rand(2, 8),), communicator=communicator)
+
+    model = run_ranks(2, train)[0]
+    assert isinstance(model, worker.DataParallel)
+    assert "changes a tensor in place that is also seen through a view" in str(model.plan)
+
+
+class Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise RuntimeError("on purpose")

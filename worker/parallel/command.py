@@ -1,0 +1,171 @@
+"""``muster plan``: plans for a model on so many GPUs without having any; measures a machine."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from worker.errors import SettingsError, WorkerError
+from worker.parallel.context import MODES
+from worker.parallel.costs import Machine
+from worker.parallel.plan import Plan
+from worker.parallel.planner import SEARCHES, find_plan
+
+EXAMPLES = """\
+examples:
+  the best plan for 8 GPUs of the model that make() in models.py returns with a batch of one rank:
+    muster plan models:make --gpus 8
+  with one layer fixed, saved for parallelize(..., plan="plan.json"):
+    muster plan models:make --gpus 8 --strategy "fc=((1, 1), (8, 1))" --out plan.json
+  this machine's own costs, its collectives too, and a plan with them:
+    muster run -n 4 --scheduler -- python -m worker plan --measure machine.json
+    muster plan models:make --gpus 4 --machine machine.json
+
+make() returns (module, example) or (module, example, loss); it is called on torch's meta device, so that no
+memory is needed, and example is a tuple of the tensors that one rank feeds in a step."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.measure is not None:
+            _measure(options.measure)
+            return 0
+        if options.model is None:
+            raise SettingsError("name a model, as in muster plan models:make --gpus 8, or give --measure")
+        plan = _plan(options)
+        print(plan)
+        for name in options.why:
+            print(plan.why(name))
+        if options.out:
+            plan.save(options.out)
+        if options.html:
+            Path(options.html).write_text(plan.html(), encoding="utf-8")
+    except WorkerError as error:
+        print(f"muster plan: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="muster plan",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", help="MODULE:FUNCTION that makes the model and an example")
+    add("--gpus", type=int, default=8, help="number of ranks (8)")
+    add("--mode", choices=sorted(MODES), default="auto")
+    add("--search", choices=sorted(SEARCHES), default="exact")
+    add("--strategy", action="append", default=[], metavar="NAME=SLICES", help="fix an operator or module")
+    add("--mesh", help="how the ranks are arranged, such as 2,4; default: the best")
+    add("--memory", type=float, default=0.9, help="share of a rank's memory that may be used (0.9)")
+    add("--machine", metavar="FILE", help="costs that --measure wrote; default: an H200")
+    add("--dataset", choices=("data_parallel", "full_batch"), default="data_parallel")
+    add("--batch-norm", choices=("local", "synchronised"), default="synchronised")
+    add("--optimizer-states", type=int, default=2, help="tensors kept for each parameter: 2 for Adam (2)")
+    add(
+        "--why", action="append", default=[], metavar="NAME", help="alternatives of a module, and their costs"
+    )
+    add("--out", metavar="FILE", help="save the plan as JSON")
+    add("--html", metavar="FILE", help="write the plan as a page")
+    add("--measure", metavar="FILE", help="measure this machine into FILE; under muster run, collectives too")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    import torch
+
+    from worker.parallel.api import graph_of
+
+    if options.gpus < 1:
+        raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
+    with torch.device("meta"):
+        made = _maker(options.model)()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise SettingsError(f"{options.model} returns (module, example) or (module, example, loss)")
+    net, example, *loss = made
+    graph = graph_of(net, example, options.gpus, options.dataset, loss[0] if loss else None)
+    mode = MODES[options.mode]
+    return find_plan(
+        graph,
+        options.gpus,
+        machine=load_machine(options.machine) if options.machine else Machine(),
+        mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
+        search=options.search,
+        strategies=dict(_strategy(each) for each in options.strategy),
+        memory=options.memory,
+        dataset=options.dataset,
+        mesh=tuple(int(n) for n in options.mesh.split(",")) if options.mesh else None,
+        optimizer_states=options.optimizer_states,
+        local_norm=options.batch_norm == "local",
+    )
+
+
+def _maker(name: str) -> Any:
+    module, _, function = name.partition(":")
+    if not function:
+        raise SettingsError(f"a model is named MODULE:FUNCTION, not {name!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module.removesuffix(".py")), function)
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"{name} cannot be found: {error}") from error
+
+
+def _strategy(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError) as error:
+        raise SettingsError(
+            f"--strategy is NAME=SLICES, such as fc=((2, 4), (4, 1)), not {text!r}"
+        ) from error
+
+
+def load_machine(path: str | Path) -> Machine:
+    """A machine that ``--measure`` wrote.
+
+    Raises:
+        SettingsError: the file cannot be read, or is none.
+    """
+    try:
+        return Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise SettingsError(f"{path} is no machine that muster plan --measure wrote: {error}") from error
+
+
+def _measure(path: str) -> None:
+    from worker.parallel.measure import measure
+
+    if os.environ.get("MS_ROLE") != "MS_WORKER":
+        machine = measure()
+        _write(path, machine)
+        return
+    from worker.process import init
+
+    with init() as session:
+        machine = measure(session.communicator)
+        if session.communicator.rank == 0:
+            _write(path, machine)
+
+
+def _write(path: str, machine: Machine) -> None:
+    Path(path).write_text(json.dumps(machine.to_json(), indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{machine.name}: {machine.flops_per_s / 1e12:.3g} Tflop/s,"
+        f" memory {machine.memory_bytes_per_s / 1e9:.3g} GB/s,"
+        f" {machine.memory_bytes / 1e9:.3g} GB; collectives {machine.bus_bytes_per_s / 1e9:.3g} GB/s,"
+        f" {machine.latency_s * 1e6:.3g} us; written to {path}"
+    )

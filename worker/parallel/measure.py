@@ -1,0 +1,122 @@
+"""What this machine can do: matrix products, memory, and collectives by size and group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from worker.communicators.base import Communicator, ReduceOp
+from worker.parallel.costs import Machine
+from worker.torch_transfer import array_of
+
+SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+_REPEATS = 5
+
+
+def measure(
+    communicator: Communicator | None = None, *, sizes: Sequence[int] = SIZES, side: int = 0
+) -> Machine:
+    """Measures this machine; with a communicator its collectives too, by the slowest rank.
+
+    Args:
+        communicator: every rank of it calls this.
+        sizes: of the larger buffer of a collective, in bytes.
+        side: of the square matrices of the product; 0: 8192 on a GPU, 1024 on a CPU.
+    """
+    cuda = torch.cuda.is_available() and (communicator is None or communicator.name == "nccl")
+    device = torch.device("cuda" if cuda else "cpu")
+    side = side or (8192 if cuda else 1024)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    a = torch.rand(side, side, device=device).to(dtype)
+    product = _seconds(lambda: a @ a, device)
+    big = torch.rand((256 if cuda else 16) * 2**20 // 4, device=device)
+    other = torch.empty_like(big)
+    copied = _seconds(lambda: other.copy_(big), device)
+    memory = _memory(device)
+    facts = [2 * side**3 / product, 2 * big.numel() * 4 / copied, memory]
+    measured: dict[str, dict[str, list[list[float]]]] = {}
+    if communicator is not None and communicator.world_size > 1:
+        facts = [-x for x in _slowest(communicator, [-x for x in facts], device)]
+        measured = _collectives(communicator, sizes, device)
+    name = torch.cuda.get_device_name(device) if cuda else "CPU"
+    ranks = communicator.world_size if communicator is not None else 1
+    rows = measured.get("all_reduce", {}).get(str(ranks), [])
+    bus, latency = Machine.bus_bytes_per_s, Machine.latency_s
+    if rows:
+        latency = rows[0][1]
+        bus = 2 * (ranks - 1) / ranks * rows[-1][0] / max(1e-9, rows[-1][1])
+    return Machine(
+        f"{name}, measured on {ranks} rank{'s' if ranks > 1 else ''}",
+        flops_per_s=facts[0],
+        memory_bytes_per_s=facts[1],
+        bus_bytes_per_s=bus,
+        latency_s=latency,
+        launch_s=_seconds(lambda: a[0, 0] + 1, device),
+        memory_bytes=facts[2],
+        measured=measured,
+    )
+
+
+def _seconds(function: Callable[[], Any], device: Any) -> float:
+    """The median time of a call, waiting for the device."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        started = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return sorted(times[1:])[_REPEATS // 2]
+
+
+def _memory(device: Any) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    import os
+
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _slowest(communicator: Communicator, numbers: Sequence[float], device: Any) -> list[float]:
+    tensor = torch.tensor(list(numbers), dtype=torch.float64, device=device)
+    array = array_of(communicator, tensor)
+    communicator.all_reduce(array, array, ReduceOp.MAX)
+    found: list[float] = tensor.tolist()
+    return found
+
+
+def _collectives(
+    communicator: Communicator, sizes: Sequence[int], device: Any
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Seconds by kind, ranks and bytes: of the first ranks, of all sizes of groups that divide the job."""
+    world = communicator.world_size
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for ranks in [n for n in range(2, world + 1) if world % n == 0]:
+        group: Communicator | None = communicator
+        if ranks < world:
+            group = communicator.split(f"measure.{ranks}", tuple(range(ranks)))
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            for nbytes in sizes:
+                seconds = _one(group, kind, nbytes, ranks, device) if group is not None else 0.0
+                seconds = _slowest(communicator, [seconds], device)[0]
+                found.setdefault(kind, {}).setdefault(str(ranks), []).append([float(nbytes), seconds])
+        if group is not None and group is not communicator:
+            group.close()
+    return found
+
+
+def _one(group: Communicator, kind: str, nbytes: int, ranks: int, device: Any) -> float:
+    count = max(ranks, nbytes // 4 // ranks * ranks)
+    whole = array_of(group, torch.ones(count, device=device))
+    part = array_of(group, torch.ones(count // ranks, device=device))
+    out = array_of(group, torch.empty(count, device=device))
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.all_reduce(whole, whole, ReduceOp.MAX),
+        "all_gather": lambda: group.all_gather(part, whole),
+        "reduce_scatter": lambda: group.reduce_scatter(whole, part, ReduceOp.MAX),
+        "all_to_all": lambda: group.all_to_all(whole, out),
+    }
+    return _seconds(calls[kind], device)
