@@ -206,6 +206,11 @@ class Session(SessionFacts):
         """Says that this worker leaves before the training's end: ``release()`` must not call it finished."""
         self._left = True
 
+    @property
+    def leaves(self) -> bool:
+        """Whether this worker leaves, or has left, as asked."""
+        return self._left or self._client.standing.leave_granted
+
     # ------------------------------------------------------------ change
 
     def rejoin(self) -> None:
@@ -250,6 +255,8 @@ class Session(SessionFacts):
             try:
                 build = self._client.next_build()
                 place = build.assignment
+                if self._probes is not None:
+                    self._probes.know(member.host.address for member in place.members)
                 if self._assignment is None:
                     self._check_rank_id(place)
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
@@ -308,7 +315,7 @@ class Session(SessionFacts):
             if self._released:
                 return
             self._released = True
-        asked = finished is None and (self._left or self._client.standing.leave_granted)
+        asked = finished is None and self.leaves
         if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
             finished = not asked
         default = "finished" if finished else "asked to leave" if asked else "gave up"
