@@ -19,6 +19,7 @@ after it does not run as if the training were complete.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from worker.errors import (
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerFinishedError,
     PeerLostError,
     RefusedError,
     SchedulerUnreachableError,
@@ -299,9 +301,13 @@ class ElasticLoop:
         completed = isinstance(error, JobEndedError) and error.ok
         last = isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not completed
         if isinstance(error, CommunicatorError) and not isinstance(error, ArrayError):
-            blamed = error.rank if isinstance(error, PeerLostError) else -1
+            blamed = error.rank if isinstance(error, PeerLostError | PeerFinishedError) else -1
             last = self.session.rank == (1 if blamed == 0 else 0)
         if last and not self.is_over:
+            if isinstance(error, CommunicatorError):
+                # The generation may stand: a GPU would be waited for that waits in the collective for ever.
+                with contextlib.suppress(WorkerError):
+                    self.session.communicator.abort(error)
             self.state.roll_back()
             self._save()
 
