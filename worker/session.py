@@ -207,6 +207,11 @@ class Session(SessionFacts):
         self._left = True
 
     @property
+    def error(self) -> BaseException | None:
+        """What this session has ended with; None: it has not, or well."""
+        return self._error
+
+    @property
     def leaves(self) -> bool:
         """Whether this worker leaves, or has left, as asked."""
         return self._left or self._client.standing.leave_granted
