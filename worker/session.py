@@ -226,6 +226,8 @@ class Session(SessionFacts):
         it asks for a place as a newcomer. Of several threads that call it one does so, and the others wait.
 
         Raises:
+            MembershipChanged: with ``save``: too few members are left, and this worker should save the state
+                before it calls this again and waits for more.
             WorkerError: there will be no next generation, or not with this worker.
         """
         with self._rejoin_lock:

@@ -282,15 +282,13 @@ class ElasticLoop:
             self._closed = True
         except WorkerError as error:
             if not _is_change(error):
-                self.state.roll_back()
-                self._save()
+                self._try_to_save()
             raise
 
     def _save_if_told(self, change: BaseException | None) -> None:
         """Too few members are left to go on: one of them saves at once, lest nobody can later."""
         if isinstance(change, MembershipChanged) and change.save and self.state.step and not self.is_over:
-            self.state.roll_back()
-            self._save()
+            self._try_to_save()
 
     def _save_at_the_end(self, error: BaseException) -> None:
         """Puts the last finished step on disk if this worker's membership is over for good.
@@ -308,8 +306,15 @@ class ElasticLoop:
                 # The generation may stand: a GPU would be waited for that waits in the collective for ever.
                 with contextlib.suppress(WorkerError):
                     self.session.communicator.abort(error)
-            self.state.roll_back()
+            self._try_to_save()
+
+    def _try_to_save(self) -> None:
+        """Saves the last finished step; a full disk, say, must not end a wait, nor hide why all ends."""
+        self.state.roll_back()
+        try:
             self._save()
+        except Exception as error:
+            log.error("The state could not be saved: %s", error)
 
     def _share(self) -> None:
         state = self.state
@@ -333,8 +338,7 @@ class ElasticLoop:
             granted.exit_code = SIGTERM_EXIT_CODE
         self._granted = granted
         self.session.note_left()
-        if granted.alone:
-            self.state.roll_back()  # of a step that it cannot finish with the others
+        self.state.roll_back()  # of a step that it cannot finish with the others
         if granted.alone or self.session.world_size == 1:
             self._save()
 

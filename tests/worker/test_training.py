@@ -424,6 +424,22 @@ def test_who_is_told_to_save_does_so_before_it_waits_for_more_members() -> None:
     assert worker.saves == [3] and worker.state.step == STEPS
 
 
+def test_a_disk_that_is_full_ends_no_wait_and_hides_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    (session,) = ElasticWorld(1).members
+
+    def save() -> None:
+        raise OSError("No space left on device")
+
+    changes = [MembershipChanged("Too few are left.", generation=1, save=True)]
+    loop = ElasticLoop(session, make_state(), epochs=EPOCHS, save=save)
+    with pytest.raises(CollectiveTimeoutError, match="late"):
+        for step in loop:
+            with step:
+                if loop.state.step == 3:
+                    raise changes.pop() if changes else CollectiveTimeoutError("late")
+    assert caplog.messages == ["The state could not be saved: No space left on device"] * 2
+
+
 def test_a_job_that_ends_while_the_others_are_waited_for_is_a_good_end() -> None:
     job = Job(2, {(0, STEPS, "after"): end_the_job(JobEndedError("all have finished"))})
     check_like_undisturbed(job.survivors())
@@ -611,7 +627,12 @@ def end_at_step_3(error: Exception) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "error", [JobEndedError("an operator ended it"), LeaveGranted("You leave.", alone=True)]
+    "error",
+    [
+        JobEndedError("an operator ended it"),
+        LeaveGranted("You leave.", alone=True),
+        LeaveGranted("You leave."),
+    ],
 )
 def test_what_a_broken_step_left_in_the_state_is_taken_back_before_it_is_saved(error: Exception) -> None:
     assert end_at_step_3(error) == ["rolled back", "saved 3"]
