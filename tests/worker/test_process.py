@@ -14,10 +14,17 @@ import pytest
 
 import worker
 from tests.scheduler.processes import environment
-from worker import process
+from worker import errors, process
 from worker.check import check
 from worker.config import SecurityContext, Settings
-from worker.errors import JobEndedError, LeaveGranted, LeaveNow, SecurityError, SettingsError, WorkerError
+from worker.errors import (
+    JobEndedError,
+    LeaveGranted,
+    LeaveNow,
+    SecurityError,
+    SettingsError,
+    WorkerError,
+)
 from worker.keyring import load_keyring
 
 NEED_TORCH = {"CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"}
@@ -50,6 +57,8 @@ def test_every_public_name_is_there() -> None:
     missing = [name for name in worker.__all__ if name not in NEED_TORCH and not hasattr(worker, name)]
     assert missing == []
     assert set(worker.__all__) <= set(dir(worker))
+    family = [error.__name__ for error in (WorkerError, *WorkerError.__subclasses__())]
+    assert {name for name in family if hasattr(errors, name)} <= set(worker.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         worker.nonsense  # noqa: B018
 
