@@ -57,8 +57,12 @@ def test_every_public_name_is_there() -> None:
     missing = [name for name in worker.__all__ if name not in NEED_TORCH and not hasattr(worker, name)]
     assert missing == []
     assert set(worker.__all__) <= set(dir(worker))
-    family = [error.__name__ for error in (WorkerError, *WorkerError.__subclasses__())]
-    assert {name for name in family if hasattr(errors, name)} <= set(worker.__all__)
+    family = {
+        name
+        for name, each in vars(errors).items()
+        if isinstance(each, type) and issubclass(each, errors.WorkerError)
+    }
+    assert family <= set(worker.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         worker.nonsense  # noqa: B018
 
