@@ -115,8 +115,8 @@ class Example(Runner):
         """Trains; returns seconds a step, by the speed that the example itself measures."""
         self._args.steps = self.job.state.step + steps + 1  # the first one of a loop is not timed
         done = example.train(self._args, self.job, self._session, Progress(io.StringIO()))
-        if done is None or done.samples_per_s is None:
-            raise RuntimeError("the example's loop was left")
+        if done.samples_per_s is None:
+            raise RuntimeError("too few steps to measure a speed")
         return float(self._args.batch_size * self._session.world_size / done.samples_per_s)
 
 

@@ -112,11 +112,12 @@ class Job:
         return self.step(rows.pin_memory() if self.cuda else rows)
 
 
-def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Progress) -> Throughput | None:
-    """Trains to the end and returns what was done; None: this worker was asked to leave before."""
-    checkpoints = checkpoint.Folder(args.checkpoint_dir, job.state)
+def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Progress) -> Throughput:
+    """Trains to the end and returns what was done."""
+    checkpoints = checkpoint.Folder(args.checkpoint_dir, job.state, session)
     checkpoints.resume(args.resume, say=out.line)
-    loop = ElasticLoop(session, job.state, epochs=args.epochs, steps=args.steps, save=checkpoints.save)
+    save, take_up = checkpoints.save, checkpoints.take_up
+    loop = ElasticLoop(session, job.state, epochs=args.epochs, steps=args.steps, save=save, take_up=take_up)
     done = Throughput()
     for step in loop:
         before = job.step.captured, compilations()
@@ -139,7 +140,7 @@ def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Prog
             if session.rank == 0:
                 checkpoints.save()
             done.pause()  # the others wait for it, too
-    return None if loop.left else done
+    return done
 
 
 def compilations() -> int:
@@ -181,21 +182,14 @@ def device_of(session: worker.Session) -> Any:
     return device
 
 
-def main() -> int:
-    """Returns the exit code."""
+def main() -> None:
+    """A wrong setting, say, ends it in words, with exit code 2; SIGTERM, after the step, with 143."""
     args = settings()
     cuda = torch.cuda.is_available() and not args.tiny
-    try:
-        with worker.init("nccl" if cuda else "tcp") as session, Progress() as out:
-            job = Job(args, session, device_of(session) if cuda else torch.device("cpu"))
-            done = train(args, job, session, out)
-            if done is not None:
-                report(args, job, session, out, done)
-    except worker.WorkerError as error:
-        print(f"resnet50_cifar10: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    with worker.init("nccl" if cuda else "tcp") as session, Progress() as out:
+        job = Job(args, session, device_of(session) if cuda else torch.device("cpu"))
+        report(args, job, session, out, train(args, job, session, out))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

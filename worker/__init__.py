@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from worker.errors import NotInitializedError as NotInitializedError
     from worker.errors import PeerFinishedError as PeerFinishedError
     from worker.errors import PeerLostError as PeerLostError
+    from worker.errors import RanksDifferError as RanksDifferError
     from worker.errors import RefusedError as RefusedError
     from worker.errors import SchedulerUnreachableError as SchedulerUnreachableError
     from worker.errors import SecurityError as SecurityError
@@ -78,8 +79,8 @@ _NAMES = {
     "worker.errors": (
         "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
         " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"
-        " NotInitializedError PeerFinishedError PeerLostError RefusedError SchedulerUnreachableError"
-        " SecurityError SettingsError WorkerError"
+        " NotInitializedError PeerFinishedError PeerLostError RanksDifferError RefusedError"
+        " SchedulerUnreachableError SecurityError SettingsError WorkerError"
     ),
     "worker.parallel.api": "layerwise parallelize",
     "worker.parallel.context": (

@@ -90,6 +90,7 @@ class Launcher:
         self._failed_at: float | None = None
         self._settled = False
         self._ended_count = 0
+        self._replaced: frozenset[tuple[str, int]] = frozenset()
 
     def start_scheduler(self, recipe: Recipe | None) -> None:
         """Starts the scheduler, beside all that is done before the workers start; None: it runs elsewhere.
@@ -223,6 +224,7 @@ class Launcher:
             say(f"worker {child.label} {how}; starting it again ({count})")
             again = self._start(child.recipe, again=True)
             again.restarts = child.restarts + 1
+            self._replaced |= child.words().places
             self._workers[self._workers.index(child)] = again
             return
         left = sum(worker.returncode in (None, 0) or worker.words().left for worker in self._workers)
@@ -237,7 +239,10 @@ class Launcher:
         Asked to end before, it might not come to say why it fails.
         """
         assert self._failed_at is not None
-        if first_failure(self._endings()).sure or time.monotonic() >= self._failed_at + SETTLE_S:
+        if (
+            first_failure(self._endings(), self._replaced).sure
+            or time.monotonic() >= self._failed_at + SETTLE_S
+        ):
             self._settled = True
             if not self._stopping:
                 self._stop(signal.SIGTERM)
@@ -293,7 +298,7 @@ class Launcher:
     def _blame_first(self) -> None:
         """Shows who failed first, and how, and of each other worker in a line how it ended."""
         endings = self._endings()
-        verdict = first_failure(endings)
+        verdict = first_failure(endings, self._replaced)
         first = verdict.elsewhere
         if verdict.index is not None:
             child, words = self._workers[verdict.index], endings[verdict.index].words

@@ -386,8 +386,22 @@ def _at_exit() -> None:
 def _end(error: BaseException | None) -> None:
     if error is not None and not _process.said and not is_good_exit(error):
         _process.said = True
-        left = isinstance(error, LeaveGranted | LeaveNow)
+        error = _cause(error)
+        left = isinstance(error, LeaveGranted | LeaveNow) or _passes_leave_on(error)
         last_words.note(error=reason_of(error), consequence=is_consequence(error), left=left)
     if _process.session is not None:
         with contextlib.suppress(WorkerError, KeyboardInterrupt):
             _process.session.end(error)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What lies behind an exit: the error that has left the session's block, and was caught outside."""
+    session = _process.session
+    return session.error or error if isinstance(error, SystemExit) and session is not None else error
+
+
+def _passes_leave_on(error: BaseException) -> bool:
+    """Whether a script that has caught LeaveGranted exits with the code that stands for it."""
+    session = _process.session
+    asked = isinstance(error, SystemExit) and error.code == SIGTERM_EXIT_CODE
+    return asked and session is not None and session.leaves

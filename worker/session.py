@@ -206,6 +206,16 @@ class Session(SessionFacts):
         """Says that this worker leaves before the training's end: ``release()`` must not call it finished."""
         self._left = True
 
+    @property
+    def error(self) -> BaseException | None:
+        """What this session has ended with; None: it has not, or well."""
+        return self._error
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this worker leaves, or has left, as asked."""
+        return self._left or self._client.standing.leave_granted
+
     # ------------------------------------------------------------ change
 
     def rejoin(self) -> None:
@@ -216,6 +226,8 @@ class Session(SessionFacts):
         it asks for a place as a newcomer. Of several threads that call it one does so, and the others wait.
 
         Raises:
+            MembershipChanged: with ``save``: too few members are left, and this worker should save the state
+                before it calls this again and waits for more.
             WorkerError: there will be no next generation, or not with this worker.
         """
         with self._rejoin_lock:
@@ -250,6 +262,8 @@ class Session(SessionFacts):
             try:
                 build = self._client.next_build()
                 place = build.assignment
+                if self._probes is not None:
+                    self._probes.know(member.host.address for member in place.members)
                 if self._assignment is None:
                     self._check_rank_id(place)
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
@@ -308,7 +322,7 @@ class Session(SessionFacts):
             if self._released:
                 return
             self._released = True
-        asked = finished is None and (self._left or self._client.standing.leave_granted)
+        asked = finished is None and self.leaves
         if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
             finished = not asked
         default = "finished" if finished else "asked to leave" if asked else "gave up"

@@ -19,6 +19,7 @@ after it does not run as if the training were complete.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from worker.errors import (
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerFinishedError,
     PeerLostError,
     RefusedError,
     SchedulerUnreachableError,
@@ -280,15 +282,13 @@ class ElasticLoop:
             self._closed = True
         except WorkerError as error:
             if not _is_change(error):
-                self.state.roll_back()
-                self._save()
+                self._try_to_save()
             raise
 
     def _save_if_told(self, change: BaseException | None) -> None:
         """Too few members are left to go on: one of them saves at once, lest nobody can later."""
         if isinstance(change, MembershipChanged) and change.save and self.state.step and not self.is_over:
-            self.state.roll_back()
-            self._save()
+            self._try_to_save()
 
     def _save_at_the_end(self, error: BaseException) -> None:
         """Puts the last finished step on disk if this worker's membership is over for good.
@@ -299,11 +299,22 @@ class ElasticLoop:
         completed = isinstance(error, JobEndedError) and error.ok
         last = isinstance(error, SchedulerUnreachableError | RefusedError | JobEndedError) and not completed
         if isinstance(error, CommunicatorError) and not isinstance(error, ArrayError):
-            blamed = error.rank if isinstance(error, PeerLostError) else -1
+            blamed = error.rank if isinstance(error, PeerLostError | PeerFinishedError) else -1
             last = self.session.rank == (1 if blamed == 0 else 0)
         if last and not self.is_over:
-            self.state.roll_back()
+            if isinstance(error, CommunicatorError):
+                # The generation may stand: a GPU would be waited for that waits in the collective for ever.
+                with contextlib.suppress(WorkerError):
+                    self.session.communicator.abort(error)
+            self._try_to_save()
+
+    def _try_to_save(self) -> None:
+        """Saves the last finished step; a full disk, say, must not end a wait, nor hide why all ends."""
+        self.state.roll_back()
+        try:
             self._save()
+        except Exception as error:
+            log.error("The state could not be saved: %s", error)
 
     def _share(self) -> None:
         state = self.state
@@ -327,8 +338,7 @@ class ElasticLoop:
             granted.exit_code = SIGTERM_EXIT_CODE
         self._granted = granted
         self.session.note_left()
-        if granted.alone:
-            self.state.roll_back()  # of a step that it cannot finish with the others
+        self.state.roll_back()  # of a step that it cannot finish with the others
         if granted.alone or self.session.world_size == 1:
             self._save()
 

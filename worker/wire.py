@@ -248,9 +248,8 @@ def _unique_ids(body: pb.UniqueIds) -> m.UniqueIds:
 
 def _suspended(body: pb.Suspended) -> m.Suspended:
     wait_s = _seconds("wait_s", body.wait_s, above=-1.0)
-    return m.Suspended(
-        _generation(body.generation), one_line(body.reason), wait_s, _first_loss(body), body.save
-    )
+    reason = one_line(body.reason)
+    return m.Suspended(_generation(body.generation), reason, wait_s, _first_loss(body), body.save)
 
 
 def _probe(body: pb.Probe) -> m.Probe:

@@ -18,7 +18,8 @@ README = (ROOT / "README.md").read_text()
 def snippet(section: str) -> str:
     """The first Python block of a section."""
     [_, text] = README.split(f"\n## {section}\n")
-    return str(re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)[0])
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+    return blocks[0]
 
 
 def run_by_two(directory: Path, *parts: str) -> None:

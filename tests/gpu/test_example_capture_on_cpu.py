@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -82,9 +83,7 @@ def job_of(
         def train(steps: int, **attributes: Any) -> Throughput:
             args.steps = steps
             vars(session).update(attributes)
-            done = example.train(args, job, session, Progress(sys.stderr))
-            assert done is not None
-            return done
+            return example.train(args, job, session, Progress(sys.stderr))
 
         yield train
 
@@ -104,6 +103,18 @@ def test_the_example_is_captured_in_the_first_epoch_and_computes_what_eager_step
         done = train(8)
     assert (done.steps, done.captured) == (8, 0) and done.samples == 7 * 4
     assert found == losses(capsys) and len(found) == 8
+
+
+def test_where_the_last_holder_dies_before_it_gives_its_state_the_runs_checkpoint_is_taken_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(LoneSession, "launch", 7)
+    with job_of(monkeypatch, f"--checkpoint-dir={tmp_path}") as train:
+        train(4)
+    sources = itertools.chain([0], itertools.repeat(-1))
+    monkeypatch.setattr(LoneSession, "state_source_rank", property(lambda _: next(sources)))
+    with job_of(monkeypatch, f"--checkpoint-dir={tmp_path}") as train:
+        assert train(6).steps == 2
 
 
 def test_a_second_loop_of_the_same_members_goes_on_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

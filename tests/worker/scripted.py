@@ -257,7 +257,10 @@ class StubBackend(Backend):
 
 
 def scripted_session(
-    connector: ScriptedConnector, backend: StubBackend | None = None, **settings: object
+    connector: ScriptedConnector,
+    backend: StubBackend | None = None,
+    probes: Any = None,
+    **settings: object,
 ) -> Session:
     """A session as node ``n0`` of a job of two."""
     return Session(
@@ -266,6 +269,7 @@ def scripted_session(
         device=DeviceChoice(Device()),
         backend=backend or StubBackend(),
         connector=connector,
+        probes=probes,
     )
 
 

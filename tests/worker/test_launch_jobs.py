@@ -199,11 +199,27 @@ print("saving the final model")
 """
 
 
-@pytest.mark.parametrize(("leavers", "code"), [("1,", 0), ("0, 1", 143)])
+PASSED_ON = """
+import runpy
+import sys
+import worker
+try:
+    runpy.run_path("leaving.py")
+except worker.WorkerError as error:
+    sys.exit(error.exit_code)
+"""
+"""A script that catches what ends it, and exits with the code of that."""
+
+
+@pytest.mark.parametrize(
+    ("leavers", "code", "script"), [("1,", 0, LEAVING), ("0, 1", 143, LEAVING), ("1,", 0, PASSED_ON)]
+)
 def test_a_worker_that_leaves_is_no_failure_and_does_not_complete_the_job(
-    here: Place, leavers: str, code: int
+    here: Place, leavers: str, code: int, script: str
 ) -> None:
-    script = here.script(LEAVING.replace("LEAVERS", leavers))
+    leaving = LEAVING.replace("LEAVERS", leavers)
+    (here.directory / "leaving.py").write_text(leaving)
+    script = here.script(leaving if script == LEAVING else script)
     options = ("-n", "2", "--min-workers", "1", "--max-restarts", "1", "--scheduler")
     found, _, err = here.run(*options, command=(PYTHON, script))
     assert found == code, err

@@ -14,10 +14,17 @@ import pytest
 
 import worker
 from tests.scheduler.processes import environment
-from worker import process
+from worker import errors, process
 from worker.check import check
 from worker.config import SecurityContext, Settings
-from worker.errors import JobEndedError, LeaveGranted, LeaveNow, SecurityError, SettingsError, WorkerError
+from worker.errors import (
+    JobEndedError,
+    LeaveGranted,
+    LeaveNow,
+    SecurityError,
+    SettingsError,
+    WorkerError,
+)
 from worker.keyring import load_keyring
 
 NEED_TORCH = {
@@ -53,6 +60,12 @@ def test_every_public_name_is_there() -> None:
     missing = [name for name in worker.__all__ if name not in NEED_TORCH and not hasattr(worker, name)]
     assert missing == []
     assert set(worker.__all__) <= set(dir(worker))
+    family = {
+        name
+        for name, each in vars(errors).items()
+        if isinstance(each, type) and issubclass(each, errors.WorkerError)
+    }
+    assert family <= set(worker.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         worker.nonsense  # noqa: B018
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.worker.scripted import (
 )
 from worker.channel import DeniedError, MalformedError
 from worker.communicators.base import Membership, ReduceOp
+from worker.communicators.tcp_probe import Probes
 from worker.core.messages import Device
 from worker.errors import (
     FormationTimeoutError,
@@ -96,6 +97,20 @@ def test_the_communicator_gets_members_ids_and_deadline(stage: Stage) -> None:
     assert (membership.rank, membership.generation, membership.unique_ids) == (1, 1, (b"secret",))
     assert [peer.node_id for peer in membership.peers] == ["n1", "n0"]
     assert stage.communicator.timeout_s == 600.0
+
+
+def test_the_members_addresses_are_known_where_probes_are_answered() -> None:
+    class Known(Probes):
+        addresses: tuple[str, ...] = ()
+
+        def know(self, addresses: Iterable[str]) -> None:
+            self.addresses = tuple(addresses)
+
+    connector, probes = ScriptedConnector(), Known(None, "job")
+    session = scripted_session(connector, probes=probes)
+    line, _ = opened(session, connector)
+    assert probes.addresses == tuple(member.host.address for member in session.members) != ()
+    end(session, line)
 
 
 def test_rank_0_mints_and_publishes() -> None:

@@ -19,6 +19,7 @@ from worker.errors import (
     JobEndedError,
     LeaveGranted,
     MembershipChanged,
+    PeerFinishedError,
     PeerLostError,
     RefusedError,
 )
@@ -374,11 +375,18 @@ def test_when_the_group_cannot_go_on_the_state_is_saved_and_the_reason_raised() 
         assert worker.saves == [4]
 
 
-@pytest.mark.parametrize("blamed", [-1, 0, 1])
+@pytest.mark.parametrize(
+    ("error", "saver"),
+    [
+        (CollectiveTimeoutError("late"), 0),
+        (PeerLostError("gone", rank=0), 1),
+        (PeerLostError("gone", rank=1), 0),
+        (PeerFinishedError("it had fewer batches", rank=0), 1),
+    ],
+)
 def test_what_a_collective_failed_with_ends_with_a_checkpoint_of_the_lowest_rank_not_to_blame(
-    blamed: int,
+    error: Exception, saver: int
 ) -> None:
-    error = CollectiveTimeoutError("late") if blamed < 0 else PeerLostError("gone", rank=blamed)
 
     def fault(step: int, place: str) -> None:
         if (step, place) == (4, "between"):
@@ -389,7 +397,6 @@ def test_what_a_collective_failed_with_ends_with_a_checkpoint_of_the_lowest_rank
         for run in [threads.submit(worker.run) for worker in workers]:
             with pytest.raises(type(error)):
                 run.result(60)
-    saver = 1 if blamed == 0 else 0
     assert [worker.saves for worker in workers] == [[4] if n == saver else [] for n in range(3)]
 
 
@@ -415,6 +422,26 @@ def test_who_is_told_to_save_does_so_before_it_waits_for_more_members() -> None:
     worker.run()
     assert session.saved_before == [3]  # type: ignore[attr-defined]
     assert worker.saves == [3] and worker.state.step == STEPS
+
+
+def test_a_disk_that_is_full_ends_no_wait_and_hides_no_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (session,) = ElasticWorld(1).members
+    session.rejoin()
+    monkeypatch.setattr(session, "rejoin", lambda: None)  # it is back at once
+
+    def save() -> None:
+        raise OSError("No space left on device")
+
+    changes = [MembershipChanged("Too few are left.", generation=1, save=True)]
+    loop = ElasticLoop(session, make_state(), epochs=EPOCHS, save=save)
+    with pytest.raises(CollectiveTimeoutError, match="late"):
+        for step in loop:
+            with step:
+                if loop.state.step == 3:
+                    raise changes.pop() if changes else CollectiveTimeoutError("late")
+    assert caplog.messages == ["The state could not be saved: No space left on device"] * 2
 
 
 def test_a_job_that_ends_while_the_others_are_waited_for_is_a_good_end() -> None:
@@ -604,10 +631,32 @@ def end_at_step_3(error: Exception) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "error", [JobEndedError("an operator ended it"), LeaveGranted("You leave.", alone=True)]
+    "error",
+    [
+        JobEndedError("an operator ended it"),
+        LeaveGranted("You leave.", alone=True),
+        LeaveGranted("You leave."),
+    ],
 )
 def test_what_a_broken_step_left_in_the_state_is_taken_back_before_it_is_saved(error: Exception) -> None:
     assert end_at_step_3(error) == ["rolled back", "saved 3"]
+
+
+def test_no_device_waits_in_a_collective_when_the_state_is_taken_back_to_be_saved() -> None:
+    (session,) = ElasticWorld(1).members
+
+    class OnDevice(Journal):
+        def roll_back(self) -> None:
+            self.notes.append(f"waits for a device that is free: {session.communicator.is_aborted}")
+
+    state = OnDevice()
+    loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: state.notes.append(f"saved {state.step}"))
+    with pytest.raises(CollectiveTimeoutError):
+        for step in loop:
+            with step:
+                state.notes.clear()
+                raise CollectiveTimeoutError("late")
+    assert state.notes == ["waits for a device that is free: True", "saved 0"]
 
 
 def test_so_it_is_where_the_next_generation_does_not_form() -> None:

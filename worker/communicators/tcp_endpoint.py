@@ -17,7 +17,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from certs.budget import OTHERS, Budget
@@ -138,9 +138,14 @@ class Endpoint:
         port = listener.getsockname()[1]
         return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
 
+    def know(self, addresses: Iterable[str]) -> None:
+        """These are the members' addresses, whose connections go before those of strangers."""
+        with self._lock:
+            self._neighbours = frozenset(_plain_hosts(addresses))
+
     def gather(self, lobby: Lobby) -> None:
         """Expects the lobby's peers from now on, and dials those that this side has to dial."""
-        hosts = frozenset(_hosts(lobby))
+        hosts = frozenset(_plain_hosts(_hosts(lobby)))
         with self._lock:
             self._lobbies[lobby.label] = lobby
             self._lobbies_changed = True
@@ -590,10 +595,17 @@ def _listens(listener: socket.socket | None) -> bool:
 
 
 def _hosts(lobby: Lobby) -> Iterator[str]:
-    """The addresses of a lobby's members, as ``accept`` gives them."""
+    """The addresses of a lobby's members, without their ports."""
     for peer in lobby.membership.peers:
         with contextlib.suppress(ValueError):
-            yield str(ipaddress.ip_address(host_and_port(peer.data_address)[0]))
+            yield host_and_port(peer.data_address)[0]
+
+
+def _plain_hosts(addresses: Iterable[str]) -> Iterator[str]:
+    """Addresses as ``accept`` gives them; names are none."""
+    for address in addresses:
+        with contextlib.suppress(ValueError):
+            yield str(ipaddress.ip_address(address))
 
 
 def _short(text: str) -> str:

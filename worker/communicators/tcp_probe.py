@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from worker.communicators.tcp import is_loopback
 from worker.communicators.tcp_endpoint import Endpoint
@@ -120,6 +120,11 @@ class Probes:
             return ""
         self._endpoint = Endpoint(self._tls)
         return self._endpoint.open(address)
+
+    def know(self, addresses: Iterable[str]) -> None:
+        """These are the members' addresses: their probes do not wait for a turn among strangers."""
+        if self._endpoint is not None:
+            self._endpoint.know(addresses)
 
     def try_all(self, targets: Mapping[str, str]) -> dict[str, str]:
         """Probes workers side by side.

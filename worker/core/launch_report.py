@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,16 +135,22 @@ class Verdict:
     sure: bool = False
 
 
-def first_failure(endings: Sequence[Ending]) -> Verdict:
+def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int]] = frozenset()) -> Verdict:
     """Decides which failure is the cause of the others.
 
     The scheduler's word goes first, since it saw who left before whom on all hosts. Without it, a worker that
     failed by itself comes before one that failed because of others, and then the order counts in which they
     were seen to end. Whoever never asked for a place was in nobody's way: its own failure is sure.
+
+    Args:
+        endings: of the launcher's workers.
+        replaced: places of workers that it has started again: the launch has outlived their failure.
     """
     named = Counter(ending.words.first for ending in endings if ending.words.first is not None)
     for first, _ in named.most_common():
         place = (first.node_id, first.incarnation)
+        if place in replaced:
+            continue
         owner = next((i for i, ending in enumerate(endings) if place in ending.words.places), None)
         if owner is None:
             return Verdict(elsewhere=first, sure=True)

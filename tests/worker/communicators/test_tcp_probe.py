@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from tests.worker.communicators.tcp_world import JOB, Office
 from worker.communicators import create_backend, tcp_probe, tls_policies
 from worker.communicators.tcp import TcpBackend
+from worker.communicators.tcp_endpoint import Endpoint
 from worker.communicators.tcp_probe import Probes
 
 
@@ -50,6 +52,19 @@ def test_a_worker_whose_backend_has_no_endpoint_answers_at_one_of_its_own(office
     assert probes(office).try_all({"n1": address}) == {}
     asked.close()
     assert "refused" in probes(office).try_all({"n1": address})["n1"]
+
+
+def test_a_members_probe_does_not_wait_for_a_turn_among_strangers(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_probe, "Endpoint", partial(Endpoint, max_strangers_per_s=1e-6))
+    asked = probes(office)
+    address = asked.open("127.0.0.1")
+    assert probes(office).try_all({"n1": address}) == {}  # there is a turn to begin with
+    assert probes(office).try_all({"n1": address}).keys() == {"n1"}
+    asked.know(["127.0.0.1", "a name"])
+    assert probes(office).try_all({"n1": address}) == {}
+    asked.close()
 
 
 def test_whoever_answers_must_be_the_worker_that_is_meant(office: Office, backend: TcpBackend) -> None:

@@ -116,6 +116,12 @@ def test_who_failed_first(endings: list[Ending], verdict: Verdict) -> None:
     assert first_failure(endings) == verdict
 
 
+def test_a_failure_after_which_a_worker_was_started_again_is_not_the_cause_of_the_end() -> None:
+    anew = LastWords(frozenset({("b", 7)}), BOOM)
+    endings = [Ending(1, 1, words=changed("a", B)), Ending(1, 2, words=anew)]
+    assert first_failure(endings, {("b", 2)}) == Verdict(1, sure=True)
+
+
 def test_what_a_worker_has_noted_is_read_in_order() -> None:
     first = {"node_id": "b", "incarnation": 2, "sentence": "b left"}
     lines = [
