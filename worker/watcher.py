@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -89,11 +90,19 @@ class Watcher:
             self._late_s = 0.0
 
     def _answer(self, wanted: e.ProbeWanted) -> None:
+        began = time.monotonic()
         try:
             unreached = self._probe_all(dict(wanted.targets))
         except Exception:
             log.exception("Fault while probing the other workers.")
             return
         late = self._hanging_s() > self._pace.limit_s
-        done = e.ProbesDone(wanted.round, tuple(unreached.items()), late, self._waits(), self._busy())
+        done = e.ProbesDone(
+            wanted.round,
+            tuple(unreached.items()),
+            late,
+            self._waits(),
+            self._busy(),
+            time.monotonic() - began,
+        )
         self._post(done)

@@ -119,6 +119,7 @@ def _probed(probed: m.Probed) -> pb.WorkerMessage:
         late=probed.late,
         waits=probed.waits,
         busy=one_line(probed.busy)[:MAX_TEXT],
+        seconds=probed.seconds,
     )
     return pb.WorkerMessage(probed=body)
 
@@ -248,8 +249,9 @@ def _unique_ids(body: pb.UniqueIds) -> m.UniqueIds:
 
 def _suspended(body: pb.Suspended) -> m.Suspended:
     wait_s = _seconds("wait_s", body.wait_s, above=-1.0)
-    return m.Suspended(_generation(body.generation), one_line(body.reason), wait_s, _first_loss(body))
-    return m.Suspended(_generation(body.generation), one_line(body.reason), wait_s, body.save)
+    return m.Suspended(
+        _generation(body.generation), one_line(body.reason), wait_s, _first_loss(body), body.save
+    )
 
 
 def _probe(body: pb.Probe) -> m.Probe:

@@ -58,6 +58,7 @@ class Judge:
         self.disturbed_at = 0.0
         self.barred: dict[str, float] = {}
         self.torn = False  # too few workers reached each other when the job ended
+        self.held_up = False  # a member hung until its group's time to build was over
         self.formed_at = 0.0
 
     def fault(self, what: str) -> NoReturn:
@@ -294,6 +295,13 @@ class Judge:
             nodes = [each.candidate.node_id for each in self.formed.members]
             together = self.world.cables.most_together(nodes, self.world.loop.now - NODE_TIMEOUT_S)
             self.torn = together < self.world.scenario.worker_min
+            # MS_TOPO_TIMEOUT bounds the building of a job that has not trained yet, over all generations that
+            # it takes: two hangs, or a hang after a cut, may last as long as that. Seldom: the one that hung
+            # must have done so until just now, else the others had the time to build.
+            recently = self.world.loop.now - NODE_TIMEOUT_S
+            hung = any(w.busy_until > recently for w in self.world.living() if w.node_id in nodes)
+            in_time = "was not built in time" not in record.reason
+            self.held_up = hung and not in_time and not self.ever_established
 
     # ------------------------------------------------------------ messages
 
@@ -427,7 +435,7 @@ class Judge:
         alive = [str(worker) for worker in world.processes if worker.alive]
         self.expect(not alive, f"the job has ended, and {', '.join(alive)} do not know it")
         if scenario.supervised and not self.outcome.ok:
-            why = "while the others finished" in self.outcome.reason or self.torn
+            why = "while the others finished" in self.outcome.reason or self.torn or self.held_up
             self.expect(why, f"ended: {self.outcome.reason}")
         if scenario.kind in ("calm", "crashes", "pauses", "elastic"):
             # A scheduler that is away for as long as a goodbye is tried takes its sender for lost.

@@ -424,7 +424,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "expelled and taken in at once": Mutant(probing.Probing, "_is_barred", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing.Probing, "_is_proven", proven_by_one_side),
-    "who stands still counts as cut off": Mutant(probing, "SLOW_S", instead(1e9)),
+    "who stands still counts as cut off": Mutant(probing, "TOGETHER_S", instead(1e9)),
     "busy ranks hang": Mutant(job.Job, "_probed", busy_unheard),
     "hanging ranks go at once": Mutant(probing.Probing, "_deal_with_hangs", hangs_are_due),
     "hanging ranks never go": Mutant(probing.Probing, "_deal_with_hangs", instead(nothing)),
