@@ -90,7 +90,7 @@ class Probed:
         late: what its training thread waits for is late.
         waits: its training thread waits for other ranks.
         busy: what it does alone; empty: nothing.
-        seconds: for how long it has tried.
+        seconds: for how long it has tried, or lived since it last stood still meanwhile.
     """
 
     session: SessionId

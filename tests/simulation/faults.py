@@ -26,7 +26,7 @@ def kill(world: World, worker: Worker) -> None:
 
 def stop(world: World, worker: Worker) -> None:
     """SIGSTOP, and SIGCONT after a while."""
-    worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 9.0))
+    worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 6.0, 9.0))
     world.judge.disturbed(worker.stopped_until)
 
 

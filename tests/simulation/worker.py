@@ -216,7 +216,8 @@ class Worker:
         late = self.waiting_for is not None and now - self.waiting_since >= LATE_S
         waits = self.waiting_for is not None or now >= self.busy_until
         busy = self.busy if now < self.busy_until else ""
-        self.post(e.ProbesDone(number, unreached, late, waits, busy, now - began))
+        lived_since = max(began, self.stopped_until)
+        self.post(e.ProbesDone(number, unreached, late, waits, busy, now - lived_since))
 
     def met(self, key: tuple[object, ...]) -> None:
         """The collective ``key`` has completed here."""

@@ -142,7 +142,7 @@ class Probed(Value):
         late: what the training thread waits for is late.
         waits: the training thread waits for other ranks.
         busy: what this worker does alone; empty: nothing.
-        seconds: for how long it has probed.
+        seconds: for how long it has probed, or lived since it last stood still meanwhile.
     """
 
     round: int
