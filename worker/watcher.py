@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -18,6 +19,10 @@ log = logging.getLogger("muster.worker")
 
 LOOK_S = 1.0
 JOIN_TIMEOUT_S = 1.0
+TICK_S = 0.1
+
+STOOD_STILL_S = 1.0
+"""A thread that is not run for so long was stopped, or its machine was: others have probed it in vain."""
 
 
 class Watcher:
@@ -89,11 +94,35 @@ class Watcher:
             self._late_s = 0.0
 
     def _answer(self, wanted: e.ProbeWanted) -> None:
-        try:
-            unreached = self._probe_all(dict(wanted.targets))
-        except Exception:
-            log.exception("Fault while probing the other workers.")
+        found: SimpleQueue[dict[str, str] | None] = SimpleQueue()
+        threading.Thread(target=self._try, args=(wanted, found), name="muster-probes", daemon=True).start()
+        lived_since = seen_at = time.monotonic()
+        while True:
+            try:
+                unreached = found.get(timeout=TICK_S)
+                break
+            except Empty:
+                pass
+            finally:
+                now = time.monotonic()
+                lived_since = now if now > seen_at + STOOD_STILL_S else lived_since
+                seen_at = now
+        if unreached is None:
             return
         late = self._hanging_s() > self._pace.limit_s
-        done = e.ProbesDone(wanted.round, tuple(unreached.items()), late, self._waits(), self._busy())
+        done = e.ProbesDone(
+            wanted.round,
+            tuple(unreached.items()),
+            late,
+            self._waits(),
+            self._busy(),
+            time.monotonic() - lived_since,
+        )
         self._post(done)
+
+    def _try(self, wanted: e.ProbeWanted, found: SimpleQueue[dict[str, str] | None]) -> None:
+        try:
+            found.put(self._probe_all(dict(wanted.targets)))
+        except Exception:
+            log.exception("Fault while probing the other workers.")
+            found.put(None)

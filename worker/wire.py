@@ -119,6 +119,7 @@ def _probed(probed: m.Probed) -> pb.WorkerMessage:
         late=probed.late,
         waits=probed.waits,
         busy=one_line(probed.busy)[:MAX_TEXT],
+        seconds=probed.seconds,
     )
     return pb.WorkerMessage(probed=body)
 

@@ -232,18 +232,20 @@ class Late(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Probed(_message.Message):
-    __slots__ = ("round", "unreached", "late", "waits", "busy")
+    __slots__ = ("round", "unreached", "late", "waits", "busy", "seconds")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     UNREACHED_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     round: int
     unreached: _containers.RepeatedCompositeFieldContainer[Unreached]
     late: bool
     waits: bool
     busy: str
-    def __init__(self, round: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., late: bool = ..., waits: bool = ..., busy: _Optional[str] = ...) -> None: ...
+    seconds: float
+    def __init__(self, round: _Optional[int] = ..., unreached: _Optional[_Iterable[_Union[Unreached, _Mapping]]] = ..., late: bool = ..., waits: bool = ..., busy: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Unreached(_message.Message):
     __slots__ = ("node_id", "detail")

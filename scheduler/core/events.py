@@ -90,6 +90,7 @@ class Probed:
         late: what its training thread waits for is late.
         waits: its training thread waits for other ranks.
         busy: what it does alone; empty: nothing.
+        seconds: for how long it has tried, or lived since it last stood still meanwhile.
     """
 
     session: SessionId
@@ -98,6 +99,7 @@ class Probed:
     late: bool = False
     waits: bool = False
     busy: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

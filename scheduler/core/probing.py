@@ -30,8 +30,8 @@ ROUND_PAUSE_S = 5.0
 CALM_PAUSE_S = 60.0
 """What that grows to while rounds find that all reach each other."""
 
-SLOW_S = 2.0
-"""Who answers after that may have stood still, and is blamed only by hosts that it does not reach either."""
+TOGETHER_S = 1.0
+"""Two that began to probe within so long of each other both lived meanwhile: who stood still begins later."""
 
 CANDIDATES_AT_ONCE = 32
 
@@ -54,32 +54,24 @@ class Round:
     among_members: bool
     asked: dict[v.SessionId, Asked]
     answers: dict[v.SessionId, e.Probed] = field(default_factory=dict)
-    began: float = 0.0
-    slow: set[v.SessionId] = field(default_factory=set)
+    began: dict[v.SessionId, float] = field(default_factory=dict)
 
     def failed(self, session: v.SessionId, target: v.SessionId) -> str | None:
-        """Why the one could not reach the other; "" if it could; None if that is not known."""
+        """Why the one could not reach the other; "" if it could; None if that is not known.
+
+        It is not where one of them may have stood still while the other probed it.
+        """
         answer = self.answers.get(session)
         if answer is None or target not in self.answers or target not in self.asked[session].targets:
             return None
         why = dict(answer.unreached).get(self.asked[target].candidate.node_id, "")
-        return None if why and target in self.slow and not self._fails_too(target, session) else why
-
-    def _fails_too(self, session: v.SessionId, other: v.SessionId) -> bool:
-        """Whether the one could not reach the host of the other."""
-        unreached = dict(self.answers[session].unreached)
-        hosts = {
-            self.asked[target].candidate.host.id
-            for target in self.asked[session].targets
-            if self.asked[target].candidate.node_id in unreached
-        }
-        return self.asked[other].candidate.host.id in hosts
+        together = abs(self.began[session] - self.began[target]) <= TOGETHER_S
+        return why if together or not why else None
 
     def take(self, answer: e.Probed, now: float) -> None:
         """Takes an answer in."""
         self.answers[answer.session] = answer
-        if now > self.began + SLOW_S:
-            self.slow.add(answer.session)
+        self.began[answer.session] = now - answer.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +134,7 @@ class Probing(Reception):
         asked = dict(self._participants(among_members=among_members))
         if not asked:
             return
-        self._round = Round(self._round_number, now + ROUND_S, among_members, asked, began=now)
+        self._round = Round(self._round_number, now + ROUND_S, among_members, asked)
         for session, each in asked.items():
             targets = [(asked[t].candidate.node_id, self._addresses[t]) for t in each.targets]
             self._messages.append((session, m.Probe(self._round_number, tuple(targets))))

@@ -234,6 +234,7 @@ def _probed(probed: pb.Probed, session: v.SessionId) -> e.Probed:
         late=probed.late,
         waits=probed.waits,
         busy=_text("busy", probed.busy),
+        seconds=_rate("seconds", probed.seconds),
     )
 
 

@@ -100,7 +100,7 @@ def test_a_one_way_cut_between_two_hosts_costs_the_smaller_one_its_place_until_i
     first = min(step["t"] for step in stay[0].steps() if step["world"] == 3)
     print(f"training went on {first - cut:.1f} s after the cut")
     told = job.log.read_text()
-    assert "rank 2 (node 2 on host beta) was expelled: hosts alpha and beta cannot reach each other" in told
+    assert "Rank 2 (node 2 on host beta) was expelled: hosts alpha and beta cannot reach each other" in told
 
     # It asks for its place again, and gets it when it and the members reach each other, not before.
     beta = job.workers[2]

@@ -117,10 +117,10 @@ def test_an_unset_worker_min_is_worker_num() -> None:
         (
             {
                 "probed": pb.Probed(
-                    round=7, unreached=[pb.Unreached(node_id="b")], late=True, busy="evaluation"
+                    round=7, unreached=[pb.Unreached(node_id="b")], late=True, busy="evaluation", seconds=3.5
                 )
             },
-            e.Probed(SESSION, 7, (("b", "no reason given"),), late=True, busy="evaluation"),
+            e.Probed(SESSION, 7, (("b", "no reason given"),), late=True, busy="evaluation", seconds=3.5),
         ),
         (
             {"request_leave": pb.RequestLeave(generation=3, reason="TERM")},
@@ -198,6 +198,8 @@ def test_a_join_out_of_bounds_is_refused_naming_the_field(changes: dict[str, obj
         {"late": pb.Late(generation=1, seconds=float("inf"))},
         {"probed": pb.Probed(unreached=[pb.Unreached(node_id="a b")])},
         {"probed": pb.Probed(busy="x" * 2049)},
+        {"probed": pb.Probed(seconds=float("inf"))},
+        {"probed": pb.Probed(seconds=-1.0)},
         {"leave": pb.Leave(reason="x" * 2049)},
     ],
 )

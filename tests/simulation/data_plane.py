@@ -72,15 +72,29 @@ class DataPlane:
 
 
 class Cables:
-    """Which hosts can reach which; a cut in one direction breaks the connections both ways."""
+    """Which hosts can reach which; a group needs connections both ways.
+
+    A cut breaks them both ways, also one of a single direction, because answers are lost. Behind a firewall
+    one side still opens connections to the other.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._cuts: list[tuple[str, str, float, float]] = []
+        self._opens: set[tuple[str, str, float]] = set()
 
-    def cut(self, one: str, other: str, until: float) -> None:
-        """Loses what goes from one host to the other, until a time."""
+    def cut(self, one: str, other: str, until: float, *, one_way: bool = False) -> None:
+        """Loses what goes from one host to the other, until a time.
+
+        Args:
+            one: a host.
+            other: another host.
+            until: when it is over, in seconds.
+            one_way: connections from the other host to the one are still opened.
+        """
         self._cuts.append((one, other, self.world.loop.now, until))
+        if one_way:
+            self._opens.add((other, one, until))
 
     def is_cut(self, one: str, other: str, since: float | None = None) -> bool:
         """Whether two hosts cannot reach each other now, or could not for a while since a time."""
@@ -114,8 +128,11 @@ class Cables:
     def probe(self, worker: Worker, address: str) -> tuple[float, str]:
         """How long a probe takes, and why it fails; "" if it does not."""
         node_id, _, incarnation = address.removesuffix(":1").partition("#")
-        if self.is_cut(self.world.host(worker.node_id), self.world.host(node_id)):
-            return 3.0, "timed out"
+        here, there, now = self.world.host(worker.node_id), self.world.host(node_id), self.world.loop.now
+        for a, b, begun, until in self._cuts:
+            lasts = {a, b} == {here, there} and begun <= now < until
+            if lasts and (here, there, until) not in self._opens:
+                return 3.0, "timed out"
         for target in self.world.living():
             if (target.node_id, target.incarnation) == (node_id, int(incarnation)):
                 stopped = target.stopped_until > self.world.loop.now + 3.0

@@ -26,7 +26,7 @@ def kill(world: World, worker: Worker) -> None:
 
 def stop(world: World, worker: Worker) -> None:
     """SIGSTOP, and SIGCONT after a while."""
-    worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 9.0))
+    worker.stopped_until = world.loop.now + world.rng.choice((1.0, 4.0, 6.0, 9.0))
     world.judge.disturbed(worker.stopped_until)
 
 
@@ -77,8 +77,9 @@ def cut_pair(world: World, worker: Worker) -> None:
     enough = scenario.worker_min <= scenario.worker_num - scenario.per_host
     if scenario.kind == "cuts" and enough and not world.cut_for_good and world.rng.random() < 0.5:
         world.cut_for_good, lasts = True, 1e6
-    world.note(f"   {one} to {other} for {lasts:g} s")
-    world.cables.cut(one, other, world.loop.now + lasts)
+    one_way = world.rng.random() < 0.3
+    world.note(f"   {one} to {other} for {lasts:g} s{', one way' if one_way else ''}")
+    world.cables.cut(one, other, world.loop.now + lasts, one_way=one_way)
     world.judge.disturbed(world.loop.now + min(lasts, 40.0))
 
 

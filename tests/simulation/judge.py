@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 Process = tuple[str, int]
 
+TWO_ROUNDS_S = 12.0
+"""A round of probes that began just before a cut was over still finds it, in 3 s; the next begins when
+somebody is late again, 4 s later, and takes 3 s if others cannot reach each other still."""
+
 
 class Violation(AssertionError):  # noqa: N818 - what the simulator looks for
     """A promise was broken."""
@@ -58,6 +62,7 @@ class Judge:
         self.disturbed_at = 0.0
         self.barred: dict[str, float] = {}
         self.torn = False  # too few workers reached each other when the job ended
+        self.held_up = False  # a member hung until its group's time to build was over
         self.formed_at = 0.0
 
     def fault(self, what: str) -> NoReturn:
@@ -292,8 +297,15 @@ class Judge:
         self.expect(bool(record.reason), "the job ended without a reason")
         if self.formed is not None:
             nodes = [each.candidate.node_id for each in self.formed.members]
-            together = self.world.cables.most_together(nodes, self.world.loop.now - NODE_TIMEOUT_S)
+            together = self.world.cables.most_together(nodes, self.world.loop.now - TWO_ROUNDS_S)
             self.torn = together < self.world.scenario.worker_min
+            # MS_TOPO_TIMEOUT bounds the building of a job that has not trained yet, over all generations that
+            # it takes: two hangs, or a hang after a cut, may last as long as that. Seldom: the one that hung
+            # must have done so until just now, else the others had the time to build.
+            recently = self.world.loop.now - NODE_TIMEOUT_S
+            hung = any(w.busy_until > recently for w in self.world.living() if w.node_id in nodes)
+            in_time = "was not built in time" not in record.reason
+            self.held_up = hung and not in_time and not self.ever_established
 
     # ------------------------------------------------------------ messages
 
@@ -427,7 +439,7 @@ class Judge:
         alive = [str(worker) for worker in world.processes if worker.alive]
         self.expect(not alive, f"the job has ended, and {', '.join(alive)} do not know it")
         if scenario.supervised and not self.outcome.ok:
-            why = "while the others finished" in self.outcome.reason or self.torn
+            why = "while the others finished" in self.outcome.reason or self.torn or self.held_up
             self.expect(why, f"ended: {self.outcome.reason}")
         if scenario.kind in ("calm", "crashes", "pauses", "elastic"):
             # A scheduler that is away for as long as a goodbye is tried takes its sender for lost.

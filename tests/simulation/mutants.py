@@ -340,6 +340,12 @@ def everybody_broken_goes(right: Any) -> Any:
     return best
 
 
+def both_must_accuse(right: Any) -> Any:
+    return lambda parties, accusations: right(
+        parties, {(a, b) for a, b in accusations if (b, a) in accusations}
+    )
+
+
 def smallest_stays(right: Any) -> Any:
     return lambda names, parties, accusations: (False, -sum(parties[n].workers for n in names))
 
@@ -418,13 +424,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "cuts ignored": Mutant(probing.Probing, "_expel_unreachable", instead(lambda *a: False)),
     "all that are in a broken pair go": Mutant(reachability, "_best", everybody_broken_goes),
+    "one direction is not enough": Mutant(reachability, "leaving", both_must_accuse),
     "the smallest set stays": Mutant(reachability, "_worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(
         probing.Probing, "_may_expel", instead(lambda *a: True)
     ),
     "expelled and taken in at once": Mutant(probing.Probing, "_is_barred", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing.Probing, "_is_proven", proven_by_one_side),
-    "who stands still counts as cut off": Mutant(probing, "SLOW_S", instead(1e9)),
+    "who stands still counts as cut off": Mutant(probing, "TOGETHER_S", instead(1e9)),
     "busy ranks hang": Mutant(job.Job, "_probed", busy_unheard),
     "hanging ranks go at once": Mutant(probing.Probing, "_deal_with_hangs", hangs_are_due),
     "hanging ranks never go": Mutant(probing.Probing, "_deal_with_hangs", instead(nothing)),

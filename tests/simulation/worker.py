@@ -205,17 +205,19 @@ class Worker:
         found = {node_id: self.world.cables.probe(self, address) for node_id, address in notice.targets}
         took = max((seconds for seconds, _ in found.values()), default=0.0)
         unreached = tuple((node_id, why) for node_id, (_, why) in found.items() if why)
-        self.world.loop.after(took + 0.01, self._probed, notice.round, unreached)
+        began = self.world.loop.now
+        self.world.loop.after(took + 0.01, self._probed, notice.round, unreached, began)
 
-    def _probed(self, number: int, unreached: tuple[tuple[str, str], ...]) -> None:
+    def _probed(self, number: int, unreached: tuple[tuple[str, str], ...], began: float) -> None:
         now = self.world.loop.now
         if now < self.stopped_until:
-            self.world.loop.at(self.stopped_until, self._probed, number, unreached)
+            self.world.loop.at(self.stopped_until, self._probed, number, unreached, began)
             return
         late = self.waiting_for is not None and now - self.waiting_since >= LATE_S
         waits = self.waiting_for is not None or now >= self.busy_until
         busy = self.busy if now < self.busy_until else ""
-        self.post(e.ProbesDone(number, unreached, late, waits, busy))
+        lived_since = max(began, self.stopped_until)
+        self.post(e.ProbesDone(number, unreached, late, waits, busy, now - lived_since))
 
     def met(self, key: tuple[object, ...]) -> None:
         """The collective ``key`` has completed here."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.waiting import wait_for
 from worker.core import events as e
@@ -19,6 +23,8 @@ class Training:
         self.busy = ""
         self.unreached: dict[str, str] | Exception = {}
         self.probed: list[dict[str, str]] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self.posted: list[Any] = []
         self.watcher = Watcher(
             Pace(),
@@ -31,6 +37,7 @@ class Training:
 
     def probe(self, targets: dict[str, str]) -> dict[str, str]:
         self.probed.append(targets)
+        self.may_answer.wait(30.0)
         if isinstance(self.unreached, Exception):
             raise self.unreached
         return self.unreached
@@ -65,7 +72,42 @@ def test_probes_are_made_by_the_thread_and_answered_with_what_the_training_is_in
     wait_for(lambda: training.posted)
     assert training.probed == [{"a": "x:1", "b": "y:2"}]
     unreached = (("b", "timed out"),)
-    assert training.posted[0] == e.ProbesDone(7, unreached, late=True, waits=True, busy="evaluation")
+    answer = training.posted[0]
+    assert 0.0 < answer.seconds < 60.0
+    assert answer == e.ProbesDone(
+        7, unreached, late=True, waits=True, busy="evaluation", seconds=answer.seconds
+    )
+    training.watcher.close()
+
+
+def test_who_stood_still_while_it_probed_says_since_when_it_has_lived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, reads = 100.0, 0
+
+    def monotonic() -> float:
+        nonlocal reads
+        reads += 1
+        return now
+
+    def wait_for_reads(count: int) -> None:
+        wanted = reads + count
+        wait_for(lambda: reads >= wanted)
+
+    monkeypatch.setattr("worker.watcher.time", SimpleNamespace(monotonic=monotonic))
+    training = Training()
+    training.may_answer.clear()
+    training.watcher.start()
+    training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"),)))
+    wait_for_reads(2)
+    now = 100.5
+    wait_for_reads(2)
+    now = 109.5
+    wait_for_reads(2)
+    now = 110.0
+    training.may_answer.set()
+    wait_for(lambda: training.posted)
+    assert training.posted[0].seconds == pytest.approx(0.5)
     training.watcher.close()
 
 

@@ -55,7 +55,7 @@ def test_join_carries_everything() -> None:
         ),
         (m.Late(3, 12.5), pb.WorkerMessage(late=pb.Late(generation=3, seconds=12.5))),
         (
-            m.Probed(7, (("b", "re\nset"),), late=True, waits=True, busy="evaluation"),
+            m.Probed(7, (("b", "re\nset"),), late=True, waits=True, busy="evaluation", seconds=3.5),
             pb.WorkerMessage(
                 probed=pb.Probed(
                     round=7,
@@ -63,6 +63,7 @@ def test_join_carries_everything() -> None:
                     late=True,
                     waits=True,
                     busy="evaluation",
+                    seconds=3.5,
                 )
             ),
         ),

@@ -127,6 +127,7 @@ class ProbesDone(Value):
     late: bool
     waits: bool
     busy: str
+    seconds: float = 0.0
 
 
 class StepStarting(Value):

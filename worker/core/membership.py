@@ -329,7 +329,8 @@ class Membership(Lifecycle):
     def _on_probes_done(self, event: e.ProbesDone) -> None:
         if self._link.settled and not self._ended:
             self._send_heartbeat()  # first: how far this worker is
-            self._send(m.Probed(event.round, event.unreached, event.late, event.waits, event.busy))
+            told = m.Probed(event.round, event.unreached, event.late, event.waits, event.busy, event.seconds)
+            self._send(told)
 
     def _on_step_starting(self, event: e.StepStarting) -> None:
         self._uses_steps = True

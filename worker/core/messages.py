@@ -142,6 +142,7 @@ class Probed(Value):
         late: what the training thread waits for is late.
         waits: the training thread waits for other ranks.
         busy: what this worker does alone; empty: nothing.
+        seconds: for how long it has probed, or lived since it last stood still meanwhile.
     """
 
     round: int
@@ -149,6 +150,7 @@ class Probed(Value):
     late: bool = False
     waits: bool = False
     busy: str = ""
+    seconds: float = 0.0
 
 
 class RequestLeave(Value):

@@ -155,15 +155,52 @@ def test_who_does_not_answer_the_round_is_no_matter_of_reachability() -> None:
     assert hosts.ranks() == ["a0", "b0", "c0"]
 
 
-def test_who_stood_still_during_the_round_is_blamed_only_by_those_that_it_does_not_reach_either() -> None:
-    hosts = Hosts("a0", "b0", "c0", "d0")
+def probed(hosts: Hosts, number: int, name: str, at: float, seconds: float, unreached: str) -> None:
+    """One worker has probed from ``at`` for so long; both count from the round's beginning at 100 s."""
+    hosts.now = 100.0 + at + seconds
+    why = tuple((other, "no answer") for other in unreached.split())
+    hosts.feed(e.Probed(hosts.sessions[name], number, why, True, True, seconds=seconds))
+
+
+def test_who_stood_still_while_others_probed_it_is_not_taken_for_cut_off() -> None:
+    hosts = Hosts("a0", "b0", "c0")
     hosts.late("a0")
     number = hosts.number()
-    for name in ("a0", "c0", "d0"):
-        hosts.feed(e.Probed(hosts.sessions[name], number, (("b0", "no answer"),), True, True))
-    hosts.now += 9.0
-    hosts.feed(e.Probed(hosts.sessions["b0"], number, (("d0", "timed out"),), True, True))
-    assert hosts.ranks() == ["a0", "b0", "c0"], "b and d are apart; a and c have only waited for b"
+    for name in ("a0", "c0"):
+        probed(hosts, number, name, 0.0, 3.0, "b0")
+    probed(hosts, number, "b0", 3.5, 0.1, "")
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
+def test_who_stood_still_first_does_not_accuse_one_that_stood_still_after_it() -> None:
+    """The accused answered the round at once; it stood still when the other, itself late, came to probe."""
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("c0")
+    number = hosts.number()
+    probed(hosts, number, "b0", 0.0, 0.1, "")
+    probed(hosts, number, "c0", 0.0, 0.1, "")
+    probed(hosts, number, "a0", 1.5, 3.0, "b0")
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
+def test_two_that_stood_still_one_after_the_other_are_not_apart() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("c0")
+    number = hosts.number()
+    probed(hosts, number, "c0", 0.0, 0.1, "")
+    probed(hosts, number, "b0", 0.0, 3.0, "a0")
+    probed(hosts, number, "a0", 3.2, 3.0, "b0")
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
+def test_long_probes_count_when_both_began_at_the_same_time() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("c0")
+    number = hosts.number()
+    probed(hosts, number, "c0", 0.0, 0.1, "")
+    probed(hosts, number, "b0", 0.3, 8.0, "a0")
+    probed(hosts, number, "a0", 0.0, 9.0, "b0")
+    assert len(hosts.ranks()) == 2
 
 
 def test_a_worker_that_alone_of_its_host_reaches_nobody_goes_alone() -> None:

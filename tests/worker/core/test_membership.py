@@ -477,9 +477,11 @@ class TestUnplannedChange:
         w = Machine().welcomed()
         w.hear(m.Probe(7, (("n1", "x:1"),)))
         assert w.last.notices == (e.ProbeWanted(7, (("n1", "x:1"),)),)
-        told = w.feed(e.ProbesDone(7, (("n1", "refused"),), late=False, waits=True, busy="")).messages
+        told = w.feed(
+            e.ProbesDone(7, (("n1", "refused"),), late=False, waits=True, busy="", seconds=3.5)
+        ).messages
         assert [type(message) for message in told] == [m.Heartbeat, m.Probed]
-        assert told[1] == m.Probed(7, (("n1", "refused"),), late=False, waits=True, busy="")
+        assert told[1] == m.Probed(7, (("n1", "refused"),), late=False, waits=True, busy="", seconds=3.5)
 
     def test_a_suspension_says_who_saves(self) -> None:
         w = Machine().running()
