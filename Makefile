@@ -31,7 +31,7 @@ help: ## List the targets
 	@echo "make test-torch takes TORCH='torch==2.13.0' or whatever pip is to install as torch."
 
 train: $(TRAIN_READY) $(KEYS)/config.json ## Train on this machine: a scheduler and WORKERS=2 workers
-	@$(BIN)/python -m worker -n $(WORKERS) --scheduler --tail all \
+	@$(BIN)/python -m muster run -n $(WORKERS) --scheduler --tail all \
 		--config $(KEYS)/config.json --password-file $(KEYS)/password \
 		-- $(BIN)/python train.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
@@ -44,7 +44,8 @@ test-torch: ## Run the tests that need torch, on the CPU where there is no GPU
 
 run-test-torch: $(TORCH_READY)
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
-		tests/gpu tests/contracts tests/parallel tests/end_to_end/test_readme.py
+		tests/gpu tests/contracts tests/parallel tests/worker/pytorch tests/worker/communicators \
+		tests/examples tests/bench/training tests/end_to_end/test_readme.py
 
 test-system: ## Run what takes minutes: floods, blame, a soak; one after the other
 	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-system
@@ -64,7 +65,7 @@ format: $(DEV_READY) ## Reformat the code
 
 proto: $(DEV_READY) ## Generate rendezvous/ from proto/
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
-		proto/rendezvous/v1/rendezvous.proto
+		proto/muster/rendezvous/v1/rendezvous.proto
 
 clean: ## Remove what make and runs have written, certificates included
 	@rm -rf $(VENV) .venv-torch $(KEYS) device checkpoints build dist *.egg-info
@@ -74,13 +75,13 @@ clean: ## Remove what make and runs have written, certificates included
 $(KEYS)/config.json: | $(TRAIN_READY)
 	@echo "Making certificates for this machine in $(KEYS)/"
 	@env -u MS_SERVER_PASSWORD -u MS_SERVER_PASSWORD_FILE -u MS_CLIENT_PASSWORD -u MS_CLIENT_PASSWORD_FILE \
-		$(BIN)/python -m certs init --dir $(KEYS) --password-file $(KEYS)/password >/dev/null
+		$(BIN)/python -m muster certs init --dir $(KEYS) --password-file $(KEYS)/password >/dev/null
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c '' >/dev/null 2>&1 || \
-		{ echo "$(PYTHON) is not found or does not run: install Python 3.10 or later, or name one, as in make PYTHON=python3.12."; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), but Muster needs Python 3.10 or later: make PYTHON=python3.12."; exit 1; }
+		{ echo "$(PYTHON) is not found or does not run: install Python 3.11 or later, or name one, as in make PYTHON=python3.12."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), but Muster needs Python 3.11 or later: make PYTHON=python3.12."; exit 1; }
 	@echo "Making a virtual environment in $(VENV)/ with $$($(PYTHON) -V)"
 	@$(PYTHON) -m venv $(VENV) >$(VENV).log 2>&1 && $(VENV)/bin/python -m pip --version >>$(VENV).log 2>&1 || \
 		{ cat $(VENV).log; rm -rf $(VENV) $(VENV).log; \

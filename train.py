@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-import worker
-from worker import checkpoint, datasets
-from worker.arrays import module_for
-from worker.data_parallel import GradientReducer
-from worker.progress import Progress
-from worker.sharding import ShardedSampler
-from worker.state import TrainingState
-from worker.training import ElasticLoop
+import muster
+from muster.worker.training import checkpoint, datasets
+from muster.worker.training.arrays import module_for
+from muster.worker.training.gradient_reducer import GradientReducer
+from muster.worker.training.loop import ElasticLoop
+from muster.worker.training.sampler import ShardedSampler
+from muster.worker.training.state import TrainingState
+from muster.worker.training.status_line import Progress
 
 MODELS = {"linear": 0, "mlp": 1, "deep": 2}  # number of hidden layers
 # A batch is one step of all workers; a line has the mean loss since the last one, 0: one line an epoch.
@@ -91,7 +91,7 @@ class Network:
                 gradient = (gradient @ self.parameters[f"w{i}"].T) * (activations[i] > 0)
 
 
-def train(args: argparse.Namespace, data: datasets.Dataset, session: worker.Session, out: Progress) -> None:
+def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Session, out: Progress) -> None:
     """Trains to the end; a worker that is asked to leave does not come to the test."""
     xp = module_for(session)
     net = Network(xp, data, args)
@@ -135,7 +135,7 @@ def main() -> None:
     """Ends by itself when the job ended well; a wrong setting, say, ends it in words, with exit code 2."""
     args = settings()
     data = datasets.load(args.data)
-    with worker.init() as session, Progress() as out:  # released at the end of the block
+    with muster.init() as session, Progress() as out:  # released at the end of the block
         train(args, data, session, out)
 
 

@@ -1,4 +1,4 @@
-"""``python -m bench NAME``: runs one benchmark, ``bench/NAME.py``, which is imported when named."""
+"""``muster bench NAME``: runs one benchmark, which is imported when named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.report import describe_machine, write
+from muster.bench.report import describe_machine, write
 
 COMMANDS = {
     "allreduce": "AllReduce: time and bandwidth, on the CPU or, with --backend nccl, on GPUs",
@@ -24,10 +24,23 @@ COMMANDS = {
     "scale": "how many workers one scheduler carries",
 }
 
+MODULES = {
+    "allreduce": "allreduce.command",
+    "blame": "blame",
+    "formation": "start.formation",
+    "train": "training.command",
+    "loss-curve": "training.loss_curve",
+    "sharded": "training.sharded",
+    "start": "start.command",
+    "recovery": "recovery.command",
+    "flood": "flood.command",
+    "scale": "scale.command",
+}
+
 
 def module_name(command: str) -> str:
     """The module of a benchmark."""
-    return f"bench.{command.replace('-', '_')}"
+    return f"muster.bench.{MODULES[command]}"
 
 
 def available() -> dict[str, str]:
@@ -48,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     module = importlib.import_module(module_name(name))
     parser = argparse.ArgumentParser(
-        prog=f"python -m bench {name}",
+        prog=f"muster bench {name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -81,7 +94,7 @@ def _help(commands: dict[str, str], arguments: Sequence[str]) -> int:
     stream = sys.stdout if wanted else sys.stderr
     if not wanted:
         print(f"bench: there is no benchmark {arguments[0]!r}", file=stream)
-    print("usage: python -m bench NAME [options]\n\nEach has its own --help.\n", file=stream)
+    print("usage: muster bench NAME [options]\n\nEach has its own --help.\n", file=stream)
     for name, text in commands.items():
         print(f"  {name:16} {text}", file=stream)
     return 0 if wanted else 2

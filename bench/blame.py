@@ -20,8 +20,8 @@ from typing import Any
 SCRIPT = """\
 import os, signal, sys
 import numpy as np
-import worker
-from worker.data_parallel import GradientReducer
+import muster
+from muster.worker.training.gradient_reducer import GradientReducer
 
 WAY, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -44,7 +44,7 @@ def backward(gradients, step, ready):
         ready(name, gradients[name])
 
 
-session = worker.init()
+session = muster.init()
 gradients = {name: np.ones(1000, np.float32) for name in "abc"}
 reducer = GradientReducer(session, gradients)
 for step in range(100_000):
@@ -52,7 +52,7 @@ for step in range(100_000):
         fail()
     backward(gradients, step, reducer.ready)
     reducer.finish()
-worker.release()
+muster.release()
 """
 
 
@@ -114,7 +114,7 @@ def launch(way: str, rank: int, *, workers: int, step: int) -> str:
         (directory / "script.py").write_text(SCRIPT)
         root = str(Path(__file__).resolve().parent.parent)
         kept = {key: value for key, value in os.environ.items() if not key.startswith("MS_")}
-        launcher = [sys.executable, "-m", "worker", "-n", str(workers), "--scheduler"]
+        launcher = [sys.executable, "-m", "muster", "run", "-n", str(workers), "--scheduler"]
         done = subprocess.run(
             [*launcher, "--", sys.executable, "script.py", way, str(rank), str(step)],
             cwd=directory,

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from worker.communicators.base import Membership, Peer
-from worker.launch_devices import count_gpus
+from muster.worker.communicators.base import Membership, Peer
+from muster.worker.launch.devices import count_gpus
 
 SAFE_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -179,7 +179,7 @@ def _serve(pipe: Connection, rank: int, size: int, communicate: bool, ranks_per_
     communicator: Any = None
     backend: Any = None
     if communicate:
-        from worker.communicators.nccl import NcclBackend
+        from muster.worker.communicators.nccl.backend import NcclBackend
 
         backend = NcclBackend(device_index=device)
     while True:

@@ -17,7 +17,7 @@ def describe_machine(communicator: Any = None) -> dict[str, Any]:
     import torch
 
     facts: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "kernel": platform.release(),

@@ -20,7 +20,7 @@ def describe_machine() -> dict[str, Any]:
     """Facts of this host and of the libraries at work, so that a figure can be understood later."""
     versions = {name: version for name in _PACKAGES if (version := package_version(name))}
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),

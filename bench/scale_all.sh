@@ -4,5 +4,5 @@
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-"$python" -m bench scale --sweep 10,30,100,300,1000,2000,5000 --results bench/results
-"$python" -m bench.plot_scale bench/results/scale_*.json --out docs/scale.png --page docs/scale.md
+"$python" -m muster bench scale --sweep 10,30,100,300,1000,2000,5000 --results bench/results
+"$python" -m muster.bench.scale.plot bench/results/scale_*.json --out docs/scale.png --page docs/scale.md

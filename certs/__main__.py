@@ -1,4 +1,4 @@
-"""``python -m certs``: make, show, renew and revoke certificates."""
+"""``muster certs``: make, show, renew and revoke certificates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from certs.errors import CertificateError
-from certs.identity import ANY_JOB, ROLES
+from muster.certs.errors import CertificateError
+from muster.certs.pki.identity import ANY_JOB, ROLES
 
 _ABOUT = """\
 Muster's certificates. Each names, in its subject alternative name, a job, a role and optionally a node:
@@ -22,11 +22,11 @@ passwords: --password-file FILE, else MS_CERTS_PASSWORD or MS_CERTS_PASSWORD_FIL
   of these options MS_SERVER_PASSWORD and MS_CLIENT_PASSWORD (or those with _FILE).
 
 examples:
-  python -m certs init --dir certificates --job resnet --hosts sched.example.org,10.0.0.1
-  python -m certs issue --dir certificates --role worker --job resnet --node node7
-  python -m certs show certificates/ca.crt certificates/server.p12
-  python -m certs renew --dir certificates certificates/server.p12
-  python -m certs revoke --dir certificates --node node7"""
+  muster certs init --dir certificates --job resnet --hosts sched.example.org,10.0.0.1
+  muster certs issue --dir certificates --role worker --job resnet --node node7
+  muster certs show certificates/ca.crt certificates/server.p12
+  muster certs renew --dir certificates certificates/server.p12
+  muster certs revoke --dir certificates --node node7"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit code: 0, 1 if something is wrong with a file, 2 if the command line is.
     """
     options = _parser().parse_args(arguments)
-    from certs import commands  # after parsing: --help stays quick
+    from muster.certs.cli import commands  # after parsing: --help stays quick
 
     try:
         getattr(commands, options.command)(options, os.environ)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m certs",
+        prog="muster certs",
         description=_ABOUT,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from certs.errors import ConfigError
+from muster.certs.errors import ConfigError
 
 CIPHERS = (
     "ECDHE-ECDSA-AES128-GCM-SHA256",
@@ -159,7 +159,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"MS_CONFIG_FILE (or --config) must name a readable config.json; {str(file)!r}: {reason}.",
-            remedy="`python -m certs init --dir DIR` makes certificates and a config.json.",
+            remedy="`muster certs init --dir DIR` makes certificates and a config.json.",
         ) from None
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, so not a configuration.")

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from certs.errors import FileError
+from muster.certs.errors import FileError
 
 MAX_FILE_BYTES = 64 << 20
 

@@ -1,7 +1,7 @@
 """The parallel quickstart: a hidden layer, cut as you say or as the search says.
 
-    python -m worker -n 8 --scheduler -- python -m examples.quickstart_parallel
-    python -m worker -n 8 --scheduler -- python -m examples.quickstart_parallel --mode auto
+    muster run -n 8 --scheduler -- python -m examples.quickstart_parallel
+    muster run -n 8 --scheduler -- python -m examples.quickstart_parallel --mode auto
 
 On eight ranks the first product gets the strategy ((2, 4), (4, 1)): the batch in two parts, the sum in four.
 Each rank multiplies [8, 8] by [8, 16], and what belongs together is summed over four ranks.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import worker
+import muster
 
 INPUTS, HIDDEN, OUTPUTS = 32, 16, 16
 SAMPLES, STEPS, EPOCHS = 2, 4, 5  # samples of each rank in a step
@@ -42,12 +42,12 @@ def main() -> int:
     parser.add_argument("--save", default="", help="write the plan to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with worker.init() as session:
+    with muster.init() as session:
         rank, world = session.rank, session.world_size
         rows = 2 if world % 2 == 0 else 1
         columns = world // rows
         # MindSpore's way: a context. Parameters of parallelize() do the same without one.
-        worker.set_auto_parallel_context(
+        muster.set_auto_parallel_context(
             parallel_mode=f"{options.mode}_parallel" if options.mode != "data_parallel" else options.mode,
             search_mode="sharding_propagation" if options.mode == "semi_auto" else "dynamic_programming",
             dataset_strategy="data_parallel",
@@ -64,7 +64,7 @@ def main() -> int:
         own = data[rank * SAMPLES : (rank + 1) * SAMPLES].to(device)
         x, y = own[:, :INPUTS].contiguous(), own[:, INPUTS:].contiguous()
         torch.manual_seed(1)
-        model = worker.parallelize(Net().to(device), (x, y), loss=torch.nn.MSELoss(), strategies=strategies)
+        model = muster.parallelize(Net().to(device), (x, y), loss=torch.nn.MSELoss(), strategies=strategies)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.1)
         if rank == 0:
             print(model.plan)

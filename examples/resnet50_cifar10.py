@@ -5,7 +5,7 @@
 
 or, with a scheduler and one worker per GPU of this host at once:
 
-    DATA_PATH=cifar-10-batches-bin python -m worker --scheduler -- python -m examples.resnet50_cifar10
+    DATA_PATH=cifar-10-batches-bin muster run --scheduler -- python -m examples.resnet50_cifar10
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-import worker
+import muster
 from examples.cifar10_images import Preparation, augment
 from examples.resnet import ResNet, resnet50
-from worker import checkpoint, datasets
-from worker.capture import capture_step
-from worker.progress import Progress, Throughput
-from worker.sharding import ShardedSampler
-from worker.torch_data_parallel import DataParallel
-from worker.torch_state import TorchTrainingState
-from worker.torch_transfer import gather_rows
-from worker.training import ElasticLoop
+from muster.worker.pytorch.capture import capture_step
+from muster.worker.pytorch.data_parallel import DataParallel
+from muster.worker.pytorch.state import TorchTrainingState
+from muster.worker.pytorch.transfer import gather_rows
+from muster.worker.training import checkpoint, datasets
+from muster.worker.training.loop import ElasticLoop
+from muster.worker.training.sampler import ShardedSampler
+from muster.worker.training.status_line import Progress, Throughput
 
 CLASSES, SYNTHETIC_SAMPLES = 10, 8192
 RATE, MOMENTUM = 0.01, 0.9
@@ -76,7 +76,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 class Job:
     """Model, data, optimizer and step of one worker."""
 
-    def __init__(self, args: argparse.Namespace, session: worker.Session, device: Any) -> None:
+    def __init__(self, args: argparse.Namespace, session: muster.Session, device: Any) -> None:
         self.args, self.device, self.cuda = args, device, device.type == "cuda"
         torch.manual_seed(args.seed)
         net = ResNet((1, 1), CLASSES, width=8) if args.tiny else resnet50(CLASSES, fast=self.cuda)
@@ -112,7 +112,7 @@ class Job:
         return self.step(rows.pin_memory() if self.cuda else rows)
 
 
-def train(args: argparse.Namespace, job: Job, session: worker.Session, out: Progress) -> Throughput:
+def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Progress) -> Throughput:
     """Trains to the end and returns what was done."""
     checkpoints = checkpoint.Folder(args.checkpoint_dir, job.state, session)
     checkpoints.resume(args.resume, say=out.line)
@@ -150,10 +150,10 @@ def compilations() -> int:
 
 
 def report(
-    args: argparse.Namespace, job: Job, session: worker.Session, out: Progress, done: Throughput
+    args: argparse.Namespace, job: Job, session: muster.Session, out: Progress, done: Throughput
 ) -> None:
     """Prints the line at the end, on rank 0; all ranks call it."""
-    with contextlib.suppress(worker.WorkerError):  # another has gone: what this one has counted, then
+    with contextlib.suppress(muster.WorkerError):  # another has gone: what this one has counted, then
         done.take(gather_rows(session.communicator, job.device, done.row()))
     if session.rank == 0:
         kind = "synthetic images" if args.data == "synthetic" else "images"
@@ -174,7 +174,7 @@ def closing_line(done: Throughput, kind: str, workers: int, single: float, reaso
     return f"{line}; captured: {done.captured:,} of {done.steps:,} steps{why}"
 
 
-def device_of(session: worker.Session) -> Any:
+def device_of(session: muster.Session) -> Any:
     """This worker's GPU, made the current one: that of its place among the workers of its host."""
     device = torch.device("cuda", session.device_ordinal)
     torch.cuda.set_device(device)
@@ -186,7 +186,7 @@ def main() -> None:
     """A wrong setting, say, ends it in words, with exit code 2; SIGTERM, after the step, with 143."""
     args = settings()
     cuda = torch.cuda.is_available() and not args.tiny
-    with worker.init("nccl" if cuda else "tcp") as session, Progress() as out:
+    with muster.init("nccl" if cuda else "tcp") as session, Progress() as out:
         job = Job(args, session, device_of(session) if cuda else torch.device("cpu"))
         report(args, job, session, out, train(args, job, session, out))
 

@@ -23,12 +23,12 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python}
 keys=${KEYS:-.muster}
 if [ ! -f "$keys/config.json" ]; then
-    "$python" -m certs init --dir "$keys" --password-file "$keys/password" > /dev/null
+    "$python" -m muster certs init --dir "$keys" --password-file "$keys/password" > /dev/null
 fi
 
 rm -rf device
 echo "start training"
 # shellcheck disable=SC2086 # SCRIPT may be several words
-exec "$python" -m worker ${WORKERS:+-n "$WORKERS"} --scheduler \
+exec "$python" -m muster run ${WORKERS:+-n "$WORKERS"} --scheduler \
     --config "$keys/config.json" --password-file "$keys/password" \
     -- "$python" ${SCRIPT:--m examples.resnet50_cifar10} "$@"

@@ -10,7 +10,7 @@
 #              MS_SCHED_PORT (6667), SCRIPT (-m examples.resnet50_cifar10), ARGS, PYTHON, and
 #              KEYS (.muster), the folder with config.json, ca.crt, crl.pem, client.p12 and password; on the
 #              scheduler's host also server.p12. All are made, on a machine of yours that does not train, by:
-#              python -m certs init --dir KEYS --hosts SCHED_HOST --password-file KEYS/password
+#              python -m muster certs init --dir KEYS --hosts SCHED_HOST --password-file KEYS/password
 #              Copy no others: whoever has ca.key can be anybody. deploy/README.md: a password for each role.
 # Logs: device/worker_<number on this host>.log and device/scheduler.log.
 set -eu

@@ -1,0 +1,1 @@
+"""What the scheduler and the workers share: the wire and plain values."""

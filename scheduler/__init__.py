@@ -3,4 +3,4 @@
 Run it with ``MS_ROLE=MS_SCHED python -m scheduler``.
 """
 
-__version__ = "0.1.0"
+from muster.version import __version__ as __version__

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from certs.errors import CertificateError
-from scheduler import __version__
-from scheduler.config import load_settings
-from scheduler.errors import SchedulerError
+from muster.certs.errors import CertificateError
+from muster.scheduler import __version__
+from muster.scheduler.config import load_settings
+from muster.scheduler.errors import SchedulerError
 
 DESCRIPTION = """\
 Gathers the workers of a training job, checks who they are and gives each its rank.
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     environment = os.environ if env is None else env
     try:
         if arguments[:1] in (["status"], ["health"], ["drain"]):
-            from scheduler.status import command
+            from muster.scheduler.cli.status import command
 
             return command(arguments, environment)
         if arguments and not arguments[0].startswith("-"):
@@ -64,14 +64,14 @@ def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
     settings = load_settings(
         env, config_path=options.config, serve=options.serve, port=options.port, bind_host=options.bind
     )
-    from scheduler import logs
-    from scheduler.native_stderr import handshakes_watched
-    from scheduler.security import load_security
+    from muster.scheduler.audit import logs
+    from muster.scheduler.audit.native_stderr import handshakes_watched
+    from muster.scheduler.serve.credentials import load_security
 
     logs.set_up(settings.log_level, env)
     with handshakes_watched(os.environ, tls=settings.config_path is not None) as watch:
         security = load_security(settings, env)  # before grpc is imported: it reads the ciphers only then
-        from scheduler.server import main as serve
+        from muster.scheduler.serve.server import main as serve
 
         return serve(settings, security, watch)
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler.core.values import RankTable, Settings
-from scheduler.errors import SettingsError
+from muster.scheduler.core.values import RankTable, Settings
+from muster.scheduler.errors import SettingsError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 6667
@@ -297,7 +297,7 @@ def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
         name, path = "MINDSPORE_HCCL_CONFIG_PATH", old
     if path is None:
         return None
-    from scheduler.core.rank_table import RankTableError, parse_rank_table
+    from muster.scheduler.core.rank_table import RankTableError, parse_rank_table
 
     try:
         with path.open("rb") as file:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from worker import launch_options
+from muster.worker.launch import options as launch_options
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-STUBS = tuple(f"rendezvous/v1/rendezvous_{name}" for name in ("pb2.py", "pb2.pyi", "pb2_grpc.py"))
+STUBS = tuple(f"muster/rendezvous/v1/rendezvous_{name}" for name in ("pb2.py", "pb2.pyi", "pb2_grpc.py"))
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
@@ -30,7 +30,11 @@ def tool(*command: str) -> None:
 def test_the_stubs_are_those_of_the_proto_file(tmp_path: Path) -> None:
     tool(
         *("python", "-m", "grpc_tools.protoc", "-I", "proto", f"--python_out={tmp_path}"),
-        *(f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}", "proto/rendezvous/v1/rendezvous.proto"),
+        *(
+            f"--pyi_out={tmp_path}",
+            f"--grpc_python_out={tmp_path}",
+            "proto/muster/rendezvous/v1/rendezvous.proto",
+        ),
     )
     for stub in STUBS:
         assert (tmp_path / stub).read_text() == (ROOT / stub).read_text(), f"{stub} is stale: make proto"
@@ -55,7 +59,7 @@ def test_the_main_job_can_be_read_in_one_sitting() -> None:
 
 def test_importing_the_packages_loads_nothing_heavy() -> None:
     heavy = "{'grpc', 'numpy', 'cryptography', 'google.protobuf', 'torch', 'cupy', 'asyncio'}"
-    code = f"import sys, worker, scheduler, certs; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, muster, muster.scheduler, muster.certs; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 
@@ -79,12 +83,16 @@ def test_links_of_documents_lead_somewhere(name: str) -> None:
 
 
 def launches() -> list[str]:
-    """Every ``python -m worker`` line of the documents and of the example, continued lines joined."""
+    """Every launch in the the documents and of the example, continued lines joined."""
     names = (*DOCUMENTS, "examples/resnet50_cifar10.py")
     text = "\n".join((ROOT / name).read_text() for name in names).replace("\\\n", " ")
-    lines = re.findall(r"^\s*(?:[A-Z_]+=\S+ )*(?:python -m worker|muster run) (.*)$", text, re.MULTILINE)
+    lines = re.findall(
+        r"^\s*(?:[A-Z_]+=\S+ )*(?:python -m )?muster ((?:run|check|ranktable) .*)$", text, re.MULTILINE
+    )
     # The check takes the launcher's options, and its command is the check itself.
-    lines = [f"{line[6:]} -- python" if line.startswith("check ") else line for line in lines]
+    lines = [
+        f"{line[6:]} -- python" if line.startswith("check ") else line.removeprefix("run ") for line in lines
+    ]
     return sorted({line for line in lines if not line.startswith(("ranktable", "--help"))})
 
 
@@ -109,13 +117,13 @@ def test_the_options_of_documented_launches_exist(
 
 def test_every_variable_and_key_that_is_read_is_documented() -> None:
     readme = (ROOT / "README.md").read_text()
-    files = ("scheduler/config.py", "worker/config.py", "certs/commands.py")
+    files = ("scheduler/config.py", "worker/config.py", "certs/cli/commands.py")
     code = "\n".join((ROOT / name).read_text() for name in files)
     variables = {
         name.removesuffix("_") for name in re.findall(r'"(MS_[A-Z_]+|RANK_TABLE_FILE|DEVICE_ID)"', code)
     }
     undocumented = {name for name in variables - {"MS_SCHED", "MS_WORKER"} if f"`{name}`" not in readme}
     assert not undocumented
-    from certs.config import KEYS
+    from muster.certs.config import KEYS
 
     assert not {key for key in KEYS if f"`{key}`" not in readme}

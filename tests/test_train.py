@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import train
+from muster.worker.training import checkpoint, datasets
+from muster.worker.training.status_line import Progress
 from tests.fakes import ElasticWorld
-from worker import checkpoint, datasets
-from worker.progress import Progress
 
 ROOT = Path(train.__file__).parent
 

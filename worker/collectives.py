@@ -30,12 +30,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from worker.array_facts import dtype_of, is_array, new_like, readable, shape_of, writable
-from worker.communicators.arguments import check_op
-from worker.communicators.base import Array, Communicator, Work
-from worker.communicators.nccl_work import PreMultipliedSum
-from worker.errors import ArrayError, CommunicatorError, GroupError
-from worker.process import current
+from muster.worker.communicators.arrays import dtype_of, is_array, new_like, readable, shape_of, writable
+from muster.worker.communicators.base import Array, Communicator, Work
+from muster.worker.communicators.nccl.work import PreMultipliedSum
+from muster.worker.communicators.validation import check_op
+from muster.worker.errors import ArrayError, CommunicatorError, GroupError
+from muster.worker.runtime import current
 
 
 class Pending:
@@ -74,7 +74,7 @@ def all_reduce(
 
     Args:
         x: any shape, the same on all ranks.
-        op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`worker.PreMultipliedSum`.
+        op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`muster.PreMultipliedSum`.
         group: name of a group; None: all ranks.
         out: where the result goes, of x's shape and dtype; may be x itself. None: a new array.
         async_op: return at once with a :class:`Pending`.
@@ -140,7 +140,7 @@ def reduce_scatter(
 
     Args:
         x: of shape (n, ...), n divisible by the number of ranks.
-        op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`worker.PreMultipliedSum`.
+        op: "sum", "mean", "min", "max", "prod", or with NCCL a :class:`muster.PreMultipliedSum`.
         group: name of a group; None: all ranks.
         out: of shape (n / ranks, ...). None: a new array.
         async_op: return at once with a :class:`Pending`.

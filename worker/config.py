@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from worker.core.foreign_launchers import translate
-from worker.core.value import Value
-from worker.errors import SettingsError
+from muster.rendezvous.value import Value
+from muster.worker.errors import SettingsError
+from muster.worker.foreign_launchers import translate
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 6667
@@ -197,7 +197,7 @@ def _check_role(read: _Reader) -> None:
             "Start the scheduler with MS_ROLE=MS_SCHED python -m scheduler."
             if role == "MS_SCHED"
             else "Start a worker with MS_ROLE=MS_WORKER, "
-            "or a job with python -m worker -n N --scheduler -- python train.py."
+            "or a job with muster run -n N --scheduler -- python train.py."
         )
         raise SettingsError(f"MS_ROLE must be MS_WORKER in a training process; {said}.", remedy=remedy)
     servers = read.text("MS_SERVER_NUM", "0")
@@ -292,7 +292,7 @@ def _security(read: _Reader, context: SecurityContext) -> tuple[Path | None, byt
     if context.enable_ssl and not raw:
         raise SettingsError(
             "enable_ssl is True, but there is no config.json.",
-            remedy="Give config_file_path or set MS_CONFIG_FILE; python -m certs init makes one.",
+            remedy="Give config_file_path or set MS_CONFIG_FILE; muster certs init makes one.",
         )
     return (Path(raw).expanduser().absolute() if raw else None), password
 
@@ -304,7 +304,7 @@ def _check_plaintext(settings: Settings) -> None:
     if not is_loopback(settings.scheduler_host):
         raise SettingsError(
             f"MS_SCHED_HOST is {settings.scheduler_host!r}, but without TLS it must be a loopback address.",
-            remedy="Set MS_CONFIG_FILE to a config.json (python -m certs init makes one),"
+            remedy="Set MS_CONFIG_FILE to a config.json (muster certs init makes one),"
             " or MS_ALLOW_INSECURE=1 to let everybody on the network join, read and forge.",
         )
 

@@ -1,6 +1,6 @@
 """The worker's errors: one family, facts as attributes, a remedy in every message.
 
-``worker.WorkerError`` catches them all. No key, password or unique id ever stands in one.
+``muster.WorkerError`` catches them all. No key, password or unique id ever stands in one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SettingsError(WorkerError):
 
 
 class NotInitializedError(WorkerError):
-    """A function needs ``worker.init()`` first, or was called after ``release()``."""
+    """A function needs ``muster.init()`` first, or was called after ``release()``."""
 
 
 class SchedulerUnreachableError(WorkerError):

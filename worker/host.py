@@ -11,10 +11,10 @@ import socket
 import struct
 from pathlib import Path
 
-from worker.config import Settings
-from worker.core.messages import Device, Host
-from worker.core.value import Value
-from worker.errors import SettingsError
+from muster.rendezvous.value import Value
+from muster.worker.config import Settings
+from muster.worker.control.messages import Device, Host
+from muster.worker.errors import SettingsError
 
 _SIOCGIFADDR = 0x8915
 

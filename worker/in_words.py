@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from worker.errors import WorkerError
+from muster.worker.errors import WorkerError
 
 _HERE = Path(__file__).parent
 _BEGINNING = str(_HERE / "process.py"), str(_HERE / "datasets.py")
@@ -43,7 +43,7 @@ def in_words(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 def _has_foreign_cause(error: BaseException) -> bool:
     """Whether something caused it that is neither Muster's nor the system's."""
-    from certs.errors import CertificateError
+    from muster.certs.errors import CertificateError
 
     known = (WorkerError, CertificateError, OSError)
     cause = error.__cause__

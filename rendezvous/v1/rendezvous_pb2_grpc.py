@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from rendezvous.v1 import rendezvous_pb2 as rendezvous_dot_v1_dot_rendezvous__pb2
+from muster.rendezvous.v1 import rendezvous_pb2 as muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in rendezvous/v1/rendezvous_pb2_grpc.py depends on'
+        + ' but the generated code in muster/rendezvous/v1/rendezvous_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,18 +36,18 @@ class RendezvousStub(object):
         """
         self.Session = channel.stream_stream(
                 '/rendezvous.v1.Rendezvous/Session',
-                request_serializer=rendezvous_dot_v1_dot_rendezvous__pb2.WorkerMessage.SerializeToString,
-                response_deserializer=rendezvous_dot_v1_dot_rendezvous__pb2.SchedulerMessage.FromString,
+                request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.WorkerMessage.SerializeToString,
+                response_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.SchedulerMessage.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/rendezvous.v1.Rendezvous/Status',
-                request_serializer=rendezvous_dot_v1_dot_rendezvous__pb2.StatusRequest.SerializeToString,
-                response_deserializer=rendezvous_dot_v1_dot_rendezvous__pb2.StatusReply.FromString,
+                request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.StatusRequest.SerializeToString,
+                response_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.StatusReply.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/rendezvous.v1.Rendezvous/Drain',
-                request_serializer=rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
-                response_deserializer=rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
+                request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
+                response_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
                 _registered_method=True)
 
 
@@ -87,18 +87,18 @@ def add_RendezvousServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=rendezvous_dot_v1_dot_rendezvous__pb2.WorkerMessage.FromString,
-                    response_serializer=rendezvous_dot_v1_dot_rendezvous__pb2.SchedulerMessage.SerializeToString,
+                    request_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.WorkerMessage.FromString,
+                    response_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.SchedulerMessage.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=rendezvous_dot_v1_dot_rendezvous__pb2.StatusRequest.FromString,
-                    response_serializer=rendezvous_dot_v1_dot_rendezvous__pb2.StatusReply.SerializeToString,
+                    request_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.StatusRequest.FromString,
+                    response_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.StatusReply.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.FromString,
-                    response_serializer=rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.SerializeToString,
+                    request_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.FromString,
+                    response_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -126,8 +126,8 @@ class Rendezvous(object):
             request_iterator,
             target,
             '/rendezvous.v1.Rendezvous/Session',
-            rendezvous_dot_v1_dot_rendezvous__pb2.WorkerMessage.SerializeToString,
-            rendezvous_dot_v1_dot_rendezvous__pb2.SchedulerMessage.FromString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.WorkerMessage.SerializeToString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.SchedulerMessage.FromString,
             options,
             channel_credentials,
             insecure,
@@ -153,8 +153,8 @@ class Rendezvous(object):
             request,
             target,
             '/rendezvous.v1.Rendezvous/Status',
-            rendezvous_dot_v1_dot_rendezvous__pb2.StatusRequest.SerializeToString,
-            rendezvous_dot_v1_dot_rendezvous__pb2.StatusReply.FromString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.StatusRequest.SerializeToString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -180,8 +180,8 @@ class Rendezvous(object):
             request,
             target,
             '/rendezvous.v1.Rendezvous/Drain',
-            rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
-            rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

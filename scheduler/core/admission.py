@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import values as v
-from scheduler.core.ledger import Claim, Ledger
-from scheduler.core.ranks import fills, table_entry
-from scheduler.core.wording import count, upper_first, who
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import values as v
+from muster.scheduler.core.ledger import Claim, Ledger
+from muster.scheduler.core.ranks import fills, table_entry
+from muster.scheduler.core.wording import count, upper_first, who
 
 SOFT = "~"
 """Begins the name of a fact whose difference is worth a warning and no more."""

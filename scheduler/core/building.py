@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from scheduler.core.contacts import Contact, Contacts
-from scheduler.core.ledger import Claim, Ledger
-from scheduler.core.wording import count, listing, who
+from muster.scheduler.core.contacts import Contact, Contacts
+from muster.scheduler.core.ledger import Claim, Ledger
+from muster.scheduler.core.wording import count, listing, who
 
 NAMED_AT_MOST = 4
 

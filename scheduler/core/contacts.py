@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler.core.events import Heard
-from scheduler.core.ledger import Ledger
-from scheduler.core.values import Collective, SessionId
+from muster.scheduler.core.events import Heard
+from muster.scheduler.core.ledger import Ledger
+from muster.scheduler.core.values import Collective, SessionId
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.core.messages import Message
-from scheduler.core.records import Record
-from scheduler.core.values import SessionId
+from muster.scheduler.core.messages import Message
+from muster.scheduler.core.records import Record
+from muster.scheduler.core.values import SessionId
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler.core.values import Candidate, Collective, SessionId
+from muster.scheduler.core.values import Candidate, Collective, SessionId
 
 
 @dataclass(frozen=True, slots=True)

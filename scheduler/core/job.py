@@ -1,8 +1,8 @@
 """The scheduler's state machine for one job: events and ``now`` in, decisions out.
 
-Nothing here reads a clock, sends, writes or logs. See :mod:`scheduler.core.events` for what goes in,
-:mod:`scheduler.core.decision` for what comes out, :mod:`scheduler.core.machine` for the phases,
-:mod:`scheduler.core.ledger` for what is durable.
+Nothing here reads a clock, sends, writes or logs. See :mod:`muster.scheduler.core.events` for what goes in,
+:mod:`muster.scheduler.core.decision` for what comes out, :mod:`muster.scheduler.core.machine` for the phases,
+:mod:`muster.scheduler.core.ledger` for what is durable.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import planning
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.core.contacts import Contact
-from scheduler.core.decision import Decision
-from scheduler.core.ledger import Claim, Phase
-from scheduler.core.probing import Probing
-from scheduler.core.ranks import natural_key
-from scheduler.core.state import Suspicion
-from scheduler.core.status import JobView, worker_view
-from scheduler.core.wording import count, upper_first, who
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import planning
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.contacts import Contact
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.ledger import Claim, Phase
+from muster.scheduler.core.probing import Probing
+from muster.scheduler.core.ranks import natural_key
+from muster.scheduler.core.state import Suspicion
+from muster.scheduler.core.status import JobView, worker_view
+from muster.scheduler.core.wording import count, upper_first, who
 
 
 class RecoveryError(ValueError):

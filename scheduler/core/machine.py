@@ -1,6 +1,6 @@
 """How a job moves from phase to phase.
 
-Events only change facts (see :mod:`scheduler.core.job`): who has a claim, who has built, who has stopped.
+Events only change facts (see ``job``): who has a claim, who has built, who has stopped.
 :meth:`Machine.advance` then looks at the facts and draws every conclusion there is, so that it does not
 matter in which order the facts came in.
 """
@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from scheduler.core import messages as m
-from scheduler.core import planning
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.core.building import absent
-from scheduler.core.ledger import Claim, Phase
-from scheduler.core.state import JobState
-from scheduler.core.wording import STATELESS, all_in, are_in, count, listing, nodes, upper_first, who
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import planning
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.building import absent
+from muster.scheduler.core.ledger import Claim, Phase
+from muster.scheduler.core.state import JobState
+from muster.scheduler.core.wording import STATELESS, all_in, are_in, count, listing, nodes, upper_first, who
 
 HAND_OVER_S = 15.0
 """How long a member that leaves waits for others to take the state: half of what Kubernetes gives it."""
 
 
 class Machine(JobState):
-    """The conclusions and transitions of one job; :class:`scheduler.core.job.Job` feeds it events."""
+    """The conclusions and transitions of one job; :class:`muster.scheduler.core.job.Job` feeds it events."""
 
     # ------------------------------------------------------------ conclusions
 

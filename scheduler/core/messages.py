@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from scheduler.core.values import Member
+from muster.scheduler.core.values import Member
 
 
 class RefusalCode(enum.IntEnum):

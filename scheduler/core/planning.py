@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from scheduler.core import ranks
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.core.admission import is_spare, staying
-from scheduler.core.ledger import Claim, Ledger
+from muster.scheduler.core import ranks
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.admission import is_spare, staying
+from muster.scheduler.core.ledger import Claim, Ledger
 
 
 def choose(
@@ -84,7 +84,7 @@ def next_generation(
         chosen: its members in order of rank.
         stateless: node ids of newcomers that are not known to have received the state.
         reason: why it is formed.
-        switch_after_step: see :class:`~scheduler.core.messages.Assignment`.
+        switch_after_step: see :class:`~muster.scheduler.core.messages.Assignment`.
     """
     members = ranks.assign(chosen)
     keepers = [

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from scheduler.core import admission, planning, reachability
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import values as v
-from scheduler.core.ledger import Claim, Phase
-from scheduler.core.reception import Reception
-from scheduler.core.wording import count, listing, upper_first, who
+from muster.scheduler.core import admission, planning, reachability
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import values as v
+from muster.scheduler.core.ledger import Claim, Phase
+from muster.scheduler.core.reception import Reception
+from muster.scheduler.core.wording import count, listing, upper_first, who
 
 ROUND_S = 15.0
 """How long answers are waited for; a worker gives each probe up before that."""

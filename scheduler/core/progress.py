@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.core.contacts import Contact
-from scheduler.core.values import Candidate, Collective
-from scheduler.core.wording import count, listing, who
+from muster.scheduler.core.contacts import Contact
+from muster.scheduler.core.values import Candidate, Collective
+from muster.scheduler.core.wording import count, listing, who
 
 WORLD = "world"
 """The group of all ranks, as the workers name it."""

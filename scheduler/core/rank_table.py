@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from scheduler.core.values import RankTable, RankTableEntry
+from muster.scheduler.core.values import RankTable, RankTableEntry
 
 
 class RankTableError(ValueError):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from scheduler.core import admission
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.core.ledger import Phase
-from scheduler.core.machine import Machine
-from scheduler.core.wording import upper_first, who
+from muster.scheduler.core import admission
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.ledger import Phase
+from muster.scheduler.core.machine import Machine
+from muster.scheduler.core.wording import upper_first, who
 
 LONG_LIST = 32
 """From this many workers on, an arrival is not told to everybody at once."""

@@ -1,6 +1,6 @@
 """Durable records as JSON values and back, strictly: a record that does not fit exactly is refused.
 
-The shape follows the dataclasses of :mod:`scheduler.core.records`; no secret is part of any record.
+The shape follows the dataclasses of :mod:`muster.scheduler.core.records`; no secret is part of any record.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import typing
 from collections.abc import Mapping
 
-from scheduler.core import records as r
+from muster.scheduler.core import records as r
 
 RECORD_TYPES: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(r.Record)}
 

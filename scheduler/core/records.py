@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.core.values import Candidate, Member
+from muster.scheduler.core.values import Candidate, Member
 
 
 @dataclass(frozen=True, slots=True)

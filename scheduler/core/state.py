@@ -1,21 +1,21 @@
 """What a running job knows and says: durable and soft state, what goes out, and the words for it.
 
-:mod:`scheduler.core.machine` decides on top of this; nothing here decides.
+:mod:`muster.scheduler.core.machine` decides on top of this; nothing here decides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.core import messages as m
-from scheduler.core import planning
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.core.building import building_sentence
-from scheduler.core.contacts import Contacts
-from scheduler.core.ledger import Ledger, Phase
-from scheduler.core.progress import RankProgress, stall_report
-from scheduler.core.wording import STATELESS, count, missing, nodes, upper_first, waiting
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import planning
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.building import building_sentence
+from muster.scheduler.core.contacts import Contacts
+from muster.scheduler.core.ledger import Ledger, Phase
+from muster.scheduler.core.progress import RankProgress, stall_report
+from muster.scheduler.core.wording import STATELESS, count, missing, nodes, upper_first, waiting
 
 
 @dataclass(frozen=True, slots=True)

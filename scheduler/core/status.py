@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.core.admission import is_spare
-from scheduler.core.contacts import Contact
-from scheduler.core.ledger import Claim, Ledger, Phase
-from scheduler.core.values import Candidate, Collective
+from muster.scheduler.core.admission import is_spare
+from muster.scheduler.core.contacts import Contact
+from muster.scheduler.core.ledger import Claim, Ledger, Phase
+from muster.scheduler.core.values import Candidate, Collective
 
 
 @dataclass(frozen=True, slots=True)

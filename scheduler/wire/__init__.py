@@ -1,13 +1,13 @@
 """The scheduler's codec: protobuf on one side, the core's values on the other. Pure functions."""
 
-from scheduler.wire.decode import (
+from muster.scheduler.wire.decode import (
     PROTOCOL_VERSION,
     JoinRequest,
     decode_drain_request,
     decode_status_request,
     decode_worker_message,
 )
-from scheduler.wire.encode import (
+from muster.scheduler.wire.encode import (
     AssignmentEncoder,
     encode_drain_reply,
     encode_scheduler_message,

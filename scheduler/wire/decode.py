@@ -1,7 +1,7 @@
 """From protobuf to the core's values; nothing malformed gets past here.
 
 Every string and count has a bound, names hold no blanks or control characters, and free text is made
-fit for one log line. What breaks a rule raises :class:`~scheduler.errors.MalformedError` naming the field.
+fit for one log line. What breaks a rule raises MalformedError naming the field.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from certs.one_line import one_line
-from rendezvous.v1 import rendezvous_pb2 as pb
-from scheduler.core import events as e
-from scheduler.core import values as v
-from scheduler.errors import MalformedError
+from muster.certs.one_line import one_line
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.scheduler.core import events as e
+from muster.scheduler.core import values as v
+from muster.scheduler.errors import MalformedError
 
 PROTOCOL_VERSION = 1
 MAX_COUNT = 65_536

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rendezvous.v1 import rendezvous_pb2 as pb
-from scheduler.core import messages as m
-from scheduler.core import values as v
-from scheduler.core.status import JobView, WorkerView
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import values as v
+from muster.scheduler.core.status import JobView, WorkerView
 
 # ---------------------------------------------------------------- scheduler to worker
 

@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 from cryptography import x509
 
-from certs.identity import Identity
-from rendezvous.v1 import rendezvous_pb2 as pb
-from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.certs.pki.identity import Identity
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.proxy import Proxy
 from tests.scheduler.processes import PASSWORD, Pki, Scheduler, Stream, channel, environment, scheduler
 

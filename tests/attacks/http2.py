@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from certs.store import Credentials
-from certs.tls import client_ssl_context
+from muster.certs.runtime.store import Credentials
+from muster.certs.runtime.tls import client_ssl_context
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8

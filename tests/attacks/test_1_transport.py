@@ -18,11 +18,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from certs.authority import create_authority
-from certs.identity import Identity
-from certs.tls import client_ssl_context
-from rendezvous.v1 import rendezvous_pb2 as pb
-from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.certs.pki.authority import create_authority
+from muster.certs.pki.identity import Identity
+from muster.certs.runtime.tls import client_ssl_context
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks import http2
 from tests.attacks.field import Field
 from tests.attacks.http2 import Http2

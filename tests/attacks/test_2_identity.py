@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from certs.identity import Identity
-from rendezvous.v1 import rendezvous_pb2 as pb
-from rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
-from scheduler import __version__
+from muster.certs.pki.identity import Identity
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.scheduler import __version__
 from tests.attacks.field import Field
 from tests.attacks.test_1_transport import bare
 from tests.certs.servers import server_credentials
@@ -129,13 +129,13 @@ def test_a_bad_revocation_list_lets_nobody_in_and_ends_nobody(field: Field, kind
 
     path = field.pki.directory / "crl.pem"
     good = path.read_bytes()
-    old = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=9)
+    old = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=9)
     if kind == "junk":
         path.write_bytes(b"junk")
     elif kind == "cut off":
         path.write_bytes(good[:-60])
     elif kind == "of another authority":
-        from certs.authority import create_authority
+        from muster.certs.pki.authority import create_authority
 
         other = field.directory / "attacker" / "crl"
         create_authority(other, PASSWORD)

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from certs.authority import create_authority
-from certs.identity import Identity
-from certs.store import load_credentials
-from certs.tls import client_ssl_context
+from muster.certs.pki.authority import create_authority
+from muster.certs.pki.identity import Identity
+from muster.certs.runtime.store import load_credentials
+from muster.certs.runtime.tls import client_ssl_context
+from muster.worker.communicators.base import Membership, Peer, ReduceOp
+from muster.worker.communicators.tcp.backend import TcpCommunicator
+from muster.worker.communicators.tcp.frames import PROOF, REPLY, Hello, group_label
+from muster.worker.errors import CommunicatorError, WorkerError
 from tests.attacks.field import Field
 from tests.attacks.proxy import Change, Proxy
 from tests.attacks.test_1_transport import CLIENT_HELLO, PLAIN
 from tests.scheduler.processes import PASSWORD
 from tests.waiting import wait_for
-from tests.worker.communicators.tcp_world import Office, World, make_world, together
-from worker.communicators.base import Membership, Peer, ReduceOp
-from worker.communicators.tcp import TcpCommunicator
-from worker.communicators.tcp_wire import PROOF, REPLY, Hello, group_label
-from worker.errors import CommunicatorError, WorkerError
+from tests.worker.communicators.tcp.world import Office, World, make_world, together
 
 SHORT_S = 1.0
 PARKED_S = 60.0  # so long may one wait that has a place

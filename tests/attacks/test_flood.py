@@ -30,7 +30,7 @@ def flooded(directory: Path, *options: str) -> dict[str, Any]:
     """What a flood did to a job of six, by ``bench flood``."""
     written = directory / "flood.json"
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "flood", "--json", str(written), *options],
+        [sys.executable, "-m", "muster", "bench", "flood", "--json", str(written), *options],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

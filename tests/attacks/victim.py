@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-import worker
+import muster
+from muster.worker.communicators.tcp.backend import TcpBackend
 from tests.attacks.proxy import Proxy
-from worker.communicators.tcp import TcpBackend
 
 SIZE = 4096
 
@@ -22,16 +22,16 @@ SIZE = 4096
 def main() -> None:
     directory, steps, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     proxies = record_data_port(directory)
-    session = worker.init()
+    session = muster.init()
     losses = train(session, directory / "stop", steps, pause_s)
     rank = session.rank
     (directory / f"losses-{rank}").write_text("\n".join(losses))
-    worker.release()
+    muster.release()
     for proxy in proxies:
         (directory / f"wire-{rank}").write_bytes(proxy.seen)
 
 
-def train(session: worker.Session, stop: Path, steps: int, pause_s: float) -> list[str]:
+def train(session: muster.Session, stop: Path, steps: int, pause_s: float) -> list[str]:
     weights, losses = np.zeros(SIZE, np.float32), []
     random = np.random.default_rng(session.rank)
     for step in range(steps):
@@ -39,7 +39,7 @@ def train(session: worker.Session, stop: Path, steps: int, pause_s: float) -> li
         gradient = weights - random.standard_normal(SIZE).astype(np.float32)
         told = np.float32(session.rank == 0 and stop.exists())
         sent = np.concatenate([gradient, [np.float32((gradient * gradient).mean()), told]]).astype(np.float32)
-        mean = worker.all_reduce(sent, op="mean")
+        mean = muster.all_reduce(sent, op="mean")
         weights -= np.float32(0.1) * mean[:SIZE]
         losses.append(float(mean[SIZE]).hex())
         session.report(step + 1, 1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench import blame
-from bench.blame import WAYS, judge
+from muster.bench import blame
+from muster.bench.blame import WAYS, judge
 
 SAID = """\
 muster: worker 1 failed first: ValueError: a planned failure

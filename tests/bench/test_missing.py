@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from bench.__main__ import main
+from muster.bench.__main__ import main
 
 
 @pytest.mark.parametrize("name", ["train", "loss-curve", "sharded"])
 def test_gpus(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("bench.gpu_fleet.count_gpus", lambda: 1)
+    monkeypatch.setattr("muster.bench.gpu_fleet.count_gpus", lambda: 1)
     assert main([name, "--gpus", "2"]) == 1
     assert capsys.readouterr().err == "bench: 2 GPUs are asked for and this host has 1.\n"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
+from muster.bench import report
 
 
 def test_a_summary_has_median_least_and_90th_percentile() -> None:

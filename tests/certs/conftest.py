@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from certs.authority import create_authority
-from certs.identity import Identity
-from certs.store import Credentials, load_credentials
+from muster.certs.pki.authority import create_authority
+from muster.certs.pki.identity import Identity
+from muster.certs.runtime.store import Credentials, load_credentials
 from tests.certs.making import PASSWORD, Pki
 
 HOSTS = ("localhost", "127.0.0.1", "::1")

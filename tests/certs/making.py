@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from certs.authority import Authority
+from muster.certs.pki.authority import Authority
 
-NOW = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
 DAY = datetime.timedelta(days=1)
 PASSWORD = b"correct horse"
 KEY = ec.generate_private_key(ec.SECP256R1())

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from certs.grpc_credentials import server_options
-from certs.store import Credentials
+from muster.certs.runtime.grpc_credentials import server_options
+from muster.certs.runtime.store import Credentials
 
 
 def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:

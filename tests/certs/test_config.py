@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from certs.config import CIPHERS, KEYS, SecurityConfig, apply_cipher_list, config_warnings, load_config
-from certs.errors import ConfigError
+from muster.certs.config import CIPHERS, KEYS, SecurityConfig, apply_cipher_list, config_warnings, load_config
+from muster.certs.errors import ConfigError
 
 GOOD: dict[str, Any] = {
     "server_cert_path": "server.p12",
@@ -173,7 +173,7 @@ def test_the_list_reaches_the_environment_before_grpc(tmp_path: Path) -> None:
     file = write(tmp_path, cipher_list="ECDHE-ECDSA-AES256-GCM-SHA384:X")
     code = (
         "import os, sys\n"
-        "from certs.config import *\n"
+        "from muster.certs.config import *\n"
         f"apply_cipher_list(load_config({str(file)!r}))\n"
         "assert 'grpc' not in sys.modules and 'cryptography' not in sys.modules\n"
         "print(os.environ['GRPC_SSL_CIPHER_SUITES'])\n"
@@ -207,12 +207,12 @@ def test_what_weakens_the_job_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("certs.config", ("grpc", "cryptography", "ssl", "numpy")),
-        ("certs.identity", ("grpc", "cryptography", "ssl", "numpy")),
-        ("certs.store", ("grpc", "numpy")),
-        ("certs.tls", ("grpc", "cryptography", "numpy")),
-        ("certs.preflight", ("grpc", "numpy")),
-        ("certs.watcher", ("grpc", "numpy")),
+        ("muster.certs.config", ("grpc", "cryptography", "ssl", "numpy")),
+        ("muster.certs.pki.identity", ("grpc", "cryptography", "ssl", "numpy")),
+        ("muster.certs.runtime.store", ("grpc", "numpy")),
+        ("muster.certs.runtime.tls", ("grpc", "cryptography", "numpy")),
+        ("muster.certs.runtime.preflight", ("grpc", "numpy")),
+        ("muster.certs.runtime.watcher", ("grpc", "numpy")),
     ],
 )
 def test_imports_stay_lean(module: str, absent: tuple[str, ...]) -> None:

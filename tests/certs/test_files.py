@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from certs.errors import FileError
-from certs.files import read_file, write_file
+from muster.certs.errors import FileError
+from muster.certs.files import read_file, write_file
 
 
 def test_a_file_is_private_from_the_first_byte_and_whole(tmp_path: Path) -> None:

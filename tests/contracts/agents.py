@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from muster.worker.communicators.base import Backend, Communicator, Membership, Peer
 from tests.contracts.kits import JOB, Kit, kit
-from worker.communicators.base import Backend, Communicator, Membership, Peer
 
 HANG_S = 60.0
 FORM_S = 20.0

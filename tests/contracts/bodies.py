@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from muster.worker.communicators.base import ReduceOp
+from muster.worker.errors import ArrayError, CommunicatorError, MembershipChanged
 from tests.contracts.agents import Place
 from tests.contracts.kits import NumpyArray, reference, values
-from worker.communicators.base import ReduceOp
-from worker.errors import ArrayError, CommunicatorError, MembershipChanged
 
 SIZES = (0, 1, 7, 5000, 120_001)
 """Empty, tiny, uneven, small enough to go at once, and large enough for rings (in most dtypes)."""

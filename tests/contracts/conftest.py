@@ -25,8 +25,8 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
 
 def write_certificates(directory: Path) -> None:
     """An authority, and one certificate for all workers of the job."""
-    from certs.authority import create_authority
-    from certs.identity import Identity
+    from muster.certs.pki.authority import create_authority
+    from muster.certs.pki.identity import Identity
 
     authority = create_authority(directory / "authority", PASSWORD)
     (directory / "ca.crt").write_bytes((directory / "authority" / "ca.crt").read_bytes())

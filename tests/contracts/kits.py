@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from worker.communicators import create_backend
-from worker.communicators.base import Backend, ReduceOp
+from muster.worker.communicators import create_backend
+from muster.worker.communicators.base import Backend, ReduceOp
 
 KIT_NAMES = ("tcp", "tcp-plain", "gloo", "nccl")
 JOB = "contract"
@@ -66,7 +66,7 @@ class TlsKit(Kit):
     """TCP with mutual TLS."""
 
     def create(self, certificates: Path, rank: int) -> Backend:
-        from certs.store import load_credentials
+        from muster.certs.runtime.store import load_credentials
 
         credentials = load_credentials(certificates / "client.p12", PASSWORD, certificates / "ca.crt")
         return create_backend("tcp", tls=credentials, job_id=JOB)

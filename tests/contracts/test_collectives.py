@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from muster.worker.communicators.base import ReduceOp
 from tests.contracts import bodies
 from tests.contracts.agents import Agents
 from tests.contracts.kits import Kit
-from worker.communicators.base import ReduceOp
 
 
 @pytest.mark.parametrize("op", list(ReduceOp))

@@ -15,8 +15,8 @@ import yaml
 from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
-from scheduler.__main__ import parser as server_parser
-from scheduler.status import parser as status_parser
+from muster.scheduler.__main__ import parser as server_parser
+from muster.scheduler.cli.status import parser as status_parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -105,8 +105,8 @@ def test_the_commands_take_only_options_that_the_scheduler_has() -> None:
 
 
 def test_the_environment_is_one_that_the_scheduler_and_the_workers_accept() -> None:
-    from scheduler.config import load_settings as scheduler_settings
-    from worker.config import load_settings as worker_settings
+    from muster.scheduler.config import load_settings as scheduler_settings
+    from muster.worker.config import load_settings as worker_settings
 
     shared = named("ConfigMap", "muster-job")["data"]
 
@@ -138,7 +138,7 @@ def test_the_network_policy_lets_only_workers_reach_the_rendezvous_port() -> Non
 
 
 def test_the_config_map_holds_a_valid_security_configuration(tmp_path: Path) -> None:
-    from certs.config import load_config
+    from muster.certs.config import load_config
 
     text = named("ConfigMap", "muster-security")["data"]["config.json"]
     (tmp_path / "config").mkdir()

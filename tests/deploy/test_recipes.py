@@ -23,7 +23,7 @@ import yaml
 
 from tests.deploy.machines import WAIT_S, Machine, as_user, block, can_make_machines, end, section
 from tests.deploy.test_deploy import DEPLOY, named, unit
-from tests.worker.launching import free_port
+from tests.worker.launch.launching import free_port
 
 pytestmark = pytest.mark.skipif(not can_make_machines(), reason="needs root, mounts and unshare")
 
@@ -32,8 +32,8 @@ Process = subprocess.Popen[str]
 COMMON = {"config.json", "ca.crt", "crl.pem"}
 LOADS = """
 import os, sys
-from certs.config import load_config
-from certs.store import load_configured
+from muster.certs.config import load_config
+from muster.certs.runtime.store import load_configured
 config = load_config(os.environ["MS_CONFIG_FILE"])
 print(load_configured(config, sys.argv[1], os.environ, prompt=None).identity.uri())
 """

@@ -5,10 +5,10 @@ import os
 
 import numpy as np
 
-import worker
+import muster
 
-session = worker.init()
-total = worker.all_reduce(np.ones(50_000), op="sum")
+session = muster.init()
+total = muster.all_reduce(np.ones(50_000), op="sum")
 print(
     json.dumps(
         {
@@ -23,4 +23,4 @@ print(
     ),
     flush=True,
 )
-worker.release()
+muster.release()

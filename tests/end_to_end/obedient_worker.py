@@ -1,6 +1,6 @@
 """A worker process that does what it is told on stdin, one line of Python at a time, and answers.
 
-It answers ``ok VALUE`` or ``error TYPE SENTENCE``. The first answer is that of ``worker.init()``.
+It answers ``ok VALUE`` or ``error TYPE SENTENCE``. The first answer is that of ``muster.init()``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-import worker
+import muster
 
 
 def answer(word: str, *rest: object) -> None:
@@ -20,15 +20,15 @@ def answer(word: str, *rest: object) -> None:
 def attempt(code: str, scope: dict[str, Any]) -> None:
     try:
         answer("ok", eval(code, scope))
-    except worker.WorkerError as error:
+    except muster.WorkerError as error:
         answer("error", type(error).__name__, error)
 
 
 def main() -> None:
-    scope: dict[str, Any] = {"worker": worker, "np": np}
+    scope: dict[str, Any] = {"worker": muster, "np": np}
     try:
-        scope["s"] = worker.init()
-    except worker.WorkerError as error:
+        scope["s"] = muster.init()
+    except muster.WorkerError as error:
         answer("error", type(error).__name__, error)
         sys.exit(error.exit_code)
     answer("ok", scope["s"].rank)

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-import worker
-from worker.sharding import ShardedSampler
-from worker.state import TrainingState
-from worker.training import ElasticLoop
+import muster
+from muster.worker.training.loop import ElasticLoop
+from muster.worker.training.sampler import ShardedSampler
+from muster.worker.training.state import TrainingState
 
 STEP_S = 0.02  # so that there are steps left when a test does something
 
-session = worker.init()
+session = muster.init()
 weights = np.zeros(10, np.float32)
 state = TrainingState({"weights": weights}, ShardedSampler(1000, 10, seed=0))
 save = Path(sys.argv[1]).write_text
@@ -29,10 +29,10 @@ for step in ElasticLoop(session, state, epochs=2, save=lambda: save(str(state.st
         if state.step == int(os.environ.get("BLOCK_AFTER", "-1")):
             print("blocked", flush=True)
             time.sleep(1000)
-        gradient = worker.all_reduce(np.ones(10, np.float32), op="mean")
+        gradient = muster.all_reduce(np.ones(10, np.float32), op="mean")
         time.sleep(STEP_S)
         weights -= 0.1 * gradient
     assert np.allclose(weights, -0.1 * state.step), "these are not the weights of this step"
     print(state.step, flush=True)
 print("end", state.step, "done", flush=True)
-worker.release()
+muster.release()

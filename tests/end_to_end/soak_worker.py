@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 
 import train
-from bench.recovery_loop import RecordingLoop
-from worker.training import Step
+from muster.bench.recovery.loop import RecordingLoop
+from muster.worker.training.loop import Step
 
 
 class DigestingLoop(RecordingLoop):

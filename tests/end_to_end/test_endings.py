@@ -13,7 +13,7 @@ import pytest
 
 from tests.scheduler.processes import WAIT_S, Scheduler, environment, scheduler
 
-BEGIN = "import signal, sys, threading, worker\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+BEGIN = "import signal, sys, threading, muster\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 CTRL_C = "signal.raise_signal(signal.SIGINT)"
 DONE = "has completed the training"
 LEFT = "left: asked to leave"
@@ -50,16 +50,16 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("code", "exit_code", "told"),
     [
-        ("with worker.init(): raise SystemExit(3)", 3, "left: exit code 3"),
-        ("with worker.init(): raise SystemExit('no data')", 1, "left: SystemExit: no data"),
-        ("with worker.init(): raise SystemExit(0)", 0, DONE),
-        ("with worker.init(): raise SystemExit", 0, DONE),
-        ("worker.init(); exit(4)", 4, "left: exit code 4"),
-        ("worker.init(); quit()", 0, DONE),
-        ("worker.init(); sys.exit(5)", 5, "left: exit code 5"),
-        ("worker.init(); sys.exit(0)", 0, DONE),
-        ("worker.init(); raise worker.LeaveGranted('You leave.')", 0, LEFT),
-        ("with worker.init(): raise worker.LeaveGranted('You leave.')", 0, LEFT),
+        ("with muster.init(): raise SystemExit(3)", 3, "left: exit code 3"),
+        ("with muster.init(): raise SystemExit('no data')", 1, "left: SystemExit: no data"),
+        ("with muster.init(): raise SystemExit(0)", 0, DONE),
+        ("with muster.init(): raise SystemExit", 0, DONE),
+        ("muster.init(); exit(4)", 4, "left: exit code 4"),
+        ("muster.init(); quit()", 0, DONE),
+        ("muster.init(); sys.exit(5)", 5, "left: exit code 5"),
+        ("muster.init(); sys.exit(0)", 0, DONE),
+        ("muster.init(); raise muster.LeaveGranted('You leave.')", 0, LEFT),
+        ("with muster.init(): raise muster.LeaveGranted('You leave.')", 0, LEFT),
     ],
 )
 def test_an_exit_with_a_code_has_failed_and_any_other_finished(code: str, exit_code: int, told: str) -> None:
@@ -78,8 +78,20 @@ def test_an_exit_with_a_code_has_failed_and_any_other_finished(code: str, exit_c
 def test_the_launcher_sees_the_code_with_which_a_fork_of_it_exits(
     end: str, code: int, told: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(f"import worker\nworker.init()\nraise {end}\n")
-    launch = ("-m", "worker", "-n", "2", "--start", "fork", "--log-dir", str(tmp_path), "--", sys.executable)
+    (tmp_path / "train.py").write_text(f"import muster\nmuster.init()\nraise {end}\n")
+    launch = (
+        "-m",
+        "muster",
+        "run",
+        "-n",
+        "2",
+        "--start",
+        "fork",
+        "--log-dir",
+        str(tmp_path),
+        "--",
+        sys.executable,
+    )
     command = (sys.executable, *launch, str(tmp_path / "train.py"))
     with scheduler() as running, start(running, *command) as process:
         running.await_log(told)
@@ -95,12 +107,12 @@ AT_ITS_END = f"session.backend.close = lambda: {SIGTERM}"
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [
-        (f"session = worker.init(); {AT_ITS_END}; worker.release()", 0),
-        (f"session = worker.init(); {AT_ITS_END}; sys.exit(0)", 0),
-        (f"import atexit; atexit.register(lambda: {SIGTERM}); worker.init(); worker.release()", 0),
-        ("worker.init(); sys.end = type('', (), {'__del__': lambda _, f=signal.raise_signal: f(15)})()", 0),
-        (f"worker.init(); worker.release(); {SIGTERM}", -signal.SIGTERM),
-        (f"session = worker.init(); {AT_ITS_END} or {SIGTERM}; worker.release()", -signal.SIGTERM),
+        (f"session = muster.init(); {AT_ITS_END}; muster.release()", 0),
+        (f"session = muster.init(); {AT_ITS_END}; sys.exit(0)", 0),
+        (f"import atexit; atexit.register(lambda: {SIGTERM}); muster.init(); muster.release()", 0),
+        ("muster.init(); sys.end = type('', (), {'__del__': lambda _, f=signal.raise_signal: f(15)})()", 0),
+        (f"muster.init(); muster.release(); {SIGTERM}", -signal.SIGTERM),
+        (f"session = muster.init(); {AT_ITS_END} or {SIGTERM}; muster.release()", -signal.SIGTERM),
     ],
 )
 def test_sigterm_does_not_make_a_failure_of_a_worker_that_says_it_has_finished(
@@ -112,10 +124,10 @@ def test_sigterm_does_not_make_a_failure_of_a_worker_that_says_it_has_finished(
 
 
 OWN_LOOP = """
-session = worker.init()
+session = muster.init()
 for step in range(10**9):
     session.step_boundary(step)
-    worker.all_reduce(1.0)
+    muster.all_reduce(1.0)
     session.report(step + 1, 1.0)
 """
 
@@ -137,9 +149,9 @@ def watch():
         threading.Event().wait(0.01)
     print("hangs", flush=True)
 
-session = worker.init()
+session = muster.init()
 threading.Thread(target=watch, daemon=True).start()
-worker.all_reduce(1.0)
+muster.all_reduce(1.0)
 """
 
 
@@ -147,7 +159,7 @@ def test_ctrl_c_in_a_collective_says_so_in_one_line() -> None:
     with (
         scheduler() as running,
         start(running, *script(WATCHED), size=2) as first,
-        start(running, *script("worker.init(); signal.pause()"), size=2),
+        start(running, *script("muster.init(); signal.pause()"), size=2),
     ):
         assert first.stdout is not None and first.stdout.readline() == "hangs\n"
         first.send_signal(signal.SIGINT)
@@ -156,7 +168,7 @@ def test_ctrl_c_in_a_collective_says_so_in_one_line() -> None:
 
 
 def test_ctrl_c_while_others_are_missing_says_so_in_one_line() -> None:
-    with scheduler() as running, start(running, *script("worker.init()"), size=2) as process:
+    with scheduler() as running, start(running, *script("muster.init()"), size=2) as process:
         running.await_log("1 of 2 workers is in")
         process.send_signal(signal.SIGINT)
         assert ended(process) == (-signal.SIGINT, ["interrupted"])
@@ -166,10 +178,10 @@ def test_ctrl_c_while_others_are_missing_says_so_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("code", "last"),
     [
-        (f"with worker.init(): {CTRL_C}", "interrupted"),
-        (f"worker.init(); worker.release(); {CTRL_C}", "KeyboardInterrupt"),
-        (f"sys.excepthook = lambda *_: print('mine', file=sys.stderr); worker.init(); {CTRL_C}", "mine"),
-        ("worker.init(); raise ValueError('mine')", "ValueError: mine"),
+        (f"with muster.init(): {CTRL_C}", "interrupted"),
+        (f"muster.init(); muster.release(); {CTRL_C}", "KeyboardInterrupt"),
+        (f"sys.excepthook = lambda *_: print('mine', file=sys.stderr); muster.init(); {CTRL_C}", "mine"),
+        ("muster.init(); raise ValueError('mine')", "ValueError: mine"),
     ],
 )
 def test_only_what_ctrl_c_does_to_a_session_loses_its_traceback(code: str, last: str) -> None:

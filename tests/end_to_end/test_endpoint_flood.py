@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench.recovery_cpu import Digits, kill_one
+from muster.bench.recovery.cpu import Digits, kill_one
 from tests.scheduler.processes import environment
 
 RATE = 3000

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muster.worker.training import datasets
 from tests.scheduler.processes import PASSWORD, ROOT, Pki, environment
-from tests.worker.launching import free_port
-from worker import datasets
+from tests.worker.launch.launching import free_port
 
 EXAMPLES = ROOT / "examples"
 TRAIN = f"{ROOT / 'train.py'}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from certs.identity import Identity
+from muster.certs.pki.identity import Identity
 from tests.end_to_end.hosts import PORT, WAIT_S, Cluster, Host, can_make_namespaces, cluster, python
 from tests.scheduler.processes import PASSWORD, ROOT, Pki
 
@@ -72,12 +72,12 @@ class Job:
         self.type(host, *options, "--", *python(*command), **env)
 
     def type(self, host: Host, *line: str, **env: str) -> None:
-        """Types ``python -m worker`` with these options on a host."""
-        verb, rest = (line[:1], line[1:]) if line[0] == "check" else ((), line)
+        """Types ``muster run`` with these options on a host."""
+        verb, rest = (line[:1], line[1:]) if line[0] == "check" else (("run",), line)
         logs = ("--tail", "all", "--log-dir", str(self._directory / host.name))
         process = host.start(
             self._directory / f"{host.name}.log",
-            *python("-m", "worker", *verb, *logs, *rest),
+            *python("-m", "muster", *verb, *logs, *rest),
             **self._env,
             **env,
         )

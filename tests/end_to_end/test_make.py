@@ -13,10 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.launching import free_port
+from tests.worker.launch.launching import free_port
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = ("Makefile", "pyproject.toml", "train.py", "certs", "rendezvous", "scheduler", "worker")
+SOURCES = (
+    "Makefile",
+    "pyproject.toml",
+    "train.py",
+    "muster",
+    "certs",
+    "rendezvous",
+    "scheduler",
+    "worker",
+    "bench",
+)
 
 STAND_IN = """#!/bin/sh
 # Does what make asks of Python, and writes down what it was.
@@ -27,7 +37,7 @@ case "$1 $2" in
     "-V "*) echo "Python {version}" ;;
     "-m venv") [ {venv_works} = 1 ] || {{ echo "No module named ensurepip"; exit 1; }}
         mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m certs") touch .muster/config.json ;;
+    "-m muster") [ "$3" != certs ] || touch .muster/config.json ;;
 esac
 """
 
@@ -37,8 +47,10 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what make works on, without a virtual environment."""
     for name in SOURCES:
         source = ROOT / name
-        copy = shutil.copytree if source.is_dir() else shutil.copy2
-        copy(source, tmp_path / name)
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, symlinks=True)
+        else:
+            shutil.copy2(source, tmp_path / name)
     (tmp_path / ".muster").mkdir()
     return tmp_path
 
@@ -94,8 +106,8 @@ def test_train_sets_itself_up_once(checkout: Path) -> None:
     first = asked(checkout)
     assert "-m pip install -qq --disable-pip-version-check -e .[train]" in first
     launch = (
-        "-m worker -n 3 --scheduler --tail all --config .muster/config.json --password-file .muster/password"
-        " -- .venv/bin/python train.py --model net --epochs 2"
+        "-m muster run -n 3 --scheduler --tail all --config .muster/config.json"
+        " --password-file .muster/password -- .venv/bin/python train.py --model net --epochs 2"
     )
     assert first[-1] == launch
     code, printed = make(checkout, "train", python, "CUDA=")
@@ -134,14 +146,14 @@ def test_gpus_bring_their_extra(checkout: Path) -> None:
 def test_an_old_python_is_refused_in_one_sentence(checkout: Path) -> None:
     code, printed = make(checkout, "-s", "train", stand_in(checkout, version="3.9.2", too_old=1))
     assert code == 2
-    assert "is Python 3.9.2, but Muster needs Python 3.10 or later: make PYTHON=python3.12.\n" in printed
+    assert "is Python 3.9.2, but Muster needs Python 3.11 or later: make PYTHON=python3.12.\n" in printed
     assert not (checkout / ".venv").exists()
 
 
 def test_a_missing_python_is_named(checkout: Path) -> None:
     code, printed = make(checkout, "-s", "test", "PYTHON=no-such-python")
     assert code == 2
-    assert printed.startswith("no-such-python is not found or does not run: install Python 3.10 or later")
+    assert printed.startswith("no-such-python is not found or does not run: install Python 3.11 or later")
 
 
 def test_a_python_without_venv_is_explained_and_leaves_nothing(checkout: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.recovery_job import Worker
-from bench.recovery_loop import PACE_VARIABLE, RECORD_VARIABLE
-from certs.identity import Identity
+from muster.bench.recovery.job import Worker
+from muster.bench.recovery.loop import PACE_VARIABLE, RECORD_VARIABLE
+from muster.certs.pki.identity import Identity
 from tests.end_to_end.hosts import PORT, Cluster, can_make_namespaces, cluster, python
 from tests.scheduler.processes import Pki
 from tests.waiting import wait_for
@@ -55,7 +55,7 @@ class Trained:
 
     def _worker(self, host: str, number: int) -> Worker:
         record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
-        command = python("-m", "bench.recovery_digits", "--epochs=60", "--checkpoint-dir=")
+        command = python("-m", "muster.bench.recovery.digits", "--epochs=60", "--checkpoint-dir=")
         env = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(number), RECORD_VARIABLE: str(record)}
         process = self.net[host].start(log, *command, **self._env, **env)
         return Worker(str(number), process, record, log)

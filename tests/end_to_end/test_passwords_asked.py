@@ -57,8 +57,8 @@ def _rest(terminal: int) -> bytes:
     [
         ("-m", "scheduler"),
         ("-m", "scheduler", "status"),
-        ("-m", "worker", "-n", "2", "--scheduler", "--", "true"),
-        ("-m", "worker", "check", "-n", "2", "--scheduler"),
+        ("-m", "muster", "run", "-n", "2", "--scheduler", "--", "true"),
+        ("-m", "muster", "check", "-n", "2", "--scheduler"),
     ],
     ids=" ".join,
 )

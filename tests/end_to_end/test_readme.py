@@ -26,7 +26,7 @@ def run_by_two(directory: Path, *parts: str) -> None:
     """Runs the parts as one script on two workers, over ``tcp``."""
     script = directory / "script.py"
     script.write_text("\n".join((*parts, 'print("checked")')))
-    launcher = [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--tail", "all", "--"]
+    launcher = [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--tail", "all", "--"]
     done = subprocess.run(
         [*launcher, sys.executable, str(script)],
         cwd=directory,
@@ -62,22 +62,22 @@ assert own.tolist() == [0, 1, 2] or own.tolist() == [0, 3, 6], own
 
 IN_PLACE = """
 import numpy as np
-import worker
-with worker.init():
-    rank = worker.get_rank()
+import muster
+with muster.init():
+    rank = muster.get_rank()
     x = np.full(2, float(rank))
-    assert worker.broadcast(x, root=1) is x and x.tolist() == [1, 1]
+    assert muster.broadcast(x, root=1) is x and x.tolist() == [1, 1]
     x[:] = rank
     if rank == 0:
-        worker.send(x, 1)
+        muster.send(x, 1)
     else:
-        assert worker.recv(x, 0) is x and x.tolist() == [0, 0]
+        assert muster.recv(x, 0) is x and x.tolist() == [0, 0]
     x[:] = rank
-    for collective in (worker.all_reduce, worker.reduce, worker.all_gather, worker.gather, worker.all_to_all,
-                       worker.reduce_scatter, worker.scatter):
+    for collective in (muster.all_reduce, muster.reduce, muster.all_gather, muster.gather, muster.all_to_all,
+                       muster.reduce_scatter, muster.scatter):
         result = collective(x)
         assert result is not x and x.tolist() == [rank] * 2, collective
-    assert worker.all_reduce(x, op="sum", out=x) is x and x.tolist() == [1, 1]
+    assert muster.all_reduce(x, op="sum", out=x) is x and x.tolist() == [1, 1]
 """
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.recovery_cpu import Digits, kill_schedulers, kill_workers
-from bench.recovery_job import Worker
-from worker import checkpoint
+from muster.bench.recovery.cpu import Digits, kill_schedulers, kill_workers
+from muster.bench.recovery.job import Worker
+from muster.worker.training import checkpoint
 
 PACE_S = 0.02
 WAIT_S = 60.0

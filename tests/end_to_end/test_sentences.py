@@ -13,9 +13,9 @@ from tests.certs.making import DAY, NOW, PASSWORD, certificate, p12
 from tests.scheduler.processes import Pki, environment
 
 SCRIPT = """\
-import worker
+import muster
 
-session = worker.init()
+session = muster.init()
 print("rank", session.rank)
 """
 
@@ -95,13 +95,13 @@ def test_the_traceback_is_shown_to_who_debugs(tmp_path: Path) -> None:
 
 
 WITHIN = """
-import worker
-from worker.errors import ArrayError, WorkerError
+import muster
+from muster.worker.errors import ArrayError, WorkerError
 
 def train():
     {line}
 
-worker.set_ps_context(client_password="x")
+muster.set_ps_context(client_password="x")
 train()
 """
 OWN = """raise ArrayError("This array is not contiguous.") from {cause}"""
@@ -118,9 +118,9 @@ OWN = """raise ArrayError("This array is not contiguous.") from {cause}"""
             "is not contiguous.",
         ),
         (OWN.format(cause="ValueError('mine')"), 1, "ValueError: mine", "This array is not contiguous."),
-        ("raise worker.SettingsError('Wrong.')", 2, "muster: mine.py, line 6: Wrong.", "Wrong."),
+        ("raise muster.SettingsError('Wrong.')", 2, "muster: mine.py, line 6: Wrong.", "Wrong."),
         ("raise ValueError('mine')", 1, "Traceback (most recent call last):", "ValueError: mine"),
-        ("worker.set_ps_context(enable_ssl=3)", 2, "muster: enable_ssl must be a bool", "it is a int."),
+        ("muster.set_ps_context(enable_ssl=3)", 2, "muster: enable_ssl must be a bool", "it is a int."),
     ],
 )
 def test_an_error_amid_the_training_says_where_and_a_scripts_own_keeps_its_traceback(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from certs.authority import create_authority
-from certs.identity import Identity
+from muster.certs.pki.authority import create_authority
+from muster.certs.pki.identity import Identity
 from tests.end_to_end.workers import Company, company
 from tests.scheduler.processes import PASSWORD, Pki, scheduler
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench.recovery_cpu import Digits
-from bench.recovery_job import Worker
+from muster.bench.recovery.cpu import Digits
+from muster.bench.recovery.job import Worker
 
 WORKERS, SPARES = 6, 2
 EPOCHS = 60

@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from muster.worker.training import checkpoint, datasets
+from muster.worker.training.sampler import ShardedSampler
 from tests.scheduler.processes import ROOT, Pki, Scheduler, environment, scheduler
-from worker import checkpoint, datasets
-from worker.sharding import ShardedSampler
 
 WAIT_S = 30.0
 HANG_S = 60  # of one test; a hung one then shows where it hangs

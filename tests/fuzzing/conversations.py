@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
-from scheduler import wire as scheduler_wire
-from scheduler.core import events as se
-from scheduler.core import values as v
-from scheduler.core.decision import Decision
-from scheduler.core.job import Job
-from scheduler.core.record_codec import decode_record, encode_record
-from scheduler.errors import MalformedError
+from muster.scheduler import wire as scheduler_wire
+from muster.scheduler.core import events as se
+from muster.scheduler.core import values as v
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.job import Job
+from muster.scheduler.core.record_codec import decode_record, encode_record
+from muster.scheduler.errors import MalformedError
+from muster.worker.control import messages as m
+from muster.worker.control import wire as worker_wire
 from tests.fuzzing.shapes import parts
-from tests.worker.core.machine import Machine, assignment
-from worker import wire as worker_wire
-from worker.core import messages as m
+from tests.worker.control.machine import Machine, assignment
 
 SETTINGS = v.Settings(
     worker_num=2,

@@ -13,33 +13,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from certs.authority import create_authority
-from certs.certificates import load_authorities, to_pem
-from certs.config import load_config
-from certs.errors import CertificateError
-from certs.grpc_lines import WINDOW_S, Sayings, record_of
-from certs.identity import Identity, parse_uri
-from certs.passwords import read_password
-from certs.peer import peer_of_pem
-from certs.revocation import load_revocations
-from certs.store import load_credentials
-from rendezvous.v1 import rendezvous_pb2 as pb
-from scheduler import wire as scheduler_wire
-from scheduler.config import load_settings
-from scheduler.core.rank_table import parse_rank_table
-from scheduler.core.record_codec import RecordError, decode_record
-from scheduler.errors import MalformedError, SettingsError
-from scheduler.handshakes import TraceReader
-from tests.fuzzing.conversations import talk_to_job, talk_to_worker
-from tests.fuzzing.engine import Target
-from tests.fuzzing.shapes import changed_json_bytes, conversation, filled
-from worker import wire as worker_wire
-from worker.communicators.base import Membership, Peer
-from worker.communicators.tcp_connection import Connection, EndOfStreamError
-from worker.communicators.tcp_handshake import Lobby, accept
-from worker.communicators.tcp_seal import BrokenSealError, Sealer
-from worker.communicators.tcp_transfer import FrameIn
-from worker.communicators.tcp_wire import (
+from muster.certs.config import load_config
+from muster.certs.errors import CertificateError
+from muster.certs.pki.authority import create_authority
+from muster.certs.pki.certificates import load_authorities, to_pem
+from muster.certs.pki.identity import Identity, parse_uri
+from muster.certs.pki.peer import peer_of_pem
+from muster.certs.pki.revocation import load_revocations
+from muster.certs.runtime.passwords import read_password
+from muster.certs.runtime.store import load_credentials
+from muster.rendezvous.grpc_lines import WINDOW_S, Sayings, record_of
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.scheduler import wire as scheduler_wire
+from muster.scheduler.audit.handshakes import TraceReader
+from muster.scheduler.config import load_settings
+from muster.scheduler.core.rank_table import parse_rank_table
+from muster.scheduler.core.record_codec import RecordError, decode_record
+from muster.scheduler.errors import MalformedError, SettingsError
+from muster.worker.communicators.base import Membership, Peer
+from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.worker.communicators.tcp.frames import (
     PROOF,
     REPLY,
     Call,
@@ -53,12 +46,19 @@ from worker.communicators.tcp_wire import (
     proof,
     read_goodbye,
 )
-from worker.config import visible_devices
-from worker.core.launch_words import parse_address, parse_hostfile, parse_hosts, parse_numbers
-from worker.core.rank_table_file import make_table, parse_interval, ranks_of
-from worker.errors import CommunicatorError, WorkerError
-from worker.errors import SettingsError as WorkerSettingsError
-from worker.launch_ranktable import merge_files, read_json, to_text
+from muster.worker.communicators.tcp.handshake import Lobby, accept
+from muster.worker.communicators.tcp.seal import BrokenSealError, Sealer
+from muster.worker.communicators.tcp.transfer import FrameIn
+from muster.worker.config import visible_devices
+from muster.worker.control import wire as worker_wire
+from muster.worker.errors import CommunicatorError, WorkerError
+from muster.worker.errors import SettingsError as WorkerSettingsError
+from muster.worker.launch.parsing import parse_address, parse_hostfile, parse_hosts, parse_numbers
+from muster.worker.launch.rank_table import merge_files, read_json, to_text
+from muster.worker.launch.rank_table_file import make_table, parse_interval, ranks_of
+from tests.fuzzing.conversations import talk_to_job, talk_to_worker
+from tests.fuzzing.engine import Target
+from tests.fuzzing.shapes import changed_json_bytes, conversation, filled
 
 PASSWORD = b"fuzz"
 TABLE = {

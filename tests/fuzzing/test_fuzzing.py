@@ -76,7 +76,7 @@ def test_a_decoder_that_crashes_is_found() -> None:
 
 
 def test_what_reaches_new_lines_is_kept() -> None:
-    from certs.identity import parse_uri
+    from muster.certs.pki.identity import parse_uri
 
     def run(data: bytes) -> object:
         return parse_uri(data.decode("latin-1"))

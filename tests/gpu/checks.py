@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from worker.capture import capture_step
-from worker.communicators.base import Membership, ReduceOp
-from worker.communicators.nccl import NcclBackend, PreMultipliedSum
-from worker.errors import (
+from muster.worker.communicators.base import Membership, ReduceOp
+from muster.worker.communicators.nccl.backend import NcclBackend, PreMultipliedSum
+from muster.worker.errors import (
     ArrayError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -22,8 +21,9 @@ from worker.errors import (
     FormationTimeoutError,
     MembershipChanged,
 )
-from worker.sharded_optimizer import ShardedOptimizer
-from worker.torch_data_parallel import DataParallel
+from muster.worker.pytorch.capture import capture_step
+from muster.worker.pytorch.data_parallel import DataParallel
+from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "uint8", "int32", "int64")

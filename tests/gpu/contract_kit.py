@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from bench.gpu_fleet import sharing_environment
+from muster.bench.gpu_fleet import sharing_environment
+from muster.worker.communicators.base import Backend
 from tests.contracts.kits import Kit, NumpyArray
 from tests.gpu.sharing import RANKS_PER_GPU, ranks_on
-from worker.communicators.base import Backend
 
 DTYPES = ("f2", "f4", "f8", "i1", "i4", "i8", "u1", "u4", "u8")
 
@@ -28,7 +28,7 @@ class NcclKit(Kit):
 
     def create(self, certificates: Path, rank: int) -> Backend:
         """On the rank's GPU; array and communicator must be on one device."""
-        from worker.communicators.nccl import NcclBackend
+        from muster.worker.communicators.nccl.backend import NcclBackend
 
         if RANKS_PER_GPU > 1:
             os.environ.update(sharing_environment(rank))

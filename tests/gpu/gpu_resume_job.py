@@ -10,28 +10,28 @@ import sys
 
 import torch
 
-import worker
-from worker import checkpoint
-from worker.errors import RanksDifferError
-from worker.sharding import ShardedSampler
-from worker.torch_state import TorchTrainingState
-from worker.training import ElasticLoop
+import muster
+from muster.worker.errors import RanksDifferError
+from muster.worker.pytorch.state import TorchTrainingState
+from muster.worker.training import checkpoint
+from muster.worker.training.loop import ElasticLoop
+from muster.worker.training.sampler import ShardedSampler
 
 STEPS, SAVED_AT, DIFFERS_AT = 16, 7, 9
 directory, capture, what = sys.argv[1:]
 
-with worker.init("nccl") as session:
+with muster.init("nccl") as session:
     device = torch.device("cuda", session.device_ordinal)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     images, labels = torch.randn(256, 32, device=device), torch.randint(0, 4, (256,), device=device)
     layers = torch.nn.Linear(32, 64), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(64, 4)
-    model = worker.DataParallel(torch.nn.Sequential(*layers).to(device), session, elastic=True)
+    model = muster.DataParallel(torch.nn.Sequential(*layers).to(device), session, elastic=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 if what != "differ" else 100, 0.9)
     sampler = ShardedSampler(256, 16 * session.world_size, drop_last=True)
     state = TorchTrainingState(model, optimizer, sampler, also={"scheduler": scheduler})
-    train = worker.capture_step(
+    train = muster.capture_step(
         lambda x, y: torch.nn.functional.cross_entropy(model(x), y),
         model,
         optimizer,

@@ -16,10 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from muster.worker.pytorch import capture
+from muster.worker.pytorch.transfer import Lane
 from tests.gpu import cuda_rules
 from tests.gpu.threads import ThreadCommunicator
-from worker import capture
-from worker.torch_transfer import Lane
 
 _here = threading.local()  # ranks are threads
 

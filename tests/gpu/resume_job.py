@@ -9,11 +9,11 @@ import sys
 
 import torch
 
-import worker
-from tests.gpu.test_torch_resume import CASES, SAVED_AT, STEPS, Job
-from worker import checkpoint
+import muster
+from muster.worker.training import checkpoint
+from tests.worker.pytorch.test_resume import CASES, SAVED_AT, STEPS, Job
 
-with worker.init("tcp") as session:
+with muster.init("tcp") as session:
     torch.manual_seed(100 + session.rank)
     job = Job(CASES["all of it"], session, seed=session.rank)
     checkpoints = checkpoint.Folder(sys.argv[1], job.state)

@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.gpu.test_torch_data_parallel import batch_of, linear_net, loss_function  # noqa: E402
-from tests.gpu.threads import ThreadCommunicator, run_ranks  # noqa: E402
-from worker.capture import CaptureError, capture_step  # noqa: E402
-from worker.captured_settings import host_bound  # noqa: E402
-from worker.errors import ArrayError, SettingsError  # noqa: E402
-from worker.torch_data_parallel import DataParallel  # noqa: E402
+from muster.worker.errors import ArrayError, SettingsError
+from muster.worker.pytorch.capture import CaptureError, capture_step
+from muster.worker.pytorch.captured_settings import host_bound
+from muster.worker.pytorch.data_parallel import DataParallel
+from tests.gpu.threads import ThreadCommunicator, run_ranks
+from tests.worker.pytorch.test_data_parallel import batch_of, linear_net, loss_function
 
 
 def step_of(model: Any, rate: float = 1.0, **options: Any) -> Any:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import loss_curve, nccl_allreduce, plot
+from muster.bench import plot
+from muster.bench.allreduce import nccl as nccl_allreduce
+from muster.bench.training import loss_curve
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = ("nccl-allreduce", "train", "scaling")

@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cifar10_files  # noqa: E402
-from tests.gpu.example_runs import RANK_0_DIES, closing, losses  # noqa: E402
+from muster.bench.training import cifar10_files
+from tests.gpu.example_runs import RANK_0_DIES, closing, losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]  # the first launch compiles
 GPUS = min(4, torch.cuda.device_count())
@@ -28,17 +28,37 @@ RECORDS = 512
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("keys")
-    command = ["-m", "certs", "init", "--dir", str(directory), "--password-file", str(directory / "password")]
+    command = [
+        "-m",
+        "muster",
+        "certs",
+        "init",
+        "--dir",
+        str(directory),
+        "--password-file",
+        str(directory / "password"),
+    ]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return directory
 
 
 def launch(keys: Path, directory: Path, *command: str, env: dict[str, str] | None = None) -> str:
-    """Runs ``python -m worker`` with mutual TLS on all GPUs and returns what all wrote; it must end well."""
+    """Runs ``muster run`` with mutual TLS on all GPUs and returns what all wrote; it must end well."""
     secure = ["--config", str(keys / "config.json"), "--password-file", str(keys / "password")]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", "worker", *command[:1], "-n", str(GPUS), "--scheduler", *secure, *command[1:]],
+        [
+            sys.executable,
+            "-m",
+            "muster",
+            "run",
+            *command[:1],
+            "-n",
+            str(GPUS),
+            "--scheduler",
+            *secure,
+            *command[1:],
+        ],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": path, **(env or {})},
         capture_output=True,

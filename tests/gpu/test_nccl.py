@@ -15,8 +15,8 @@ RANKS = ranks_on(torch.cuda.device_count())
 if RANKS < 2:
     pytest.skip("needs two GPUs, or MS_TEST_RANKS_PER_GPU=2", allow_module_level=True)
 
-from bench.gpu_fleet import Fleet  # noqa: E402
-from tests.gpu import checks  # noqa: E402
+from muster.bench.gpu_fleet import Fleet
+from tests.gpu import checks
 
 SIZES = [size for size in (2, 4) if size <= RANKS]
 
@@ -85,6 +85,6 @@ def test_an_abort_frees_a_rank_whose_close_hangs() -> None:
 
 
 def _fresh_ids() -> tuple[bytes, ...]:
-    from worker.communicators.nccl import NcclBackend
+    from muster.worker.communicators.nccl.backend import NcclBackend
 
     return NcclBackend(device_index=0).mint_unique_ids(1)

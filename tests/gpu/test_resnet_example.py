@@ -13,13 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from examples.cifar10_images import Preparation, augment  # noqa: E402
-from examples.resnet import ResNet, resnet50  # noqa: E402
-from examples.resnet50_cifar10 import closing_line, device_of  # noqa: E402
-from examples.stem_kernels import relu_pool, stem_convolution  # noqa: E402
-from tests.gpu.example_runs import RANK_0_DIES, closing, losses  # noqa: E402
-from worker.datasets import CIFAR10_MEAN, CIFAR10_STD  # noqa: E402
-from worker.progress import Throughput  # noqa: E402
+from examples.cifar10_images import Preparation, augment
+from examples.resnet import ResNet, resnet50
+from examples.resnet50_cifar10 import closing_line, device_of
+from examples.stem_kernels import relu_pool, stem_convolution
+from muster.worker.training.datasets import CIFAR10_MEAN, CIFAR10_STD
+from muster.worker.training.status_line import Throughput
+from tests.gpu.example_runs import RANK_0_DIES, closing, losses
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--tiny", "--image-size=32", "--batch-size=16", "--no-compile", "--print-every=4"]
@@ -147,7 +147,7 @@ def run_example(
     command: tuple[str, ...] = ("-m", "examples.resnet50_cifar10"),
     options: tuple[str, ...] = (),
 ) -> str:
-    launcher = [sys.executable, "-m", "worker", "-n", "2", "--scheduler", "--tail=all", *options, "--"]
+    launcher = [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--tail=all", *options, "--"]
     job = [sys.executable, *command, *TINY, *arguments]
     done = subprocess.run(
         [*launcher, *job, f"--checkpoint-dir={tmp_path / 'checkpoints'}"],

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from muster.worker.parallel.module import ParallelModule
+from muster.worker.parallel.planning.costs import Machine
+from muster.worker.parallel.planning.layouts import Mesh, group_ranks
+from muster.worker.parallel.planning.plan import Plan
+from muster.worker.parallel.planning.planner import options_for
+from muster.worker.parallel.planning.problem import Options, Pin, Problem, build
+from muster.worker.parallel.planning.search import solve
+from muster.worker.parallel.trace import Traced, trace
 from tests.parallel.models import MODELS, make
 from tests.parallel.ranks import RankCommunicator, run_ranks
-from worker.parallel.costs import Machine
-from worker.parallel.layouts import Mesh, group_ranks
-from worker.parallel.module import ParallelModule
-from worker.parallel.plan import Plan
-from worker.parallel.planner import options_for
-from worker.parallel.problem import Options, Pin, Problem, build
-from worker.parallel.search import solve
-from worker.parallel.trace import Traced, trace
 
 STEPS = 3
 EPSILON = 1e-3  # a bias before BatchNorm has no gradient but noise, which Adam would blow up

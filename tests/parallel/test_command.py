@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from muster.worker.__main__ import main
+from muster.worker.parallel.command import load_machine
+from muster.worker.parallel.measure import measure
 from tests.parallel.ranks import RankCommunicator, run_ranks
 from tests.scheduler.processes import ROOT
-from tests.worker.launching import Place, environment
-from worker.__main__ import main
-from worker.parallel.command import load_machine
-from worker.parallel.measure import measure
+from tests.worker.launch.launching import Place, environment
 
 PAGE = ROOT / "docs" / "parallel.md"
 MODEL = """
@@ -137,7 +137,7 @@ def test_the_quickstart_of_eight_ranks_in_all_modes(tmp_path: Path) -> None:
     for mode in ("semi_auto", "auto", "data_parallel"):
         run = subprocess.run(
             [
-                *(sys.executable, "-m", "worker", "-n", "8", "--scheduler", "--"),
+                *(sys.executable, "-m", "muster", "run", "-n", "8", "--scheduler", "--"),
                 *(sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode),
             ],
             cwd=tmp_path,

@@ -13,12 +13,12 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
+from muster.worker.parallel.operators import fill
+from muster.worker.parallel.planning.graph import names
+from muster.worker.parallel.planning.layouts import local_shape
+from muster.worker.parallel.planning.rules import modes_of
+from muster.worker.parallel.trace import trace
 from tests.parallel.models import MODELS, make
-from worker.parallel.graph import names
-from worker.parallel.layouts import local_shape
-from worker.parallel.operators import fill
-from worker.parallel.rules import modes_of
-from worker.parallel.trace import trace
 
 NOT_COMPARED = names(
     "dropout batch_norm lstm conv1d conv2d scaled_dot_product_attention group_norm einsum expand"

@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 
 import torch
 
+from muster.worker.parallel.planning.problem import Pin
+from muster.worker.parallel.planning.search import solve
 from tests.parallel.models import MODELS
 from tests.parallel.oracle import Case
-from worker.parallel.problem import Pin
-from worker.parallel.search import solve
 
 torch.set_num_threads(1)
 

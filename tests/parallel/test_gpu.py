@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from tests.scheduler.processes import ROOT
-from tests.worker.launching import Place
+from tests.worker.launch.launching import Place
 
 pytestmark = pytest.mark.gpu
 

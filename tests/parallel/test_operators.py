@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from muster.worker.parallel.planning.problem import Pin
+from muster.worker.parallel.planning.rules import modes_of
+from muster.worker.parallel.planning.search import solve
 from tests.parallel.oracle import Case
-from worker.parallel.problem import Pin
-from worker.parallel.rules import modes_of
-from worker.parallel.search import solve
 
 torch.set_num_threads(1)
 LABELS = torch.tensor([1, 3, 0, 2, 3, 1, 0, 2])

@@ -17,24 +17,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import worker
+import muster
+from muster.worker.errors import CollectiveMismatchError, NotInitializedError, SettingsError
+from muster.worker.parallel.api import graph_of
+from muster.worker.parallel.planning import plan as plans
+from muster.worker.parallel.planning.costs import Machine
+from muster.worker.parallel.planning.plan import Plan
+from muster.worker.parallel.planning.planner import find_plan
+from muster.worker.pytorch.data_parallel import DataParallel
 from tests.parallel.models import MODELS, Gpt, Mlp, make
 from tests.parallel.oracle import part_of
 from tests.parallel.ranks import RankCommunicator, run_ranks
-from worker.errors import CollectiveMismatchError, NotInitializedError, SettingsError
-from worker.parallel import plan as plans
-from worker.parallel.api import graph_of
-from worker.parallel.costs import Machine
-from worker.parallel.plan import Plan
-from worker.parallel.planner import find_plan
-from worker.torch_data_parallel import DataParallel
 
 
 @pytest.fixture(autouse=True)
 def _fresh_context() -> Any:
-    worker.reset_auto_parallel_context()
+    muster.reset_auto_parallel_context()
     yield
-    worker.reset_auto_parallel_context()
+    muster.reset_auto_parallel_context()
 
 
 class Wide(nn.Module):
@@ -165,11 +165,11 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     def train(communicator: RankCommunicator) -> Any:
         mine = [part_of(x, communicator, "data_parallel") for x in batch]
         settings: dict[str, Any] = {"communicator": communicator}
-        first = worker.parallelize(
+        first = muster.parallelize(
             make("mlp"), mine, strategies={"up": {"n": 2}}, plan=path.with_suffix(".first"), **settings
         )
         communicator.barrier()
-        again = worker.parallelize(make("mlp"), mine, plan=path.with_suffix(".first"), **settings)
+        again = muster.parallelize(make("mlp"), mine, plan=path.with_suffix(".first"), **settings)
         return first.plan, again.plan
 
     for first, again in run_ranks(2, train):
@@ -214,7 +214,7 @@ def test_ranks_with_different_models_are_told_so() -> None:
         with pytest.raises(
             CollectiveMismatchError, match=r"The ranks \[1\] came to another plan than rank 0"
         ):
-            worker.parallelize(net, mine, communicator=communicator)
+            muster.parallelize(net, mine, communicator=communicator)
 
     run_ranks(2, train)
 
@@ -318,17 +318,17 @@ def test_slices_of_the_data_by_input() -> None:
 
 
 def test_the_context_sets_defaults_and_is_forgotten() -> None:
-    assert worker.get_auto_parallel_context("parallel_mode") == "stand_alone"
-    assert worker.get_auto_parallel_context("mirror_mean") is False
-    worker.set_auto_parallel_context(
-        parallel_mode=worker.ParallelMode.AUTO_PARALLEL,
+    assert muster.get_auto_parallel_context("parallel_mode") == "stand_alone"
+    assert muster.get_auto_parallel_context("mirror_mean") is False
+    muster.set_auto_parallel_context(
+        parallel_mode=muster.ParallelMode.AUTO_PARALLEL,
         auto_parallel_search_mode="sharding_propagation",
         mirror_mean=True,
     )
-    assert worker.get_auto_parallel_context("gradients_mean") is True
-    assert worker.get_auto_parallel_context("search_mode") == "sharding_propagation"
-    worker.reset_auto_parallel_context()
-    assert worker.get_auto_parallel_context("gradients_mean") is False
+    assert muster.get_auto_parallel_context("gradients_mean") is True
+    assert muster.get_auto_parallel_context("search_mode") == "sharding_propagation"
+    muster.reset_auto_parallel_context()
+    assert muster.get_auto_parallel_context("gradients_mean") is False
 
 
 @pytest.mark.parametrize(
@@ -348,25 +348,25 @@ def test_the_context_sets_defaults_and_is_forgotten() -> None:
 )
 def test_a_context_that_means_nothing_here_is_refused(settings: Any, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        worker.set_auto_parallel_context(**settings)
-    assert worker.get_auto_parallel_context("gradients_mean") is False
+        muster.set_auto_parallel_context(**settings)
+    assert muster.get_auto_parallel_context("gradients_mean") is False
 
 
 def test_the_context_is_what_parallelize_does(tmp_path: Path) -> None:
     batch = [x[:4] for x in MODELS["mlp"][1](0)]
     path = tmp_path / "strategy.json"
     alone = make("mlp")
-    worker.set_auto_parallel_context(parallel_mode="stand_alone")
-    model = worker.parallelize(alone, batch)
+    muster.set_auto_parallel_context(parallel_mode="stand_alone")
+    model = muster.parallelize(alone, batch)
     assert model(*batch).item() == pytest.approx(alone(*batch).item())
-    worker.set_auto_parallel_context(parallel_mode="auto_parallel", strategy_ckpt_save_file=str(path))
+    muster.set_auto_parallel_context(parallel_mode="auto_parallel", strategy_ckpt_save_file=str(path))
 
     def train(communicator: RankCommunicator) -> Any:
-        return str(worker.parallelize(make("mlp"), batch, communicator=communicator).plan)
+        return str(muster.parallelize(make("mlp"), batch, communicator=communicator).plan)
 
     text = run_ranks(2, train)[0]
     assert "gradients are summed" in text
-    worker.set_auto_parallel_context(strategy_ckpt_save_file="", strategy_ckpt_load_file=str(path))
+    muster.set_auto_parallel_context(strategy_ckpt_save_file="", strategy_ckpt_load_file=str(path))
     assert f"loaded from {path}" in run_ranks(2, train)[0]
 
 
@@ -377,7 +377,7 @@ def test_data_parallel_is_dataparallel_with_a_plan() -> None:
 
     def train(communicator: RankCommunicator) -> Any:
         mine = [part_of(x, communicator, "data_parallel") for x in batch]
-        model = worker.parallelize(make("quick"), mine, communicator=communicator, mode="data_parallel")
+        model = muster.parallelize(make("quick"), mine, communicator=communicator, mode="data_parallel")
         assert isinstance(model, DataParallel)
         model(*mine).backward()
         return {name: p.grad for name, p in model.module.named_parameters()}, model.plan
@@ -407,10 +407,10 @@ def test_control_flow_is_named_by_its_line_and_falls_back_to_data_parallelism(
     line = next(i for i, text in enumerate(source, 1) if "the line that is named" in text)
 
     def train(communicator: RankCommunicator) -> Any:
-        model = worker.parallelize(Choosy(), (torch.rand(2, 4),), communicator=communicator)
+        model = muster.parallelize(Choosy(), (torch.rand(2, 4),), communicator=communicator)
         model(torch.rand(2, 4)).backward()
-        with pytest.raises(worker.WorkerError, match=f"test_plan.py:{line}"):
-            worker.parallelize(Choosy(), (torch.rand(2, 4),), communicator=communicator, mode="semi_auto")
+        with pytest.raises(muster.WorkerError, match=f"test_plan.py:{line}"):
+            muster.parallelize(Choosy(), (torch.rand(2, 4),), communicator=communicator, mode="semi_auto")
         return model
 
     model = run_ranks(2, train)[0]
@@ -433,16 +433,16 @@ def test_control_flow_is_named_by_its_line_and_falls_back_to_data_parallelism(
 def test_wrong_arguments_are_refused_in_words(settings: Any, words: str) -> None:
     def train(communicator: RankCommunicator) -> None:
         with pytest.raises(SettingsError, match=words):
-            worker.parallelize(make("mlp"), MODELS["mlp"][1](0), communicator=communicator, **settings)
+            muster.parallelize(make("mlp"), MODELS["mlp"][1](0), communicator=communicator, **settings)
 
     run_ranks(1, train)
 
 
 def test_without_a_session_it_says_so() -> None:
     with pytest.raises(NotInitializedError):
-        worker.parallelize(make("mlp"), MODELS["mlp"][1](0))
+        muster.parallelize(make("mlp"), MODELS["mlp"][1](0))
     with pytest.raises(SettingsError, match="example is a tuple of the tensors"):
-        run_ranks(1, lambda c: worker.parallelize(make("mlp"), "batch", communicator=c))
+        run_ranks(1, lambda c: muster.parallelize(make("mlp"), "batch", communicator=c))
 
 
 def test_measured_times_stand_beside_the_predicted_ones() -> None:
@@ -450,7 +450,7 @@ def test_measured_times_stand_beside_the_predicted_ones() -> None:
 
     def train(communicator: RankCommunicator) -> Any:
         mine = [part_of(x, communicator, "data_parallel") for x in batch]
-        model = worker.parallelize(make("mlp"), mine, communicator=communicator)
+        model = muster.parallelize(make("mlp"), mine, communicator=communicator)
         for _ in range(9):
             model(*mine).backward()
         return model.plan

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import worker
+import muster
+from muster.worker.errors import ArrayError, SettingsError
+from muster.worker.parallel.module import ParallelModule
+from muster.worker.parallel.operators import Run, keep_mask
 from tests.parallel.models import MODELS, Bert, Lstm, ids, make
 from tests.parallel.oracle import SLOW, close, part_of, whole_gradients
 from tests.parallel.ranks import RankCommunicator, run_ranks
-from worker.errors import ArrayError, SettingsError
-from worker.parallel.module import ParallelModule
-from worker.parallel.operators import Run, keep_mask
 
 TOLERANCE = 1e-10
 MIXED = {"up": {"n": 2}, "down": {"k": 2}}
@@ -29,7 +29,7 @@ MIXED = {"up": {"n": 2}, "down": {"k": 2}}
 
 def build(name: str, communicator: RankCommunicator, **settings: Any) -> Any:
     batch = [part_of(x, communicator, "data_parallel") for x in MODELS[name][1](0)]
-    return worker.parallelize(make(name), batch, communicator=communicator, **settings)
+    return muster.parallelize(make(name), batch, communicator=communicator, **settings)
 
 
 def parts(communicator: RankCommunicator, batch: Any) -> list[Any]:
@@ -100,7 +100,7 @@ def test_dropout_is_known_by_seed_step_operator_and_part(fed: str) -> None:
     x, y = torch.rand(4, 8).double(), torch.rand(4, 8).double()
 
     def train(communicator: RankCommunicator) -> Any:
-        model = worker.parallelize(
+        model = muster.parallelize(
             copy.deepcopy(net),
             [part_of(each, communicator, fed) for each in (x, y)],
             communicator=communicator,
@@ -143,7 +143,7 @@ def test_dropout_within_operators_is_alike_on_replicas(kind: str) -> None:
     batch = ids(0)
 
     def train(communicator: RankCommunicator) -> Any:
-        model = worker.parallelize(
+        model = muster.parallelize(
             copy.deepcopy(net), batch, communicator=communicator, dataset_strategy="full_batch", seed=1
         )
         for _ in range(2):
@@ -196,7 +196,7 @@ def test_a_loss_outside_of_the_module() -> None:
 
     def train(communicator: RankCommunicator) -> Any:
         mine, want = parts(communicator, (x, y))
-        model = worker.parallelize(
+        model = muster.parallelize(
             copy.deepcopy(net), (mine,), communicator=communicator, mode="semi_auto", strategies=MIXED
         )
         out = model(mine)
@@ -217,12 +217,12 @@ def test_layerwise_parameters_keep_this_ranks_gradient() -> None:
 
     def train(communicator: RankCommunicator) -> Any:
         own = copy.deepcopy(net)
-        worker.layerwise(own.down.bias)
+        muster.layerwise(own.down.bias)
         with torch.no_grad():
             own.down.bias += communicator.rank
             own.up.bias += communicator.rank  # this one is taken from rank 0
         mine = parts(communicator, (x, y))
-        model = worker.parallelize(own, mine, communicator=communicator, mode="hybrid", loss=F.mse_loss)
+        model = muster.parallelize(own, mine, communicator=communicator, mode="hybrid", loss=F.mse_loss)
         model(*mine).backward()
         return {name: (p.detach().clone(), p.grad) for name, p in model.named_parameters()}
 
@@ -281,7 +281,7 @@ def test_autocast() -> None:
 
     def train(communicator: RankCommunicator) -> Any:
         mine = parts(communicator, batch)
-        model = worker.parallelize(
+        model = muster.parallelize(
             make("mlp").float(), mine, communicator=communicator, strategies=MIXED, autocast=torch.bfloat16
         )
         loss = model(*mine)
@@ -299,7 +299,7 @@ def test_weights_in_bfloat16() -> None:
 
     def train(communicator: RankCommunicator) -> Any:
         mine = parts(communicator, batch)
-        model = worker.parallelize(make("mlp").bfloat16(), mine, communicator=communicator, strategies=MIXED)
+        model = muster.parallelize(make("mlp").bfloat16(), mine, communicator=communicator, strategies=MIXED)
         model(*mine).backward()
         return {p.grad.dtype for p in model.parameters()}
 
@@ -329,10 +329,10 @@ class Renormed(nn.Module):
 def test_what_changes_a_parameter_in_the_forward_pass_is_not_split() -> None:
     def train(communicator: RankCommunicator) -> Any:
         batch = (torch.zeros(2, dtype=torch.long),)
-        return worker.parallelize(Renormed(), batch, communicator=communicator)
+        return muster.parallelize(Renormed(), batch, communicator=communicator)
 
     model = run_ranks(2, train)[0]
-    assert isinstance(model, worker.DataParallel)
+    assert isinstance(model, muster.DataParallel)
     assert "changes a tensor in place" in str(model.plan)
 
 
@@ -357,7 +357,7 @@ def test_a_broken_backward_pass_is_forgotten() -> None:
         with pytest.raises(RuntimeError, match="cut"):
             loss.backward()
         model._fabric.start_all_reduce = start
-        with pytest.raises(worker.WorkerError, match="the backward pass before this one broke off"):
+        with pytest.raises(muster.WorkerError, match="the backward pass before this one broke off"):
             model(*parts(communicator, batch)).backward()
         model.forget_backward()
         model(*parts(communicator, batch)).backward()
@@ -404,10 +404,10 @@ class InPlace(nn.Module):
 
 def test_what_is_changed_in_place_behind_a_view_is_not_split() -> None:
     def train(communicator: RankCommunicator) -> Any:
-        return worker.parallelize(InPlace(), (torch.rand(2, 8),), communicator=communicator)
+        return muster.parallelize(InPlace(), (torch.rand(2, 8),), communicator=communicator)
 
     model = run_ranks(2, train)[0]
-    assert isinstance(model, worker.DataParallel)
+    assert isinstance(model, muster.DataParallel)
     assert "changes a tensor in place that is also seen through a view" in str(model.plan)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from certs.identity import Identity
+from muster.certs.pki.identity import Identity
 from tests.scheduler.processes import Pki
 
 

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.core import events as e
-from scheduler.core import values as v
-from scheduler.core.decision import Decision
-from scheduler.core.status import JobView
+from muster.scheduler.core import events as e
+from muster.scheduler.core import values as v
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.status import JobView
 
 
 def candidate(node_id: str = "node-a", **changes: object) -> v.Candidate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from scheduler import __version__, errors
+from muster.scheduler import __version__, errors
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_a_wrong_setting_ends_with_two() -> None:
 def test_the_version_is_the_packages() -> None:
     from importlib.metadata import version
 
-    assert version("muster") == __version__
+    assert version("muster-rendezvous") == __version__

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rendezvous.v1 import rendezvous_pb2 as pb
-from scheduler import wire
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import values as v
-from scheduler.core.status import JobView, WorkerView
-from scheduler.errors import MalformedError
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.scheduler import wire
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import values as v
+from muster.scheduler.core.status import JobView, WorkerView
+from muster.scheduler.errors import MalformedError
 from tests.scheduler.fakes import candidate, member
 
 SESSION = 42

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler.core import events as se
+from muster.scheduler.core import events as se
+from muster.worker.control import events as e
+from muster.worker.control.leave import UNFORMED_S
 from tests.simulation.scenario import HEARTBEAT_S, PAUSE_S, TOPO_TIMEOUT_S
-from worker.core import events as e
-from worker.core.lone_leave import UNFORMED_S
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker

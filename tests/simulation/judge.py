@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NoReturn
 
-from scheduler.core import events as se
-from scheduler.core import messages as sm
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.core.decision import Decision
-from scheduler.core.job import Job
+from muster.scheduler.core import events as se
+from muster.scheduler.core import messages as sm
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.job import Job
+from muster.worker.control import events as e
 from tests.simulation.scenario import HANG_TIMEOUT_S, HEARTBEAT_S, NODE_TIMEOUT_S
-from worker.core import events as e
 
 if TYPE_CHECKING:
+    from muster.worker.control import messages as m
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
-    from worker.core import messages as m
 
 Process = tuple[str, int]
 

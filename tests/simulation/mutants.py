@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler.core import (
+from muster.scheduler.core import (
     admission,
     contacts,
     job,
@@ -24,16 +24,16 @@ from scheduler.core import (
     reachability,
     reception,
 )
-from scheduler.core import events as se
-from scheduler.core import messages as sm
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.wire import decode as scheduler_decode
-from scheduler.wire import encode as scheduler_encode
+from muster.scheduler.core import events as se
+from muster.scheduler.core import messages as sm
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.wire import decode as scheduler_decode
+from muster.scheduler.wire import encode as scheduler_encode
+from muster.worker.control import machine as membership
+from muster.worker.control import messages as m
 from tests.simulation import scheduler as simulated
 from tests.simulation.world import play
-from worker.core import membership
-from worker.core import messages as m
 
 Make = Callable[[Any], Any]
 

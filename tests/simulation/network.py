@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler.core import events as se
-from scheduler.core import messages as sm
-from scheduler.wire import AssignmentEncoder, JoinRequest, decode_worker_message
+from muster.scheduler.core import events as se
+from muster.scheduler.core import messages as sm
+from muster.scheduler.wire import AssignmentEncoder, JoinRequest, decode_worker_message
+from muster.worker.control import events as e
+from muster.worker.control import messages as m
+from muster.worker.control.wire import decode, encode
 from tests.scheduler.core.transcript import show_message
-from worker.core import events as e
-from worker.core import messages as m
-from worker.wire import decode, encode
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker

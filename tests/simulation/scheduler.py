@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import records as r
-from scheduler.core.decision import Decision
-from scheduler.core.job import Job
-from scheduler.core.record_codec import decode_record, encode_record
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import records as r
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.job import Job
+from muster.scheduler.core.record_codec import decode_record, encode_record
 from tests.scheduler.core.transcript import show_record
 from tests.simulation.network import Stream
 from tests.simulation.scenario import NODE_TIMEOUT_S

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from muster.worker.control import events as e
+from muster.worker.control import messages as m
+from muster.worker.control.machine import Membership
 from tests.simulation.network import Stream
 from tests.simulation.scenario import LATE_S
-from worker.core import events as e
-from worker.core import messages as m
-from worker.core.membership import Membership
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

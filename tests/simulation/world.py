@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 
+from muster.worker.control import messages as m
 from tests.simulation.data_plane import Cables, DataPlane
 from tests.simulation.faults import plan_faults
 from tests.simulation.judge import Judge, Violation
@@ -16,7 +17,6 @@ from tests.simulation.network import Network
 from tests.simulation.scenario import TOPO_TIMEOUT_S, make_scenario
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.worker import Worker
-from worker.core import messages as m
 
 
 class World:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import worker
-from tests.worker.scripted import StubCommunicator, stub_communicator
-from worker import process
-from worker.errors import ArrayError, CommunicatorError, GroupError, NotInitializedError
-from worker.groups import Groups
+import muster
+from muster.worker import runtime as process
+from muster.worker.communicators.groups import Groups
+from muster.worker.errors import ArrayError, CommunicatorError, GroupError, NotInitializedError
+from tests.worker.control.scripted import StubCommunicator, stub_communicator
 
 
 class StubSession:
@@ -40,7 +40,7 @@ def session() -> Iterator[StubSession]:
 
 
 def test_without_a_session_everything_says_so() -> None:
-    for call in (worker.get_rank, worker.barrier, worker.get_local_rank):
+    for call in (muster.get_rank, muster.barrier, muster.get_local_rank):
         with pytest.raises(NotInitializedError, match=r"worker\.init\(\)"):
             call()
 
@@ -51,16 +51,16 @@ X = np.zeros((4, 3), np.float32)
 @pytest.mark.parametrize(
     ("call", "shape"),
     [
-        (lambda: worker.all_reduce(X), (4, 3)),
-        (lambda: worker.reduce(X, root=1), (4, 3)),
-        (lambda: worker.broadcast(X), (4, 3)),
-        (lambda: worker.all_gather(X), (8, 3)),
-        (lambda: worker.all_gather(np.float32(1)), (2,)),
-        (lambda: worker.reduce_scatter(X), (2, 3)),
-        (lambda: worker.gather(X, root=1), (8, 3)),
-        (lambda: worker.scatter(X), (2, 3)),
-        (lambda: worker.all_to_all(X), (4, 3)),
-        (lambda: worker.recv(X, 0), (4, 3)),
+        (lambda: muster.all_reduce(X), (4, 3)),
+        (lambda: muster.reduce(X, root=1), (4, 3)),
+        (lambda: muster.broadcast(X), (4, 3)),
+        (lambda: muster.all_gather(X), (8, 3)),
+        (lambda: muster.all_gather(np.float32(1)), (2,)),
+        (lambda: muster.reduce_scatter(X), (2, 3)),
+        (lambda: muster.gather(X, root=1), (8, 3)),
+        (lambda: muster.scatter(X), (2, 3)),
+        (lambda: muster.all_to_all(X), (4, 3)),
+        (lambda: muster.recv(X, 0), (4, 3)),
     ],
 )
 def test_results_have_the_right_shape_and_dtype(
@@ -71,46 +71,46 @@ def test_results_have_the_right_shape_and_dtype(
 
 
 def test_only_the_root_gets_a_result(session: StubSession) -> None:
-    assert worker.reduce(X, root=0) is None
-    assert worker.gather(X, root=0) is None
+    assert muster.reduce(X, root=0) is None
+    assert muster.gather(X, root=0) is None
 
 
 def test_out_is_filled_and_returned(session: StubSession) -> None:
     out = np.empty_like(X)
-    assert worker.all_reduce(X, out=out) is out
-    assert worker.scatter(None, root=0, out=out) is out
+    assert muster.all_reduce(X, out=out) is out
+    assert muster.scatter(None, root=0, out=out) is out
 
 
 def test_numbers_become_arrays(session: StubSession) -> None:
-    assert worker.all_reduce(1.5).dtype == np.float64
+    assert muster.all_reduce(1.5).dtype == np.float64
 
 
-@pytest.mark.parametrize("call", [worker.all_reduce, worker.broadcast, worker.all_gather])
+@pytest.mark.parametrize("call", [muster.all_reduce, muster.broadcast, muster.all_gather])
 def test_numpys_scalars_are_numbers(session: StubSession, call: Any) -> None:
     """What array.mean() returns has a shape and a dtype, and is no array that a communicator takes."""
     result = call(np.ones(3, np.float32).mean())
     assert isinstance(result, np.ndarray) and result.dtype == np.float32
     with pytest.raises(ArrayError, match=r"out is a numpy\.float32, which cannot be filled"):
-        worker.all_reduce(np.ones(()), out=np.float32(1))
+        muster.all_reduce(np.ones(()), out=np.float32(1))
 
 
 def test_async_gives_the_result_at_wait(session: StubSession) -> None:
-    pending = worker.all_gather(X, async_op=True)
+    pending = muster.all_gather(X, async_op=True)
     assert pending.done()
     assert pending.wait().shape == (8, 3)
-    assert worker.send(X, 0, async_op=True).wait() is None
+    assert muster.send(X, 0, async_op=True).wait() is None
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: worker.all_reduce(X, op="avg"), "sum, mean, min, max, prod; it is 'avg'"),
-        (lambda: worker.all_reduce(X, out=np.zeros(4, np.float32)), r"must have the shape \(4, 3\)"),
-        (lambda: worker.all_reduce(X, out=np.zeros((4, 3))), "float32; it has .* float64"),
-        (lambda: worker.reduce_scatter(np.zeros(5)), "divisible by the 2 ranks"),
-        (lambda: worker.all_to_all(np.zeros(())), "divisible by the 2 ranks"),
-        (lambda: worker.scatter(None), "needs x on its root"),
-        (lambda: worker.scatter(None, root=1, out=X), "needs x on its root"),
+        (lambda: muster.all_reduce(X, op="avg"), "sum, mean, min, max, prod; it is 'avg'"),
+        (lambda: muster.all_reduce(X, out=np.zeros(4, np.float32)), r"must have the shape \(4, 3\)"),
+        (lambda: muster.all_reduce(X, out=np.zeros((4, 3))), "float32; it has .* float64"),
+        (lambda: muster.reduce_scatter(np.zeros(5)), "divisible by the 2 ranks"),
+        (lambda: muster.all_to_all(np.zeros(())), "divisible by the 2 ranks"),
+        (lambda: muster.scatter(None), "needs x on its root"),
+        (lambda: muster.scatter(None, root=1, out=X), "needs x on its root"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_sent(
@@ -147,20 +147,20 @@ class Convertible(Capsule):
     ("call", "words"),
     [
         (
-            lambda: worker.all_reduce(X, op=worker.PreMultipliedSum(0.5)),
+            lambda: muster.all_reduce(X, op=muster.PreMultipliedSum(0.5)),
             r"\"stub\" knows no .*by 0\.5 yourself",
         ),
-        (lambda: worker.reduce(X, op=worker.PreMultipliedSum(0.5)), "knows no PreMultipliedSum"),
-        (lambda: worker.reduce_scatter(X, op=worker.PreMultipliedSum(2)), "knows no PreMultipliedSum"),
-        (lambda: worker.all_reduce(OnGpu()), r"x is a tests\.OnGpu, and .*\"stub\" takes NumPy .*need NCCL"),
-        (lambda: worker.broadcast(Capsule()), r"x is a tests\.Capsule"),
-        (lambda: worker.recv(OnGpu(), 0), r"out is a tests\.OnGpu"),
-        (lambda: worker.all_reduce(X, out=Capsule()), r"out is a tests\.Capsule"),
-        (lambda: worker.all_reduce(X, out=[0.0]), "out is a list, which cannot be filled"),
-        (lambda: worker.recv([0.0], 0), "out is a list, which cannot be filled"),
-        (lambda: worker.scatter(None, root=0, out=[0.0]), "out is a list, which cannot be filled"),
-        (lambda: worker.all_reduce(object()), "x is a object, neither an array nor numbers"),
-        (lambda: worker.all_reduce([[1], [2, 3]]), "x cannot become an array"),
+        (lambda: muster.reduce(X, op=muster.PreMultipliedSum(0.5)), "knows no PreMultipliedSum"),
+        (lambda: muster.reduce_scatter(X, op=muster.PreMultipliedSum(2)), "knows no PreMultipliedSum"),
+        (lambda: muster.all_reduce(OnGpu()), r"x is a tests\.OnGpu, and .*\"stub\" takes NumPy .*need NCCL"),
+        (lambda: muster.broadcast(Capsule()), r"x is a tests\.Capsule"),
+        (lambda: muster.recv(OnGpu(), 0), r"out is a tests\.OnGpu"),
+        (lambda: muster.all_reduce(X, out=Capsule()), r"out is a tests\.Capsule"),
+        (lambda: muster.all_reduce(X, out=[0.0]), "out is a list, which cannot be filled"),
+        (lambda: muster.recv([0.0], 0), "out is a list, which cannot be filled"),
+        (lambda: muster.scatter(None, root=0, out=[0.0]), "out is a list, which cannot be filled"),
+        (lambda: muster.all_reduce(object()), "x is a object, neither an array nor numbers"),
+        (lambda: muster.all_reduce([[1], [2, 3]]), "x cannot become an array"),
     ],
 )
 def test_what_this_backend_does_not_take_is_refused_in_words(
@@ -174,34 +174,34 @@ def test_what_this_backend_does_not_take_is_refused_in_words(
 def test_what_is_not_done_in_place_leaves_its_argument_alone_and_what_is_returns_it(
     session: StubSession,
 ) -> None:
-    assert worker.broadcast(X) is X and worker.recv(X, 0) is X
-    assert worker.all_reduce(X) is not X and worker.all_reduce(X, out=X) is X
-    assert worker.broadcast([1.0, 2.0]).shape == (2,)
-    assert worker.broadcast(Convertible()).shape == (2,)
+    assert muster.broadcast(X) is X and muster.recv(X, 0) is X
+    assert muster.all_reduce(X) is not X and muster.all_reduce(X, out=X) is X
+    assert muster.broadcast([1.0, 2.0]).shape == (2,)
+    assert muster.broadcast(Convertible()).shape == (2,)
 
 
 def test_several_collectives_in_one_launch_need_nccl(session: StubSession) -> None:
     words = r'"stub" starts each collective by itself.*async_op=True'
-    with pytest.raises(CommunicatorError, match=words), worker.group():
-        worker.all_reduce(X)
+    with pytest.raises(CommunicatorError, match=words), muster.group():
+        muster.all_reduce(X)
     assert session.communicator.calls == []
 
 
 def test_ranks_and_groups(session: StubSession) -> None:
-    assert (worker.get_rank(), worker.get_group_size()) == (1, 2)
-    assert (worker.get_local_rank(), worker.get_local_rank_size()) == (1, 2)
-    worker.create_group("swapped", [1, 0])
-    assert worker.get_rank("swapped") == 0
-    assert worker.get_world_rank_from_group_rank("swapped", 0) == 1
-    assert worker.get_group_rank_from_world_rank(0, "swapped") == 1
-    worker.barrier("swapped")
+    assert (muster.get_rank(), muster.get_group_size()) == (1, 2)
+    assert (muster.get_local_rank(), muster.get_local_rank_size()) == (1, 2)
+    muster.create_group("swapped", [1, 0])
+    assert muster.get_rank("swapped") == 0
+    assert muster.get_world_rank_from_group_rank("swapped", 0) == 1
+    assert muster.get_group_rank_from_world_rank(0, "swapped") == 1
+    muster.barrier("swapped")
     assert session.communicator.parts[0].calls == ["barrier"]
-    worker.create_group("first", [0])
-    assert worker.get_group_size("first") == 1
+    muster.create_group("first", [0])
+    assert muster.get_group_size("first") == 1
     with pytest.raises(GroupError, match="World rank 1 is not in the group 'first'"):
-        worker.get_group_rank_from_world_rank(1, "first")
+        muster.get_group_rank_from_world_rank(1, "first")
     with pytest.raises(GroupError, match="ranks 0 to 0, not 1"):
-        worker.get_world_rank_from_group_rank("first", 1)
-    worker.destroy_group("first")
+        muster.get_world_rank_from_group_rank("first", 1)
+    muster.destroy_group("first")
     with pytest.raises(GroupError):
-        worker.get_group_size("first")
+        muster.get_group_size("first")

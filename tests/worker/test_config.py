@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.config import SecurityContext, Settings, is_loopback, load_settings
-from worker.errors import SettingsError
+from muster.worker.config import SecurityContext, Settings, is_loopback, load_settings
+from muster.worker.errors import SettingsError
 
 BASE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}
 
@@ -57,7 +57,7 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
 @pytest.mark.parametrize(
     ("variable", "value", "legal"),
     [
-        ("MS_ROLE", "", "a job with python -m worker -n N --scheduler -- python train.py"),
+        ("MS_ROLE", "", "a job with muster run -n N --scheduler -- python train.py"),
         ("MS_ROLE", "MS_SCHED", "python -m scheduler"),
         ("MS_ROLE", "MS_PSERVER", "no parameter servers"),
         ("MS_ROLE", "worker", "must be MS_WORKER"),

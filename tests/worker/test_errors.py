@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.errors import ArrayError, WorkerError
+from muster.worker.errors import ArrayError, WorkerError
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from worker.config import Settings
-from worker.core.messages import Device, Host
-from worker.errors import SettingsError
-from worker.host import DeviceChoice, choose_device, describe_host, host_identity, node_identity
+from muster.worker.config import Settings
+from muster.worker.control.messages import Device, Host
+from muster.worker.errors import SettingsError
+from muster.worker.host import DeviceChoice, choose_device, describe_host, host_identity, node_identity
 
 HOST = Host("id-1", "alpha", "10.0.0.1")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.worker.scripted import Thread
-from worker.sigterm import on_sigterm
+from muster.worker.sigterm import on_sigterm
+from tests.worker.control.scripted import Thread
 
 
 @pytest.fixture

@@ -1,18 +1,18 @@
-"""The data plane: communicators of several kinds behind one contract (:mod:`worker.communicators.base`)."""
+"""The data plane: communicators of several kinds behind one contract, ``base``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from worker.errors import SettingsError
+from muster.worker.errors import SettingsError
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from certs.store import Credentials
-    from worker.communicators.base import Backend
-    from worker.communicators.tcp_handshake import TlsPolicy
+    from muster.certs.runtime.store import Credentials
+    from muster.worker.communicators.base import Backend
+    from muster.worker.communicators.tcp.handshake import TlsPolicy
 
 BACKENDS = ("tcp", "gloo", "nccl")
 
@@ -38,7 +38,7 @@ def create_backend(
         SettingsError: no such backend, or its library is not installed; says which extra to install.
     """
     if name == "tcp":
-        from worker.communicators.tcp import TcpBackend
+        from muster.worker.communicators.tcp.backend import TcpBackend
 
         policy = None if tls is None else tls_policies(tls, job_id, seal)
         return TcpBackend(tls=policy, allow_insecure=allow_insecure)
@@ -46,10 +46,10 @@ def create_backend(
         raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
     try:
         if name == "gloo":
-            from worker.communicators.gloo import GlooBackend
+            from muster.worker.communicators.gloo.backend import GlooBackend
 
             return GlooBackend(allow_insecure=allow_insecure)
-        from worker.communicators import nccl
+        from muster.worker.communicators.nccl import backend as nccl
 
         backend: Backend = nccl.NcclBackend()
         return backend
@@ -77,9 +77,9 @@ def tls_policies(
 
 
 def _tls_policy(credentials: Credentials, job_id: str, seal: bool) -> TlsPolicy:
-    from certs.errors import CertificateError
-    from certs.tls import client_ssl_context, peer_pem, server_ssl_context
-    from worker.communicators.tcp_handshake import TlsPolicy
+    from muster.certs.errors import CertificateError
+    from muster.certs.runtime.tls import client_ssl_context, peer_pem, server_ssl_context
+    from muster.worker.communicators.tcp.handshake import TlsPolicy
 
     def refusal(connection: ssl.SSLSocket, job: str, node_id: str | None) -> str | None:
         try:

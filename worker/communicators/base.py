@@ -87,8 +87,8 @@ class Communicator(abc.ABC):
     (CPU: a thread of the communicator does the work in order; CUDA: the communicator's own stream)
     and the buffers must not be touched until ``wait()`` returns.
 
-    Counts are checked before anything is sent (:class:`~worker.errors.ArrayError`). Where ranks
-    disagree, all of them get :class:`~worker.errors.CollectiveMismatchError` (backends that can tell).
+    Counts are checked before anything is sent (:class:`~muster.errors.ArrayError`). Where ranks
+    disagree, all of them get :class:`~muster.errors.CollectiveMismatchError` (backends that can tell).
     """
 
     name: str

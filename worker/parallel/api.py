@@ -1,4 +1,4 @@
-"""``worker.parallelize``: one call from a module to one that is divided among the ranks of the job."""
+"""``muster.parallelize``: one call from a module to one that is divided among the ranks of the job."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from worker.communicators.base import Communicator
-from worker.errors import CollectiveMismatchError, SettingsError
-from worker.parallel import context
-from worker.parallel import plan as plans
-from worker.parallel.costs import Machine
-from worker.parallel.graph import Graph
-from worker.parallel.layouts import Mesh
-from worker.parallel.module import ParallelModule
-from worker.parallel.plan import Plan
-from worker.parallel.planner import (
+from muster.worker.communicators.base import Communicator
+from muster.worker.errors import CollectiveMismatchError, SettingsError
+from muster.worker.parallel.module import ParallelModule
+from muster.worker.parallel.planning import context
+from muster.worker.parallel.planning import plan as plans
+from muster.worker.parallel.planning.costs import Machine
+from muster.worker.parallel.planning.graph import Graph
+from muster.worker.parallel.planning.layouts import Mesh
+from muster.worker.parallel.planning.plan import Plan
+from muster.worker.parallel.planning.planner import (
     SEARCHES,
     Slices,
     Strategy,
@@ -29,10 +29,10 @@ from worker.parallel.planner import (
     options_for,
     whole_shape,
 )
-from worker.parallel.problem import Options, build
-from worker.parallel.trace import Traced, TraceError, trace
-from worker.torch_data_parallel import DataParallel
-from worker.torch_transfer import broadcast_tensors, gather_numbers
+from muster.worker.parallel.planning.problem import Options, build
+from muster.worker.parallel.trace import Traced, TraceError, trace
+from muster.worker.pytorch.data_parallel import DataParallel
+from muster.worker.pytorch.transfer import broadcast_tensors, gather_numbers
 
 log = logging.getLogger("muster.worker")
 _LOSS = "net."
@@ -129,7 +129,7 @@ def parallelize(
     Args:
         net: takes the batch's tensors; returns a loss, or tensors. In training mode, with real parameters.
         example: a batch as one rank feeds it; the shapes count, and stay the same for all batches.
-        session: whose communicator to use; None: that of ``worker.init()``.
+        session: whose communicator to use; None: that of ``muster.init()``.
         communicator: use this one instead of a session's.
         mode: "auto" (search), "semi_auto" (search around ``strategies``), "data_parallel", "hybrid" (with
             :func:`layerwise` parameters) or "stand_alone".
@@ -153,7 +153,7 @@ def parallelize(
 
     Returns:
         A module with ``plan``, ``no_sync()`` and ``clip_grad_norm_()``: a :class:`ParallelModule`; in mode
-        "data_parallel", or where the forward pass is no graph, a :class:`worker.DataParallel`.
+        "data_parallel", or where the forward pass is no graph, a :class:`muster.DataParallel`.
 
     Raises:
         SettingsError: something given is wrong, does not fit the model, or fits no plan.
@@ -363,7 +363,7 @@ def _communicator_of(session: Any) -> Communicator:
     if session is not None:
         found: Communicator = session.communicator
         return found
-    from worker.process import current
+    from muster.worker.runtime import current
 
     return current().communicator
 

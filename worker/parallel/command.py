@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from worker.errors import SettingsError, WorkerError
-from worker.parallel.context import MODES
-from worker.parallel.costs import Machine
-from worker.parallel.plan import Plan
-from worker.parallel.planner import SEARCHES, find_plan
+from muster.worker.errors import SettingsError, WorkerError
+from muster.worker.parallel.planning.context import MODES
+from muster.worker.parallel.planning.costs import Machine
+from muster.worker.parallel.planning.plan import Plan
+from muster.worker.parallel.planning.planner import SEARCHES, find_plan
 
 EXAMPLES = """\
 examples:
@@ -25,7 +25,7 @@ examples:
   with one layer fixed, saved for parallelize(..., plan="plan.json"):
     muster plan models:make --gpus 8 --strategy "fc=((1, 1), (8, 1))" --out plan.json
   this machine's own costs, its collectives too, and a plan with them:
-    muster run -n 4 --scheduler -- python -m worker plan --measure machine.json
+    muster run -n 4 --scheduler -- muster run plan --measure machine.json
     muster plan models:make --gpus 4 --machine machine.json
 
 make() returns (module, example) or (module, example, loss); it is called on torch's meta device, so that no
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> Plan:
     import torch
 
-    from worker.parallel.api import graph_of
+    from muster.worker.parallel.api import graph_of
 
     if options.gpus < 1:
         raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
@@ -147,13 +147,13 @@ def load_machine(path: str | Path) -> Machine:
 
 
 def _measure(path: str) -> None:
-    from worker.parallel.measure import measure
+    from muster.worker.parallel.measure import measure
 
     if os.environ.get("MS_ROLE") != "MS_WORKER":
         machine = measure()
         _write(path, machine)
         return
-    from worker.process import init
+    from muster.worker.runtime import init
 
     with init() as session:
         machine = measure(session.communicator)

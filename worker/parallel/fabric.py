@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from worker.communicators.base import Communicator, ReduceOp, Work
-from worker.errors import GroupError
-from worker.parallel.layouts import Mesh, Step, coordinates, group_ranks
-from worker.torch_transfer import array_of
+from muster.worker.communicators.base import Communicator, ReduceOp, Work
+from muster.worker.errors import GroupError
+from muster.worker.parallel.planning.layouts import Mesh, Step, coordinates, group_ranks
+from muster.worker.pytorch.transfer import array_of
 
 
 class Fabric:

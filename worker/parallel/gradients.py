@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from worker.communicators.base import Work
-from worker.errors import WorkerError
-from worker.parallel.buckets import Holding, PlannedBucket
-from worker.parallel.fabric import Fabric
+from muster.worker.communicators.base import Work
+from muster.worker.errors import WorkerError
+from muster.worker.parallel.fabric import Fabric
+from muster.worker.parallel.planning.buckets import Holding, PlannedBucket
 
 
 class HeldParameter:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from worker.communicators.base import Communicator, ReduceOp
-from worker.parallel.costs import Machine
-from worker.torch_transfer import array_of
+from muster.worker.communicators.base import Communicator, ReduceOp
+from muster.worker.parallel.planning.costs import Machine
+from muster.worker.pytorch.transfer import array_of
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 _REPEATS = 5

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from worker.communicators.base import Communicator
-from worker.errors import ArrayError, SettingsError
-from worker.parallel.buckets import edge_layouts, gradient_buckets, holdings
-from worker.parallel.fabric import Fabric, Move, Scale
-from worker.parallel.gradients import Gradients, HeldParameter
-from worker.parallel.graph import Node
-from worker.parallel.layouts import Layout, local_shape, parts, plan_move, replicated
-from worker.parallel.operators import Local, Run, local_function
-from worker.parallel.plan import Plan
-from worker.parallel.problem import State
-from worker.parallel.trace import Traced
+from muster.worker.communicators.base import Communicator
+from muster.worker.errors import ArrayError, SettingsError
+from muster.worker.parallel.fabric import Fabric, Move, Scale
+from muster.worker.parallel.gradients import Gradients, HeldParameter
+from muster.worker.parallel.operators import Local, Run, local_function
+from muster.worker.parallel.planning.buckets import edge_layouts, gradient_buckets, holdings
+from muster.worker.parallel.planning.graph import Node
+from muster.worker.parallel.planning.layouts import Layout, local_shape, parts, plan_move, replicated
+from muster.worker.parallel.planning.plan import Plan
+from muster.worker.parallel.planning.problem import State
+from muster.worker.parallel.trace import Traced
 
 _WARM_UP, _MEASURED = 2, 5
 
@@ -39,7 +39,7 @@ class _Instruction:
 
 
 class ParallelModule(torch.nn.Module):  # type: ignore[misc]
-    """A module divided among the ranks as a plan says. Made by :func:`worker.parallelize`.
+    """A module divided among the ranks as a plan says. Made by :func:`muster.parallelize`.
 
     ``forward`` takes what this rank feeds and returns what the bare module does: numbers whole, the same on
     all ranks; what has a batch dimension split like the batch, if each rank feeds its part. ``parameters()``

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from worker.communicators.base import ReduceOp
-from worker.parallel.costs import is_training_norm
-from worker.parallel.fabric import Fabric
-from worker.parallel.graph import HUB, Graph, Node, Ref, names
-from worker.parallel.layouts import PARTIAL, local_shape
-from worker.parallel.problem import State
-from worker.parallel.rules import MEAN
+from muster.worker.communicators.base import ReduceOp
+from muster.worker.parallel.fabric import Fabric
+from muster.worker.parallel.planning.costs import is_training_norm
+from muster.worker.parallel.planning.graph import HUB, Graph, Node, Ref, names
+from muster.worker.parallel.planning.layouts import PARTIAL, local_shape
+from muster.worker.parallel.planning.problem import State
+from muster.worker.parallel.planning.rules import MEAN
 
 _RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze view_as")
 _LOSSES = names(

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from worker.errors import WorkerError
-from worker.parallel.graph import Graph, Node, Ref, Value, names
-from worker.parallel.layouts import Shape
+from muster.worker.errors import WorkerError
+from muster.worker.parallel.planning.graph import Graph, Node, Ref, Value, names
+from muster.worker.parallel.planning.layouts import Shape
 
 _one_at_a_time = threading.Lock()  # torch.export has global state
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]

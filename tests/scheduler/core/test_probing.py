@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import values as v
-from scheduler.core.decision import Decision
-from scheduler.core.job import Job
-from scheduler.core.probing import ROUND_PAUSE_S, ROUND_S
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import values as v
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.job import Job
+from muster.scheduler.core.probing import ROUND_PAUSE_S, ROUND_S
 
 SETTINGS = v.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
 

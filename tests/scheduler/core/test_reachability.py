@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from scheduler.core import reachability
-from scheduler.core.reachability import Accusation, Party, leaving
+from muster.scheduler.core import reachability
+from muster.scheduler.core.reachability import Accusation, Party, leaving
 
 
 def parties(**workers: int) -> dict[str, Party]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scheduler.core import events as e
-from scheduler.core import messages as m
-from scheduler.core import records as r
-from scheduler.core import values as v
-from scheduler.core.decision import Decision
-from scheduler.core.job import Job
-from scheduler.core.rank_table import parse_rank_table
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.job import Job
+from muster.scheduler.core.rank_table import parse_rank_table
 
 Arguments = dict[str, str]
 

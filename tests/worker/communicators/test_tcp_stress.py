@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from certs.tls import client_ssl_context
-from tests.worker.communicators.tcp_world import Office, World, make_world
-from worker.communicators.tcp_endpoint import Endpoint
-from worker.communicators.tcp_wire import Hello, group_label
+from muster.certs.runtime.tls import client_ssl_context
+from muster.worker.communicators.tcp.endpoint import Endpoint
+from muster.worker.communicators.tcp.frames import Hello, group_label
+from tests.worker.communicators.tcp.world import Office, World, make_world
 
 ATTACK_S = 20.0
 ATTACKERS = 4
@@ -100,7 +100,9 @@ def test_every_generation_forms(
         "max_handshakes": 12,
         "max_parked": 8,
     }
-    monkeypatch.setattr("worker.communicators.tcp.Endpoint", lambda tls: Endpoint(tls, **bounds))
+    monkeypatch.setattr(
+        "muster.worker.communicators.tcp.backend.Endpoint", lambda tls: Endpoint(tls, **bounds)
+    )
     office = Office(tmp_path)
     world = make_world([office.credentials(node=f"n{rank}") for rank in range(3)])
     insiders = (("worker", "job-a", None), ("worker", "job-a", "n1"), ("worker", "job-b", None))

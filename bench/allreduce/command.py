@@ -1,0 +1,265 @@
+"""AllReduce: how long one takes, by size, between processes of this machine, on the CPU or on its GPUs.
+
+Every round begins with a barrier; a round's time is that of its slowest rank, and the median counts.
+Sums are checked by value. The backend tcp runs with mutual TLS unless --plain is given.
+
+  muster bench allreduce --workers 2 --json allreduce.json
+  muster bench allreduce --peer gloo --peer-python /path/to/python-with-torch
+  muster bench allreduce --backend nccl --workers 4 --nccl-tests build/all_reduce_perf --json nccl.json
+
+With --backend nccl there is one worker per GPU; torch.distributed is measured in the same run, and NVIDIA's
+nccl-tests where you have built it. Bus bandwidth is then as nccl-tests defines it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from muster.bench.report import describe_machine, summary, write
+from muster.worker.communicators.base import Communicator, Membership, Peer, ReduceOp
+
+SIZES = (4096, 1 << 20, 64 << 20)
+_WARMUPS = 3
+_PASSWORD = b"benchmark"
+_JOB = "bench"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument(
+        "--backend", choices=("tcp", "gloo", "nccl"), default="tcp", help="what to measure (tcp)"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (2; nccl: 4)")
+    parser.add_argument(
+        "--sizes",
+        type=_size,
+        nargs="+",
+        metavar="BYTES",
+        help="as 4096, 4K or 64M (4K 1M 64M; nccl: 4 bytes to 4 GiB)",
+    )
+    parser.add_argument("--plain", action="store_true", help="tcp without TLS, to see what it costs")
+    parser.add_argument("--tls-only", action="store_true", help="tcp with data in TLS's own records")
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="times that all is run (3)")
+    parser.add_argument("--peer", choices=("gloo",), help="measure torch's gloo in turns with ours")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, metavar="PROGRAM", help="a Python that has torch"
+    )
+    parser.add_argument("--nccl-tests", type=Path, metavar="PROGRAM", help="nccl's all_reduce_perf, as peer")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints and writes; returns the exit code."""
+    if options.backend == "nccl":
+        return _on_gpus(options)
+    options.workers, options.sizes = options.workers or 2, options.sizes or SIZES
+    machine = describe_machine()
+    name = options.backend + ("-plain" if options.plain else "-tls-only" if options.tls_only else "")
+    runs: dict[str, Callable[[], dict[int, list[float]]]] = {name: lambda: measure_ours(options)}
+    if options.peer:
+        runs["torch-gloo"] = lambda: measure_peer(options)
+    samples: dict[str, dict[int, list[float]]] = {who: {size: [] for size in options.sizes} for who in runs}
+    for turn in range(options.turns):
+        for who, measure in runs.items():
+            print(f"turn {turn + 1} of {options.turns}: {who}", file=sys.stderr, flush=True)
+            for size, seconds in measure().items():
+                samples[who][size] += seconds
+    rows = [
+        _row(who, size, seconds, options.workers) for who in runs for size, seconds in samples[who].items()
+    ]
+    _show(rows)
+    if options.json is not None:
+        conditions = {"workers": options.workers, "turns": options.turns, "dtype": "float32", "op": "sum"}
+        write(options.json, "allreduce", {"machine": machine, **conditions, "rows": rows})
+    return 0
+
+
+def _on_gpus(options: argparse.Namespace) -> int:
+    from muster.bench.allreduce import nccl as nccl_allreduce
+
+    if options.peer or options.plain or options.tls_only:
+        raise RuntimeError("--peer, --plain and --tls-only are for the CPU; leave them out with nccl.")
+    return nccl_allreduce.run(
+        gpus=options.workers or 4,
+        sizes=tuple(options.sizes or nccl_allreduce.SIZES),
+        nccl_tests=options.nccl_tests,
+        json_path=options.json,
+    )
+
+
+def rounds_of(size: int) -> int:
+    """How many rounds a size is measured: many of the short, some of the long."""
+    return max(8, min(300, (256 << 20) // max(1, size)))
+
+
+def _size(text: str) -> int:
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
+    if not number.isdigit() or int(number) * unit % 4 or not 0 < int(number) * unit <= 4 << 30:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: bytes divisible by 4, up to 4G, as 4096 or 64M"
+        )
+    return int(number) * unit
+
+
+def _row(who: str, size: int, seconds: Sequence[float], workers: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"backend": who, "bytes": size}
+    row.update({f"{key}_ms": value * 1e3 for key, value in summary(seconds).items() if key != "samples"})
+    row["bus_gb_per_s"] = 2 * (workers - 1) / workers * size / (row["median_ms"] * 1e6)
+    row["samples"] = len(seconds)
+    return row
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    print(f"{'backend':12} {'bytes':>10} {'median ms':>10} {'min ms':>9} {'p90 ms':>9} {'bus GB/s':>9}")
+    for row in rows:
+        times = f"{row['median_ms']:10.3f} {row['min_ms']:9.3f} {row['p90_ms']:9.3f}"
+        print(f"{row['backend']:12} {row['bytes']:10} {times} {row['bus_gb_per_s']:9.2f}")
+
+
+def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
+    """The time of each round: that of its slowest rank."""
+    return [max(times) for times in zip(*per_rank, strict=True)]
+
+
+# ---------------------------------------------------------------- ours
+
+
+def measure_ours(options: argparse.Namespace) -> dict[int, list[float]]:
+    """Runs our workers once; seconds of each round, by size.
+
+    Raises:
+        RuntimeError: a worker failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="muster-allreduce-") as scratch:
+        folder = None if options.plain or options.backend != "tcp" else _certificates(Path(scratch))
+        context = multiprocessing.get_context("spawn")
+        pipes, processes = [], []
+        for rank in range(options.workers):
+            ours, theirs = context.Pipe()
+            arguments = (rank, theirs, options.backend, folder, options.tls_only, tuple(options.sizes))
+            process = context.Process(target=_worker, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            places = [_receive(pipe) for pipe in pipes]
+            for pipe in pipes:
+                pipe.send(([address for address, _ in places], places[0][1]))
+            results = [_receive(pipe) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+    return {size: slowest([result[size] for result in results]) for size in options.sizes}
+
+
+def _receive(pipe: Connection) -> Any:
+    try:
+        result = pipe.recv()
+    except EOFError:
+        raise RuntimeError("a worker ended early; its words are above") from None
+    if isinstance(result, str):
+        raise RuntimeError(result)
+    return result
+
+
+def _certificates(folder: Path) -> Path:
+    from muster.certs.pki.authority import create_authority
+    from muster.certs.pki.identity import Identity
+
+    authority = create_authority(folder / "authority", _PASSWORD)
+    (folder / "client.p12").write_bytes(authority.issue(Identity(_JOB, "worker")).p12(_PASSWORD))
+    return folder
+
+
+def _worker(
+    rank: int, pipe: Connection, name: str, folder: Path | None, tls_only: bool, sizes: Sequence[int]
+) -> None:
+    try:
+        from muster.worker.communicators import create_backend
+
+        tls = None
+        if folder is not None:
+            from muster.certs.runtime.store import load_credentials
+
+            tls = load_credentials(folder / "client.p12", _PASSWORD, folder / "authority" / "ca.crt")
+        backend = create_backend(name, tls=tls, job_id=_JOB, seal=not tls_only)
+        pipe.send((backend.open_endpoint("127.0.0.1"), backend.mint_unique_ids(1)))
+        addresses, unique_ids = pipe.recv()
+        peers = tuple(
+            Peer(index, f"bench-{index}", index, "bench", "localhost", address)
+            for index, address in enumerate(addresses)
+        )
+        membership = Membership(_JOB, 1, "world", rank, peers, unique_ids)
+        communicator = backend.connect(membership, timeout_s=60, cancelled=lambda: None)
+        results = {size: _measure(communicator, size) for size in sizes}
+        communicator.barrier()
+        communicator.close()
+        backend.close()
+        pipe.send(results)
+    except Exception as error:
+        pipe.send(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def _measure(communicator: Communicator, size: int) -> list[float]:
+    import numpy as np
+
+    array = np.empty(size // 4, np.float32)
+    wanted = communicator.world_size * (communicator.world_size + 1) / 2
+    samples = []
+    for _ in range(rounds_of(size) + _WARMUPS):
+        array.fill(communicator.rank + 1)
+        communicator.barrier()
+        start = time.perf_counter()
+        communicator.all_reduce(array, array, ReduceOp.SUM)
+        samples.append(time.perf_counter() - start)
+        if not bool((array == wanted).all()):
+            raise RuntimeError(f"the sum of {size} bytes is wrong")
+    return samples[_WARMUPS:]
+
+
+# ---------------------------------------------------------------- the peer
+
+
+def measure_peer(options: argparse.Namespace) -> dict[int, list[float]]:
+    """Runs torch's gloo once, as many processes, rounds and sizes as ours.
+
+    Raises:
+        RuntimeError: it failed, or torch is not installed there.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = str(Path(__file__).with_name("peer.py"))
+    plans = [f"{size}:{rounds_of(size)}" for size in options.sizes]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [options.peer_python, script, str(rank), str(options.workers), str(port), *plans],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(options.workers)
+    ]
+    outputs = [process.communicate(timeout=600) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            words = errors.strip().splitlines()
+            raise RuntimeError(f"torch's gloo failed: {words[-1] if words else 'it told nothing'}")
+    results = [json.loads(out.splitlines()[-1])["samples"] for out, _ in outputs]
+    return {size: slowest([result[str(size)] for result in results]) for size in options.sizes}

@@ -1,0 +1,1 @@
+"""A flood of TLS hellos beside a running job."""

@@ -1,0 +1,68 @@
+"""Joins a job as a spare after some seconds, and prints how long that took; started by ``bench flood``.
+
+The time is that from the first look at the scheduler, TLS included, to its welcome; not that of imports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from queue import SimpleQueue
+
+from muster.worker.check.facts import join_facts
+from muster.worker.communicators import create_backend
+from muster.worker.config import load_settings
+from muster.worker.control import messages as m
+from muster.worker.control.channel import DeniedError, GrpcConnector
+from muster.worker.control.credentials import load_keyring
+from muster.worker.control.wire import decode, encode
+from muster.worker.host import describe_host
+
+LIMIT_S = 30.0
+PAUSE_S = 0.05
+
+
+def main() -> None:
+    """``python -m bench.flood_join SECONDS``."""
+    settings = load_settings(os.environ)
+    keyring = load_keyring(settings, os.environ)
+    plane = create_backend("tcp", tls=keyring, job_id=settings.job_id, allow_insecure=False)
+    profile = m.Profile(
+        job_id=settings.job_id,
+        node_id=settings.node_id or "late",
+        incarnation=time.time_ns(),
+        worker_num=settings.worker_num,
+        worker_min=settings.worker_min,
+        host=describe_host(settings),
+        device=m.Device("cpu", 0),
+        backend="tcp",
+        spare=True,
+        facts=tuple(sorted(join_facts("tcp", plane, os.environ).items())),
+    )
+    connector = GrpcConnector(settings, keyring)
+    time.sleep(float(sys.argv[1]))
+    began = time.monotonic()
+    while time.monotonic() < began + LIMIT_S:
+        answer = _answer(connector, profile)
+        if isinstance(answer, m.Refused):
+            raise SystemExit(answer.sentence)
+        if answer is not None:
+            print(time.monotonic() - began, flush=True)
+            break
+        time.sleep(PAUSE_S)
+    os._exit(0)  # gone without a word, like a spare that is killed: the job does not need it
+
+
+def _answer(connector: GrpcConnector, profile: m.Profile) -> m.Incoming | None:
+    """The scheduler's first word; None where it could not be asked."""
+    outbox: SimpleQueue[bytes | None] = SimpleQueue()
+    outbox.put(encode(m.Join(profile)))
+    try:
+        return next((decode(data) for data in connector.open(outbox)), None)
+    except (OSError, DeniedError):
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Loss of a worker, or of the scheduler, to the next good step, with real processes and mutual TLS.
+
+muster bench recovery --json results.json                 # CPU: 20 workers and 20 schedulers killed
+muster bench recovery --backend nccl --json results.json  # 4 GPUs: ResNet-50 with captured steps
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    option = parser.add_argument
+    option("--backend", choices=("tcp", "nccl"), default="tcp", help="tcp: on the CPU (the default)")
+    option("--workers", type=int, default=4, metavar="N", help="workers of the job on the CPU (4)")
+    option("--gpus", type=int, default=4, metavar="N", help="workers of the job on GPUs (4)")
+    option(
+        "--ranks-per-gpu",
+        type=int,
+        default=1,
+        metavar="N",
+        help="let N workers share a GPU, to try it with fewer: its times mean nothing then (1)",
+    )
+    option("--kills", type=int, metavar="N", help="workers to kill (20, or 5 on GPUs)")
+    option("--scheduler-kills", type=int, default=20, metavar="N", help="schedulers to kill, tcp (20)")
+    option(
+        "--chaos-s", type=float, default=0, metavar="S", help="then kill without mercy for so long, tcp (0)"
+    )
+    option("--epochs", type=int, default=0, metavar="N", help="of the digits, tcp (10 a kill, at least 20)")
+    option(
+        "--pace-ms", type=float, default=20, help="least time of a step while there is harm to do, tcp (20)"
+    )
+    option("--images", type=int, default=32, metavar="N", help="images per GPU and step (32)")
+    option("--seed", type=int, default=0, help="of what is killed, and when")
+    option(
+        "--limit-s", type=float, default=540, help="stop after so many seconds, and say what was seen (540)"
+    )
+    option("--keep", type=Path, metavar="DIR", help="keep logs and records there")
+    option("--tiny", action="store_true", help="try the script for GPUs on a CPU, with a small net")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures and returns the results.
+
+    Raises:
+        RuntimeError: the job did not behave; says how.
+    """
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {text}", flush=True)
+
+    if options.kills is None:
+        options.kills = 5 if options.backend == "nccl" else 20
+    with tempfile.TemporaryDirectory(prefix="muster-recovery-") as scratch:
+        directory = Path(scratch)
+        try:
+            if options.backend == "nccl":
+                return _on_gpus(options, directory, say)
+            from muster.bench.recovery.cpu import measure
+
+            return measure(options, directory, say)
+        finally:
+            if options.keep is not None:
+                _keep(directory, options.keep)
+
+
+def _on_gpus(options: argparse.Namespace, directory: Path, say: Any) -> dict[str, Any]:
+    from muster.bench.recovery.gpu import measure
+
+    results = measure(options, directory, say)
+    if not options.tiny:
+        from muster.bench.gpu_machine import describe_machine
+
+        results["gpu_machine"] = describe_machine()
+    return results
+
+
+def _keep(directory: Path, target: Path) -> None:
+    """Copies logs and records, no keys."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in (*directory.rglob("*.log"), *directory.rglob("*.jsonl")):
+        shutil.copy(path, target / "-".join(path.relative_to(directory).parts))
+
+
+def report(results: dict[str, Any]) -> None:
+    """Prints the results for people."""
+    for name, value in results.get("summary", {}).items():
+        print(f"{name:28} {value}")
+    if "values" in results:
+        print(f"{'values':28} {results['values']}")

@@ -1,0 +1,10 @@
+"""``train.py`` as it stands, with its elastic loop noting each step. Started by the recovery benchmark."""
+
+from __future__ import annotations
+
+import train
+from muster.bench.recovery.loop import RecordingLoop
+
+if __name__ == "__main__":
+    vars(train)["ElasticLoop"] = RecordingLoop
+    train.main()

@@ -1,0 +1,231 @@
+"""A job to do harm to: a scheduler and workers on this host, with mutual TLS, and what they write down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from muster.bench.recovery.loop import RECORD_VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.005
+
+J = TypeVar("J", bound="Job")
+
+
+class Worker:
+    """One worker process, and the events that it has noted so far."""
+
+    def __init__(self, name: str, process: subprocess.Popen[Any], record: Path, log: Path) -> None:
+        self.name = name
+        self.process = process
+        self.log = log
+        self.events: list[dict[str, Any]] = []
+        self._record = record
+        self._read = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    def follow(self) -> list[dict[str, Any]]:
+        """Reads what was noted since; returns all events."""
+        if self._record.exists():
+            with self._record.open("rb") as file:
+                file.seek(self._read)
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._read += len(whole) + 1
+                self.events += [json.loads(line) for line in whole.splitlines()]
+        return self.events
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The finished steps, in order."""
+        return [event for event in self.follow() if event["what"] == "step"]
+
+    def kill(self) -> float:
+        """SIGKILL; returns when, on the monotonic clock."""
+        now = time.monotonic()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        return now
+
+
+class Job:
+    """A scheduler and its workers. A context manager: what still runs at the end is killed.
+
+    Args:
+        directory: for keys, journal, logs and records.
+        workers: MS_WORKER_NUM.
+        worker_min: MS_WORKER_MIN.
+        command: what a worker runs, after the interpreter.
+        env: variables besides, for all processes.
+        say: shows progress.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        workers: int,
+        worker_min: int,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.directory = directory
+        self.size = workers
+        self.say = say
+        self.workers: list[Worker] = []
+        self.scheduler: subprocess.Popen[bytes] | None = None
+        self._command = list(command)
+        keys = directory / "keys"
+        self.config, password = keys / "config.json", keys / "password"
+        if not self.config.exists():
+            _run_checked(
+                "-m", "muster", "certs", "init", "--dir", str(keys), "--password-file", str(password)
+            )
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith("MS_")} | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "MS_WORKER_NUM": str(workers),
+            "MS_WORKER_MIN": str(worker_min),
+            "MS_SCHED_HOST": "127.0.0.1",
+            "MS_SCHED_PORT": str(self.port),
+            "MS_CONFIG_FILE": str(self.config),
+            "MS_SERVER_PASSWORD_FILE": str(password),
+            "MS_CLIENT_PASSWORD_FILE": str(password),
+            "MS_ENABLE_RECOVERY": "1",
+            "MS_RECOVERY_PATH": str(directory / "journal"),
+            **(env or {}),
+        }
+
+    def arguments(self, *more: str) -> None:
+        """Adds to the command line of the workers yet to be started."""
+        self._command += more
+
+    # ------------------------------------------------------------ processes
+
+    def start_scheduler(self) -> None:
+        """Starts the scheduler, for the first time or on the journal of the one before."""
+        with (self.directory / "scheduler.log").open("ab") as log:
+            self.scheduler = subprocess.Popen(
+                [sys.executable, "-m", "scheduler"],
+                env={**self.env, "MS_ROLE": "MS_SCHED"},
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def kill_scheduler(self) -> float:
+        """SIGKILL; returns when."""
+        assert self.scheduler is not None
+        now = time.monotonic()
+        self.scheduler.send_signal(signal.SIGKILL)
+        self.scheduler.wait()
+        return now
+
+    def start_worker(self, name: str, **env: str) -> Worker:
+        """Starts a worker with this node id."""
+        number = len(self.workers)
+        record, log = self.directory / f"record_{number}.jsonl", self.directory / f"worker_{number}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, *self._command],
+                env={
+                    **self.env,
+                    "MS_ROLE": "MS_WORKER",
+                    "MS_NODE_ID": name,
+                    RECORD_VARIABLE: str(record),
+                    **env,
+                },
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        worker = Worker(name, process, record, log)
+        self.workers.append(worker)
+        return worker
+
+    # ------------------------------------------------------------ watching
+
+    def wait(
+        self, what: str, condition: Callable[[], Any], timeout_s: float, *, may_end: bool = False
+    ) -> Any:
+        """Polls until ``condition`` holds; returns its value.
+
+        Raises:
+            RuntimeError: it did not hold in time, or a worker ended with an error meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (found := condition()):
+            self.check(may_end=may_end)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"waited {timeout_s:g} s in vain: {what}\n{self.tails()}")
+            time.sleep(POLL_S)
+        return found
+
+    def check(self, *, may_end: bool = False) -> None:
+        """Raises RuntimeError if a worker that nobody killed has ended before its time."""
+        for worker in self.workers:
+            code = worker.process.poll()
+            if code not in (None, -signal.SIGKILL) and not (may_end and code == 0):
+                raise RuntimeError(f"worker {worker.name} ended with code {code}\n{self.tails()}")
+
+    def living(self) -> list[Worker]:
+        """The workers that run."""
+        return [worker for worker in self.workers if worker.alive]
+
+    def training(self, world: int, steps: int = 1) -> bool:
+        """Whether all living workers have finished ``steps`` steps in a generation of ``world`` ranks."""
+        living = self.living()
+        last = [worker.steps()[-steps:] for worker in living]
+        return len(living) == world and all(
+            len(each) == steps
+            and all(step["world"] == world for step in each)
+            and len({step["generation"] for step in each}) == 1
+            for each in last
+        )
+
+    def tails(self) -> str:
+        """The end of every log, for an error message."""
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted(self.directory.glob("*.log"))
+        )
+
+    def __enter__(self: J) -> J:
+        """The job itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kills what still runs."""
+        for process in [*(worker.process for worker in self.workers), self.scheduler]:
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _run_checked(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} ended with code {done.returncode}:\n{done.stderr}")

@@ -1,0 +1,1 @@
+"""One scheduler and many workers."""

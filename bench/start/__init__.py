@@ -1,0 +1,1 @@
+"""The time from a launch to the first AllReduce."""

@@ -1,0 +1,10 @@
+"""What each worker of ``muster bench formation`` runs: one AllReduce over all ranks."""
+
+import numpy as np
+
+import muster
+
+session = muster.init("tcp")
+total = muster.all_reduce(np.ones(1024, np.float32))
+assert total[0] == session.world_size, total[0]
+muster.release()

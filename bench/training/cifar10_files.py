@@ -1,0 +1,29 @@
+"""Files in the format of CIFAR-10's binary version, made for a purpose: a label and 3,072 pixels a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from muster.worker.training.datasets import CIFAR10_RECORD_BYTES, CIFAR10_TEST_FILE, CIFAR10_TRAIN_FILES
+
+CLASSES = 10
+PLANE = 32 * 32
+
+
+def write(directory: Path, *, records: int = 10_000, seed: int = 0) -> None:
+    """Writes all files: noise around one colour for each class, so that something can be learnt.
+
+    Args:
+        directory: made if it is not there.
+        records: in each of the six files; 10,000 as in the real ones.
+        seed: of the numbers.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    colours = np.repeat(random.integers(0, 200, (CLASSES, 3), np.uint8), PLANE, axis=1)  # red, green, blue
+    for name in (*CIFAR10_TRAIN_FILES, CIFAR10_TEST_FILE):
+        labels = random.integers(0, CLASSES, records, np.uint8)
+        pixels = colours[labels] + random.integers(0, 56, (records, CIFAR10_RECORD_BYTES - 1), np.uint8)
+        np.column_stack([labels, pixels]).tofile(directory / name)

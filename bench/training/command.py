@@ -1,0 +1,344 @@
+"""ResNet-50 training speed: the example's own loop, the bare step, and DistributedDataParallel, in one run.
+
+    muster bench train --gpus 1 2 --batch 32 --json results.json --check example/muster=0.8
+
+``example`` is examples/resnet50_cifar10.py itself, imported: its job, its step and its loop, in a session of
+a job with a scheduler, on files in CIFAR-10's format that are made for the purpose, with random crops and
+resizing, and with the speed that it prints. All others train on one batch of 224x224 images that lies on the
+GPU; bfloat16, channels_last and fused SGD with momentum are everybody's. All variants are made first, then
+each round runs every one for a while, so that a machine that changes its speed changes all alike.
+
+--check A/B=R ends with 1 where A's speed, round by round, is below R times B's in the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from muster.bench.gpu_fleet import SAFE_ENVIRONMENT, require_gpus
+from muster.bench.report import write
+from muster.bench.training import cifar10_files
+
+VARIANTS = {
+    "example": "the example's loop: elastic, files in CIFAR-10's format, crops; captured as muster is",
+    "example-synthetic": "the same on its synthetic images",
+    "example-step": "the example's step on the files, without ElasticLoop: nothing can be redone",
+    "example-step-synthetic": "the same on its synthetic images",
+    "muster": "bare step, captured; stages compiled; bf16 weights with float32 masters; fast stem",
+    "muster-bf16-gradients": "the same as muster, gradients travel as bf16",
+    "muster-autocast": "bare step, captured; stages compiled; autocast; plain stem",
+    "muster-eager": "DataParallel alone: nothing captured or compiled; autocast; plain stem",
+    "ddp": "DistributedDataParallel; autocast; plain stem",
+    "ddp-compiled": "the same, compiled",
+    "ddp-compiled-fast-stem": "the same, compiled, with the fast stem",
+    "ddp-captured": "DistributedDataParallel captured by hand, as PyTorch's documentation does it",
+    "ddp-captured-compiled": "the same with compiled stages",
+}
+DEFAULTS = [
+    *("example", "example-synthetic", "example-step", "example-step-synthetic"),
+    *("muster", "ddp", "ddp-compiled", "ddp-captured"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+BUCKET_BYTES = 64 * 2**20
+_QUICK = ("muster", "muster-bf16-gradients")
+_TIMEOUT_S = 590
+
+
+def make_model(
+    communicator: Any,
+    variant: str,
+    *,
+    init_file: str = "",
+    lr: float = 0.01,
+    device: Any = None,
+    tiny: bool = False,
+) -> tuple[Any, Any]:
+    """ResNet-50 of seed 0 on this rank's device, made parallel as ``variant`` says, and its optimizer.
+
+    Args:
+        communicator: ours.
+        variant: one of :data:`VARIANTS` that is no example.
+        init_file: where the processes of DistributedDataParallel meet.
+        lr: learning rate.
+        device: where the model is; None: the communicator's GPU.
+        tiny: a small net, for trying this on a CPU.
+    """
+    import torch
+
+    from examples.resnet import ResNet, resnet50
+    from muster.worker.pytorch.data_parallel import DataParallel
+
+    if device is None:
+        device = torch.device("cuda", communicator.device_index)
+    torch.manual_seed(0)
+    quick = variant in _QUICK
+    fast = quick or variant.endswith("fast-stem")
+    module = ResNet((1, 1), width=8) if tiny else resnet50(fast=fast)
+    module = module.to(device, memory_format=torch.channels_last)
+    compiled = variant not in ("muster-eager", "ddp", "ddp-captured") and not tiny
+    if compiled and not variant.startswith("ddp-compiled"):
+        module.compile_stages()
+    if variant.startswith("muster"):
+        model: Any = DataParallel(
+            module,
+            communicator=communicator,
+            weights="bf16" if quick and not tiny else None,
+            compression="bf16" if variant == "muster-bf16-gradients" else None,
+            bucket_bytes=BUCKET_BYTES,
+            first_bytes=BUCKET_BYTES,
+        )
+    else:
+        model = _ddp(communicator, module, init_file, device)
+        if compiled and variant.startswith("ddp-compiled"):
+            model = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True)
+    return model, optimizer
+
+
+def make_step(model: Any, optimizer: Any, variant: str, *, exact: bool = False, device: str = "cuda") -> Any:
+    """A function of images and labels that trains one step and returns the loss, as ``variant`` says.
+
+    Args:
+        model: as :func:`make_model` made it.
+        optimizer: likewise.
+        variant: one of :data:`VARIANTS` that is no example and not captured by hand.
+        exact: everything in float32.
+        device: the kind of device that the model is on.
+    """
+    import torch
+
+    from muster.worker.pytorch.capture import capture_step
+
+    def loss_of(images: Any, labels: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(images).float(), labels)
+
+    if variant.startswith("muster") and variant != "muster-eager":
+        autocast = None if variant in _QUICK else torch.bfloat16
+        return capture_step(loss_of, model, optimizer, autocast=autocast, capture=device == "cuda")
+
+    def eager(images: Any, labels: Any) -> Any:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=not exact):
+            loss = loss_of(images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return eager
+
+
+class CapturedByHand:
+    """DistributedDataParallel's step as one CUDA graph, as PyTorch's documentation says ("CUDA Graphs").
+
+    The model is built on the stream of the capture, eleven steps warm it up there, autocast keeps no cache,
+    and the batch lies where the graph reads it. Errors of NCCL are not handled asynchronously: the
+    environment says so before the process group is made. Other threads may call CUDA meanwhile, as heartbeats
+    do.
+
+    Args:
+        make: makes the model and its optimizer.
+        images: the batch, on the device.
+        labels: its labels.
+    """
+
+    WARM_UP_STEPS = 11
+
+    def __init__(self, make: Any, images: Any, labels: Any) -> None:
+        import torch
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.model, optimizer = make()
+
+            def step() -> Any:
+                optimizer.zero_grad(set_to_none=True)
+                with torch.autocast(images.device.type, torch.bfloat16, cache_enabled=False):
+                    loss = torch.nn.functional.cross_entropy(self.model(images).float(), labels)
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            self.losses = [step().clone() for _ in range(self.WARM_UP_STEPS)]
+        torch.cuda.current_stream().wait_stream(stream)
+        self.optimizer = optimizer
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            self._loss = step()
+        self.captured = True
+
+    def __call__(self) -> Any:
+        """One step; returns its loss, which the next one overwrites."""
+        self._graph.replay()
+        return self._loss
+
+    def release(self) -> None:
+        """Gives up the graph; to be done before the process group ends."""
+        self._graph.reset()
+
+
+def _ddp(communicator: Any, module: Any, init_file: str, device: Any) -> Any:
+    import torch
+
+    cuda = device.type == "cuda"
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=f"file://{init_file}",
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+            device_id=device if cuda else None,
+        )
+    return torch.nn.parallel.DistributedDataParallel(
+        module, device_ids=[device.index] if cuda else None, gradient_as_bucket_view=True
+    )
+
+
+def start_clean() -> None:
+    """Frees what was before: each finds the GPU, and its peak of memory, as the first did.
+
+    At the beginning of the next one, because only then nothing refers to the one before any more.
+    """
+    import torch
+
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+# ------------------------------------------------------------ the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """This benchmark's arguments."""
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (1 2 4)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="images per GPU (32 256)")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=DEFAULTS,
+        metavar="VARIANT",
+        help=f"what to measure, of {', '.join(VARIANTS)} ({' '.join(DEFAULTS)})",
+    )
+    parser.add_argument(
+        "--peers-gpus", type=int, default=0, help="world size at which DDP runs (0: the largest)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (5)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long a turn lasts (1)")
+    parser.add_argument("--tiny", action="store_true", help="a small net on CPUs, to try this benchmark")
+    parser.add_argument(
+        "--check",
+        type=bound,
+        nargs="+",
+        default=[],
+        metavar="A/B=R",
+        help="end with 1 if A is slower than R times B; both must be among the variants",
+    )
+
+
+def bound(text: str) -> tuple[str, str, float]:
+    """What ``--check`` takes: ``A/B=R``."""
+    names, _, least = text.partition("=")
+    one, _, other = names.partition("/")
+    if not {one, other} <= VARIANTS.keys():
+        raise argparse.ArgumentTypeError(f"{text!r} does not name two variants, as in example/muster=0.8")
+    try:
+        return one, other, float(least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} has no ratio, as in example/muster=0.8") from None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints and checks; returns the exit code."""
+    lacking = {name for one, other, _ in options.check for name in (one, other)} - set(options.variants)
+    if lacking:
+        raise RuntimeError(f"--check needs what --variants leaves out: {', '.join(sorted(lacking))}")
+    if not options.tiny:
+        require_gpus(max(options.gpus))
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        cifar10_files.write(directory / "data", records=200 if options.tiny else 10_000)
+        for gpus in options.gpus:
+            report = _measure(options, gpus, directory / str(gpus), directory / "data")
+            results += report["results"]
+            if options.json is not None:
+                model = (
+                    {"model": "tiny", "image": 32} if options.tiny else {"model": "resnet50", "image": 224}
+                )
+                write(options.json, "train", {**model, "machine": report["machine"], "results": results})
+    return check(results, options.check)
+
+
+def _measure(options: argparse.Namespace, gpus: int, directory: Path, data: Path) -> dict[str, Any]:
+    """Starts the job that measures at one world size and reads what its rank 0 has written."""
+    directory.mkdir()
+    peers = gpus == (options.peers_gpus or max(options.gpus))
+    variants = [name for name in options.variants if peers or not name.startswith("ddp")]
+    result = directory / "result.json"
+    command = [
+        *(sys.executable, "-m", "muster", "run", "-n", str(gpus), "--scheduler"),
+        *(("--devices", "none") if options.tiny else ()),
+        *("--", sys.executable, "-m", "muster.bench.training.job", "--out", str(result)),
+        *("--rounds", str(options.rounds), "--seconds", str(options.seconds)),
+        *("--init-file", str(directory / "meet"), *(("--tiny",) if options.tiny else ())),
+        *("--batch", *map(str, options.batch), "--variants", *variants),
+    ]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
+    env |= SAFE_ENVIRONMENT | {"DATA_PATH": str(data), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+    sys.stdout.flush()
+    try:
+        done = subprocess.run(command, cwd=directory, env=env, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the job of {gpus} ranks was not done after {_TIMEOUT_S} s") from None
+    if done.returncode or not result.exists():
+        raise RuntimeError(f"the job of {gpus} ranks ended with code {done.returncode}; it says why above")
+    report: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return report
+
+
+def check(results: list[dict[str, Any]], bounds: list[tuple[str, str, float]]) -> int:
+    """Compares speeds, prints the ratios and returns the exit code.
+
+    It is 1 if one is too low, or was not measured, or a step that should have been captured was not.
+
+    Args:
+        results: rows, those of one job measured in the same turns.
+        bounds: pairs of variants, and the least ratio of their speeds.
+    """
+    failed = False
+    compared_names = {name for one, other, _ in bounds for name in (one, other)}
+    for row in results:
+        if row["variant"] in compared_names and row.get("reason"):
+            failed = True
+            print(f"{row['gpus']} GPUs  {row['variant']} was not captured: {row['reason']}", flush=True)
+    for one, other, least in bounds:
+        rows: dict[tuple[int, int], dict[str, list[float]]] = {}
+        for row in results:
+            if "rounds_ms" in row:
+                rows.setdefault((row["gpus"], row["batch_per_gpu"]), {})[row["variant"]] = row["rounds_ms"]
+        compared = False
+        for (gpus, batch), times in rows.items():
+            if not {one, other} <= times.keys():
+                continue
+            compared = True
+            ratio = statistics.median(b / a for a, b in zip(times[one], times[other], strict=True))
+            failed |= ratio < least
+            word = "BELOW" if ratio < least else "at least"
+            print(f"{gpus} GPUs  batch {batch:4}  {one}/{other}: {ratio:.3f}, {word} {least:g}", flush=True)
+        if not compared:
+            failed = True
+            print(f"{one}/{other}: not measured together", flush=True)
+    return int(failed)

@@ -1,0 +1,295 @@
+"""What ``muster certs`` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shlex
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+
+from muster.certs.cli.show import as_text, describe_file
+from muster.certs.errors import ConfigError, FileError, IdentityError, PasswordError, UntrustedError
+from muster.certs.files import read_file, write_file
+from muster.certs.pki.authority import Authority, Issued, create_authority, open_authority, renew_authority
+from muster.certs.pki.certificates import issued_by, name_of, parse_certificates, to_pem, utc_now
+from muster.certs.pki.identity import ANY_JOB, Identity
+from muster.certs.pki.peer import peer_of_pem
+from muster.certs.pki.records import find_issued
+from muster.certs.pki.templates import check_days, host_names
+from muster.certs.runtime.passwords import password_for, password_from, prompt_on_terminal, read_password
+from muster.certs.runtime.store import is_pem, read_p12
+
+Environment = Mapping[str, str]
+MAX_SERIAL = (1 << 159) - 1  # 20 octets, the first bit 0: RFC 5280
+
+
+def init(options: argparse.Namespace, env: Environment) -> None:
+    """Makes an authority, one certificate for each role, and a config.json that names them."""
+    password = _password(options, env, new=True)
+    parent = None
+    if options.parent is not None:
+        above = options.parent_password_file
+        parent = open_authority(
+            options.parent, read_password(above, "--parent-password-file") if above else password
+        )
+    hosts = [*_own_hosts(), *_hosts(options)]
+    directory: Path = options.dir
+    identities = {
+        "server.p12": _identity(options.job, "scheduler"),
+        "client.p12": _identity(options.job, "worker"),
+        "operator.p12": _identity(options.job, "operator"),
+    }
+    secrets_by_role = {
+        each.role: _role_password(each.role, options, env, password) for each in identities.values()
+    }
+    host_names(hosts), check_days(options.days)  # whatever is wrong shows before anything is written
+    authority = create_authority(
+        directory, password, name=options.name, days=options.ca_days, parent=parent, force=options.force
+    )
+    for name, identity in identities.items():
+        issued = authority.issue(identity, hosts if identity.role == "scheduler" else (), days=options.days)
+        _write_p12(directory / name, issued, secrets_by_role[identity.role], replace=True)
+    config = {
+        "server_cert_path": "server.p12",
+        "client_cert_path": "client.p12",
+        "ca_cert_path": "ca.crt",
+        "crl_path": "crl.pem",
+        "cert_expire_warning_time_in_day": 90,
+    }
+    write_file(directory / "config.json", json.dumps(config, indent=2).encode() + b"\n", mode=0o644)
+    _explain(options, env, hosts)
+
+
+def issue(options: argparse.Namespace, env: Environment) -> None:
+    """Makes one certificate."""
+    identity = _identity(options.job, options.role, options.node)
+    name = options.role if options.node is None else f"{options.role}-{_file_name(options.node)}"
+    target: Path = options.out or options.dir / f"{name}.p12"
+    if target.exists() and not options.force:
+        raise FileError(
+            f"{str(target)!r} exists already.", remedy="Choose another with --out, or pass --force."
+        )
+    hosts = [*(_own_hosts() if options.role == "scheduler" and not options.hosts else ()), *_hosts(options)]
+    password = _password(options, env)
+    authority = open_authority(options.dir, password)
+    issued = authority.issue(identity, hosts, days=options.days)
+    _write_p12(target, issued, _role_password(options.role, options, env, password), replace=options.force)
+    print(f"{target}: {identity.uri()}, good until {issued.certificate.not_valid_after_utc:%Y-%m-%d}")
+
+
+def show(options: argparse.Namespace, env: Environment) -> None:
+    """Prints what certificates and revocation lists say."""
+    now = utc_now()
+    for path in options.files:
+        certificates = None
+        if not is_pem(path):
+            _, leaf, extra, _ = _open_p12(path, _passwords(options, env))
+            certificates = [leaf, *extra]
+        for facts in describe_file(path, certificates, now):
+            print(json.dumps(facts) if options.json else as_text(facts))
+
+
+def renew(options: argparse.Namespace, env: Environment) -> None:
+    """Replaces certificates by new ones with new keys and the same identity and hosts."""
+    if not options.files and not options.ca:
+        raise ConfigError("Nothing to renew.", remedy="Name .p12 files, or pass --ca.")
+    password = _password(options, env)
+    authority = open_authority(options.dir, password)
+    if options.ca:
+        authority = renew_authority(authority, days=options.ca_days)
+        until = authority.certificate.not_valid_after_utc
+        print(f"{options.dir / 'ca.crt'}: good until {until:%Y-%m-%d}; copy it to all hosts.")
+    for path in options.files:
+        _, leaf, _, secret = _open_p12(path, _passwords(options, env, password))
+        if not issued_by(leaf, authority.certificate):
+            raise UntrustedError(f"{str(path)!r} was not issued by the authority in {str(options.dir)!r}.")
+        peer = peer_of_pem(to_pem([leaf]))
+        issued = authority.issue(peer.identity, [*peer.hosts, *peer.addresses], days=options.days)
+        _write_p12(path, issued, secret, replace=True)
+        print(f"{path}: {peer.identity.uri()}, good until {issued.certificate.not_valid_after_utc:%Y-%m-%d}")
+
+
+def revoke(options: argparse.Namespace, env: Environment) -> None:
+    """Revokes certificates, or signs the list anew if none is named."""
+    password = _password(options, env)
+    authority = open_authority(options.dir, password)
+    chosen = [_leaf(path, _passwords(options, env, password)) for path in options.files]
+    chosen += find_issued(options.dir, options.node, options.fingerprint)
+    for certificate in chosen:
+        _check_revocable(certificate, authority)
+    serials = [each.serial_number for each in chosen] + [_serial(text) for text in options.serial]
+    for each in (authority.certificate, *authority.roots):
+        if each.serial_number in serials:
+            raise _own_authority(each)
+    count = authority.write_revocations(serials, days=options.days)
+    for certificate in chosen:
+        print(f"revoked: {name_of(certificate)}, serial {certificate.serial_number:x}")
+    crl = options.dir / "crl.pem"
+    print(f"{crl}: {count} revoked, good for {options.days} days; copy it to crl_path on all hosts.")
+
+
+def _check_revocable(certificate: x509.Certificate, authority: Authority) -> None:
+    if certificate.issuer != authority.certificate.subject:
+        raise UntrustedError(
+            f"{name_of(certificate)} was not issued by the authority in {str(authority.directory)!r}."
+        )
+    if certificate.subject == certificate.issuer:
+        raise _own_authority(certificate)
+
+
+def _own_authority(certificate: x509.Certificate) -> ConfigError:
+    """Nobody asks an authority's own list about the authority."""
+    return ConfigError(
+        f"{name_of(certificate)} is the authority itself, and no list of its own can revoke it.",
+        remedy="Take a root out of ca_cert_path on all hosts; the authority above revokes any other.",
+    )
+
+
+def _leaf(path: Path, passwords: Iterable[bytes]) -> x509.Certificate:
+    if is_pem(path):
+        return parse_certificates(read_file(path, "The certificate"), f"The file {str(path)!r}")[0]
+    return _open_p12(path, passwords)[1]
+
+
+def _serial(text: str) -> int:
+    try:
+        serial = int(text.replace(":", ""), 16)
+    except ValueError:
+        serial = 0
+    if not 1 <= serial <= MAX_SERIAL:
+        raise ConfigError(f"--serial is {text[:100]!r}; legal are hexadecimal numbers from 1 to 2^159-1.")
+    return serial
+
+
+def _open_p12(
+    path: Path, passwords: Iterable[bytes]
+) -> tuple[CertificateIssuerPrivateKeyTypes, x509.Certificate, list[x509.Certificate], bytes]:
+    """Opens a file with the first password that fits, and returns that too."""
+    failure: PasswordError | None = None
+    for password in passwords:
+        try:
+            return (*read_p12(path, password), password)
+        except PasswordError as error:
+            failure = error
+    said = failure.message if failure else f"The PKCS#12 file {str(path)!r} needs a password."
+    raise PasswordError(
+        said, remedy="Name the file that holds it: --password-file, or MS_CERTS_PASSWORD_FILE."
+    )
+
+
+def _passwords(options: argparse.Namespace, env: Environment, known: bytes | None = None) -> Iterator[bytes]:
+    """The passwords that a .p12 file may have, asking last."""
+    if known is not None:
+        yield known
+    elif (
+        options.password_file is not None or env.get("MS_CERTS_PASSWORD") or env.get("MS_CERTS_PASSWORD_FILE")
+    ):
+        yield _password(options, env)
+    for role, variable in (("scheduler", "MS_SERVER_PASSWORD"), ("worker", "MS_CLIENT_PASSWORD")):
+        if env.get(variable) or env.get(f"{variable}_FILE"):
+            yield password_for(role, env, None)
+    answer = prompt_on_terminal("Password of the PKCS#12 file: ")
+    if answer is not None:
+        yield answer.encode()
+
+
+def _identity(job: str, role: str, node: str | None = None) -> Identity:
+    try:
+        return Identity(job, role, node)
+    except IdentityError as error:
+        raise ConfigError(error.message, remedy=error.remedy) from None
+
+
+def _write_p12(path: Path, issued: Issued, password: bytes, *, replace: bool) -> None:
+    write_file(path, issued.p12(password), replace=replace)
+
+
+def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]) -> None:
+    directory = options.dir
+    job = "any job" if options.job == ANY_JOB else f"the job {options.job!r}"
+    config = shlex.quote(str(directory / "config.json"))
+    server = _source("MS_SERVER_PASSWORD", options, env)
+    client = _source("MS_CLIENT_PASSWORD", options, env)
+    print(f"{directory}: an authority and certificates for {job}; the scheduler's is for {', '.join(hosts)}.")
+    print(f"Scheduler: MS_CONFIG_FILE={config} {server} python -m scheduler")
+    print(f"Workers:   MS_CONFIG_FILE={config} {client} python train.py")
+    print("Other hosts need config.json, ca.crt, crl.pem and their own .p12; ca.key stays here.")
+    if options.job == ANY_JOB:
+        print("Their holders may enter every job under this authority; --job NAME binds them to one.")
+
+
+def _source(variable: str, options: argparse.Namespace, env: Environment) -> str:
+    """How to give a role's password to whoever needs it: as this command was given it."""
+    file = _role_file(variable, options) or options.password_file
+    if file is None and env.get(variable):
+        return f"{variable}=... (as set here)"
+    file = file or env.get(f"{variable}_FILE") or "FILE"
+    return f"{variable}_FILE={shlex.quote(str(file))}"
+
+
+def _role_file(variable: str, options: argparse.Namespace) -> Path | None:
+    """The file that an option names for a role's password."""
+    scheduler = variable == "MS_SERVER_PASSWORD"
+    named: Path | None = options.server_password_file if scheduler else options.client_password_file
+    return named
+
+
+def _own_hosts() -> list[str]:
+    name = socket.gethostname()
+    try:
+        host_names([name])
+    except ConfigError:  # a host name that DNS would not take
+        name = "localhost"
+    return list(dict.fromkeys(["localhost", "127.0.0.1", "::1", name]))
+
+
+def _hosts(options: argparse.Namespace) -> list[str]:
+    return [host.strip() for entry in options.hosts for host in entry.split(",") if host.strip()]
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
+
+
+def _password(options: argparse.Namespace, env: Environment, *, new: bool = False) -> bytes:
+    """The authority's password; ``new`` makes one where --password-file names a file that is not there."""
+    file: Path | None = options.password_file
+    if file is None:
+        asker = _ask_twice if new else prompt_on_terminal
+        return password_from("MS_CERTS_PASSWORD", env, asker, "Password of the authority: ")
+    if new and not file.exists():
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_file(file, secrets.token_urlsafe(24).encode() + b"\n", replace=False)
+    return read_password(file, "--password-file")
+
+
+def _ask_twice(question: str) -> str | None:
+    first = prompt_on_terminal(question)
+    if first is not None and prompt_on_terminal("Again: ") != first:
+        raise ConfigError("The two passwords differ.")
+    return first
+
+
+def _role_password(role: str, options: argparse.Namespace, env: Environment, default: bytes) -> bytes:
+    """A role's own password where one is given, so that its hosts need not know the authority's.
+
+    Options go before the environment, --password-file too: a variable that was set for another job would
+    otherwise make files that the one named does not open.
+    """
+    variable = "MS_SERVER_PASSWORD" if role == "scheduler" else "MS_CLIENT_PASSWORD"
+    file = _role_file(variable, options)
+    if file is not None:
+        return read_password(
+            file, "--server-password-file" if role == "scheduler" else "--client-password-file"
+        )
+    if options.password_file is not None:
+        return default
+    if env.get(variable) or env.get(f"{variable}_FILE"):
+        return password_for(role, env, None)
+    return default

@@ -1,0 +1,118 @@
+"""What certificates and revocation lists say, for people and as JSON."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from muster.certs.errors import CertificateError
+from muster.certs.files import read_file
+from muster.certs.pki.certificates import (
+    UNREADABLE,
+    check_dates,
+    check_strength,
+    fingerprint,
+    is_authority,
+    name_of,
+    parse_certificates,
+    printable,
+    to_pem,
+)
+from muster.certs.pki.peer import peer_of_pem
+from muster.certs.pki.records import read_lists
+
+MAX_SERIALS = 20
+
+
+def describe_file(
+    path: Path, certificates: list[x509.Certificate] | None, now: datetime.datetime
+) -> list[dict[str, Any]]:
+    """Facts about each certificate and revocation list of a file.
+
+    Args:
+        path: the file.
+        certificates: what was in it if it is PKCS#12; None for PEM.
+        now: the time that "days left" counts from.
+
+    Raises:
+        FileError: it is neither.
+    """
+    if certificates is None:
+        data = read_file(path, "The file")
+        if b"-----BEGIN X509 CRL-----" in data:
+            return [{"file": str(path), **describe_list(crl, now)} for crl in read_lists(path)]
+        certificates = parse_certificates(data, f"The file {str(path)!r}")
+    return [{"file": str(path), **describe(certificate, now)} for certificate in certificates]
+
+
+def describe(certificate: x509.Certificate, now: datetime.datetime) -> dict[str, Any]:
+    """Facts about a certificate; ``problems`` lists what would have it refused."""
+    facts: dict[str, Any] = {"subject": name_of(certificate)}
+    problems: list[str] = []
+    if is_authority(certificate):
+        facts["authority"] = True
+    else:
+        try:
+            peer = peer_of_pem(to_pem([certificate]))
+            facts.update(identity=peer.identity.uri(), hosts=[*peer.hosts, *peer.addresses])
+        except CertificateError as error:
+            problems.append(str(error))
+    for check in (check_strength, lambda c, what: check_dates(c, now, what)):
+        try:
+            check(certificate, "It")
+        except CertificateError as error:
+            problems.append(str(error))
+    return facts | {
+        "issuer": printable(certificate.issuer.rfc4514_string()),
+        "valid_from": _time(certificate.not_valid_before_utc),
+        "valid_until": _time(certificate.not_valid_after_utc),
+        "days_left": (certificate.not_valid_after_utc - now).days,
+        "key": _key(certificate),
+        "serial": f"{certificate.serial_number:x}",
+        "sha256": fingerprint(certificate),
+        "problems": list(dict.fromkeys(problems)),
+    }
+
+
+def describe_list(crl: x509.CertificateRevocationList, now: datetime.datetime) -> dict[str, Any]:
+    """Facts about a revocation list. Its signature is not checked here."""
+    until = crl.next_update_utc
+    serials = [f"{entry.serial_number:x}" for entry in crl]
+    return {
+        "revocation_list_of": printable(crl.issuer.rfc4514_string()),
+        "valid_from": _time(crl.last_update_utc),
+        "valid_until": _time(until) if until else "",
+        "days_left": (until - now).days if until else None,
+        "revoked_count": len(serials),
+        "revoked": serials[:MAX_SERIALS],
+        "problems": [] if until and now <= until else ["It is out of date: nobody is let in."],
+    }
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """Facts as aligned lines below the file's name."""
+    lines = [str(facts["file"])]
+    for key, value in facts.items():
+        if key == "file" or value == []:
+            continue
+        for item in value if key == "problems" else [", ".join(value) if isinstance(value, list) else value]:
+            lines.append(f"  {key.replace('_', ' '):<18} {item}")
+    return "\n".join(lines)
+
+
+def _time(moment: datetime.datetime) -> str:
+    return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def _key(certificate: x509.Certificate) -> str:
+    try:
+        key = certificate.public_key()
+    except UNREADABLE:
+        return "unknown"
+    if isinstance(key, ec.EllipticCurvePublicKey):
+        return f"EC {key.curve.name}"
+    return f"RSA {key.key_size}" if isinstance(key, rsa.RSAPublicKey) else type(key).__name__

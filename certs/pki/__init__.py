@@ -1,0 +1,1 @@
+"""Identities, certificates, authorities and revocation lists."""

@@ -1,0 +1,324 @@
+"""Single certificates: reading, describing, strength, dates, use and chains."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.utils import CryptographyDeprecationWarning
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from muster.certs.errors import (
+    ExpiredError,
+    FileError,
+    NotYetValidError,
+    UntrustedError,
+    UsageError,
+    WeakCertificateError,
+)
+from muster.certs.one_line import one_line
+
+MIN_RSA_BITS = 2048
+CURVES = ("secp256r1", "secp384r1", "secp521r1")
+WEAK_HASHES = ("md5", "sha1")
+MAX_CHAIN = 8
+_MAX_SHOWN = 200
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    KeyError,  # older releases, for unknown kinds of strings
+    OverflowError,
+    UnsupportedAlgorithm,
+    InvalidSignature,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+    CryptographyDeprecationWarning,  # where warnings are errors; otherwise check_readable finds the same
+)
+"""What the library raises for certificates and lists that are malformed, in parsing or later in reading."""
+
+
+def utc_now() -> datetime.datetime:
+    """Now, with time zone."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
+    """Reads the certificates of a PEM text.
+
+    Args:
+        pem: the text.
+        source: what it is, for messages: a file name or "the peer's certificate".
+
+    Raises:
+        FileError: none there, or one cannot be read.
+    """
+    try:
+        certificates = x509.load_pem_x509_certificates(pem)
+        for certificate in certificates:
+            check_readable(certificate)
+    except UNREADABLE as error:
+        hint = "" if b"-----BEGIN CERTIFICATE" in pem else " It holds no PEM certificate."
+        raise FileError(
+            f"{source} cannot be read as a certificate.{hint}",
+            remedy="" if hint == "" else "PEM text begins with -----BEGIN CERTIFICATE-----.",
+        ) from error
+    return certificates
+
+
+def check_readable(certificate: x509.Certificate) -> None:
+    """Reads the fields that the library reads late, so that a malformed one shows here.
+
+    Raises:
+        Exception: one of :data:`UNREADABLE`.
+    """
+    for name in (certificate.subject, certificate.issuer):
+        name.rfc4514_string()
+        name.public_bytes()
+    if certificate.not_valid_before_utc > certificate.not_valid_after_utc or certificate.serial_number <= 0:
+        raise ValueError("its dates or serial number make no sense")
+
+
+def to_pem(certificates: Iterable[x509.Certificate]) -> bytes:
+    """The certificates as one PEM text."""
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certificates)
+
+
+def fingerprint(certificate: x509.Certificate) -> str:
+    """SHA-256 fingerprint, written as openssl does."""
+    return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
+
+
+def name_of(certificate: x509.Certificate) -> str:
+    """A name for messages: the subject, or the serial number where that is empty."""
+    return printable(certificate.subject.rfc4514_string()) or f"serial {certificate.serial_number:x}"
+
+
+def printable(text: str) -> str:
+    """Text from a certificate, made fit for a log line."""
+    shown = one_line(text[: _MAX_SHOWN + 1])
+    return shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "..."
+
+
+def check_dates(certificate: x509.Certificate, now: datetime.datetime, what: str) -> None:
+    """Refuses a certificate that is not valid now.
+
+    Args:
+        certificate: the certificate.
+        now: the time to check for, with time zone.
+        what: how to call it in the message.
+
+    Raises:
+        ExpiredError, NotYetValidError: it is not.
+    """
+    check_period(certificate.not_valid_before_utc, certificate.not_valid_after_utc, now, what)
+
+
+def check_period(
+    not_before: datetime.datetime, not_after: datetime.datetime, now: datetime.datetime, what: str
+) -> None:
+    """As :func:`check_dates`, for dates already read."""
+    if now > not_after:
+        raise ExpiredError(
+            f"{what} expired at {not_after:%Y-%m-%d %H:%M} UTC.",
+            remedy="Issue a new one: `muster certs renew FILE`, or check this host's clock.",
+        )
+    if now < not_before:
+        raise NotYetValidError(
+            f"{what} is not valid before {not_before:%Y-%m-%d %H:%M} UTC; here it is {now:%Y-%m-%d %H:%M}.",
+            remedy="Check the clocks of this host and of the one that issued it.",
+        )
+
+
+def check_strength(certificate: x509.Certificate, what: str) -> None:
+    """Refuses small keys, unusual curves and, unless self-signed, SHA-1 and MD5 signatures.
+
+    Raises:
+        WeakCertificateError: with the least that would do.
+    """
+    least = f"Use EC P-256 or RSA of {MIN_RSA_BITS} bits or more, signed with SHA-256."
+    try:
+        key = certificate.public_key()
+        digest = certificate.signature_hash_algorithm
+    except UNREADABLE as error:
+        raise WeakCertificateError(
+            f"{what} has a key or signature of an unknown kind.", remedy=least
+        ) from error
+    if isinstance(key, rsa.RSAPublicKey):
+        if key.key_size < MIN_RSA_BITS:
+            raise WeakCertificateError(f"{what} has an RSA key of only {key.key_size} bits.", remedy=least)
+    elif not isinstance(key, ec.EllipticCurvePublicKey):
+        kind = type(key).__name__.removesuffix("PublicKey")
+        raise WeakCertificateError(
+            f"{what} has a key of the kind {kind}, which TLS here does not take.", remedy=least
+        )
+    elif key.curve.name not in CURVES:
+        raise WeakCertificateError(f"{what} has a key on the curve {key.curve.name}.", remedy=least)
+    # A root's own signature proves nothing and is never checked.
+    if digest is not None and digest.name in WEAK_HASHES and certificate.issuer != certificate.subject:
+        raise WeakCertificateError(f"{what} is signed with {digest.name.upper()}.", remedy=least)
+
+
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Whether a certificate may issue others."""
+    try:
+        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+        if not constraints.ca:
+            return False
+        return certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+    except x509.ExtensionNotFound as missing:
+        return missing.oid == x509.KeyUsage.oid
+    except UNREADABLE:
+        return False
+
+
+def check_purpose(certificate: x509.Certificate, purpose: str, what: str) -> None:
+    """Refuses a certificate that may not be used as asked.
+
+    Args:
+        certificate: the leaf.
+        purpose: ``server`` or ``client``.
+        what: how to call it in the message.
+
+    Raises:
+        UsageError: it is an authority's, or its extended key usage leaves the purpose out.
+    """
+    oids = ExtendedKeyUsageOID
+    needed = oids.SERVER_AUTH if purpose == "server" else oids.CLIENT_AUTH
+    try:
+        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return
+    except UNREADABLE as error:
+        raise UsageError(f"{what} has malformed extensions.") from error
+    if needed not in usage and oids.ANY_EXTENDED_KEY_USAGE not in usage:
+        raise UsageError(
+            f"{what} was not issued for use as a TLS {purpose}.",
+            remedy="Use the file that was made for this role, or issue one with `muster certs issue`.",
+        )
+
+
+def issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    """Whether the issuer's name and key fit the certificate's signature."""
+    if certificate.issuer != issuer.subject:
+        return False
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except UNREADABLE:
+        return False
+    return True
+
+
+def build_chain(
+    leaf: x509.Certificate, extra: Sequence[x509.Certificate], roots: Sequence[x509.Certificate], what: str
+) -> list[x509.Certificate]:
+    """Finds the way from a leaf to a trusted authority.
+
+    Args:
+        leaf: the certificate to trust.
+        extra: intermediate certificates that came with it; not trusted by themselves.
+        roots: the authorities that are trusted; each may itself be an intermediate.
+        what: how to call the leaf in the message.
+
+    Returns:
+        leaf, intermediates..., trusted authority.
+
+    Raises:
+        UntrustedError: there is no such way.
+        WeakCertificateError: a key or signature on it is too weak.
+    """
+    chain = [leaf]
+    while len(chain) <= MAX_CHAIN:
+        last = chain[-1]
+        # First, because no signature with a broken hash is verified below.
+        check_strength(last, what if last is leaf else f"The authority {name_of(last)}")
+        anchor = next((root for root in roots if issued_by(last, root)), None)
+        if anchor is not None:
+            return [*chain, anchor]
+        above = (c for c in extra if c not in chain and is_authority(c) and issued_by(last, c))
+        following = next(above, None)
+        if following is None:
+            break
+        chain.append(following)
+    known = "; ".join(name_of(root) for root in roots[:5])
+    issuer = printable(chain[-1].issuer.rfc4514_string())
+    same_name = any(root.subject == chain[-1].issuer for root in roots)
+    twin = " An authority of that name is trusted, but has another key." if same_name else ""
+    raise UntrustedError(
+        f"{what} was issued by {issuer}, which is not trusted here.{twin}",
+        remedy=f"Trusted are: {known}. Both sides need certificates of one authority in ca_cert_path.",
+    )
+
+
+def check_chain(chain: Sequence[x509.Certificate], now: datetime.datetime, what: str) -> None:
+    """Checks dates and strength of a chain as :func:`build_chain` returns it.
+
+    Raises:
+        CertificateError: the kind that fits.
+    """
+    for depth, certificate in enumerate(chain):
+        name = what if depth == 0 else f"The authority {name_of(certificate)}"
+        check_strength(certificate, name)
+        check_dates(certificate, now, name)
+
+
+def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
+    """Reads the trusted authorities.
+
+    Raises:
+        FileError: not readable.
+        UsageError: one of them is not an authority's certificate.
+    """
+    roots = parse_certificates(pem, source)
+    for root in roots:
+        if not is_authority(root):
+            raise UsageError(
+                f"{source} holds {name_of(root)}, which is not an authority's certificate.",
+                remedy="ca_cert_path names what issued the others (CA:TRUE, keyCertSign).",
+            )
+    return roots
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a revocation list is asked for one certificate of a chain."""
+
+    name: str
+    subject: bytes
+    issuer: bytes
+    issuer_key_id: bytes | None
+    serial: int
+
+
+def link_of(certificate: x509.Certificate) -> Link:
+    """What a revocation list needs to know of a certificate."""
+    key_id = None
+    try:
+        key_id = certificate.extensions.get_extension_for_class(
+            x509.AuthorityKeyIdentifier
+        ).value.key_identifier
+    except (x509.ExtensionNotFound, *UNREADABLE):
+        key_id = None
+    return Link(
+        name=name_of(certificate),
+        subject=certificate.subject.public_bytes(),
+        issuer=certificate.issuer.public_bytes(),
+        issuer_key_id=key_id,
+        serial=certificate.serial_number,
+    )
+
+
+def list_number(crl: x509.CertificateRevocationList | None) -> int:
+    """The number of a revocation list; 0 if there is none."""
+    if crl is None:
+        return 0
+    try:
+        return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+    except x509.ExtensionNotFound:
+        return 0

@@ -1,0 +1,124 @@
+"""Who a certificate speaks for: a job, a role and, if bound, a node.
+
+The identity is a URI in the subject alternative name, ``muster://<job>/<role>[/<node>]``, each part
+percent-encoded. The job ``*`` stands for any job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from muster.certs.errors import IdentityError
+
+SCHEME = "muster://"
+ROLES = ("scheduler", "worker", "operator")
+ANY_JOB = "*"
+MAX_NAME_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a certificate says about its holder.
+
+    Args:
+        job: the job's id, or ``*`` for any job.
+        role: ``scheduler``, ``worker`` or ``operator``; ``*`` for a legacy certificate.
+        node: the only node id that the holder may take; None if it is not bound to one.
+        legacy: the certificate carries no identity, and the configuration lets such ones in.
+
+    Raises:
+        IdentityError: a part is empty, too long, or has characters that are not allowed.
+    """
+
+    job: str
+    role: str
+    node: str | None = None
+    legacy: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the parts."""
+        if self.legacy:
+            return
+        if self.role not in ROLES:
+            raise IdentityError(
+                f"The role {self.role!r} does not exist.", remedy=f"Roles: {', '.join(ROLES)}."
+            )
+        check_name("job", self.job)
+        if self.node is not None:
+            check_name("node", self.node)
+
+    def uri(self) -> str:
+        """The identity as it stands in a certificate."""
+        parts = [self.job, self.role] + ([] if self.node is None else [self.node])
+        return SCHEME + "/".join(quote(part, safe="*") for part in parts)
+
+    def __str__(self) -> str:
+        """The URI, or words for a legacy certificate."""
+        return "a certificate without an identity" if self.legacy else self.uri()
+
+    def may(
+        self, *, role: str | Sequence[str] | None = None, job: str | None = None, node: str | None = None
+    ) -> str | None:
+        """Tells whether the holder may act in a role, a job and as a node; what is None is not asked.
+
+        Args:
+            role: the role needed, or several of which one is enough.
+            job: the job concerned.
+            node: the node id that the holder claims.
+
+        Returns:
+            None if it may, otherwise one sentence that says why not.
+        """
+        if self.legacy:
+            return None
+        roles = (role,) if isinstance(role, str) else role
+        if roles is not None and self.role not in roles:
+            return (
+                f"The certificate {self.uri()} has the role {self.role}, and this needs {' or '.join(roles)}."
+            )
+        if job is not None and self.job not in (ANY_JOB, job):
+            return f"The certificate {self.uri()} is for the job {self.job!r}, not {job!r}."
+        if node is not None and self.node not in (None, node):
+            return f"The certificate {self.uri()} is bound to the node {self.node!r}, not {node!r}."
+        return None
+
+
+LEGACY = Identity(job=ANY_JOB, role="*", legacy=True)
+"""Identity of a certificate that names none, where the configuration says that this will do."""
+
+
+def check_name(kind: str, name: str) -> None:
+    """Refuses a job or node name that could be mistaken for another one.
+
+    Raises:
+        IdentityError: empty, longer than 128 characters, unprintable, or ``.`` or ``..``.
+    """
+    if not 1 <= len(name) <= MAX_NAME_LENGTH:
+        raise IdentityError(f"A {kind} name has 1 to {MAX_NAME_LENGTH} characters, not {len(name)}.")
+    if not name.isprintable() or name != name.strip() or name in (".", ".."):
+        raise IdentityError(f"The {kind} name {name!r} has characters or a form that is not allowed.")
+    if kind == "node" and name == ANY_JOB:
+        raise IdentityError("The node name '*' is not allowed.", remedy="Leave the node out to bind to none.")
+
+
+def parse_uri(uri: str) -> Identity:
+    """Reads an identity URI; only the canonical spelling is taken, so that no two spell one identity.
+
+    Raises:
+        IdentityError: the URI is not a well-formed identity.
+    """
+    parts = uri.removeprefix(SCHEME).split("/")
+    if not uri.startswith(SCHEME) or len(parts) not in (2, 3):
+        raise IdentityError(
+            f"{uri[:300]!r} is not an identity.", remedy="Form: muster://<job>/<role>[/<node>]."
+        )
+    try:
+        names = [unquote(part, errors="strict") for part in parts]
+    except UnicodeDecodeError:
+        raise IdentityError(f"{uri[:300]!r} is not an identity: it is not UTF-8.") from None
+    identity = Identity(names[0], names[1], names[2] if len(names) == 3 else None)
+    if identity.uri() != uri:
+        raise IdentityError(f"{uri[:300]!r} is not an identity: its canonical form is {identity.uri()}.")
+    return identity

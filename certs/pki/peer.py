@@ -1,0 +1,164 @@
+"""The certificate at the other end of a connection: identity, dates, revocation.
+
+For interceptors: :func:`peer_of_pem` remembers what it parsed, :meth:`Peer.check` costs microseconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+
+from muster.certs.errors import IdentityError
+from muster.certs.pki.certificates import (
+    UNREADABLE,
+    Link,
+    check_period,
+    check_strength,
+    fingerprint,
+    link_of,
+    name_of,
+    parse_certificates,
+    printable,
+    utc_now,
+)
+from muster.certs.pki.identity import LEGACY, SCHEME, Identity, parse_uri
+
+if TYPE_CHECKING:
+    from muster.certs.pki.revocation import Revocations
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer's certificate, read once.
+
+    Attributes:
+        identity: job, role and node.
+        name: the subject, fit for a log line.
+        fingerprint: SHA-256, as openssl writes it.
+        not_before: first moment of validity.
+        not_after: last moment of validity.
+        common_name: the subject's common name, or an empty string.
+        hosts: DNS names in the subject alternative name.
+        addresses: IP addresses there.
+        links: this certificate and the intermediates that came with it.
+    """
+
+    identity: Identity
+    name: str
+    fingerprint: str
+    not_before: datetime.datetime
+    not_after: datetime.datetime
+    common_name: str
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    links: tuple[Link, ...]
+
+    def check(self, revocations: Revocations | None = None, now: datetime.datetime | None = None) -> None:
+        """Refuses a certificate that is out of date or revoked.
+
+        A resumed TLS session skips the date check and gRPC knows no revocation, so every call needs this.
+
+        Args:
+            revocations: the lists in force; None for none.
+            now: the time to check for; by default the current one.
+
+        Raises:
+            ExpiredError, NotYetValidError, RevokedError: the certificate is refused.
+            RevocationListError: the lists cannot be relied on, so nobody is let in.
+        """
+        now = now or utc_now()
+        check_period(self.not_before, self.not_after, now, f"The certificate {self.describe()}")
+        if revocations is not None:
+            revocations.check(self.links, now)
+
+    def describe(self) -> str:
+        """Identity (or subject) and fingerprint, for logs and refusals."""
+        who = self.name if self.identity.legacy else self.identity.uri()
+        return f"{who} (SHA-256 {self.fingerprint[:23]}...)"
+
+
+@functools.lru_cache(maxsize=4096)
+def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
+    """Reads a peer's certificate; the result is remembered.
+
+    Args:
+        pem: the certificate, or the chain with the leaf first, as ``auth_context()`` or ``ssl`` give it.
+        require_identity: False takes certificates without an identity.
+
+    Raises:
+        IdentityError: none, several or malformed identities.
+        WeakCertificateError: a key that is too small or a broken hash.
+        FileError: not a certificate.
+    """
+    chain = parse_certificates(pem, "The peer's certificate")
+    leaf = chain[0]
+    try:
+        alternatives, constraints = _alternatives(leaf), _is_ca(leaf)
+        common_names = [str(a.value) for a in leaf.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
+    except UNREADABLE as error:
+        raise IdentityError("The peer's certificate has malformed extensions or names.") from error
+    if constraints:
+        raise IdentityError(f"The certificate {name_of(leaf)} is an authority's: it names nobody.")
+    hosts = alternatives.get_values_for_type(x509.DNSName)
+    _refuse_control_characters(leaf, [*common_names, *hosts])
+    identity = _identity(leaf, alternatives, common_names, require_identity)
+    for each in chain:
+        check_strength(each, f"The certificate {name_of(each)}")
+    return Peer(
+        identity=identity,
+        name=name_of(leaf),
+        fingerprint=fingerprint(leaf),
+        not_before=leaf.not_valid_before_utc,
+        not_after=leaf.not_valid_after_utc,
+        common_name=common_names[0] if common_names else "",
+        hosts=tuple(hosts),
+        addresses=tuple(str(each) for each in alternatives.get_values_for_type(x509.IPAddress)),
+        links=tuple(link_of(certificate) for certificate in chain),
+    )
+
+
+def _alternatives(leaf: x509.Certificate) -> x509.SubjectAlternativeName:
+    try:
+        return leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return x509.SubjectAlternativeName([])
+
+
+def _is_ca(leaf: x509.Certificate) -> bool:
+    try:
+        return leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
+def _refuse_control_characters(leaf: x509.Certificate, texts: list[str]) -> None:
+    for text in texts:
+        if not text.isprintable():
+            raise IdentityError(
+                f"The certificate {name_of(leaf)} has a control character in {printable(text)!r}."
+            )
+
+
+def _identity(
+    leaf: x509.Certificate,
+    alternatives: x509.SubjectAlternativeName,
+    common_names: list[str],
+    require_identity: bool,
+) -> Identity:
+    if len(common_names) > 1:
+        raise IdentityError(f"The certificate {name_of(leaf)} has {len(common_names)} common names, not one.")
+    uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) > 1:
+        raise IdentityError(f"The certificate {name_of(leaf)} has {len(uris)} URIs, and must have one.")
+    if uris and (uris[0].startswith(SCHEME) or require_identity):
+        return parse_uri(uris[0])
+    if require_identity:
+        raise IdentityError(
+            f"The certificate {name_of(leaf)} names no job and role.",
+            remedy="Issue one with `muster certs issue`, or trust every holder: require_identity false.",
+        )
+    return LEGACY

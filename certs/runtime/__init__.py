@@ -1,0 +1,1 @@
+"""Credentials of a running process: loaded, checked and renewed."""

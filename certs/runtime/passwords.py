@@ -1,0 +1,113 @@
+"""Where the passwords of PKCS#12 files come from: environment, file, systemd credential or prompt."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from muster.certs.errors import ConfigError, FileError
+from muster.certs.files import read_file
+
+_VARIABLES = {
+    "scheduler": "MS_SERVER_PASSWORD",
+    "server": "MS_SERVER_PASSWORD",
+    "worker": "MS_CLIENT_PASSWORD",
+    "client": "MS_CLIENT_PASSWORD",
+    "operator": "MS_CLIENT_PASSWORD",
+}
+MAX_PASSWORD_BYTES = 1024
+
+
+def prompt_on_terminal(question: str) -> str | None:
+    """Asks without echo; returns None where nobody is there to answer."""
+    if not sys.stdin or not sys.stdin.isatty():
+        return None
+    import getpass
+
+    try:
+        return getpass.getpass(question)
+    except EOFError:
+        return None
+
+
+def password_for(
+    role: str, env: Mapping[str, str], prompt: Callable[[str], str | None] | None = prompt_on_terminal
+) -> bytes:
+    """The password of a role's PKCS#12 file.
+
+    Looked for in this order: ``MS_SERVER_PASSWORD`` (``MS_CLIENT_PASSWORD`` for workers and operators), the
+    file named by the same variable with ``_FILE``, a systemd credential of that name, a prompt.
+
+    Args:
+        role: ``scheduler`` or ``server``; ``worker``, ``operator`` or ``client``.
+        env: the environment.
+        prompt: asks on a terminal and returns None if it cannot; None never asks.
+
+    Raises:
+        ConfigError: it is nowhere to be found, given twice, or its file cannot be read.
+    """
+    return password_from(_VARIABLES[role], env, prompt, f"Password of the {role}'s PKCS#12 file: ")
+
+
+def prompted_password(role: str, env: Mapping[str, str]) -> bytes | None:
+    """The password if it had to be asked for, else None: one from a file is read again at each rotation.
+
+    Raises:
+        ConfigError: as :func:`password_for`.
+    """
+    asked = False
+
+    def ask(question: str) -> str | None:
+        nonlocal asked
+        asked = True
+        return prompt_on_terminal(question)
+
+    password = password_for(role, env, ask)
+    return password if asked else None
+
+
+def password_from(
+    variable: str, env: Mapping[str, str], prompt: Callable[[str], str | None] | None, question: str
+) -> bytes:
+    """As :func:`password_for`, for any variable."""
+    from_file = f"{variable}_FILE"
+    if env.get(variable) and env.get(from_file):
+        raise ConfigError(f"{variable} and {from_file} are both set; legal is one of them.")
+    if env.get(variable):
+        return _checked(env[variable].encode("utf-8", "surrogateescape"), variable)
+    if env.get(from_file):
+        return read_password(env[from_file], from_file)
+    if env.get("CREDENTIALS_DIRECTORY"):
+        credential = Path(env["CREDENTIALS_DIRECTORY"]) / variable.lower()
+        if credential.exists():
+            return read_password(credential, "The systemd credential")
+    answer = prompt(question) if prompt is not None else None
+    if answer is None:
+        raise ConfigError(
+            f"A password is needed, and {variable} is not set.",
+            remedy=f"Set {from_file} to a file that holds it (or {variable} itself), or run on a terminal.",
+        )
+    return _checked(answer.encode(), "The password")
+
+
+def read_password(path: str | Path, what: str) -> bytes:
+    """Reads a password file; one line end at its end does not count.
+
+    Raises:
+        ConfigError: unreadable, empty or too long.
+    """
+    try:
+        data = read_file(path, f"{what}: the password file", limit=MAX_PASSWORD_BYTES + 2)
+    except FileError as error:
+        raise ConfigError(error.message, remedy="It needs one line with the password.") from None
+    data = data[:-1] if data.endswith(b"\n") else data
+    return _checked(data[:-1] if data.endswith(b"\r") else data, f"{what} {str(path)!r}")
+
+
+def _checked(password: bytes, what: str) -> bytes:
+    if not 1 <= len(password) <= MAX_PASSWORD_BYTES or b"\0" in password:
+        raise ConfigError(
+            f"{what} holds no usable password; legal are 1 to {MAX_PASSWORD_BYTES} bytes, no NUL."
+        )
+    return password

@@ -1,0 +1,197 @@
+"""A handshake with the scheduler before gRPC's own, because gRPC says only "Socket closed" when one fails.
+
+It finds out in words what is wrong on either side, checks role, job, name and revocation of the server's
+certificate, and returns exactly that certificate, so that gRPC can be told to accept no other.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+
+from muster.certs.errors import CertificateError, IdentityError, NameMismatchError, RefusedByPeerError
+from muster.certs.pki.certificates import fingerprint, name_of, parse_certificates, printable
+from muster.certs.pki.peer import Peer
+from muster.certs.pki.reasons import handshake_error, own_certificate, verification_error
+from muster.certs.runtime.probe import SILENT
+from muster.certs.runtime.store import Credentials
+from muster.certs.runtime.tls import client_ssl_context, peer_pem
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What a preflight found.
+
+    Attributes:
+        server_leaf_pem: the server's certificate; trust exactly this one.
+        name_override: what to pass as ``grpc.ssl_target_name_override``; None where the name fits anyway.
+        peer: the server's certificate, read.
+    """
+
+    server_leaf_pem: bytes
+    name_override: str | None
+    peer: Peer
+
+
+def preflight(
+    host: str,
+    port: int,
+    credentials: Credentials,
+    *,
+    expect_role: str = "scheduler",
+    job: str | None,
+    timeout_s: float,
+) -> Preflight:
+    """Shakes hands with a gRPC server, waits until it has accepted our certificate, and hangs up.
+
+    Args:
+        host: host name or address of the server.
+        port: its port.
+        credentials: our own; their revocation lists are applied to the server.
+        expect_role: the role that the server's certificate must have.
+        job: the job that it must be for; None for any.
+        timeout_s: limit for all of it, in seconds.
+
+    Raises:
+        CertificateError: either side refuses the other; the kind and the words say why. Trying again is of
+            no use until somebody has changed something.
+        OSError: nobody listens there, or the connection broke or timed out. Trying again may help.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        return _attempt(host, port, credentials, expect_role, job, deadline)
+    except RefusedByPeerError:
+        # A scheduler that is just being stopped looks the same. If it is gone, this raises OSError.
+        return _attempt(host, port, credentials, expect_role, job, deadline)
+
+
+def _attempt(
+    host: str, port: int, credentials: Credentials, role: str, job: str | None, deadline: float
+) -> Preflight:
+    where = f"{host}:{port}"
+    context = client_ssl_context(credentials)
+    context.set_alpn_protocols(["h2"])
+    name = None if _address(host) else host
+    with socket.create_connection((host, port), timeout=_left(deadline)) as plain:
+        try:
+            plain.settimeout(_left(deadline))
+            with context.wrap_socket(plain, server_hostname=name) as connection:
+                peer = _check(peer_pem(connection), credentials, where, role, job)
+                override = _name_override(peer, host, where)
+                connection.settimeout(_left(deadline))
+                _await_acceptance(connection, credentials, where)
+                leaf = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
+                return Preflight(leaf, override, peer)
+        except ssl.SSLCertVerificationError as error:
+            raise verification_error(error, where, _shown_certificate(host, port, deadline)) from None
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            raise ConnectionResetError(f"{where} closed the connection during the TLS handshake.") from None
+        except ssl.SSLError as error:
+            raise handshake_error(error, credentials, where) from None
+        except TimeoutError:
+            raise TimeoutError(SILENT) from None
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _shown_certificate(host: str, port: int, deadline: float) -> str:
+    """Which certificate a server shows that was refused: OpenSSL keeps it to itself, so it is asked again.
+
+    Nothing of ours is sent, and nothing but the certificate's text is used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((host, port), timeout=_left(deadline)) as plain,
+            context.wrap_socket(plain) as connection,
+        ):
+            [leaf] = parse_certificates(peer_pem(connection), "It")[:1]
+    except (OSError, CertificateError):
+        return ""
+    return (
+        f"It shows {name_of(leaf)}, issued by {printable(leaf.issuer.rfc4514_string())}, valid from "
+        f"{leaf.not_valid_before_utc:%Y-%m-%d} to {leaf.not_valid_after_utc:%Y-%m-%d}, "
+        f"SHA-256 {fingerprint(leaf)}."
+    )
+
+
+def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str | None) -> Peer:
+    try:
+        peer = credentials.peer(pem)
+    except CertificateError as error:
+        raise type(error)(
+            f"The server at {where} is not accepted: {error.message}", remedy=error.remedy
+        ) from None
+    refusal = peer.identity.may(role=role, job=job)
+    if refusal is not None:
+        raise IdentityError(
+            f"The server at {where} is not accepted as {role}: {refusal}",
+            remedy="Check MS_SCHED_HOST, MS_SCHED_PORT and MS_JOB_ID, and server_cert_path of the scheduler.",
+        )
+    return peer
+
+
+def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where: str) -> None:
+    """In TLS 1.3 the client is done before the server has judged it: only the first byte tells."""
+    try:
+        first = connection.recv(1)
+    except ConnectionResetError:
+        first = b""
+    if not first:
+        raise RefusedByPeerError(
+            f"{where} closed the connection after it saw our certificate {own_certificate(credentials)}.",
+            remedy="Most likely it does not trust it: compare ca_cert_path, clock and CRL there.",
+        )
+
+
+def _name_override(peer: Peer, host: str, where: str) -> str | None:
+    """None if the certificate fits the name; its common name if it is a legacy one without host names.
+
+    Raises:
+        NameMismatchError: it names other hosts, or none.
+    """
+    known = [*peer.hosts, *peer.addresses]
+    if known:
+        if _fits(host, peer):
+            return None
+        raise NameMismatchError(
+            f"The server at {where} has a certificate for {', '.join(known[:8])}, not for {host!r}.",
+            remedy=f"Issue it with `--hosts {host}`, or set MS_SCHED_HOST to one of those names.",
+        )
+    # A legacy certificate is pinned, so gRPC's own name check may compare it with itself. It looks for a
+    # common name only where there are no alternative names at all, and an identity is one.
+    if not peer.identity.legacy or not peer.common_name:
+        raise NameMismatchError(
+            f"The certificate of the server at {where} ({peer.name}) names no host.",
+            remedy=f"Issue it with `--hosts {host}`.",
+        )
+    return None if peer.common_name.lower() == host.lower() else peer.common_name
+
+
+def _fits(host: str, peer: Peer) -> bool:
+    # An address must stand there as an address: gRPC does not look for it among the names.
+    address = _address(host)
+    if address is not None:
+        return any(_address(each) == address for each in peer.addresses)
+    host = host.lower().rstrip(".")
+    return any(_name_fits(host, name.lower().rstrip(".")) for name in peer.hosts)
+
+
+def _name_fits(host: str, name: str) -> bool:
+    if name.startswith("*."):
+        return host.partition(".")[2] == name[2:] and "." in name[2:]
+    return host == name
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text.strip("[]").partition("%")[0])
+    except ValueError:
+        return None

@@ -1,0 +1,279 @@
+"""A process's own certificate and key, with the authorities it trusts: loaded and checked, in memory only."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    pkcs12,
+)
+
+from muster.certs.config import CIPHERS, SecurityConfig
+from muster.certs.errors import (
+    FileError,
+    KeyMismatchError,
+    MissingKeyError,
+    PasswordError,
+    RevocationListError,
+    TruncatedError,
+    UsageError,
+)
+from muster.certs.files import read_file
+from muster.certs.pki.certificates import (
+    UNREADABLE,
+    build_chain,
+    check_chain,
+    check_purpose,
+    check_readable,
+    fingerprint,
+    is_authority,
+    load_authorities,
+    name_of,
+    parse_certificates,
+    to_pem,
+    utc_now,
+)
+from muster.certs.pki.identity import Identity
+from muster.certs.pki.peer import Peer, peer_of_pem
+from muster.certs.pki.revocation import Revocations, load_revocations
+from muster.certs.runtime.passwords import password_for as password_for
+from muster.certs.runtime.passwords import prompt_on_terminal
+
+MAX_P12_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a process needs to speak TLS. The key is in memory only and never shown.
+
+    Attributes:
+        key_pem: the private key, PKCS#8 PEM, not encrypted.
+        cert_chain_pem: the leaf, then intermediates.
+        ca_pem: the trusted authorities.
+        leaf_pem: the leaf alone.
+        identity: whom the leaf names.
+        not_before: first moment of the leaf's validity.
+        not_after: last moment of the leaf's validity.
+        fingerprint: SHA-256 of the leaf.
+        ca_not_after: when the first authority in the chain ends.
+        revocations: the lists in force; None if none are configured.
+        cipher_list: suites for TLS 1.2.
+        require_identity: whether peers must name job and role.
+    """
+
+    key_pem: bytes = field(repr=False)
+    cert_chain_pem: bytes = field(repr=False)
+    ca_pem: bytes = field(repr=False)
+    leaf_pem: bytes = field(repr=False)
+    identity: Identity
+    not_before: datetime.datetime
+    not_after: datetime.datetime
+    fingerprint: str
+    ca_not_after: datetime.datetime
+    revocations: Revocations | None = field(repr=False, default=None)
+    cipher_list: tuple[str, ...] = field(repr=False, default=CIPHERS)
+    require_identity: bool = True
+
+    def peer(self, pem: bytes, now: datetime.datetime | None = None) -> Peer:
+        """Reads and checks the certificate of a TLS peer: identity, dates, revocation.
+
+        The handshake must have verified it against ``ca_pem`` already.
+
+        Raises:
+            CertificateError: it is refused; the kind and the words say why.
+        """
+        peer = peer_of_pem(pem, require_identity=self.require_identity)
+        peer.check(self.revocations, now)
+        return peer
+
+
+def load_configured(
+    config: SecurityConfig,
+    role: str,
+    env: Mapping[str, str],
+    *,
+    password: bytes | None = None,
+    prompt: Callable[[str], str | None] | None = prompt_on_terminal,
+) -> Credentials:
+    """Loads the credentials of a role as config.json says.
+
+    Args:
+        config: the configuration.
+        role: ``scheduler``, ``worker`` or ``operator``.
+        env: where the password is looked for, unless given.
+        password: the password.
+        prompt: how to ask for it; None never asks.
+
+    Raises:
+        CertificateError: the kind that fits.
+    """
+    return load_credentials(
+        config.cert_path(role),
+        password_for(role, env, prompt) if password is None else password,
+        config.ca_cert_path,
+        crl_path=config.crl_path,
+        purpose="server" if role == "scheduler" else "client",
+        require_identity=config.require_identity,
+        cipher_list=config.cipher_list,
+    )
+
+
+def load_credentials(
+    p12_path: str | os.PathLike[str],
+    password: bytes,
+    ca_path: str | os.PathLike[str],
+    *,
+    crl_path: str | os.PathLike[str] | None = None,
+    purpose: str | None = None,
+    require_identity: bool = True,
+    cipher_list: tuple[str, ...] = CIPHERS,
+    now: datetime.datetime | None = None,
+) -> Credentials:
+    """Loads a PKCS#12 file and checks it as a peer would.
+
+    Args:
+        p12_path: the file with key, certificate and intermediates.
+        password: its password.
+        ca_path: PEM file of the trusted authorities.
+        crl_path: PEM file of revocation lists; None for none.
+        purpose: ``server``, ``client`` or None for either.
+        require_identity: whether the certificate must name job and role.
+        cipher_list: suites for TLS 1.2.
+        now: the time to check dates for; by default the current one.
+
+    Raises:
+        FileError: a file is unreadable, truncated, of another kind, or lacks the key.
+        PasswordError: the password is wrong.
+        KeyMismatchError, ExpiredError, NotYetValidError, UntrustedError, WeakCertificateError, UsageError,
+        IdentityError, RevokedError, RevocationListError: what they say.
+    """
+    now = now or utc_now()
+    key, leaf, extra = read_p12(p12_path, password)
+    what = f"The certificate in {os.fspath(p12_path)!r} ({name_of(leaf)})"
+    if is_authority(leaf):
+        raise UsageError(f"{what} is an authority's, not one for a scheduler or worker.")
+    roots = load_authorities(read_file(ca_path, "The CA file"), f"The CA file {os.fspath(ca_path)!r}")
+    chain = build_chain(leaf, extra, roots, what)
+    check_chain(chain, now, what)
+    if purpose is not None:
+        check_purpose(leaf, purpose, what)
+    credentials = Credentials(
+        key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        cert_chain_pem=to_pem(chain[:-1]),
+        ca_pem=to_pem(roots),
+        leaf_pem=to_pem([leaf]),
+        identity=peer_of_pem(to_pem([leaf]), require_identity=require_identity).identity,
+        not_before=leaf.not_valid_before_utc,
+        not_after=leaf.not_valid_after_utc,
+        fingerprint=fingerprint(leaf),
+        ca_not_after=min(each.not_valid_after_utc for each in chain[1:]),
+        cipher_list=cipher_list,
+        require_identity=require_identity,
+    )
+    if crl_path is not None:
+        credentials = dataclasses.replace(credentials, revocations=revocations_for(credentials, crl_path))
+    credentials.peer(credentials.cert_chain_pem, now)  # a revoked certificate ends here, not at a silent peer
+    return credentials
+
+
+def revocations_for(credentials: Credentials, crl_path: str | os.PathLike[str]) -> Revocations:
+    """Reads the revocation lists of the authorities that the credentials trust or come from.
+
+    Raises:
+        RevocationListError: they cannot be relied on.
+    """
+    try:
+        pem = read_file(crl_path, "The revocation list")
+    except FileError as error:
+        raise RevocationListError(error.message, remedy="Until it can be read, nobody is let in.") from None
+    authorities = parse_certificates(credentials.ca_pem, "The CA file")
+    authorities += parse_certificates(credentials.cert_chain_pem, "The certificate chain")[1:]
+    return load_revocations(pem, authorities, os.fspath(crl_path))
+
+
+def is_pem(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is PEM text, and not PKCS#12.
+
+    Raises:
+        FileError: unreadable.
+    """
+    return b"-----BEGIN" in read_file(path, "The file")[:4096]
+
+
+def read_p12(
+    path: str | os.PathLike[str], password: bytes
+) -> tuple[CertificateIssuerPrivateKeyTypes, x509.Certificate, list[x509.Certificate]]:
+    """Opens a PKCS#12 file, old encryptions (3DES, RC2) included.
+
+    Returns:
+        key, its certificate, further certificates.
+
+    Raises:
+        FileError, TruncatedError, PasswordError, MissingKeyError, KeyMismatchError: as said there.
+    """
+    data = read_file(path, "The PKCS#12 file", limit=MAX_P12_BYTES)
+    shown = f"The PKCS#12 file {os.fspath(path)!r}"
+    _check_envelope(data, shown)
+    try:
+        key, leaf, extra = pkcs12.load_key_and_certificates(data, password)
+    except UnsupportedAlgorithm as error:
+        raise FileError(f"{shown} is encrypted in a way that is not supported.", remedy=_REMAKE) from error
+    except ValueError as error:
+        # The library has one kind of error for both, and only the words to tell them apart.
+        if "password" in str(error).lower():
+            raise PasswordError(
+                f"{shown} does not open with this password (or is damaged).",
+                remedy="Check MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD, or the _FILE that holds it.",
+            ) from None
+        raise FileError(f"{shown} is damaged, or not PKCS#12.", remedy=_REMAKE) from None
+    except UNREADABLE as error:
+        raise FileError(f"{shown} holds a malformed certificate.", remedy=_REMAKE) from error
+    if key is not None and leaf is None and extra:
+        raise KeyMismatchError(
+            f"{shown}: the private key belongs to none of the certificates.", remedy=_REMAKE
+        )
+    if key is None or leaf is None:
+        missing = "private key" if key is None else "certificate"
+        raise MissingKeyError(f"{shown} holds no {missing}.", remedy=_REMAKE)
+    try:
+        for each in (leaf, *extra):
+            check_readable(each)
+        public = leaf.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    except UNREADABLE as error:
+        raise FileError(f"{shown} holds a malformed certificate.", remedy=_REMAKE) from error
+    if key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) != public:
+        raise KeyMismatchError(
+            f"{shown}: the private key does not belong to the certificate.", remedy=_REMAKE
+        )
+    return key, leaf, list(extra)  # type: ignore[return-value]  # other kinds are refused by check_strength
+
+
+_REMAKE = "Make it anew: `muster certs issue`, or `openssl pkcs12 -export -inkey KEY -in CERT -out FILE`."
+
+
+def _check_envelope(data: bytes, shown: str) -> None:
+    """Tells apart what the parser calls by one name: PEM text, an empty, a foreign and a cut-off file."""
+    if b"-----BEGIN" in data[:4096]:
+        raise FileError(f"{shown} is PEM text, and PKCS#12 is needed here.", remedy=_REMAKE)
+    if data[:1] != b"\x30" or len(data) < 2:
+        raise FileError(f"{shown} is {'empty' if not data else 'not PKCS#12'}.", remedy=_REMAKE)
+    if data[1] < 0x80:
+        expected = 2 + data[1]
+    else:
+        octets = data[1] & 0x7F
+        if octets == 0:
+            return  # indefinite length: only the parser can tell
+        expected = 2 + octets + int.from_bytes(data[2 : 2 + octets], "big")
+    if len(data) < expected:
+        raise TruncatedError(f"{shown} is cut off: {len(data)} of {expected} bytes.", remedy="Copy it again.")

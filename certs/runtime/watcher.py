@@ -1,0 +1,155 @@
+"""Rotation: notices changed files, checks them, and only then puts them in force."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from muster.certs.config import SecurityConfig, load_config
+from muster.certs.errors import CertificateError, RevocationListError
+from muster.certs.pki.revocation import ListKey, RevocationList, Revocations, keep_newest, lists_by_key
+from muster.certs.runtime.passwords import password_for
+from muster.certs.runtime.rotation import (
+    Change,
+    InForce,
+    change_between,
+    kept_under,
+    own_problem,
+    refusal,
+    same_certificate,
+    unused,
+)
+from muster.certs.runtime.store import Credentials, load_credentials, revocations_for
+
+_Signature = tuple[tuple[str, tuple[int, int, int, int] | None], ...]
+
+
+class CredentialsWatcher:
+    """Keeps a role's credentials up to date with its files.
+
+    Call :meth:`poll` twice a second or so, from one thread; unless something changed it costs a few ``stat``.
+
+    Args:
+        config_path: config.json.
+        role: ``scheduler``, ``worker`` or ``operator``.
+        env: where the password is looked for, at every load; a rotated password file works.
+        password: the password, if it is not in the environment.
+        job: the job that a renewed certificate must be for, too; None for any.
+
+    Attributes:
+        config: the configuration in force; of it ``cipher_list`` alone counts from the next start on.
+        credentials: the certificate, authorities and revocation lists in force.
+
+    Raises:
+        CertificateError: something is wrong at the start; the kind and the words say what.
+    """
+
+    def __init__(
+        self,
+        config_path: str | os.PathLike[str],
+        role: str,
+        env: Mapping[str, str],
+        *,
+        password: bytes | None = None,
+        job: str | None = None,
+    ) -> None:
+        self._role = role
+        self._env = env
+        self._password = password
+        self.job = job
+        self.config: SecurityConfig = load_config(config_path)
+        self._ciphers = self.config.cipher_list
+        self._seen = _signature(self.config, role)
+        base = self._load(self.config)
+        if self.config.crl_path is not None:
+            base = dataclasses.replace(base, revocations=revocations_for(base, self.config.crl_path))
+        base.peer(base.cert_chain_pem)
+        self.credentials: Credentials = base
+        self._newest: dict[ListKey, tuple[RevocationList, ...]] = lists_by_key(base.revocations)
+
+    def poll(self) -> Change | None:
+        """Looks for changed files.
+
+        Returns:
+            None if nothing that counts changed since the last call.
+        """
+        seen = _signature(self.config, self._role)
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        before = InForce(self.config, self.credentials)
+        problems: list[CertificateError] = []
+        config = self._read_config(problems)
+        # Every signature is taken before its file is read: a change in between is found by the next call.
+        self._seen = seen[:1] + _signature(config, self._role)[1:]
+        credentials = self._choose(config, problems)
+        own = own_problem(credentials)
+        if own is not None:
+            problems.append(own)
+        self._newest |= lists_by_key(credentials.revocations)
+        self.config, self.credentials = config, credentials
+        return change_between(before, InForce(config, credentials), problems)
+
+    def _read_config(self, problems: list[CertificateError]) -> SecurityConfig:
+        try:
+            return load_config(self.config.path)
+        except CertificateError as error:
+            words = f"The new configuration is not used, the old one stays in force: {error.message}"
+            problems.append(type(error)(words, remedy=error.remedy))
+            return self.config
+
+    def _choose(self, config: SecurityConfig, problems: list[CertificateError]) -> Credentials:
+        """The certificate that is in force from now on, with its revocation lists."""
+        old = kept_under(config, self.credentials)
+        try:
+            new = self._load(config)
+        except CertificateError as error:
+            problems.append(unused(error))
+            new = old
+        credentials, complaints = self._with_lists(config, new)
+        refused = None if same_certificate(new, old) else refusal(credentials, self._role, self.job)
+        if refused is not None:
+            problems.append(refused)
+            # With its own authorities, too: lists of others would not be believed.
+            credentials, complaints = self._with_lists(config, old)
+        problems.extend(complaints)
+        return credentials
+
+    def _with_lists(
+        self, config: SecurityConfig, base: Credentials
+    ) -> tuple[Credentials, list[RevocationListError]]:
+        if config.crl_path is None:
+            return dataclasses.replace(base, revocations=None), []
+        try:
+            lists, complaints = keep_newest(revocations_for(base, config.crl_path), self._newest)
+        except RevocationListError as error:
+            lists, complaints = Revocations(problem=error.message), [error]
+        return dataclasses.replace(base, revocations=lists), complaints
+
+    def _load(self, config: SecurityConfig) -> Credentials:
+        password = self._password or password_for(self._role, self._env, None)
+        return load_credentials(
+            config.cert_path(self._role),
+            password,
+            config.ca_cert_path,
+            purpose="server" if self._role == "scheduler" else "client",
+            require_identity=config.require_identity,
+            cipher_list=self._ciphers,  # as gRPC's: those of the start
+        )
+
+
+def _signature(config: SecurityConfig, role: str) -> _Signature:
+    """What tells whether a file was replaced; config.json's comes first."""
+    crls = [] if config.crl_path is None else [config.crl_path]
+    files = [config.path, config.cert_path(role), config.ca_cert_path, *crls]
+    return tuple((str(file), _stat(file)) for file in files)
+
+
+def _stat(file: Path) -> tuple[int, int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_ctime_ns

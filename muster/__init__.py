@@ -1,0 +1,118 @@
+"""Muster: joins a training job over mutual TLS, gets a rank, and computes with the others.
+
+::
+
+    import muster
+
+    session = muster.init()           # reads MS_*; "nccl" on GPUs, "tcp" on CPUs
+    total = muster.all_reduce(array)
+    muster.release()
+
+``import muster`` itself loads nothing: what is used is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from muster.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from muster.worker import errors as errors
+    from muster.worker.collectives import all_gather as all_gather
+    from muster.worker.collectives import all_reduce as all_reduce
+    from muster.worker.collectives import all_to_all as all_to_all
+    from muster.worker.collectives import barrier as barrier
+    from muster.worker.collectives import broadcast as broadcast
+    from muster.worker.collectives import create_group as create_group
+    from muster.worker.collectives import destroy_group as destroy_group
+    from muster.worker.collectives import gather as gather
+    from muster.worker.collectives import get_group_rank_from_world_rank as get_group_rank_from_world_rank
+    from muster.worker.collectives import get_group_size as get_group_size
+    from muster.worker.collectives import get_local_rank as get_local_rank
+    from muster.worker.collectives import get_local_rank_size as get_local_rank_size
+    from muster.worker.collectives import get_rank as get_rank
+    from muster.worker.collectives import get_world_rank_from_group_rank as get_world_rank_from_group_rank
+    from muster.worker.collectives import group as group
+    from muster.worker.collectives import recv as recv
+    from muster.worker.collectives import reduce as reduce
+    from muster.worker.collectives import reduce_scatter as reduce_scatter
+    from muster.worker.collectives import scatter as scatter
+    from muster.worker.collectives import send as send
+    from muster.worker.communicators.nccl.work import PreMultipliedSum as PreMultipliedSum
+    from muster.worker.control.session import Session as Session
+    from muster.worker.errors import ArrayError as ArrayError
+    from muster.worker.errors import CollectiveMismatchError as CollectiveMismatchError
+    from muster.worker.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from muster.worker.errors import CommunicatorAbortedError as CommunicatorAbortedError
+    from muster.worker.errors import CommunicatorError as CommunicatorError
+    from muster.worker.errors import FormationTimeoutError as FormationTimeoutError
+    from muster.worker.errors import GroupError as GroupError
+    from muster.worker.errors import JobEndedError as JobEndedError
+    from muster.worker.errors import LeaveGranted as LeaveGranted
+    from muster.worker.errors import MembershipChanged as MembershipChanged
+    from muster.worker.errors import NotInitializedError as NotInitializedError
+    from muster.worker.errors import PeerFinishedError as PeerFinishedError
+    from muster.worker.errors import PeerLostError as PeerLostError
+    from muster.worker.errors import RanksDifferError as RanksDifferError
+    from muster.worker.errors import RefusedError as RefusedError
+    from muster.worker.errors import SchedulerUnreachableError as SchedulerUnreachableError
+    from muster.worker.errors import SecurityError as SecurityError
+    from muster.worker.errors import SettingsError as SettingsError
+    from muster.worker.errors import WorkerError as WorkerError
+    from muster.worker.parallel.planning.context import ParallelMode as ParallelMode
+    from muster.worker.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
+    from muster.worker.parallel.planning.context import (
+        reset_auto_parallel_context as reset_auto_parallel_context,
+    )
+    from muster.worker.parallel.planning.context import set_auto_parallel_context as set_auto_parallel_context
+    from muster.worker.runtime import init as init
+    from muster.worker.runtime import release as release
+    from muster.worker.runtime import set_ps_context as set_ps_context
+
+_NAMES = {
+    "muster.worker.pytorch.capture": "CaptureError TrainingStep capture_step",
+    "muster.worker.collectives": (
+        "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
+        " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_rank"
+        " get_world_rank_from_group_rank group recv reduce reduce_scatter scatter send"
+    ),
+    "muster.worker.communicators.nccl.work": "PreMultipliedSum",
+    "muster.worker.errors": (
+        "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
+        " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"
+        " NotInitializedError PeerFinishedError PeerLostError RanksDifferError RefusedError"
+        " SchedulerUnreachableError SecurityError SettingsError WorkerError"
+    ),
+    "muster.worker.parallel.api": "layerwise parallelize",
+    "muster.worker.parallel.planning.context": (
+        "ParallelMode get_auto_parallel_context reset_auto_parallel_context set_auto_parallel_context"
+    ),
+    "muster.worker.runtime": "init release set_ps_context",
+    "muster.worker.control.session": "Session",
+    "muster.worker.pytorch.sharded_optimizer": "ShardedOptimizer",
+    "muster.worker.pytorch.data_parallel": "DataParallel",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used."""
+    module_name = _MODULE_OF.get(name)
+    if module_name is None and name == "errors":
+        module_name = "muster.worker.errors"
+    if module_name is None:
+        raise AttributeError(f"module 'muster' has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(module_name)
+    value = module if name == "errors" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,0 +1,1 @@
+"""So that ``python -m scheduler`` starts Muster's scheduler."""

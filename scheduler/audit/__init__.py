@@ -1,0 +1,1 @@
+"""What a scheduler logs of refusals and failed handshakes."""

@@ -1,0 +1,137 @@
+"""TLS handshakes that failed, read out of gRPC's trace and told in plain words. Does no I/O.
+
+gRPC hands a failed handshake to nobody: reason and address stand only in what its tracer ``handshaker``
+writes to standard error. That text is no promise of gRPC's, so whatever is not known here is no failure
+either: it is passed on, or dropped where it is the tracer's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from muster.certs.one_line import one_line
+from muster.rendezvous.grpc_lines import Record
+from muster.scheduler.serve.access import address_of
+
+HUNG_UP = "hung_up"
+TIMED_OUT = "timed_out"
+OTHER = "other"
+_MAX_DETAIL = 120
+
+_AUTHORITY = "Both sides need certificates of one authority in ca_cert_path."
+_JOB = "If it is a worker, start it with this job's config.json."
+_SAYINGS = {
+    "expired": "its certificate, or its authority's, has expired. Renew it, or check this host's clock.",
+    "not_yet_valid": "its certificate is not valid yet. Wait, or check this host's clock.",
+    "wrong_use": "its certificate was not issued for use as a client.",
+    "unknown_ca": f"its certificate is of an authority not trusted here ({{detail}}). {_AUTHORITY}",
+    "bad_certificate": "its certificate is refused: {detail}.",
+    "no_certificate": f"it showed no certificate. {_JOB}",
+    "plaintext_http": f"it speaks HTTP in plaintext, not TLS. {_JOB}",
+    "no_tls": f"it does not speak TLS: plaintext, or any bytes. {_JOB}",
+    "no_grpc": "it speaks TLS, but not gRPC in it (ALPN names no h2).",
+    "no_common_settings": "no TLS version or cipher in common ({detail}). Compare cipher_list on both sides.",
+    "refused_us": f"it refused this scheduler ({{detail}}). Its own log says why. {_AUTHORITY}",
+    HUNG_UP: "it hung up ({detail}).",
+    TIMED_OUT: "it was not done in time. Look at the load of its host, and at the network.",
+    OTHER: "{detail}.",
+}
+REASONS = tuple(_SAYINGS)
+"""The codes of all failures."""
+
+_SIGNS = {  # the first that is in gRPC's text decides
+    "certificate has expired": "expired",
+    "certificate is not yet valid": "not_yet_valid",
+    "unsupported certificate purpose": "wrong_use",
+    "self signed certificate": "unknown_ca",
+    "issuer certificate": "unknown_ca",
+    "unable to verify the first certificate": "unknown_ca",
+    "certificate signature failure": "unknown_ca",
+    "CERTIFICATE_VERIFY_FAILED": "bad_certificate",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no_certificate",
+    "HTTP_REQUEST": "plaintext_http",
+    "PROXY_REQUEST": "plaintext_http",
+    "WRONG_VERSION_NUMBER": "no_tls",
+    "ENCRYPTED_LENGTH_TOO_LONG": "no_tls",
+    "ALPN": "no_grpc",
+    "UNSUPPORTED_PROTOCOL": "no_common_settings",
+    "NO_SHARED_": "no_common_settings",
+    "NO_COMMON_": "no_common_settings",
+    "WRONG_CURVE": "no_common_settings",
+    "_ALERT_": "refused_us",
+    # An alert in the clear, where TLS 1.3 is past that: OpenSSL's clients refuse a server like this.
+    "BAD_PACKET_LENGTH": "refused_us",
+    "Handshake read failed": HUNG_UP,
+    "Handshake write failed": HUNG_UP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A handshake that failed: the code of its reason, the other side's address and port, the sentence."""
+
+    reason: str
+    peer: str
+    text: str
+
+    @property
+    def host(self) -> str:
+        """The address without its port."""
+        return self.peer.rpartition(":")[0]
+
+
+def explain(error: str, peer: str) -> Failure:
+    """Puts gRPC's words for a failed handshake in ours."""
+    code = next((code for sign, code in _SIGNS.items() if sign in error), OTHER)
+    return _failure(code, peer, _detail(error))
+
+
+def _failure(code: str, peer: str, detail: str = "") -> Failure:
+    said = _SAYINGS[code].format(detail=detail)
+    return Failure(code, peer, f"The TLS handshake with {peer} failed: {said}")
+
+
+def _detail(error: str) -> str:
+    """What BoringSSL says of the certificate, else the name of its error, else what gRPC says."""
+    for pattern in (r"CERTIFICATE_VERIFY_FAILED: ([^:]+)", r"OPENSSL_internal:(\w+)", r"\((.+)\)$", "(.*)"):
+        found = re.search(pattern, error)
+        if found is not None:
+            break
+    detail = found[1] if found is not None else error
+    if detail.isupper():
+        detail = detail.lower().replace("_", " ")
+    return one_line(detail.strip())[:_MAX_DETAIL]
+
+
+_FAILED = b"CallNextHandshakerLocked: error="
+_TIMED_OUT = re.compile(rb"handshake.manager \S+ *Shutdown called: [^\n]*Handshake timed out")
+_SHUTDOWN = b" shutdown="
+_PEER = re.compile(rb"endpoint_peer_address=([^,}\s]{1,100})")
+
+
+class TraceReader:
+    """Finds the handshakes that failed among the records of gRPC's tracer."""
+
+    def __init__(self) -> None:
+        self._timeouts = 0
+
+    def read(self, record: Record) -> Failure | None:
+        """Reads a record; returns the failure that it tells of."""
+        if _TIMED_OUT.match(record.data):
+            self._timeouts += 1
+        if not record.data.startswith(_FAILED) or record.data.startswith(_FAILED + b"OK "):
+            return None
+        error, found, arguments = record.data[len(_FAILED) :].rpartition(_SHUTDOWN)
+        if not found:
+            return None
+        address = _PEER.search(arguments)
+        peer = (
+            one_line(address_of(address[1].decode("ascii", "replace"))) if address else "an unknown address"
+        )
+        if not arguments.startswith(b"true"):
+            return explain(error.partition(b"\n")[0].decode("ascii", "replace"), peer)
+        if not self._timeouts:  # it is us who stop
+            return None
+        self._timeouts -= 1
+        return _failure(TIMED_OUT, peer)

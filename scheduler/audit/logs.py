@@ -1,0 +1,195 @@
+"""Log lines and the audit log.
+
+One line per event, facts as key=value; nothing that a peer sends is able to forge a line.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.certs.one_line import one_line
+from muster.rendezvous.log_lines import BoundedFormatter
+from muster.scheduler.audit.handshakes import REASONS
+from muster.scheduler.errors import SettingsError
+from muster.scheduler.serve import systemd
+
+if TYPE_CHECKING:
+    from muster.scheduler.audit.thinning import Line
+    from muster.scheduler.jobs.driver import Note
+    from muster.scheduler.serve.access import Caller
+
+LOG = logging.getLogger("scheduler")
+AUDITED = frozenset(("joined", "left", "lost", "refused", "denied", "expelled", "drained", "expired"))
+FINGERPRINT_SHOWN = 23
+"""Characters: 16 hexadecimal digits with colons between."""
+
+_LOUD = frozenset(("lost", "refused", "denied", "expelled", "expired"))
+
+
+class LineFormatter(BoundedFormatter):
+    """``2026-01-31T12:00:00.123Z INFO text``; whatever the text is, it forges no line of its own."""
+
+    def head(self, record: logging.LogRecord) -> str:
+        """Time and level."""
+        moment = dt.datetime.fromtimestamp(record.created, dt.UTC)
+        stamp = f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+        return f"{stamp} {record.levelname} "
+
+    def text(self, record: logging.LogRecord) -> str:
+        """The message; a traceback's line breaks are escaped like any other."""
+        text = record.getMessage()
+        if record.exc_info:
+            text += " " + self.formatException(record.exc_info)
+        return one_line(text)
+
+
+class JournalFormatter(LineFormatter):
+    """The same with a prefix by which systemd's journal tells how grave a line is."""
+
+    def head(self, record: logging.LogRecord) -> str:
+        """Priority, time and level."""
+        return systemd.priority_prefix(record.levelno) + super().head(record)
+
+
+def set_up(level: str, env: Mapping[str, str]) -> None:
+    """Sends the scheduler's log to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JournalFormatter() if systemd.is_journal(2, env) else LineFormatter())
+    LOG.handlers[:] = [handler]
+    LOG.setLevel(level)
+    LOG.propagate = False
+
+
+def fields(**facts: object) -> str:
+    """Renders facts as ``key=value``, quoted where blanks would blur them; leaves empty ones out."""
+    parts = []
+    for key, value in facts.items():
+        text = one_line(str(value))
+        if value is None or text == "":
+            continue
+        plain = all(c.isalnum() or c in "._:/@[]*+-" for c in text)
+        parts.append(f"{key}={text if plain else json.dumps(text, ensure_ascii=False)}")
+    return " ".join(parts)
+
+
+class AuditLog:
+    """JSON lines, appended: who joined, left, was refused, expelled or drained, by which certificate, when.
+
+    Args:
+        path: the file; made with mode 0600.
+        wall_clock: the time of day.
+
+    Raises:
+        SettingsError: the file cannot be opened.
+    """
+
+    def __init__(
+        self, path: Path, wall_clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC)
+    ) -> None:
+        self._wall_clock = wall_clock
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SettingsError(
+                f"MS_AUDIT_LOG must name a file that can be written; '{path}': {error.strerror}."
+            ) from error
+
+    def write(self, event: str, facts: Mapping[str, object]) -> None:
+        """Appends one event; a single write, so that lines of two processes do not mix."""
+        entry = {"time": self._wall_clock().isoformat(timespec="milliseconds"), "event": event, **facts}
+        data = (json.dumps(entry, ensure_ascii=True) + "\n").encode("ascii")
+        try:
+            os.write(self._fd, data)
+        except OSError as error:
+            LOG.error("the audit log cannot be written: %s", error.strerror)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+
+class Recorder:
+    """Takes notes: each becomes a log line, those of concern to security an audit entry, refusals a count."""
+
+    def __init__(self, audit: AuditLog | None = None) -> None:
+        self._audit = audit
+        self.refusals: Counter[str] = Counter()
+        # All keys from the begin: another thread counts, and what is being read must not grow.
+        self.failed_handshakes: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+
+    def note(self, note: Note) -> None:
+        """Records what a job's driver saw."""
+        session = note.session
+        facts: dict[str, object] = {"job_id": note.job_id}
+        if session is not None:
+            facts |= _who(session.caller)
+            if session.candidate is not None:
+                host = session.candidate.host
+                facts |= {"node_id": session.candidate.node_id, "host": host.name, "host_id": host.id}
+            if session.rank >= 0:
+                facts |= {"rank": session.rank, "generation": session.generation}
+        self._record(note.kind, note.text, note.code, facts)
+
+    def denied(self, call: str, caller: Caller | None, address: str, code: str, sentence: str) -> None:
+        """Records a call that was turned away before it reached any job."""
+        who = _who(caller) if caller is not None else {"peer": address}
+        self._record("denied", sentence, code, {"call": call, **who})
+
+    def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
+        """Records an operator's drain."""
+        self._record("drained", sentence, "", {"job_id": job_id, "node_id": node_id, **_who(caller)})
+
+    def handshake_failed(self, line: Line, *, quiet: bool) -> None:
+        """Records TLS handshakes that failed; in a thread of its own, unlike all others.
+
+        Args:
+            line: what to say; whoever counts has counted before.
+            quiet: for debugging only: the other side just hung up, as probes and port scans do.
+        """
+        facts: dict[str, object] = {"call": "handshake", "peer": line.peer}
+        if line.count > 1:
+            facts["count"] = line.count
+        if quiet:
+            LOG.debug("denied %s", fields(code=line.reason, **facts, text=line.text))
+        else:
+            self._write("denied", line.text, line.reason, facts)
+
+    def _record(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
+        if kind in ("refused", "denied", "expelled"):
+            self.refusals[code or kind] += 1
+        self._write(kind, text, code, facts)
+
+    def _write(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
+        level = logging.WARNING if kind in _LOUD else logging.INFO
+        if LOG.isEnabledFor(level):
+            LOG.log(level, "%s %s", kind, fields(code=code, **_brief(facts), text=text))
+        if self._audit is not None and kind in AUDITED:
+            extra = {"code": code} if code else {}
+            self._audit.write(kind, {**extra, **facts, "text": one_line(text)})
+
+
+def _brief(facts: dict[str, object]) -> dict[str, object]:
+    """The facts for a log line: of a fingerprint as much as ``certs revoke --fingerprint`` asks for.
+
+    The audit log has it whole.
+    """
+    certificate = facts.get("certificate")
+    return facts if certificate is None else {**facts, "certificate": str(certificate)[:FINGERPRINT_SHOWN]}
+
+
+def _who(caller: Caller) -> dict[str, object]:
+    facts: dict[str, object] = {"peer": caller.address}
+    if caller.certificate is not None:
+        facts |= {
+            "certificate": caller.certificate.fingerprint,
+            "identity": str(caller.certificate.identity),
+        }
+    return facts

@@ -1,0 +1,1 @@
+"""``status`` and ``drain``: commands that ask a scheduler."""

@@ -1,0 +1,1 @@
+"""The jobs of a scheduler: their drivers and journals."""

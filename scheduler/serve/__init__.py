@@ -1,0 +1,1 @@
+"""The scheduler's servers: gRPC, health, metrics, systemd."""

@@ -1,0 +1,131 @@
+"""The operator's client: what goes wrong is said in words."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from muster.certs.errors import CertificateError, NameMismatchError
+from muster.certs.pki.identity import Identity
+from muster.scheduler.cli.client import Client, RefusedByScheduler, UnreachableError
+from muster.scheduler.config import Address
+from tests.scheduler.processes import Pki, Scheduler, environment, run_scheduler, scheduler
+
+
+@pytest.fixture(scope="module")
+def running(pki: Pki) -> Iterator[Scheduler]:
+    with scheduler(**pki.env()) as process:
+        yield process
+
+
+def address(pki: Pki | None, port: int, *, host: str = "127.0.0.1", job: str = "default") -> Address:
+    return Address(host, port, job, pki.config if pki is not None else None)
+
+
+def test_status(running: Scheduler, pki: Pki) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        with Client(address(pki, running.port, host=host), pki.env()) as client:
+            reply = client.status()
+        assert (reply.job_id, reply.state, reply.worker_num) == ("default", "forming", 2)
+
+
+def test_a_refusal_has_its_code(running: Scheduler, pki: Pki) -> None:
+    with Client(address(pki, running.port), pki.env()) as client:
+        with pytest.raises(RefusedByScheduler, match="needs operator") as caught:
+            client.drain("node-0", "")
+        assert caught.value.code == "PERMISSION_DENIED"
+    operator = Client(address(pki, running.port), pki.env(), certificate=pki.directory / "operator.p12")
+    with operator, pytest.raises(RefusedByScheduler, match="no node 'node-0'") as caught:
+        operator.drain("node-0", "")
+    assert caught.value.code == "NOT_FOUND"
+
+
+def test_nobody_there(pki: Pki) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(UnreachableError, match=f"127.0.0.1:{port}: Connection refused"):
+            Client(address(pki, port), pki.env())
+        with (
+            Client(address(None, port), {}) as client,
+            pytest.raises(UnreachableError, match="MS_SCHED_PORT"),
+        ):
+            client.status()
+
+
+def test_a_scheduler_that_is_stopped(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muster.scheduler.cli.client.TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # its system accepts, and nobody answers
+        port = stopped.getsockname()[1]
+        with pytest.raises(UnreachableError) as caught:
+            Client(address(pki, port), pki.env())
+    assert str(caught.value).startswith(
+        f"No scheduler can be reached at 127.0.0.1:{port}: it accepts connections but does not answer. Check"
+    )
+
+
+def test_a_scheduler_for_another_job_is_not_believed(running: Scheduler, pki: Pki) -> None:
+    with pytest.raises(CertificateError, match="'default', not 'other'"):
+        Client(address(pki, running.port, job="other"), pki.env())
+
+
+def test_a_certificate_for_another_host_is_not_believed(own_pki: Pki) -> None:
+    own_pki.issue("server", Identity("default", "scheduler"), ("sched.example.org",))
+    with (
+        scheduler(**own_pki.env()) as running,
+        pytest.raises(NameMismatchError, match=r"sched\.example\.org"),
+    ):
+        Client(address(own_pki, running.port), own_pki.env())
+
+
+def test_a_scheduler_of_another_authority_is_not_believed(running: Scheduler, own_pki: Pki) -> None:
+    with pytest.raises(CertificateError, match="not trusted here"):
+        Client(address(own_pki, running.port), own_pki.env())
+
+
+@pytest.mark.parametrize("command", [("status",), ("health",), ("drain", "node-0")])
+def test_a_command_without_tls_is_told_that_the_scheduler_speaks_it(
+    running: Scheduler, command: tuple[str, ...]
+) -> None:
+    asked = run_scheduler(*command, env=environment(MS_SCHED_PORT=str(running.port)))
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert asked.stderr == (
+        f"scheduler: The scheduler at {running.target} speaks TLS, and no config.json is set here. "
+        "Set MS_CONFIG_FILE, or give --config.\n"
+    )
+
+
+@pytest.mark.parametrize("command", [("status",), ("health",), ("drain", "node-0")])
+def test_a_command_with_tls_is_told_that_the_scheduler_does_not_speak_it(
+    pki: Pki, command: tuple[str, ...]
+) -> None:
+    with scheduler() as plain:
+        asked = plain.command(*command, **pki.env())
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert asked.stderr.startswith(f"scheduler: {plain.target} does not speak TLS. ")
+
+
+def test_health_by_the_schedulers_own_certificate(running: Scheduler, pki: Pki) -> None:
+    with Client(address(pki, running.port), pki.env(), role="scheduler") as client:
+        assert client.health() == "SERVING"
+
+
+def test_the_health_command_of_a_probe() -> None:
+    with scheduler() as plain:
+        healthy = plain.command("health", "--host", "127.0.0.1", MS_SCHED_HOST="not-this-one.invalid")
+        assert (healthy.returncode, healthy.stdout, healthy.stderr) == (0, "SERVING\n", "")
+        plain.signal(signal.SIGKILL)
+        plain.wait()
+        gone = plain.command("health")
+    assert gone.returncode == 1
+    assert "No scheduler can be reached" in gone.stderr
+
+
+def test_the_health_command_over_mutual_tls(running: Scheduler) -> None:
+    env = {key: value for key, value in running.env.items() if key != "MS_CLIENT_PASSWORD"}
+    env["MS_SCHED_PORT"] = str(running.port)
+    healthy = run_scheduler("health", env=env)
+    assert (healthy.returncode, healthy.stdout, healthy.stderr) == (0, "SERVING\n", "")

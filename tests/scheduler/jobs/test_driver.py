@@ -1,0 +1,343 @@
+"""The driver: journal before send, one event at a time, slow peers dropped, one timer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as m
+from muster.scheduler.core import records as r
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.errors import SchedulerError, StoppingError, TooSlowError
+from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, JobDriver, Note
+from muster.scheduler.serve.access import Caller
+from muster.scheduler.serve.stream import MAX_WAITING_MESSAGES, Session
+from tests.scheduler.fakes import FakeClock, FakeJob, candidate, member
+
+
+class Rig:
+    """A driver with a fake machine and clock, and a record of what happened in which order."""
+
+    def __init__(self, script: Callable[[e.Event], Decision]) -> None:
+        self.job = FakeJob(script)
+        self.clock = FakeClock()
+        self.order: list[tuple[r.Record, ...]] = []
+        self.notes: list[Note] = []
+        self.disk = asyncio.Event()
+        self.disk.set()
+        self.disk_error: Exception | None = None
+        self.driver = JobDriver("job", self.job, self.clock, self.make_durable, self.notes.append)
+        self.task = asyncio.ensure_future(self.driver.run())
+
+    async def make_durable(self, records: Sequence[r.Record]) -> None:
+        await self.disk.wait()
+        if self.disk_error is not None:
+            raise self.disk_error
+        self.order.append(tuple(records))
+
+    def session(self, number: int) -> Session:
+        session = Session(number, Caller("127.0.0.1:5"), candidate=candidate(f"node-{number}"))
+        self.driver.sessions[number] = session
+        return session
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def go(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+def kind(data: bytes | None) -> str:
+    assert data is not None
+    return pb.SchedulerMessage.FromString(data).WhichOneof("body") or ""
+
+
+def reply(message: m.Message, *records: r.Record, reason: str = "") -> Callable[[e.Event], Decision]:
+    return lambda event: Decision(records, ((1, message),), reason)
+
+
+def test_records_are_durable_before_any_message_leaves() -> None:
+    async def test() -> None:
+        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
+        session = rig.session(1)
+        rig.disk.clear()
+        submitted = asyncio.ensure_future(rig.driver.submit(e.Joined(1, candidate())))
+        sent = asyncio.ensure_future(session.next())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert rig.job.events() == [e.Joined(1, candidate())]
+        assert not sent.done()
+        assert not submitted.done()
+        rig.disk.set()
+        assert kind(await sent) == "welcome"
+        await submitted
+        assert rig.order == [(r.Admitted(candidate()),)]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_disk_that_fails_lets_nothing_out_and_ends_the_streams() -> None:
+    async def test() -> None:
+        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
+        session = rig.session(1)
+        rig.disk_error = SchedulerError("disk full")
+        with pytest.raises(StoppingError):
+            await rig.driver.submit(e.Joined(1, candidate()))
+        assert await session.next() is None
+        assert isinstance(session.closed, StoppingError)
+        with pytest.raises(SchedulerError, match="disk full"):
+            await rig.task
+        with pytest.raises(StoppingError):
+            await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+
+    go(test())
+
+
+def test_events_that_wait_together_are_committed_together() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision((r.GroupEstablished(event.session),)))  # type: ignore[union-attr]
+        await asyncio.gather(*(rig.driver.submit(e.BuiltReported(i, 1)) for i in range(50)))
+        assert sum(len(batch) for batch in rig.order) == 50
+        assert len(rig.order) <= 2
+        assert [event.session for event in rig.job.events()] == list(range(50))  # type: ignore[union-attr]
+        await rig.close()
+
+    go(test())
+
+
+def test_the_timer_follows_the_machines_deadline() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        rig.job.due = 110.0
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert rig.clock.armed() == [100.0 + PULSE_S]
+        rig.job.due = 100.25
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert rig.clock.armed() == [100.25]
+        rig.job.due = None
+        rig.clock.advance(0.25)
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert (100.25, e.Tick()) in rig.job.seen
+        assert rig.clock.armed() == []
+        await rig.close()
+
+    go(test())
+
+
+def test_the_machine_is_told_first_that_the_process_stood_still() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        rig.job.due = 1000.0
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        rig.clock.now += (
+            8.0  # no timer has called meanwhile, and the end of a stream is there before any does
+        )
+        await rig.driver.submit(e.SessionLost(1, "reset"))
+        assert rig.job.events()[1:] == [e.StoodStill(8.0 - PULSE_S), e.SessionLost(1, "reset")]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_process_that_is_called_regularly_has_not_stood_still() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        rig.job.due = 1000.0
+        for _ in range(20):
+            rig.clock.advance(PULSE_S)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert set(rig.job.events()) == {e.Tick(), e.Heard(1, 0, 0, 0, 0.0)}
+        await rig.close()
+
+    go(test())
+
+
+def test_before_a_worker_is_lost_for_silence_it_is_looked_whether_its_words_are_unread() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        rig.session(1)
+        rig.session(2)
+        rig.driver.sessions[2].caller = Caller("[::1]:6")
+        asked: list[list[str]] = []
+
+        def unread(peers: Collection[str]) -> list[str]:
+            asked.append(sorted(peers))
+            return [peer for peer in peers if peer == "[::1]:6"]
+
+        rig.driver.unread = unread
+        await rig.driver.submit(e.Tick())
+        rig.job.silent = (1, 2, 3)
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert asked == []
+        await rig.driver.submit(e.Tick())
+        assert asked == [["127.0.0.1:5", "[::1]:6"]]
+        assert rig.job.events()[2:] == [e.FellBehind((2,)), e.Tick()]
+        await rig.close()
+
+    go(test())
+
+
+def test_who_counts_as_silent_is_looked_at_twice_before_it_is_lost() -> None:
+    """What gRPC has read from the kernel in this moment is not yet here."""
+
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        looks: list[float] = []
+        rig.session(1)
+        rig.session(2).caller = Caller("127.0.0.1:6")
+        rig.driver.unread = lambda peers: looks.append(rig.clock.now) or []  # type: ignore[func-returns-value]
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        rig.job.due = 100.0
+        rig.job.silent = (1,)
+        await rig.driver.submit(e.Tick())
+        await rig.driver.submit(e.Tick())
+        assert e.Tick() not in rig.job.events()
+        assert rig.clock.armed() == [100.0 + DOUBT_S]  # and does not spin until then
+        rig.clock.now += DOUBT_S
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events()[1:] == [e.Tick()]
+        rig.job.silent = (2,)  # another one
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events()[1:] == [e.Tick()]
+        rig.job.silent = ()  # and that was heard after all
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events()[1:] == [e.Tick(), e.Tick()]
+        assert looks == [100.0, 100.0 + DOUBT_S, 100.0 + DOUBT_S]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_peer_that_does_not_read_is_dropped_and_nobody_else_notices() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision(messages=((1, m.Waiting(1, 2, "")), (2, m.Waiting(1, 2, "")))))
+        slow, good = rig.session(1), rig.session(2)
+        for _ in range(MAX_WAITING_MESSAGES + 1):
+            await rig.driver.submit(e.Tick())
+            assert kind(await good.next()) == "waiting"
+        assert isinstance(slow.closed, TooSlowError)
+        assert slow.dropped.is_set()
+        assert await slow.next() is None
+        assert not good.over
+        await rig.close()
+
+    go(test())
+
+
+def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> None:
+    async def test() -> None:
+        rig = Rig(reply(m.Refused(m.RefusalCode.JOB_FULL, "4 of 4 workers are in")))
+        session = rig.session(1)
+        await rig.driver.submit(e.Joined(1, candidate()))
+        assert kind(await session.next()) == "refused"
+        assert await session.next() is None
+        assert str(session.closed) == "4 of 4 workers are in"
+        assert 1 not in rig.driver.sessions
+        assert [(n.kind, n.code) for n in rig.notes] == [("refused", "job_full")]
+        await rig.close()
+
+    go(test())
+
+
+def test_losses_that_come_together_are_concluded_together() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        lost = [e.SessionLost(number, "gone") for number in range(3)]
+        rig.driver.post(lost[0])
+        await asyncio.sleep(0)  # it is taken; the others come while it settles
+        rig.driver.post(e.Heard(7, 1, 1, 1, 0.0))
+        rig.driver.post(lost[1])
+        rig.driver.post(e.Tick())
+        await rig.driver.submit(lost[2])
+        assert [event for _, event in rig.job.seen if isinstance(event, e.SessionLost)] == lost
+        assert rig.job.postponed == [lost[0]]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_goodbye_closes_the_stream_well() -> None:
+    async def test() -> None:
+        rig = Rig(reply(m.Ended(True, "Goodbye.")))
+        session = rig.session(1)
+        await rig.driver.submit(e.LeftCleanly(1, 1, True, ""))
+        assert kind(await session.next()) == "ended"
+        assert await session.next() is None
+        assert session.closed is None
+        assert [(n.kind, n.text) for n in rig.notes] == [("left", "finished")]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_reason_is_logged_when_it_changes_only() -> None:
+    async def test() -> None:
+        words = iter(["a", "a", "", "a", "b"])
+        rig = Rig(lambda event: Decision(reason=next(words)))
+        for _ in range(5):
+            await rig.driver.submit(e.PeerSuspected(1, 1, 0, ""))
+        assert [n.text for n in rig.notes if n.kind == "decided"] == ["a", "b"]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_report_that_is_due_is_repeated() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision(reason="1 of 2 workers is in"))
+        for _ in range(3):
+            await rig.driver.submit(e.Tick())
+        assert len(rig.notes) == 3
+        await rig.close()
+
+    go(test())
+
+
+def test_counters_time_the_formation() -> None:
+    async def test() -> None:
+        answers: dict[type, r.Record] = {
+            e.BuiltReported: r.GroupEstablished(1),
+            e.UniqueIdsPublished: r.GenerationFormed(1, (member(0, "a"),), -1, (), ""),
+            e.LeftCleanly: r.JobEnded(True, "done"),
+        }
+        rig = Rig(lambda event: Decision((answers[type(event)],) if type(event) in answers else ()))
+        ended: list[JobDriver] = []
+        rig.driver.on_ended = ended.append
+        await rig.driver.submit(e.Joined(1, candidate()))
+        rig.clock.advance(2.0)
+        await rig.driver.submit(e.UniqueIdsPublished(1, 1, (b"x",)))
+        rig.clock.advance(0.5)
+        await rig.driver.submit(e.BuiltReported(1, 1))
+        await rig.driver.submit(e.Heard(1, 1, 0, 0, 0.0))
+        counters = rig.driver.counters
+        assert (counters.formation_s, counters.build_s, counters.heartbeats) == (2.5, 0.5, 1)
+        assert not ended
+        await rig.driver.submit(e.LeftCleanly(1, 1, True, ""))
+        assert ended == [rig.driver]
+        assert rig.driver.ended == r.JobEnded(True, "done")
+        await rig.close()
+
+    go(test())
+
+
+def test_a_stopped_driver_tells_its_sessions() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        session = rig.session(1)
+        await rig.driver.submit(e.Tick())
+        await rig.close()
+        assert await session.next() is None
+        assert isinstance(session.closed, StoppingError)
+        assert rig.clock.armed() == []
+
+    go(test())

@@ -1,0 +1,254 @@
+"""The jobs of one scheduler: opened, refused, begun anew, taken up from a journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from muster.scheduler.config import load_settings
+from muster.scheduler.core import events as e
+from muster.scheduler.core import records as r
+from muster.scheduler.core import values as v
+from muster.scheduler.core.decision import Decision
+from muster.scheduler.errors import JournalUnavailableError, LimitError, NotFoundError
+from muster.scheduler.jobs import jobs as jobs_module
+from muster.scheduler.jobs.driver import Note
+from muster.scheduler.jobs.jobs import Jobs, Storage, UnknownJobError
+from muster.scheduler.serve.access import Caller
+from muster.scheduler.serve.stream import Session
+from tests.scheduler.fakes import FakeClock, FakeJob, candidate
+
+
+class MemoryStorage:
+    """A journal in memory."""
+
+    def __init__(self, **records: list[r.Record]) -> None:
+        self.records = records
+        self.closed = False
+        self.error: Exception | None = None
+
+    def append(self, job_id: str, records: Sequence[r.Record]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.records.setdefault(job_id, []).extend(records)
+
+    def load(self, job_id: str) -> Sequence[r.Record]:
+        return self.records[job_id]
+
+    def job_ids(self) -> Sequence[str]:
+        return list(self.records)
+
+    def forget(self, job_id: str) -> None:
+        del self.records[job_id]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rig:
+    """Jobs with scripted machines; remembers what they were made of."""
+
+    def __init__(
+        self, storage: MemoryStorage | None = None, *, serve: bool = False, workers: str = "2"
+    ) -> None:
+        self.made: list[tuple[str, int]] = []
+        self.recovered: list[tuple[str, int]] = []
+        self.notes: list[Note] = []
+        self.recover_error: Exception | None = None
+        self.jobs = Jobs(
+            load_settings({"MS_WORKER_NUM": workers}, serve=serve),
+            FakeClock(),
+            self.notes.append,
+            new_machine=self._new,
+            recover_machine=self._recover,
+            open_storage=(lambda: storage) if storage is not None else None,
+        )
+
+    def _new(self, job_id: str, settings: v.Settings) -> FakeJob:
+        self.made.append((job_id, settings.worker_num))
+        return FakeJob(_script)
+
+    def _recover(self, job_id: str, settings: v.Settings, records: Sequence[r.Record], now: float) -> FakeJob:
+        if self.recover_error is not None:
+            raise self.recover_error
+        self.recovered.append((job_id, len(records)))
+        return FakeJob(_script)
+
+
+def _script(event: e.Event) -> Decision:
+    if isinstance(event, e.LeftCleanly):
+        return Decision((r.JobEnded(event.finished, event.reason),))
+    return Decision((r.Admitted(candidate()),))
+
+
+def go(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+def test_the_own_job_is_there_from_the_start_and_others_are_refused() -> None:
+    async def test() -> None:
+        rig = Rig()
+        await rig.jobs.open()
+        assert rig.made == [("default", 2)]
+        assert (await rig.jobs.for_join("default", fresh=True)) is rig.jobs.get("")
+        with pytest.raises(UnknownJobError, match="MS_JOB_ID"):
+            await rig.jobs.for_join("other", fresh=True)
+        with pytest.raises(NotFoundError, match="'other'"):
+            rig.jobs.get("other")
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_serving_opens_also_its_own_job_with_the_first_worker() -> None:
+    async def test() -> None:
+        rig = Rig(serve=True)
+        await rig.jobs.open()
+        assert rig.made == []  # what idles must not run into MS_TOPO_TIMEOUT
+        with pytest.raises(NotFoundError, match="'default' on this scheduler; its first worker opens it"):
+            rig.jobs.get("")
+        await rig.jobs.for_join("default", fresh=True)
+        assert rig.made == [("default", 2)]
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_serving_opens_jobs_of_any_size() -> None:
+    async def test() -> None:
+        rig = Rig(serve=True, workers="")
+        await rig.jobs.open()
+        assert rig.made == []
+        await asyncio.gather(*(rig.jobs.for_join("a", fresh=True) for _ in range(3)))
+        await rig.jobs.for_join("b", fresh=True)
+        assert rig.made == [("a", 0), ("b", 0)]
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
+    async def test() -> None:
+        storage = MemoryStorage()
+        rig = Rig(storage, serve=True, workers="")
+        await rig.jobs.open()
+        first = await rig.jobs.for_join("a", fresh=True)
+        await first.submit(e.LeftCleanly(1, 1, True, "done"))
+        assert storage.records["a"] == [r.JobEnded(True, "done")]
+        assert await rig.jobs.for_join("a", fresh=False) is first
+        first.sessions[9] = Session(9, Caller("x"))
+        assert await rig.jobs.for_join("a", fresh=True) is first  # somebody is still being told goodbye
+        first.sessions.clear()
+        second = await rig.jobs.for_join("a", fresh=True)
+        assert second is not first
+        assert "a" not in storage.records
+        await second.submit(e.Joined(1, candidate()))
+        assert storage.records["a"] == [r.Admitted(candidate())]
+        await rig.jobs.close()
+        assert storage.closed
+
+    go(test())
+
+
+def test_jobs_are_bounded_and_ended_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_JOBS", 2)
+
+    async def test() -> None:
+        rig = Rig(serve=True, workers="")
+        await rig.jobs.open()
+        first = await rig.jobs.for_join("a", fresh=True)
+        await rig.jobs.for_join("b", fresh=True)
+        with pytest.raises(LimitError, match="2 jobs"):
+            await rig.jobs.for_join("c", fresh=True)
+        await first.submit(e.LeftCleanly(1, 1, True, ""))
+        await rig.jobs.for_join("c", fresh=True)
+        assert [driver.job_id for driver in rig.jobs.all()] == ["b", "c"]
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_the_end_of_the_own_job_is_told() -> None:
+    async def test() -> None:
+        rig = Rig()
+        await rig.jobs.open()
+        await rig.jobs.get("default").submit(e.LeftCleanly(1, 1, False, "gave up"))
+        assert await rig.jobs.own_job_over == r.JobEnded(False, "gave up")
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_jobs_are_taken_up_from_the_journal() -> None:
+    async def test() -> None:
+        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2)], other=[r.JobOpened("other", 3, 3)])
+        rig = Rig(storage, serve=True)
+        await rig.jobs.open()
+        assert rig.recovered == [("default", 1), ("other", 1)]
+        assert rig.made == []
+        assert [note.kind for note in rig.notes] == ["recovered", "recovered"]
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_an_ended_job_in_the_journal_is_a_new_run() -> None:
+    async def test() -> None:
+        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2), r.JobEnded(True, "done")])
+        rig = Rig(storage)
+        await rig.jobs.open()
+        assert (rig.made, rig.recovered) == ([("default", 2)], [])
+        assert storage.records == {}
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_records_that_do_not_fit_end_the_start_in_words() -> None:
+    async def test() -> None:
+        rig = Rig(MemoryStorage(default=[r.JobOpened("default", 4, 4)]))
+        rig.recover_error = ValueError("the records say MS_WORKER_NUM=4")
+        with pytest.raises(JournalUnavailableError, match="MS_WORKER_NUM=4"):
+            await rig.jobs.open()
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_a_journal_that_cannot_be_opened_ends_the_start_in_words() -> None:
+    async def test() -> None:
+        def broken() -> Storage:
+            raise OSError("no such disk")
+
+        rig = Rig()
+        rig.jobs = Jobs(
+            load_settings({"MS_WORKER_NUM": "2"}),
+            FakeClock(),
+            rig.notes.append,
+            new_machine=rig._new,
+            recover_machine=rig._recover,
+            open_storage=broken,
+        )
+        with pytest.raises(JournalUnavailableError, match="no such disk"):
+            await rig.jobs.open()
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_a_journal_that_fails_later_ends_the_own_job() -> None:
+    async def test() -> None:
+        storage = MemoryStorage()
+        rig = Rig(storage)
+        await rig.jobs.open()
+        storage.error = OSError("disk full.")
+        with pytest.raises(Exception, match="stopping"):
+            await rig.jobs.get("default").submit(e.Joined(1, candidate()))
+        with pytest.raises(JournalUnavailableError, match="disk full"):
+            await rig.jobs.own_job_over
+        await rig.jobs.close()
+
+    go(test())

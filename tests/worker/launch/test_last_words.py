@@ -1,0 +1,64 @@
+"""What a worker lets its launcher know."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from muster.worker import runtime as process
+from muster.worker.errors import LeaveGranted, PeerLostError
+from muster.worker.launch import last_words
+from muster.worker.launch.report import LastWords, read_words
+
+
+def test_facts_are_appended_to_the_launchers_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = os.memfd_create(last_words.FILE_NAME)
+    monkeypatch.setenv(last_words.VARIABLE, f"/proc/{os.getpid()}/fd/{file}")
+    last_words.note(node_id="a")
+    last_words.note(error="two\nlines")
+    lines = os.pread(file, 1000, 0).decode().splitlines()
+    os.close(file)
+    assert [json.loads(line) for line in lines] == [{"node_id": "a"}, {"error": "two\nlines"}]
+
+
+@pytest.mark.parametrize(
+    ("session", "code", "words"),
+    [
+        (
+            {"error": PeerLostError("gone", rank=1)},
+            1,
+            LastWords(error="PeerLostError: gone", consequence=True),
+        ),
+        ({"error": LeaveGranted("go")}, 0xFF, LastWords(error="asked to leave", left=True)),
+        ({"leaves": True}, 143, LastWords(error="exit code 143", left=True)),
+        ({"leaves": True}, 3, LastWords(error="exit code 3")),
+        ({}, 3, LastWords(error="exit code 3")),
+    ],
+)
+def test_an_exit_code_stands_for_the_error_that_was_caught(
+    monkeypatch: pytest.MonkeyPatch, session: dict[str, Any], code: int, words: LastWords
+) -> None:
+    file = os.memfd_create(last_words.FILE_NAME)
+    monkeypatch.setenv(last_words.VARIABLE, f"/proc/{os.getpid()}/fd/{file}")
+    monkeypatch.setattr(process._process, "said", False)
+    ended = SimpleNamespace(**({"error": None, "leaves": False} | session), end=lambda error: None)
+    monkeypatch.setattr(process._process, "session", ended)
+    process.abandon(SystemExit(code))
+    noted = os.pread(file, 1000, 0).decode()
+    os.close(file)
+    assert read_words(noted) == words
+
+
+def test_no_other_file_is_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The launcher is gone, say, and its number with a descriptor another process's."""
+    mine = tmp_path / "mine"
+    with mine.open("w") as file:
+        for name in (f"/proc/{os.getpid()}/fd/{file.fileno()}", str(mine), "/proc/0/fd/0", ""):
+            monkeypatch.setenv(last_words.VARIABLE, name)
+            last_words.note(node_id="a")
+    assert mine.read_text() == ""

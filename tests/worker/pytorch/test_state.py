@@ -1,0 +1,246 @@
+"""The state of a torch model through changes of members; on the CPU, among threads."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from muster.worker.pytorch.data_parallel import DataParallel
+from muster.worker.pytorch.state import TorchTrainingState
+from muster.worker.training.sampler import ShardedSampler
+from muster.worker.training.sharing import share_state
+from muster.worker.training.state import StateMismatchError
+from tests.gpu.threads import ThreadCommunicator, run_ranks
+
+SAMPLES, BATCH = 24, 6
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(SAMPLES, 3, 4, 4, generator=GENERATOR)
+LABELS = torch.randint(0, 3, (SAMPLES,), generator=GENERATOR)
+
+
+class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Its gradients become ready in another order than its parameters are defined in."""
+
+    def __init__(self, seed: int, width: int = 4) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.last = torch.nn.Linear(width, 3)
+        self.first = torch.nn.Linear(48, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: Any) -> Any:
+        return self.last(torch.relu(self.norm(self.first(x.flatten(1)))))
+
+
+@dataclass
+class Place:
+    """What the state needs of a session."""
+
+    communicator: ThreadCommunicator
+    state_source_rank: int = -1
+    newcomer_ranks: tuple[int, ...] = ()
+
+
+class Member:
+    """One rank's training; its objects live through generations."""
+
+    def __init__(self, seed: int, *, momentum: float = 0.9, width: int = 4) -> None:
+        self.seed, self.momentum, self.width = seed, momentum, width
+        self.state: Any = None
+
+    def enter(
+        self, communicator: ThreadCommunicator, source: int = -1, newcomers: tuple[int, ...] = ()
+    ) -> int:
+        if self.state is None:
+            self.net = Net(self.seed, self.width)
+            self.model = DataParallel(self.net, communicator=communicator, elastic=True, bucket_bytes=64)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=self.momentum)
+            sampler = ShardedSampler(SAMPLES, BATCH, seed=1)
+            self.state = TorchTrainingState(self.model, self.optimizer, sampler, samples_per_rank=2)
+        return share_state(Place(communicator, source, newcomers), self.state)
+
+    def compute(self) -> None:
+        self.state.begin()
+        rows = self.state.sampler.batch().indices
+        self.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(IMAGES[rows]), LABELS[rows]).backward()
+        self.optimizer.step()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.compute()
+            self.state.commit()
+            self.state.sampler.advance()
+            self.state.step += 1
+
+    def values(self) -> list[Any]:
+        return [tensor.clone() for tensor in self.state.arrays.values()]
+
+
+def equal(*members: Member) -> bool:
+    first, *others = (member.values() for member in members)
+    return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def generation(
+    members: list[Member], steps: int, source: int = -1, newcomers: tuple[int, ...] = ()
+) -> list[int]:
+    def run(communicator: ThreadCommunicator) -> int:
+        member = members[communicator.rank]
+        found = member.enter(communicator, source, newcomers)
+        member.train(steps)
+        return found
+
+    return run_ranks(len(members), run)
+
+
+def test_all_begin_with_the_state_of_the_first_rank() -> None:
+    members = [Member(seed) for seed in (1, 2, 3)]
+    assert generation(members, 0) == [0, 0, 0]
+    assert equal(*members)
+    assert torch.equal(members[2].net.first.weight, Net(1).first.weight)
+    generation(members, 2)
+    assert equal(*members)
+    assert members[0].state.sampler.batch_size == 6
+
+
+def test_a_newcomer_gets_all_and_trains_on_with_the_others() -> None:
+    first, second, third = (Member(seed) for seed in (1, 2, 3))
+    generation([first, second], 3)
+    before = first.values()
+    assert generation([first, third, second], 0, source=0, newcomers=(1,)) == [0, 0, 0]
+    assert all(torch.equal(a, b) for a, b in zip(before, third.values(), strict=True))
+    assert (third.state.step, third.state.sampler.batch_size) == (3, 6)
+    generation([first, third, second], 2)
+    assert equal(first, second, third)
+    assert third.state.step == 5
+
+
+def test_a_broken_step_leaves_nothing_behind() -> None:
+    members = [Member(1), Member(2)]
+    generation(members, 2)
+    before = members[0].values()
+
+    def broken(communicator: ThreadCommunicator) -> None:
+        members[communicator.rank].model.rebind(communicator)
+        members[communicator.rank].compute()  # and no commit: the AllReduce was aborted, say
+
+    run_ranks(2, broken)
+    assert not torch.equal(before[0], members[0].values()[0])
+    generation(members, 0, source=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, members[0].values(), strict=True))
+    assert members[0].state.step == 2
+
+
+def test_whoever_is_a_step_behind_takes_it_from_whoever_finished_it() -> None:
+    members = [Member(1), Member(2)]
+    generation(members, 2)
+
+    def one_finishes(communicator: ThreadCommunicator) -> None:
+        member = members[communicator.rank]
+        member.state.enter(communicator, 0)
+        member.compute()
+        if communicator.rank == 1:
+            member.state.commit()
+            member.state.sampler.advance()
+            member.state.step += 1
+
+    run_ranks(2, one_finishes)
+    after = members[1].values()
+    assert generation(members, 0, source=0) == [1, 1]
+    assert members[0].state.step == 3
+    assert all(torch.equal(a, b) for a, b in zip(after, members[0].values(), strict=True))
+    generation(members, 1, source=0)
+    assert equal(*members)
+
+
+def test_learning_rates_travel_and_another_model_is_refused() -> None:
+    first, second = Member(1), Member(2)
+    generation([first], 1)
+    first.optimizer.param_groups[0]["lr"] = 0.025
+    generation([first, second], 0, source=0, newcomers=(1,))
+    assert second.optimizer.param_groups[0]["lr"] == 0.025
+    with pytest.raises(StateMismatchError, match=r"first\.weight is"):
+        generation([first, Member(3, width=5)], 0, source=0, newcomers=(1,))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
+def test_the_optimizers_first_step_is_that_of_a_fresh_one(kind: str) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
+    if kind == "SGD":
+        options["momentum"] = 0.9
+    net = Net(4)
+    fresh = copy.deepcopy(net)
+
+    def run(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(net, communicator=communicator, elastic=True)
+        optimizer = getattr(torch.optim, kind)(net.parameters(), **options)
+        TorchTrainingState(model, optimizer, ShardedSampler(SAMPLES, BATCH))
+        return optimizer
+
+    optimizer = run_ranks(1, run)[0]
+    reference = getattr(torch.optim, kind)(fresh.parameters(), **options)
+    for module, each in ((net, optimizer), (fresh, reference)):
+        for number, parameter in enumerate(module.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.5 + number)
+        each.step()
+        each.step()
+    for mine, theirs in zip(net.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_one_that_a_captured_step_reads() -> None:
+    first, second = Member(1), Member(2)
+    for member in (first, second):
+        run_ranks(1, member.enter)
+        (group,) = member.optimizer.param_groups
+        group["lr"] = torch.tensor(0.1)
+    held = second.optimizer.param_groups[0]["lr"]
+    first.optimizer.param_groups[0]["lr"].fill_(0.025)
+    generation([first], 1)
+    generation([first, second], 0, source=0, newcomers=(1,))
+    assert second.optimizer.param_groups[0]["lr"] is held
+    assert float(held) == pytest.approx(0.025)
+
+
+def test_what_the_optimizer_loads_later_is_part_of_the_state() -> None:
+    """It brings tensors of its own: a newcomer got the old ones, and a broken step was undone in those."""
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        member = Member(seed=1 + communicator.rank)
+        member.enter(communicator)
+        member.train(1)
+        loaded = copy.deepcopy(member.optimizer.state_dict())
+        for values in loaded["state"].values():
+            values["momentum_buffer"].fill_(7)
+        member.optimizer.load_state_dict(loaded)
+        member.compute()
+        member.state.roll_back()
+        return [float(v["momentum_buffer"].mean()) for v in member.optimizer.state.values()]
+
+    assert all(set(means) == {7.0} for means in run_ranks(2, one))
+
+
+def test_parameters_that_the_optimizer_gets_later_are_part_of_the_state() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = Net(1)
+        model = DataParallel(net, communicator=communicator, elastic=True)
+        optimizer = torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)
+        state = TorchTrainingState(model, optimizer, ShardedSampler(SAMPLES, BATCH, seed=1))
+        share_state(Place(communicator), state)
+        optimizer.add_param_group({"params": list(net.first.parameters())})
+        state.begin()
+        model(IMAGES[:4]).sum().backward()
+        optimizer.step()
+        state.roll_back()
+        return [float(v["momentum_buffer"].abs().sum()) for v in optimizer.state.values()]
+
+    assert run_ranks(2, one) == [[0.0] * 4] * 2

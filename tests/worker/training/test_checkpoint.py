@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from muster.worker.training import checkpoint
+from muster.worker.training.checkpoint import CheckpointError, DamagedCheckpointError
+from muster.worker.training.sampler import ShardedSampler
+from muster.worker.training.state import StateMismatchError, TrainingState
+
+
+def make(value: float = 0.0, step: int = 0) -> TrainingState:
+    arrays = {
+        "w": np.full((4, 3), value),
+        "momentum.w": np.full((4, 3), value / 2, "float32"),
+        "n": np.array(value),
+    }
+    state = TrainingState(arrays, ShardedSampler(100, 8, seed=1), step=step)
+    for _ in range(step):
+        state.sampler.advance()
+    return state
+
+
+def save_steps(folder: Path, *steps: int, keep: int = 3) -> list[Path]:
+    return [
+        checkpoint.save(folder, make(float(step), step), keep=keep, clock=lambda n=number: 1000.0 + n)  # type: ignore[misc]
+        for number, step in enumerate(steps)
+    ]
+
+
+def damage(path: Path, how: str) -> None:
+    raw = bytearray(path.read_bytes())
+    if how == "a bit of the data":
+        raw[-3] ^= 1
+    elif how == "a digit of the state":
+        at = raw.index(b'\\"step\\": ') + len(b'\\"step\\": ')
+        raw[at] = ord("9")
+    elif how == "half of the file":
+        del raw[len(raw) // 2 :]
+    elif how == "the whole header":
+        raw[:8] = b"\xff" * 8
+    else:
+        raw.clear()
+    path.write_bytes(raw)
+
+
+DAMAGES = ["a bit of the data", "a digit of the state", "half of the file", "the whole header", "everything"]
+
+
+def test_a_state_comes_back_as_it_was_into_the_same_arrays(tmp_path: Path) -> None:
+    old, new = make(3.0, step=20), make()
+    weights = new.arrays["w"]
+    path = checkpoint.save(tmp_path / "deep" / "folder", old)
+    assert path.name == "step_000000020.safetensors"
+    checkpoint.load(path, new)
+    assert new.arrays["w"] is weights
+    for name, array in old.arrays.items():
+        np.testing.assert_array_equal(new.arrays[name], array)
+        assert new.arrays[name].dtype == array.dtype
+    assert new.describe() == old.describe()
+
+
+def test_any_safetensors_reader_can_open_it(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, make(2.0, step=5), clock=lambda: 12.5)
+    with safe_open(path, framework="np") as file:
+        assert set(file.keys()) == {"w", "momentum.w", "n"}
+        assert (file.metadata()["step"], file.metadata()["saved_at"]) == ("5", "12.5")
+
+
+def test_the_last_saved_is_read_whatever_its_step(tmp_path: Path) -> None:
+    """A run begun anew in the same directory counts from 0 again: its files are the later ones."""
+    save_steps(tmp_path, 50, 60, 10)
+    state = make()
+    assert checkpoint.load_latest(tmp_path, state) == tmp_path / "step_000000010.safetensors"
+    assert state.step == 10
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4, keep=2)
+    assert [one.step for one in checkpoint.find(tmp_path)] == [4, 3]
+    save_steps(tmp_path / "all", 1, 2, 3, 4, 5, keep=0)
+    assert len(checkpoint.find(tmp_path / "all")) == 5
+
+
+def test_after_a_start_anew_nothing_of_a_higher_step_is_deleted(tmp_path: Path) -> None:
+    """All holders died, replacements began at 0: three saves removed steps up to 951."""
+    save_steps(tmp_path, 649, 800, 951)
+    save_steps(tmp_path, 10, 20, 30, 40, keep=3)
+    assert {one.step for one in checkpoint.find(tmp_path)} == {951, 800, 649, 40, 30, 20}
+
+
+@pytest.mark.parametrize("what", ["program", "model", "run"])
+def test_files_of_others_are_neither_deleted_nor_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def other(value: float, step: int) -> TrainingState:
+        state = make(value, step)
+        if what == "model":
+            state.arrays["w"] = np.full((4, 5), value)
+        state.run = "b" if what == "run" else ""
+        return state
+
+    save_steps(tmp_path, 1, 2, 3)
+    if what == "program":
+        monkeypatch.setattr(sys, "argv", ["/elsewhere/other.py"])
+    for step in (1, 2, 3, 4):
+        path = checkpoint.save(tmp_path, other(9.0, step), clock=lambda n=step: 2000.0 + n)  # type: ignore[misc]
+    assert len(checkpoint.find(tmp_path)) == 6
+    for step in (1, 2, 3):
+        state = make()
+        checkpoint.load(tmp_path / f"step_{step:09d}.safetensors", state)
+        assert (state.step, float(state.arrays["w"][0, 0])) == (step, float(step))
+    if what == "model":  # and the last one of this model is found all the same
+        assert checkpoint.load_latest(tmp_path, make()) == tmp_path / "step_000000003.safetensors"
+    state = other(0.0, 0)
+    assert checkpoint.load_latest(tmp_path, state) == path
+    assert (state.step, state.run) == (4, "b" if what == "run" else "")
+
+
+def as_version_0_1(path: Path, name: str, told_step: int) -> None:
+    """Rewrites a file as it was written then: without the new metadata, under a step that is too low."""
+    from safetensors.numpy import load_file, save_file
+
+    arrays = load_file(path)
+    with safe_open(path, framework="np") as file:
+        metadata = {key: file.metadata()[key] for key in ("format", "state", "saved_at")}
+    values = json.loads(metadata["state"])
+    del values["run"]
+    metadata |= {"state": json.dumps(values), "step": str(told_step)}
+    metadata["digest"] = checkpoint._digest(metadata["state"], arrays)
+    path.unlink()
+    save_file(arrays, path.with_name(name), metadata)
+
+
+def test_files_of_version_0_1_load_under_whatever_name_and_are_not_overwritten(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 312)
+    as_version_0_1(path, "step_000000156.safetensors", 156)
+    state = make()
+    checkpoint.load_latest(tmp_path, state)
+    assert (state.step, checkpoint.find(tmp_path)[0].step) == (312, 312)
+    assert checkpoint.save(tmp_path, make(1.0, step=156)).name.startswith("step_000000156_")
+    checkpoint.load(tmp_path / "step_000000156.safetensors", state)
+    assert state.step == 312
+
+
+@dataclass
+class Launch:
+    """What a folder needs of a session."""
+
+    launch: int
+    state_source_rank: int = -1
+
+
+def folder_of(directory: Path, launch: int, step: int = 0) -> tuple[checkpoint.Folder, TrainingState]:
+    """A folder, and a state as the loop leaves it when it has begun in this launch."""
+    state = make(float(step), step)
+    return checkpoint.Folder(str(directory), state, Launch(launch)), state
+
+
+def begin(state: TrainingState, launch: int) -> None:
+    state.launch = f"{launch:016x}"
+    state.run = state.run or state.launch
+
+
+def test_a_new_launch_beside_an_older_run_saves_elsewhere_and_names_resume(tmp_path: Path) -> None:
+    first, state = folder_of(tmp_path, 1, step=7)
+    said = list[str]()
+    first.resume("", say=said.append)
+    begin(state, 1)
+    first.save()
+    assert said == []
+    second, state = folder_of(tmp_path, 2)
+    second.resume("", say=said.append)
+    assert (state.step, len(said)) == (0, 1)
+    assert "the last of step 7" in said[0] and "--resume" in said[0]
+    begin(state, 2)
+    state.step = 3
+    second.save()
+    (own,) = tmp_path.glob("run_*")
+    assert str(own) in said[0]
+    assert [one.step for one in checkpoint.find(own)] == [3]
+    third, state = folder_of(tmp_path, 3)
+    third.resume("latest", say=said.append)  # the last saved, wherever it is; and there it goes on
+    assert (state.step, said[1:]) == (3, [f"resumed after step 3 from {own}/step_000000003.safetensors"])
+    begin(state, 3)
+    state.step = 4
+    third.save()
+    assert [one.step for one in checkpoint.find(own)] == [4, 3]
+
+
+def test_replacements_take_the_furthest_sound_checkpoint_of_their_own_launch(tmp_path: Path) -> None:
+    older, state = folder_of(tmp_path, 1, step=90)
+    begin(state, 1)
+    older.save()
+    lost, state = folder_of(tmp_path, 2)
+    begin(state, 2)
+    for step in (10, 20, 30):
+        state.step = step
+        lost.save()
+    damage(next(tmp_path.glob("run_*/step_000000030*")), "a bit of the data")
+    said = list[str]()
+    replacement, state = folder_of(tmp_path, 2)
+    replacement.resume("", say=said.append)
+    assert state.step == 20
+    assert "is damaged" in said[0]
+    assert said[1].startswith("no member holds the state: resumed after step 20")
+    holders = checkpoint.Folder(str(tmp_path), new := make(), Launch(2, state_source_rank=0))
+    holders.resume("", say=said.append)
+    assert new.step == 0
+
+
+def test_without_checkpoints_nothing_is_read(tmp_path: Path) -> None:
+    assert checkpoint.load_latest(tmp_path / "absent", make()) is None
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_is_refused_and_the_one_before_it_offered(tmp_path: Path, how: str) -> None:
+    paths = save_steps(tmp_path, 10, 20, 30)
+    damage(paths[2], how)
+    damage(paths[1], "a bit of the data")
+    state = make(9.0)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        checkpoint.load(paths[2], state)
+    assert str(paths[2]) in caught.value.message
+    assert f"step 10: resume with --resume {paths[0]}" in str(caught.value)
+    assert state.describe() == make(9.0).describe()
+    assert (state.arrays["w"] == 9.0).all()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_resuming_passes_over_damaged_files_and_says_so(tmp_path: Path, how: str) -> None:
+    paths = save_steps(tmp_path, 10, 20)
+    damage(paths[1], how)
+    state, said = make(), list[str]()
+    assert checkpoint.load_latest(tmp_path, state, say=said.append) == paths[0]
+    assert state.step == 10
+    assert len(said) == 1
+    assert str(paths[1]) in said[0]
+
+
+def test_when_nothing_is_sound_resuming_is_refused(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 10)
+    damage(path, "half of the file")
+    with pytest.raises(DamagedCheckpointError, match=r"No checkpoint in .* is sound"):
+        checkpoint.load_latest(tmp_path, make())
+    with pytest.raises(DamagedCheckpointError, match="There is no sound one beside it"):
+        checkpoint.load(path, make())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*step_1\.safetensors"):
+        checkpoint.load(tmp_path / "step_1.safetensors", make())
+
+
+def test_a_checkpoint_of_another_model_is_refused_not_passed_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    other = make()
+    other.arrays["w"] = np.zeros((4, 5))
+    with pytest.raises(StateMismatchError, match=r"w is float64\[4, 3\] there and float64\[4, 5\] here"):
+        checkpoint.load_latest(tmp_path, other)
+
+
+def test_a_safetensors_file_of_someone_else_is_not_taken(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"w": np.zeros((4, 3))}, tmp_path / "step_1.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="not a checkpoint of this program"):
+        checkpoint.load(tmp_path / "step_1.safetensors", make())
+
+
+def test_a_failed_write_leaves_the_files_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = save_steps(tmp_path, 10)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
+        checkpoint.save(tmp_path, make(5.0, step=10))
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+
+
+def test_amid_a_step_nothing_is_saved(tmp_path: Path) -> None:
+    """The step would be done twice: once before the file, and once after it is read."""
+    state = make(1.0, step=4)
+    state.begin()
+    with pytest.raises(CheckpointError, match="Save after the block of `with step`"):
+        checkpoint.save(tmp_path, state)
+    state.commit()
+    assert checkpoint.save(tmp_path, state).exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="choose another directory with --checkpoint-dir"):
+        checkpoint.save(tmp_path / "file", make())

@@ -1,0 +1,1 @@
+"""``muster check``: what would keep hosts from training together."""

@@ -1,0 +1,1 @@
+"""Collectives over encrypted TCP connections, on CPUs."""

@@ -1,0 +1,152 @@
+"""One connection to a peer: non-blocking reads and writes, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from muster.worker.communicators.tcp.frames import GOODBYE_BYTES, Reason, goodbye, read_goodbye
+from muster.worker.communicators.tcp.seal import RECORD_BYTES, BrokenSealError, Sealer
+
+RECORD = 16384
+"""Most bytes in one TLS record: reads and writes go in pieces of this size."""
+
+_MOST_AHEAD = 64 << 20
+_GOODBYE_TIMEOUT_S = 1.0
+_PLAIN_PIECE = 262144
+_WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
+
+
+class EndOfStreamError(Exception):
+    """The peer's side of the connection has ended; ``farewell`` is what it said last, if anything."""
+
+    def __init__(self, farewell: tuple[Reason, str] | None) -> None:
+        super().__init__("the connection ended")
+        self.farewell = farewell
+
+
+class Connection:
+    """A connection to the process of rank ``peer``, handshakes done. One thread at a time uses it.
+
+    Args:
+        sock: the socket, TLS or plain.
+        peer: the rank at the other end.
+        sealer: carries the data instead of the socket's own TLS.
+
+    Attributes:
+        peer: the rank at the other end.
+        in_payload: whether a payload was begun and not finished, so that no goodbye can follow.
+        ended: the peer has said an orderly goodbye; what it sent before may still be read.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int, sealer: Sealer | None = None) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.peer = peer
+        self.in_payload = False
+        self.ended = False
+        self._ahead = bytearray()
+        self._last_word = ""
+        self._blocked: memoryview | None = None
+        self._piece = _PLAIN_PIECE
+        self._read: Callable[[memoryview], int] = sock.recv_into
+        self._write: Callable[[memoryview], int] = sock.send
+        if sealer is not None:
+            self._piece, self._read, self._write = RECORD_BYTES, sealer.read, sealer.write
+        elif isinstance(sock, ssl.SSLSocket):
+            self._piece, self._read, self._write = RECORD, partial(_tls_read, sock), sock.write
+
+    def read_into(self, view: memoryview) -> int:
+        """Reads what is there, at most one piece, into ``view``; 0 if nothing is.
+
+        Raises:
+            EndOfStreamError: nothing more will come.
+        """
+        if self._ahead:
+            count = min(len(view), len(self._ahead))
+            view[:count] = self._ahead[:count]
+            del self._ahead[:count]
+            return count
+        if self.ended:
+            raise EndOfStreamError((Reason.DONE, self._last_word))
+        try:
+            count = self._read(view)
+        except _WOULD_BLOCK:
+            return 0
+        except OSError:
+            raise EndOfStreamError(None) from None
+        except BrokenSealError as error:
+            raise EndOfStreamError((Reason.LOST, str(error))) from None
+        if count == 0:
+            raise EndOfStreamError(None)
+        return count
+
+    def unread(self, data: memoryview) -> None:
+        """Gives back bytes that were read too far."""
+        self._ahead[:0] = data
+
+    def write(self, view: memoryview) -> int:
+        """Writes what goes at once, at most one piece; 0 if nothing does. A retry must repeat the bytes.
+
+        Raises:
+            EndOfStreamError: the peer is gone.
+        """
+        piece = view if len(view) <= self._piece else view[: self._piece]
+        try:
+            count = self._write(piece)
+        except _WOULD_BLOCK:
+            count = 0
+        except OSError:
+            raise EndOfStreamError(self.read_ahead()) from None
+        self._blocked = None if count else piece
+        return count
+
+    def read_ahead(self) -> tuple[Reason, str] | None:
+        """Reads all that is left after the peer has hung up, keeps it, and returns its goodbye."""
+        view = memoryview(bytearray(RECORD_BYTES))
+        with contextlib.suppress(OSError, BrokenSealError):
+            while len(self._ahead) < _MOST_AHEAD:
+                count = self._read(view)
+                if not count:
+                    break
+                self._ahead += view[:count]
+        farewell = read_goodbye(bytes(self._ahead[-GOODBYE_BYTES:]))
+        if farewell is not None:
+            del self._ahead[-GOODBYE_BYTES:]
+            self.ended, self._last_word = farewell[0] is Reason.DONE, farewell[1]
+        return farewell
+
+    def close(self, reason: Reason, message: str = "") -> None:
+        """Says goodbye, if the stream is at a place where it can be said, and closes."""
+        if not self.in_payload:
+            self._say(memoryview(goodbye(reason, message)), time.monotonic() + _GOODBYE_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR if self.in_payload else socket.SHUT_WR)
+        self.sock.close()
+
+    def _say(self, rest: memoryview, until: float) -> None:
+        if self._blocked is not None:
+            return  # a record is half out: nothing can follow it in time
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        try:
+            while rest:
+                count = self.write(rest)
+                rest = rest[count:]
+                if not count and (
+                    time.monotonic() > until or not poll.poll(1000 * (until - time.monotonic()))
+                ):
+                    return
+        except (EndOfStreamError, ValueError):
+            return
+
+
+def _tls_read(sock: ssl.SSLSocket, view: memoryview) -> int:
+    return cast("int", sock.read(len(view), view))

@@ -1,0 +1,613 @@
+"""The listening socket of a process and the handshakes of all its connections.
+
+One thread runs every handshake, its own dials and those that come in, as generators over non-blocking
+sockets: a slow, silent or hostile socket costs a place in a bounded table and disturbs nobody. Should the
+thread fail nevertheless, it says so and begins anew on the same port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from muster.certs.one_line import one_line
+from muster.rendezvous.rate_limit import OTHERS, Budget
+from muster.worker.communicators.tcp.admission import Admission
+from muster.worker.communicators.tcp.connection import Connection
+from muster.worker.communicators.tcp.handshake import (
+    Lobby,
+    Steps,
+    TlsPolicy,
+    Want,
+    accept,
+    dial,
+    host_and_port,
+    no_steps,
+)
+from muster.worker.errors import CommunicatorError, WorkerError
+
+_LOG = logging.getLogger("muster.tcp")
+_FIRST_RETRY_S = 0.02
+_LAST_RETRY_S = 0.5
+_LISTENER_REST_S = 0.05
+_FIRST_REOPENING_S = 0.05
+_LAST_REOPENING_S = 5.0
+_MAX_TEXT = 200
+_BACKLOG = 4096
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(eq=False)
+class _Task:
+    """One handshake under way.
+
+    Attributes:
+        lobby: where a dial's connection goes; None for a connection from outside.
+        fd: the descriptor that the selector watches; -1: none.
+        over: it was dropped or has arrived, and must not be touched again. Events of the same turn may still
+            name it.
+    """
+
+    steps: Steps
+    sock: socket.socket | None
+    expires: float
+    lobby: Lobby | None = None
+    rank: int = -1
+    source: str = ""
+    want: Want = Want.READ
+    fd: int = -1
+    retry_s: float = _FIRST_RETRY_S
+    resume_at: float = 0.0
+    over: bool = False
+
+
+class Endpoint:
+    """Accepts and makes authenticated connections; lives as long as its backend.
+
+    Args:
+        tls: gives the contexts and the rule about identities that are in force; None for plaintext.
+        handshake_timeout_s: how long a connection may take to prove itself.
+        parked_timeout_s: how long a proven worker may wait for this process to enter its generation.
+        max_handshakes: handshakes under way from outside. Above that a stranger's goes before that of a
+            member's address, and that before one with a certificate of this job; the oldest first.
+        max_strangers_per_s: TLS sessions that begin for addresses of no member; more have to wait their turn,
+            the newest first. A session costs a signature: members must not wait for those of a flood.
+        max_parked: proven connections that wait for this process to enter their generation; further ones are
+            turned away, and dial again. Of one certificate there may be a quarter of either kind.
+    """
+
+    def __init__(
+        self,
+        tls: Callable[[], TlsPolicy] | None,
+        *,
+        handshake_timeout_s: float = 10.0,
+        parked_timeout_s: float = 60.0,
+        max_handshakes: int = 512,
+        max_strangers_per_s: float = 100.0,
+        max_parked: int = 256,
+    ) -> None:
+        self._tls = tls
+        self._policy_in_force = None if tls is None else tls()
+        self._policy_fails = False
+        self._handshake_timeout_s = handshake_timeout_s
+        self._parked_timeout_s = parked_timeout_s
+        self._max_handshakes = max_handshakes
+        self._max_parked = max_parked
+        self._max_strangers_per_s = max_strangers_per_s
+        self._most_turns = max(1.0, max_strangers_per_s)
+        self._lobbies: dict[bytes, Lobby] = {}
+        self._lobbies_changed = False
+        self._newest = -1
+        self._neighbours: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+        self._requests: list[_Task] = []
+        self._listener: socket.socket | None = None
+        self._bound: tuple[int, tuple[object, ...]] | None = None
+        self._thread: threading.Thread | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
+        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self._dropped = Budget[str](lines=3, window_s=10.0, max_callers=16)
+        self._refused = Budget[str](lines=3, window_s=10.0, max_callers=16)
+        self._begin()
+
+    def open(self, address: str) -> str:
+        """Listens on a free port of a local address and returns ``host:port``."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listener = _listener(family, (address, 0))
+        except OSError as error:
+            raise CommunicatorError(
+                f"Cannot listen on {address}: {error.strerror}.",
+                remedy="Set MS_WORKER_ADDRESS or MS_INTERFACE to an address of this host.",
+            ) from None
+        with self._lock:
+            self._listener, self._bound = listener, (family, listener.getsockname())
+            self._start()
+        self._wake()
+        port = listener.getsockname()[1]
+        return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
+
+    def know(self, addresses: Iterable[str]) -> None:
+        """These are the members' addresses, whose connections go before those of strangers."""
+        with self._lock:
+            self._neighbours = frozenset(_plain_hosts(addresses))
+
+    def gather(self, lobby: Lobby) -> None:
+        """Expects the lobby's peers from now on, and dials those that this side has to dial."""
+        hosts = frozenset(_plain_hosts(_hosts(lobby)))
+        with self._lock:
+            self._lobbies[lobby.label] = lobby
+            self._lobbies_changed = True
+            newer = lobby.membership.generation > self._newest
+            self._neighbours = hosts if newer else self._neighbours | hosts
+            self._newest = max(self._newest, lobby.membership.generation)
+            self._start()
+        self._wake()
+
+    def dial(self, lobby: Lobby, rank: int, deadline: float) -> None:
+        """Dials a peer until it answers or the deadline passes; the connection comes to the lobby."""
+        task = _Task(no_steps(), None, deadline, lobby, rank)
+        with self._lock:
+            self._requests.append(task)
+            self._start()
+        self._wake()
+
+    def forget(self, lobby: Lobby) -> None:
+        """Expects nobody for this lobby any more."""
+        with self._lock:
+            self._lobbies.pop(lobby.label, None)
+            lobby.closed = True
+            self._lobbies_changed = True
+        self._wake()
+
+    def close(self) -> None:
+        """Stops listening and drops what is under way; idempotent."""
+        self._closing.set()
+        self._wake()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(5)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._wake_fd >= 0:
+            self._selector.close()
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def _start(self) -> None:
+        """Starts the thread if there is none; the caller holds the lock."""
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._run, name="muster-tcp-endpoint", daemon=True)
+            self._thread.start()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    # ------------------------------------------------------------ in the endpoint's thread
+
+    def _run(self) -> None:
+        """Serves until the endpoint is closed; what it does not foresee makes it begin anew."""
+        anew, pause_s = False, _FIRST_REOPENING_S
+        while not self._closing.is_set():
+            begun = time.monotonic()
+            try:
+                if anew:
+                    self._reopen()
+                self._serve()
+            except BaseException as error:  # a thread that ends would leave the process unreachable
+                if time.monotonic() - begun > _LAST_REOPENING_S:
+                    pause_s = _FIRST_REOPENING_S
+                _LOG.error(
+                    "The peer endpoint failed and is opened anew in %g s. Connections stay, peers are dialed"
+                    " again. Please report it: %s",
+                    pause_s,
+                    _short(f"{type(error).__name__}: {error}"),
+                    exc_info=_LOG.isEnabledFor(logging.DEBUG),
+                )
+                anew = True
+                self._closing.wait(pause_s)
+                pause_s = min(_LAST_REOPENING_S, 2 * pause_s)
+        for task in list(self._tasks):
+            self._drop(task)
+
+    def _begin(self) -> None:
+        """Has no handshake under way."""
+        self._tasks: dict[_Task, None] = {}
+        self._parked: dict[_Task, None] = {}
+        self._queued: dict[_Task, None] = {}  # those that wait for their turn
+        self._turns, self._turns_at = self._most_turns, time.monotonic()
+        self._admission = Admission[_Task](
+            max_under_way=self._max_handshakes,
+            max_under_way_each=max(1, self._max_handshakes // 4),
+            max_parked=self._max_parked,
+            max_parked_each=max(1, self._max_parked // 4),
+        )
+        self._next_due = math.inf
+        self._listening = False
+        self._rests_until = 0.0
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+
+    def _reopen(self) -> None:
+        """Takes nothing over but the lobbies, the dials and the port, which the peers know."""
+        dials = []
+        for task in self._tasks:
+            with contextlib.suppress(Exception):
+                task.steps.close()
+            if task.sock is not None:
+                task.sock.close()
+            task.over = True
+            if task.lobby is not None and not task.lobby.closed:
+                dials.append(_Task(no_steps(), None, task.expires, task.lobby, task.rank))
+        with contextlib.suppress(OSError):
+            self._selector.close()
+        self._selector = selectors.DefaultSelector()
+        self._begin()
+        with self._lock:
+            self._requests += dials
+        if self._bound is not None and not _listens(self._listener):
+            self._listener = _listener(*self._bound)
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            self._listen()
+            incoming = False
+            for key, _ in self._selector.select(self._pause()):
+                if key.fd == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
+                elif key.data is None:
+                    incoming = True
+                else:
+                    self._meet(key.data)
+            if incoming:  # last: newcomers may cost others their place
+                self._accept()
+            self._begin_dials()
+            self._tend()
+
+    def _meet(self, task: _Task) -> None:
+        """Goes on with a handshake whose socket is ready."""
+        if task.want is Want.LOBBY and not task.over:  # it has to wait for our answer before it says more
+            self._failed(task, CommunicatorError("It hung up, or spoke, while it had to wait."))
+        else:
+            self._advance(task)
+
+    def _listen(self) -> None:
+        """Watches the listening socket, unless it rests because there is no room for anybody."""
+        listener = self._listener
+        if listener is None:
+            return
+        listen = time.monotonic() >= self._rests_until
+        if listen and not self._listening:
+            self._selector.register(listener, selectors.EVENT_READ)
+        elif not listen and self._listening:
+            self._selector.unregister(listener)
+        self._listening = listen
+
+    def _pause(self) -> float | None:
+        times = [self._next_due]
+        times += [at for budget in (self._dropped, self._refused) if (at := budget.next_s()) is not None]
+        if not self._listening and self._listener is not None:
+            times.append(self._rests_until)
+        until = min(times)
+        return max(0.0, until - time.monotonic()) if until < math.inf else None
+
+    def _tend(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            changed, self._lobbies_changed = self._lobbies_changed, False
+        if changed:
+            for task in list(self._parked):
+                self._advance(task)
+        if changed or now >= self._next_due:
+            self._end_or_resume(now)
+        self._give_turns(now, all_may_ask=changed)
+        for budget, level in ((self._dropped, logging.INFO), (self._refused, logging.WARNING)):
+            for untold in budget.due(now):
+                who = "other addresses" if untold.caller == OTHERS else untold.caller
+                count = sum(untold.codes.values())
+                _LOG.log(level, "%d more connections from %s. The last: %s", count, who, untold.last)
+
+    def _give_turns(self, now: float, *, all_may_ask: bool) -> None:
+        """Lets those go on whose turn it is; where the members are others now, all may ask."""
+        earned = (now - self._turns_at) * self._max_strangers_per_s
+        self._turns, self._turns_at = min(self._most_turns, self._turns + earned), now
+        if not self._queued:
+            return
+        for task in reversed(list(self._queued)):
+            if self._turns < 1 and not all_may_ask:
+                break
+            self._advance(task)
+        if self._queued:
+            self._next_due = min(self._next_due, now + 1 / self._max_strangers_per_s)
+
+    def _end_or_resume(self, now: float) -> None:
+        """Ends what took too long or is not wanted any more, dials again what may be dialed again."""
+        self._next_due = math.inf
+        for task in list(self._tasks):
+            if task.lobby is not None and task.lobby.closed:
+                self._drop(task)
+            elif now >= task.expires:
+                _LOG.debug("A handshake was dropped: it took too long.")
+                self._drop(task)
+            elif task.want is Want.PAUSE and now >= task.resume_at:
+                self._redial(task)
+            if not task.over:
+                at = task.resume_at if task.want is Want.PAUSE else task.expires
+                self._next_due = min(self._next_due, at)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        neighbours = self._neighbours
+        for _ in range(64):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._find_room()
+                    return
+                continue  # that connection is gone already
+            source = str(address[0])
+            task = _Task(no_steps(), sock, time.monotonic() + self._handshake_timeout_s, source=source)
+            tls = None if self._tls is None else self._policy
+            task.steps = accept(sock, tls, self._find_lobby, source, _Gate(self, task))
+            self._add(task)
+            goes = self._admission.admit(task, neighbour=source in neighbours)
+            if goes is not None:
+                self._drop(goes)
+            self._advance(task)
+
+    def _add(self, task: _Task) -> None:
+        self._tasks[task] = None
+        self._next_due = min(self._next_due, task.expires)
+
+    def _expire(self, task: _Task, after_s: float) -> None:
+        task.expires = time.monotonic() + after_s
+        self._next_due = min(self._next_due, task.expires)
+
+    def note_hello(self, task: _Task) -> None:
+        """A handshake from outside has brought its TLS hello."""
+        self._admission.hello(task)
+
+    def may_begin(self, task: _Task) -> bool:
+        """Whether a handshake's TLS session may begin now."""
+        if task.source in self._neighbours:
+            return True
+        if self._turns < 1:
+            return False
+        self._turns -= 1
+        return True
+
+    def note_certificate(self, task: _Task, certificate: bytes) -> None:
+        """A handshake from outside has shown a certificate that is good for this job."""
+        goes = self._admission.prove(task, certificate)
+        if goes is not None:
+            self._drop(goes)
+
+    def _find_room(self) -> None:
+        """The process has no descriptor or memory left for a connection: one goes, or all have to wait."""
+        weakest = self._admission.weakest()
+        if weakest is not None:
+            self._drop(weakest)
+        else:
+            self._rests_until = time.monotonic() + _LISTENER_REST_S
+
+    def _policy(self) -> TlsPolicy:
+        if self._tls is not None:
+            try:
+                self._policy_in_force, self._policy_fails = self._tls(), False
+            except Exception:
+                if not self._policy_fails:  # it is asked for at each connection
+                    _LOG.exception("What was renewed cannot be used; the old certificate stays in force.")
+                self._policy_fails = True
+        assert self._policy_in_force is not None
+        return self._policy_in_force
+
+    def _find_lobby(self, label: bytes, generation: int) -> Lobby | None:
+        with self._lock:
+            lobby = self._lobbies.get(label)
+            newest = self._newest
+        if lobby is None and generation < newest:
+            raise CommunicatorError(f"The hello is of generation {generation}, which is over (now {newest}).")
+        return lobby
+
+    def _begin_dials(self) -> None:
+        with self._lock:
+            requests, self._requests = self._requests, []
+        for task in requests:
+            self._add(task)
+        for task in requests:
+            self._redial(task)
+
+    def _redial(self, task: _Task) -> None:
+        assert task.lobby is not None
+        try:
+            host, port = host_and_port(task.lobby.membership.peers[task.rank].data_address)
+            task.sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        except ValueError as error:
+            task.lobby.fail(task.rank, CommunicatorError(f"Rank {task.rank} cannot be dialed: {error}"))
+            self._drop(task)
+            return
+        except OSError as error:
+            self._find_room()  # those from outside may hold all descriptors
+            self._failed(task, error)
+            return
+        policy = None if self._tls is None else self._policy()
+        task.steps = dial(task.sock, (host, port), policy, task.lobby, task.rank)
+        task.want = Want.READ
+        self._advance(task)
+
+    def _advance(self, task: _Task) -> None:
+        """Goes on with a handshake, as far as it can; nothing if it is over."""
+        if task.over:  # it lost its place after its event, or its turn, was found
+            return
+        try:
+            want, sock = next(task.steps)
+        except StopIteration as end:
+            self._finish(task, *end.value)
+        except (OSError, CommunicatorError) as error:
+            self._failed(task, error)
+        except WorkerError as error:
+            if task.lobby is not None:
+                task.lobby.fail(task.rank, error)
+            else:
+                self._say(self._refused, logging.WARNING, task, f"A connection was refused: {error}")
+            self._drop(task)
+        except Exception as error:
+            text = f"A handshake failed in a way that was not foreseen: {type(error).__name__}: {error}"
+            self._say(self._refused, logging.ERROR, task, text)
+            self._failed(task, error)
+        else:
+            self._select(task, want, sock)
+
+    def _finish(self, task: _Task, lobby: Lobby, connection: Connection) -> None:
+        self._unwatch(task)
+        task.sock = None
+        self._drop(task)
+        lobby.arrive(connection)
+
+    def _failed(self, task: _Task, error: Exception) -> None:
+        if task.lobby is None:
+            self._say(
+                self._dropped, logging.INFO, task, f"A connection from {task.source} was dropped: {error}"
+            )
+            self._drop(task)
+            return
+        self._unwatch(task)
+        if task.sock is not None:
+            task.sock.close()
+            task.sock = None
+        task.lobby.note(task.rank, str(error))
+        task.want, task.resume_at = Want.PAUSE, min(task.expires, time.monotonic() + task.retry_s)
+        self._next_due = min(self._next_due, task.resume_at)
+        task.retry_s = min(_LAST_RETRY_S, 2 * task.retry_s)
+
+    def _say(self, budget: Budget[str], level: int, task: _Task, text: str) -> None:
+        """Logs what became of a connection from outside, or counts it: nobody floods the log."""
+        short = _short(text)
+        if _LOG.isEnabledFor(level) and budget.take(task.source, "", short, time.monotonic()):
+            _LOG.log(level, "%s", short, exc_info=level >= logging.ERROR and _LOG.isEnabledFor(logging.DEBUG))
+
+    def _select(self, task: _Task, want: Want, sock: socket.socket) -> None:
+        task.sock = sock
+        if want is Want.LOBBY:
+            self._park(task, sock)
+            return
+        if want is Want.TURN:
+            self._unwatch(task)
+            task.want = want
+            self._queued[task] = None
+            return
+        self._queued.pop(task, None)
+        if task in self._parked:
+            del self._parked[task]
+            self._admission.resume(task)
+            self._expire(task, self._handshake_timeout_s)
+        task.want = want
+        self._watch(task, sock, selectors.EVENT_READ if want is Want.READ else selectors.EVENT_WRITE)
+
+    def _park(self, task: _Task, sock: socket.socket) -> None:
+        """Keeps a proven connection until its lobby is there."""
+        if task.want is Want.LOBBY:
+            return
+        if not self._admission.park(task):
+            self._failed(task, CommunicatorError("Too many wait for this process; it may try again."))
+            return
+        task.want = Want.LOBBY
+        self._expire(task, self._parked_timeout_s)
+        self._parked[task] = None
+        self._watch(task, sock, selectors.EVENT_READ)
+
+    def _watch(self, task: _Task, sock: socket.socket, events: int) -> None:
+        if task.fd == sock.fileno():  # TLS makes another object of a socket, with the same descriptor
+            self._selector.modify(task.fd, events, task)
+        else:
+            task.fd = sock.fileno()
+            self._selector.register(task.fd, events, task)
+
+    def _unwatch(self, task: _Task) -> None:
+        if task.fd >= 0:
+            self._selector.unregister(task.fd)
+            task.fd = -1
+
+    def _drop(self, task: _Task) -> None:
+        """Ends a handshake; it is not touched again."""
+        self._unwatch(task)
+        task.over = True
+        task.steps.close()
+        if task.sock is not None:
+            task.sock.close()
+            task.sock = None
+        self._tasks.pop(task, None)
+        self._parked.pop(task, None)
+        self._queued.pop(task, None)
+        self._admission.remove(task)
+
+
+class _Gate:
+    """Passes on the progress of one handshake from outside."""
+
+    def __init__(self, endpoint: Endpoint, task: _Task) -> None:
+        self._endpoint = endpoint
+        self._task = task
+
+    def hello_arrived(self) -> None:
+        self._endpoint.note_hello(self._task)
+
+    def may_begin(self) -> bool:
+        return self._endpoint.may_begin(self._task)
+
+    def certificate_shown(self, certificate: bytes) -> None:
+        self._endpoint.note_certificate(self._task, certificate)
+
+
+def _listener(family: int, address: tuple[object, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if address[1]:  # its port again: connections of before may still be under way
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _listens(listener: socket.socket | None) -> bool:
+    with contextlib.suppress(OSError):
+        return listener is not None and bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
+
+
+def _hosts(lobby: Lobby) -> Iterator[str]:
+    """The addresses of a lobby's members, without their ports."""
+    for peer in lobby.membership.peers:
+        with contextlib.suppress(ValueError):
+            yield host_and_port(peer.data_address)[0]
+
+
+def _plain_hosts(addresses: Iterable[str]) -> Iterator[str]:
+    """Addresses as ``accept`` gives them; names are none."""
+    for address in addresses:
+        with contextlib.suppress(ValueError):
+            yield str(ipaddress.ip_address(address))
+
+
+def _short(text: str) -> str:
+    line = one_line(text)
+    return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."

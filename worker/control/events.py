@@ -1,0 +1,357 @@
+"""What drives the worker's membership machine, and what it answers: values only.
+
+Events come in, a :class:`Decision` goes out. All times are seconds on one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from muster.rendezvous.value import Value
+from muster.worker.control.messages import Assignment, FirstLoss, Incoming, Outgoing, RefusalCode
+
+
+class Timing(Value):
+    """Deadlines of the worker, in seconds.
+
+    Attributes:
+        topo_timeout_s: how long a worker without a place goes on looking for the scheduler.
+        reconnect_timeout_s: how long a change of members may wait for a scheduler that is away, or a worker
+            that has lost its place may look for one that gives it a new one.
+        verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed
+            waits to be told that the membership changed.
+        goodbye_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
+            would count a worker that ended without one as lost.
+        late_again_s: the pause between two words to the scheduler that a collective is late.
+        report_first_s, report_last_s: the first and the longest pause between two lines that tell that the
+            scheduler cannot be reached; each is twice the one before.
+        retry_first_s, retry_last_s: shortest and longest pause between two attempts to connect.
+        retry_share: the pause is this share of the time that the scheduler has been away.
+    """
+
+    topo_timeout_s: float = 1800.0
+    reconnect_timeout_s: float = 120.0
+    verdict_margin_s: float = 2.0
+    goodbye_timeout_s: float = 15.0
+    late_again_s: float = 10.0
+    report_first_s: float = 3.0
+    report_last_s: float = 300.0
+    retry_first_s: float = 0.005
+    retry_last_s: float = 2.0
+    retry_share: float = 0.1
+
+
+# ---------------------------------------------------------------- events
+
+
+class Started(Value):
+    """The worker begins to look for the scheduler."""
+
+
+class StreamOpened(Value):
+    """The stream asked for by :class:`Connect` stands; nothing was sent on it yet."""
+
+    stream: int
+
+
+class StreamLost(Value):
+    """The stream could not be opened, or ended without a final message."""
+
+    stream: int
+    detail: str
+
+
+class StreamDenied(Value):
+    """TLS or identity failed; ``by_scheduler``: it said so itself, so that trying again is of no use."""
+
+    stream: int
+    sentence: str
+    by_scheduler: bool = False
+
+
+class Received(Value):
+    """A message came on the stream."""
+
+    stream: int
+    message: Incoming
+
+
+class UniqueIdsMinted(Value):
+    """Answer to :class:`MintUniqueIds`. Secret."""
+
+    secret_fields = ("unique_ids",)
+
+    generation: int
+    unique_ids: tuple[bytes, ...]
+
+
+class EntryRequested(Value):
+    """The training thread holds no communicator any more and wants the newest generation."""
+
+
+class CommunicatorBuilt(Value):
+    """The training thread has built what :class:`Build` asked for."""
+
+    generation: int
+
+
+class CommunicatorFailed(Value):
+    """Building or a collective failed; ``rank`` is the world rank that seems to be at fault, or -1.
+
+    ``timed_out``: nothing broke, others did not come in time.
+    """
+
+    generation: int
+    rank: int
+    detail: str
+    timed_out: bool = False
+
+
+class CollectivesStuck(Value):
+    """Whether a collective has been under way for long. Told while there is no scheduler to ask why."""
+
+    stuck: bool
+
+
+class PeersLate(Value):
+    """The training thread has waited for its peers for so long, which is too long."""
+
+    seconds: float
+
+
+class ProbesDone(Value):
+    """Answer to :class:`ProbeWanted`; see :class:`~muster.worker.control.messages.Probed`."""
+
+    round: int
+    unreached: tuple[tuple[str, str], ...]
+    late: bool
+    waits: bool
+    busy: str
+    seconds: float = 0.0
+
+
+class StepStarting(Value):
+    """The training thread has finished ``step`` steps and would begin the next."""
+
+    step: int
+
+
+class Progress(Value):
+    """How far and how fast the training is."""
+
+    step: int
+    samples_per_s: float
+
+
+class LeaveRequested(Value):
+    """This worker should leave at the next step boundary."""
+
+    reason: str
+
+
+class Goodbye(Value):
+    """The training thread is done, or gives up."""
+
+    finished: bool
+    reason: str
+    consequence: bool = False
+    exit_code: int = 0
+
+
+class Renewed(Value):
+    """After having lost its place, the process asks for one anew under a new incarnation."""
+
+    incarnation: int
+    data_address: str
+
+
+class Tick(Value):
+    """The deadline that the machine asked for has come."""
+
+
+Event = (
+    Started
+    | StreamOpened
+    | StreamLost
+    | StreamDenied
+    | Received
+    | UniqueIdsMinted
+    | EntryRequested
+    | CommunicatorBuilt
+    | CommunicatorFailed
+    | CollectivesStuck
+    | PeersLate
+    | ProbesDone
+    | StepStarting
+    | Progress
+    | LeaveRequested
+    | Goodbye
+    | Renewed
+    | Tick
+)
+
+
+# ---------------------------------------------------------------- notices to the adapter and the session
+
+
+class Connect(Value):
+    """Open a stream to the scheduler under this number; any older one is dead."""
+
+    stream: int
+
+
+class Disconnect(Value):
+    """Close this stream."""
+
+    stream: int
+
+
+class Tell(Value):
+    """A line for the person who watches this worker."""
+
+    sentence: str
+
+
+class MintUniqueIds(Value):
+    """This worker is rank 0 of the generation: mint its ids, answer UniqueIdsMinted."""
+
+    generation: int
+    count: int
+
+
+class Build(Value):
+    """Answer to EntryRequested: build the communicator of this generation. The ids are secret."""
+
+    secret_fields = ("unique_ids",)
+
+    assignment: Assignment
+    unique_ids: tuple[bytes, ...]
+
+
+class Running(Value):
+    """Every member stands: collectives may be called."""
+
+    generation: int
+
+
+class Interrupt(Value):
+    """The generation is over. Not ``planned``: abort its communicators, whatever is going on in them.
+
+    ``save``: the job cannot go on for now, and this worker should save the training state.
+    """
+
+    generation: int
+    reason: str
+    lost: tuple[str, ...] = ()
+    planned: bool = False
+    save: bool = False
+
+
+class Dismissed(Value):
+    """This worker leaves as asked: it has no place in the next generation and should say goodbye.
+
+    Attributes:
+        reason: why, in words.
+        alone: nobody in the next generation holds the training state: this worker should save it.
+    """
+
+    reason: str
+    alone: bool = False
+
+
+class StepGranted(Value):
+    """Answer to StepStarting: go on."""
+
+
+class StepHeld(Value):
+    """Answer to StepStarting: ask again when the next notice comes."""
+
+
+class GateChanged(Value):
+    """A held step may be asked for again."""
+
+
+class ChangePending(Value):
+    """A planned change of members will happen after ``after_step`` steps (-1: not yet known)."""
+
+    generation: int
+    reason: str
+    after_step: int
+
+
+class ProbeWanted(Value):
+    """Try to reach these workers, by node id and address; answer ProbesDone."""
+
+    round: int
+    targets: tuple[tuple[str, str], ...]
+
+
+class NoVerdict(Value):
+    """A collective of the generation failed, but the scheduler sees no change of members."""
+
+    generation: int
+
+
+class FailureKind(enum.Enum):
+    """What ended this worker's membership."""
+
+    REFUSED = "refused"
+    SECURITY = "security"
+    UNREACHABLE = "unreachable"
+    FORMATION_TIMEOUT = "formation timeout"
+    JOB_ENDED = "job ended"
+    LEAVE = "leave granted"  # as asked, but at once: there is no step boundary to leave at
+
+
+class Failed(Value):
+    """The membership is over for good. ``ok``: because the whole job finished well."""
+
+    kind: FailureKind
+    sentence: str
+    code: RefusalCode = RefusalCode.UNSPECIFIED
+    ok: bool = False
+
+
+class LossKnown(Value):
+    """The scheduler says who was the first to go; told before what follows from it."""
+
+    loss: FirstLoss
+
+
+class Left(Value):
+    """The goodbye is done. ``heard``: the scheduler has confirmed it."""
+
+    heard: bool
+
+
+Notice = (
+    Connect
+    | Disconnect
+    | Tell
+    | MintUniqueIds
+    | Build
+    | Running
+    | Interrupt
+    | Dismissed
+    | StepGranted
+    | StepHeld
+    | GateChanged
+    | ChangePending
+    | ProbeWanted
+    | NoVerdict
+    | Failed
+    | LossKnown
+    | Left
+)
+
+
+class Decision(Value):
+    """What follows from one event.
+
+    The adapter carries out ``notices`` in order and sends ``messages`` in order on the open stream;
+    ``reason`` is logged if it is not empty.
+    """
+
+    messages: tuple[Outgoing, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    reason: str = ""

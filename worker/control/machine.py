@@ -1,0 +1,389 @@
+"""The worker's membership as a pure machine: events and ``now`` in, a Decision out, one deadline.
+
+It decides when to connect, what to send, which generation may be built, when a generation is over and
+when a step may begin. Whoever drives it (the client, or the simulator) brings clock, network and
+randomness. Messages and events of another generation or of an older stream change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from muster.worker.control import events as e
+from muster.worker.control import messages as m
+from muster.worker.control.lifecycle import Lifecycle
+
+
+class Membership(Lifecycle):
+    """One worker process's claim on a place in a job.
+
+    Args:
+        profile: who this worker is.
+        timing: deadlines.
+        jitter: random numbers from [0, 1).
+        address: the scheduler's host and port, for what is told of it.
+    """
+
+    def __init__(
+        self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float], address: str = ""
+    ) -> None:
+        super().__init__(profile, timing, jitter, address)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            e.Started: self._on_started,
+            e.StreamOpened: self._on_stream_opened,
+            e.StreamLost: self._on_stream_lost,
+            e.StreamDenied: self._on_stream_denied,
+            e.Received: self._on_received,
+            e.UniqueIdsMinted: self._on_minted,
+            e.EntryRequested: self._on_entry_requested,
+            e.CommunicatorBuilt: self._on_built,
+            e.CommunicatorFailed: self._on_failed,
+            e.CollectivesStuck: self._on_stuck,
+            e.PeersLate: self._on_peers_late,
+            e.ProbesDone: self._on_probes_done,
+            e.StepStarting: self._on_step_starting,
+            e.Progress: self._on_progress,
+            e.LeaveRequested: self._on_leave_requested,
+            e.Goodbye: self._on_goodbye,
+            e.Renewed: self._on_renewed,
+            e.Tick: self._on_tick,
+            m.Welcome: self._on_welcome,
+            m.Waiting: self._on_waiting,
+            m.Assignment: self._on_assignment,
+            m.UniqueIds: self._on_unique_ids,
+            m.GroupBuilt: self._on_group_built,
+            m.Suspended: self._on_suspended,
+            m.Quiesce: self._on_quiesce,
+            m.Probe: self._on_probe,
+            m.Refused: self._on_refused,
+            m.Ended: self._on_ended,
+        }
+
+    # ------------------------------------------------------------ interface
+
+    def step(self, event: e.Event, now: float) -> e.Decision:
+        """Takes one event at time ``now``; never raises on what a scheduler or network may do."""
+        self._now = now
+        self._messages, self._notices, self._reason = [], [], ""
+        self._handlers[type(event)](event)
+        if self._is_calm():
+            self._need_since = None
+        elif self._need_since is None:
+            self._need_since = now
+        return e.Decision(tuple(self._messages), tuple(self._notices), self._reason)
+
+    # ------------------------------------------------------------ the stream
+
+    def _on_started(self, _: e.Started) -> None:
+        self._notices.append(e.Connect(self._link.start(self._now)))
+
+    def _on_stream_opened(self, event: e.StreamOpened) -> None:
+        if self._ended or not self._link.opened(event.stream):
+            self._notices.append(e.Disconnect(event.stream))
+            return
+        newest = self._newest()
+        held = newest is not None and newest.generation > self._over
+        self._messages.append(
+            m.Join(
+                self.profile,
+                held_generation=self._seen,
+                held_rank=newest.rank if held and newest is not None else -1,
+                built=held and newest is self._current and self._built,
+                step=self._step,
+            )
+        )
+        if self._goodbye is not None:
+            self._send_leave()
+
+    def _on_stream_lost(self, event: e.StreamLost) -> None:
+        if self._ended or not self._link.lost(event.stream, event.detail, self._now):
+            return
+        self._reason = f"lost the scheduler: {event.detail}"
+        if self._goodbye is not None and not self._goodbye.finished:
+            self._finish_leaving(heard=False)
+
+    def _on_stream_denied(self, event: e.StreamDenied) -> None:
+        if self._ended or event.stream != self._link.stream:
+            return
+        if self._goodbye is not None:
+            self._finish_leaving(heard=False)
+        elif event.by_scheduler or self._seen == 0:
+            self._fail(e.FailureKind.SECURITY, event.sentence)
+        else:  # a member keeps its place while the scheduler's certificate, say, is being put right
+            self._on_stream_lost(e.StreamLost(event.stream, event.sentence))
+
+    def _on_received(self, event: e.Received) -> None:
+        if not self._ended and event.stream == self._link.stream and self._link.open:
+            self._handlers[type(event.message)](event.message)
+
+    # ------------------------------------------------------------ messages
+
+    def _on_welcome(self, message: m.Welcome) -> None:
+        self._welcome = message
+        self._renewed = False
+        self._link.welcomed()
+        self._stuck = False
+        if message.spare and not self._seen:
+            self._notices.append(e.Tell("this worker waits as a spare: it takes a place that comes free."))
+        self._heartbeat_at = self._now + message.heartbeat_interval_s
+        if self._suspicion_since is not None:  # a restarted scheduler has not heard of it
+            self._suspicion_since = self._now
+            if self._suspicion is not None:
+                self._send(self._suspicion)
+        if self._leave_reason is not None and self._seen:
+            self._send(m.RequestLeave(self._seen, self._leave_reason))
+
+    def _on_waiting(self, message: m.Waiting) -> None:
+        if message.sentence != self._waiting_sentence:
+            self._waiting_sentence = message.sentence
+            self._notices.append(e.Tell(message.sentence))
+
+    def _on_assignment(self, new: m.Assignment) -> None:
+        if new.generation <= self._over or new.generation < self._seen or not self._is_mine(new):
+            self._reason = f"dropped an assignment of generation {new.generation}"
+            return
+        if new.generation > self._seen:
+            self._take_up(new)
+        elif self._held == new.generation:  # sent again after a reconnect: the planned change is off
+            self._held = 0
+            self._notices.append(e.GateChanged())
+        if new.rank == 0 and (self._next is not None or not self._running):
+            self._mint_or_publish(new)
+
+    def _note_loss(self, loss: m.FirstLoss | None) -> None:
+        if loss is not None:
+            self._notices.append(e.LossKnown(loss))
+
+    def _is_mine(self, assignment: m.Assignment) -> bool:
+        if assignment.rank < 0:  # leaving as asked
+            return True
+        me = assignment.members[assignment.rank]
+        return me.node_id == self.profile.node_id and me.incarnation == self.profile.incarnation
+
+    def _take_up(self, new: m.Assignment) -> None:
+        first, self._seen = self._seen == 0, new.generation
+        self._note_loss(new.first_loss)
+        if first and self._leave_reason is not None:  # asked for before there was a place to leave
+            self._send(m.RequestLeave(new.generation, self._leave_reason))
+        self._next, self._ids, self._minted = new, None, None
+        self._suspended = False
+        self._reason = f"generation {new.generation}, rank {new.rank} of {len(new.members)}: {new.reason}"
+        current = self._current
+        if current is None or current.generation <= self._over:
+            self._dismiss_if_leaving(new)
+            return
+        if self._built and self._is_by_steps(new) and not self._suspicion_since:
+            self._become_running(current)
+            self._notices.append(e.ChangePending(new.generation, new.reason, new.switch_after_step))
+            self._notices.append(e.GateChanged())
+        else:
+            self._dismiss_if_leaving(new)
+            self._interrupt(new.reason, new.lost)
+
+    def _is_by_steps(self, new: m.Assignment) -> bool:
+        """Whether the switch is at a step boundary: a peer's step shows that this worker's own is to come."""
+        return new.switch_after_step >= 0 and (self._uses_steps or new.switch_after_step > self._step)
+
+    def _dismiss_if_leaving(self, new: m.Assignment) -> None:
+        if new.rank < 0:
+            self._notices.append(e.Dismissed(new.reason, alone=new.state_source_rank < 0))
+
+    def _mint_or_publish(self, assignment: m.Assignment) -> None:
+        minted = self._minted
+        if minted is not None:
+            self._send(m.PublishUniqueIds(minted.generation, minted.unique_ids))
+        elif self._next is not None:
+            self._notices.append(e.MintUniqueIds(assignment.generation, assignment.unique_id_count))
+
+    def _on_unique_ids(self, message: m.UniqueIds) -> None:
+        new = self._next
+        if new is None or message.generation != new.generation or self._ids is not None:
+            return
+        if len(message.unique_ids) != new.unique_id_count:
+            self._reason = f"dropped {len(message.unique_ids)} unique ids, expected {new.unique_id_count}"
+            return
+        self._ids = message
+        self._try_entry()
+
+    def _on_group_built(self, message: m.GroupBuilt) -> None:
+        current = self._current
+        if current is not None and current.generation == message.generation and self._built:
+            self._become_running(current)
+
+    def _become_running(self, current: m.Assignment) -> None:
+        if not self._running and current.generation > self._over:
+            self._running = True
+            self._notices.append(e.Running(current.generation))
+
+    def _on_suspended(self, message: m.Suspended) -> None:
+        if message.generation < self._seen or (message.generation == self._over and self._suspended):
+            return
+        self._note_loss(message.first_loss)
+        self._interrupt(message.reason, (message.reason,), save=message.save)
+        self._seen = self._over = message.generation
+        self._next = self._ids = self._minted = None
+        self._suspended = True
+        reason = message.reason.rstrip(".")
+        self._notices.append(e.Tell(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
+
+    def _on_quiesce(self, message: m.Quiesce) -> None:
+        if message.generation != self._seen or message.generation <= self._over:
+            return
+        self._held = message.generation
+        self._notices.append(e.ChangePending(message.generation, message.reason, -1))
+        self._send(m.Quiesced(message.generation, self._started))
+
+    def _on_probe(self, message: m.Probe) -> None:
+        self._notices.append(e.ProbeWanted(message.round, message.targets))
+
+    def _on_refused(self, message: m.Refused) -> None:
+        if self._goodbye is not None:
+            self._finish_leaving(heard=True)
+        elif message.code is m.RefusalCode.TOPO_TIMEOUT:
+            self._fail(e.FailureKind.FORMATION_TIMEOUT, message.sentence, message.code)
+        elif message.code is m.RefusalCode.JOB_ENDED and self._seen:
+            self._fail(e.FailureKind.JOB_ENDED, message.sentence, message.code)
+        elif message.code is m.RefusalCode.NOT_PERMITTED:  # by what the certificate says
+            self._fail(e.FailureKind.SECURITY, message.sentence, message.code)
+        else:
+            self._fail(e.FailureKind.REFUSED, message.sentence, message.code)
+
+    def _on_ended(self, message: m.Ended) -> None:
+        self._note_loss(message.first_loss)
+        if self._goodbye is not None:
+            self._finish_leaving(heard=True)
+        elif message.leave:
+            self._fail(e.FailureKind.LEAVE, message.reason)
+        elif self._seen or message.ok:
+            self._fail(e.FailureKind.JOB_ENDED, message.reason, ok=message.ok)
+        else:
+            self._fail(e.FailureKind.FORMATION_TIMEOUT, message.reason)
+
+    # ------------------------------------------------------------ the training thread
+
+    def _on_minted(self, event: e.UniqueIdsMinted) -> None:
+        new = self._next
+        if new is not None and new.generation == event.generation and self._minted is None:
+            self._minted = event
+            self._send(m.PublishUniqueIds(event.generation, event.unique_ids))
+
+    def _on_entry_requested(self, _: e.EntryRequested) -> None:
+        self._wants_entry = True
+        if self._next is not None:
+            self._over = max(self._over, self.generation)
+            self._dismiss_if_leaving(self._next)
+        self._try_entry()
+
+    def _try_entry(self) -> None:
+        if self._next is None or self._ids is None or not self._wants_entry or self._ended:
+            return
+        if self._next.rank < 0:
+            return
+        self._current, self._next, self._wants_entry = self._next, None, False
+        self._built = self._running = False
+        self._started = self._step  # a step that was broken off is not begun in the new generation
+        self._suspicion_since = None
+        self._over = max(self._over, self._current.generation - 1)
+        self._notices.append(e.Build(self._current, self._ids.unique_ids))
+
+    def _on_built(self, event: e.CommunicatorBuilt) -> None:
+        current = self._current
+        if current is None or current.generation != event.generation or self.is_over or self._ended:
+            return
+        self._built = True
+        self._send(m.Built(event.generation))
+
+    def _on_failed(self, event: e.CommunicatorFailed) -> None:
+        current = self._current
+        if current is None or current.generation != event.generation or self.is_over or self._ended:
+            return
+        hint = m.SuspectPeer(event.generation, max(event.rank, 0), event.detail)
+        if self._next is not None:  # peers have switched already, or will: so does this worker
+            self._send(hint)  # those that still hang in the last step learn of it
+            self._dismiss_if_leaving(self._next)
+            self._interrupt(self._next.reason, self._next.lost)
+            return
+        if self._suspicion_since is None:
+            self._suspicion_since = self._now
+        # Whoever did not come in time may come later, to the next generation. In the same step again: never.
+        late = event.timed_out and self._timed_out_step != self._step
+        self._timed_out_step = self._step if event.timed_out else self._timed_out_step
+        self._suspicion = hint if event.rank >= 0 or late else None
+        if self._suspicion is not None:
+            self._send(self._suspicion)
+
+    def _on_stuck(self, event: e.CollectivesStuck) -> None:
+        self._stuck = event.stuck
+
+    def _on_peers_late(self, event: e.PeersLate) -> None:
+        told_at = self._late_told_at
+        current = self._current
+        if current is None or self.is_over or self._ended or not self._link.settled:
+            return
+        if told_at is None or self._now >= told_at + self._timing.late_again_s:
+            self._late_told_at = self._now
+            self._send_heartbeat()
+            self._send(m.Late(current.generation, event.seconds))
+
+    def _on_probes_done(self, event: e.ProbesDone) -> None:
+        if self._link.settled and not self._ended:
+            self._send_heartbeat()  # first: how far this worker is
+            told = m.Probed(event.round, event.unreached, event.late, event.waits, event.busy, event.seconds)
+            self._send(told)
+
+    def _on_step_starting(self, event: e.StepStarting) -> None:
+        self._uses_steps = True
+        self._step = event.step
+        current, new = self._current, self._next
+        if current is None or self.is_over or self._ended:
+            self._notices.append(e.StepHeld())
+        elif new is not None and event.step >= new.switch_after_step:
+            self._dismiss_if_leaving(new)
+            self._interrupt(new.reason, new.lost, planned=True)
+        elif new is None and self._held == current.generation:
+            self._notices.append(e.StepHeld())
+        else:
+            self._started = event.step + 1
+            self._notices.append(e.StepGranted())
+            self._tell_first_step(current)
+
+    def _tell_first_step(self, current: m.Assignment) -> None:
+        """A newcomer that begins a step holds the state: told at once, as its giver may go or die."""
+        if self._stepped_in < current.generation:
+            self._stepped_in = current.generation
+            if current.rank in current.newcomer_ranks and self._link.settled:
+                self._send_heartbeat()
+
+    def _on_progress(self, event: e.Progress) -> None:
+        self._step = event.step
+        self._samples_per_s = event.samples_per_s
+
+    def _on_leave_requested(self, event: e.LeaveRequested) -> None:
+        if self._leave_reason is None and not self._ended:
+            self._leave_reason = event.reason
+            if self._seen:
+                self._send(m.RequestLeave(self._seen, event.reason))
+
+    def _on_goodbye(self, event: e.Goodbye) -> None:
+        if self._goodbye is not None:
+            return
+        self._goodbye = event
+        self._leave_at = self._now + self._timing.goodbye_timeout_s
+        if self._ended:
+            self._notices.append(e.Left(heard=False))
+        elif self._link.open:
+            self._send_leave()
+        elif self._seen == 0 or not event.finished:
+            self._finish_leaving(heard=False)
+
+    def _send_leave(self) -> None:
+        assert self._goodbye is not None
+        said = self._goodbye
+        self._send(m.Leave(self._seen, said.finished, said.reason, said.consequence, said.exit_code))
+
+    def _on_renewed(self, event: e.Renewed) -> None:
+        self._reset()
+        self._renewed = True
+        self.profile = self.profile.replaced(incarnation=event.incarnation, data_address=event.data_address)
+        self._notices.append(e.Connect(self._link.start(self._now)))

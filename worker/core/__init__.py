@@ -1,1 +1,0 @@
-"""Pure logic of the worker: values and decisions, no clock, socket, thread or randomness."""

@@ -1,0 +1,1 @@
+"""The launcher of workers and, if asked, the scheduler: ``muster run``."""

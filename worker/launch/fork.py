@@ -1,0 +1,179 @@
+"""Starting workers as forks of one warm process.
+
+Most of a short start is imports: Python, NumPy, gRPC, cryptography, once per worker. With ``--start
+fork`` the launcher imports them once and each worker is a copy of it that runs the script as
+``python SCRIPT`` would: same ``sys.argv``, ``__main__``, ``__file__``, ``sys.path``, exit code and
+traceback. gRPC allows this as long as none of its objects exists before the fork. Nothing that is
+imported here makes one, and the launcher looks for threads to be sure.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import importlib
+import io
+import os
+import runpy
+import shutil
+import signal
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import NoReturn
+
+WARM_MODULES = (
+    "numpy",
+    "muster.worker.host",
+    "muster.worker.control.session",
+    "muster.worker.runtime",
+    "muster.worker.collectives",
+    "muster.worker.communicators.tcp.backend",
+    "muster.worker.check.facts",
+    "muster.worker.control.check_names",
+)
+"""What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
+
+WARM_WITH_TLS = (
+    "muster.worker.control.channel",
+    "muster.certs.runtime.expiry",
+    "muster.certs.runtime.grpc_credentials",
+    "muster.certs.runtime.memory",
+    "muster.certs.runtime.preflight",
+    "muster.certs.runtime.watcher",
+    "cryptography.hazmat.backends.openssl.backend",
+    "grpc",
+    "grpc._channel",
+    "grpc.experimental",
+    "encodings.ascii",
+    "encodings.idna",
+)
+
+
+def refusal(command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Why this command cannot be started as a fork; empty if it can."""
+    if len(command) < 2 or not is_this_python(command[0], env):
+        return "the command is not run by this Python"
+    if command[1] == "-m":
+        return "" if len(command) > 2 and not command[2].startswith("-") else "-m names no module"
+    if command[1].startswith("-") or not command[1].endswith(".py") or not Path(command[1]).is_file():
+        return "the command is not of the form python SCRIPT.py or python -m MODULE"
+    if sys.orig_argv[1:2] != ["-m"] and sys.orig_argv[1:2] and sys.orig_argv[1].startswith("-"):
+        return "this Python itself runs with options"
+    shadowed = _shadowed(Path(command[1]).resolve().parent)
+    if shadowed:
+        return f"{shadowed} beside the script would be hidden by a module that is loaded already"
+    return ""
+
+
+def is_this_python(program: str, env: Mapping[str, str]) -> bool:
+    """Whether a command's first word is the Python of this environment."""
+    found = shutil.which(program, path=env.get("PATH"))
+    if found is None or not sys.executable:
+        return False
+    same_file = os.path.realpath(found) == os.path.realpath(sys.executable)
+    # Interpreters of different virtual environments are often links to the same file.
+    return same_file and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+
+
+def _shadowed(directory: Path) -> str:
+    """A file beside the script that ``import`` would have found, had the launcher not loaded another."""
+    for entry in directory.iterdir():
+        if entry.name == "__main__.py":  # nobody imports that by its name
+            continue
+        module = sys.modules.get(entry.stem if entry.suffix == ".py" else entry.name)
+        origin = getattr(module, "__file__", None)
+        if origin and not Path(origin).resolve().is_relative_to(directory):
+            return entry.name
+    return ""
+
+
+def warm_up(config_path: str) -> None:
+    """Imports what workers will need, then makes the heap cheap to share.
+
+    Args:
+        config_path: the job's config.json; empty for none. gRPC reads its cipher list when it is
+            imported, so without a configuration that is left to the workers.
+    """
+    for name in WARM_MODULES:
+        importlib.import_module(name)
+    if config_path:
+        certs_config = importlib.import_module("muster.certs.config")
+        certs_config.apply_cipher_list(certs_config.load_config(config_path))
+        for name in WARM_WITH_TLS:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def threads() -> int:
+    """Threads of this process; a fork is safe with one only."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a launcher that has cleaned up, without tearing down the modules it imported for others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def become(argv: Sequence[str]) -> None:
+    """Runs ``python argv...`` in this process, which was forked for it, to the interpreter's own end.
+
+    Exceptions leave this function as they would leave a script; the interpreter then ends as usual:
+    threads joined, exit functions run, streams flushed.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    _reseed()
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.orig_argv[1:] = argv[1:]
+    try:
+        if argv[1] == "-m":
+            _run_module(argv[2], argv[3:])
+        else:
+            _run_script(argv[1], argv[1:], main)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _report(error)
+        raise
+
+
+def _report(error: BaseException) -> None:
+    """Shows the traceback as it would have been without this file, then silences the interpreter's own."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    sys.excepthook = lambda *_: None
+
+
+def _reseed() -> None:
+    """Workers that are copies must not share a random state that separate processes would not share."""
+    legacy = sys.modules.get("numpy.random")
+    if legacy is not None:
+        legacy.seed()
+
+
+def _run_script(script: str, argv: Sequence[str], main: types.ModuleType) -> None:
+    path = os.path.abspath(script)  # noqa: PTH100 - Python does not resolve links in __file__ either
+    sys.argv[:] = argv
+    sys.path[0] = os.path.dirname(os.path.realpath(script))  # noqa: PTH120
+    main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _run_module(name: str, argv: Sequence[str]) -> None:
+    sys.argv[:] = ["-m", *argv]
+    sys.path[0] = os.getcwd()  # noqa: PTH109
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what python -m itself calls

@@ -1,0 +1,1 @@
+"""Training with torch: DataParallel, its state, captured steps."""

@@ -1,0 +1,366 @@
+"""``muster.capture_step``: a whole training step (forward, backward, AllReduce, optimizer) as one CUDA graph.
+
+With small batches a GPU waits for the host, which launches some thousand kernels per step. A captured step
+is launched once; the AllReduce of each bucket runs inside it, beside the rest of the backward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from muster.worker.communicators.base import Communicator, ReduceOp
+from muster.worker.errors import ArrayError, SettingsError, WorkerError
+from muster.worker.pytorch.captured_settings import CapturedSettings, host_bound
+from muster.worker.pytorch.optimizer_state import check_trains
+from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
+from muster.worker.pytorch.step import StepBody
+from muster.worker.pytorch.transfer import array_of
+
+_log = logging.getLogger(__name__)
+_LAUNCH_WAIT_S = 0.2
+
+
+class CaptureError(WorkerError):
+    """A step cannot be captured into a CUDA graph; says why."""
+
+
+class TrainingStep:
+    """One training step; made by :func:`capture_step`. Call it with the tensors of a batch."""
+
+    reason: str | None
+    """Why steps run eagerly; None while they are, or are going to be, captured."""
+
+    def __init__(
+        self,
+        body: StepBody,
+        model: Any,
+        optimizer: Any,
+        *,
+        warmup_steps: int,
+        capture: bool,
+        strict: bool,
+    ) -> None:
+        self._body, self._model, self._optimizer = body, model, optimizer
+        self._warmup_steps, self._strict = warmup_steps, strict
+        self._device = next(model.parameters()).device
+        self._graph: Any = None
+        self._static: tuple[Any, ...] = ()
+        self._fed: tuple[tuple[Any, ...], Any] | None = None
+        self._static_loss: Any = None
+        self._eager_steps = 0
+        self._communicator: Communicator | None = None
+        self._held: list[Any] = []
+        self._capture_failed = False
+        self._forget: Callable[[], None] = _nothing
+        self._note: Callable[[str], None] = _ignore
+        self._lock = threading.Lock()
+        self._ended = False
+        self.reason = None if capture else "capture is switched off"
+        self._decline(self._obstacle())
+        if self.reason is None:
+            self._stream = torch.cuda.Stream(self._device)
+            self._copies = torch.cuda.Stream(self._device)
+            self._settings = CapturedSettings(optimizer, model, self._device)
+            drop = weakref.WeakMethod(self._drop)  # the optimizer may live longer
+            optimizer.register_load_state_dict_post_hook(lambda _: (call := drop()) and call())
+
+    # ------------------------------------------------------------ what users call
+
+    def __call__(self, *batch: Any, samples: int | None = None) -> Any:
+        """Trains one step on a batch.
+
+        Args:
+            batch: tensors for the loss function; none: those given to :meth:`feed` before.
+            samples: how many this rank has, where ranks have different numbers, as in the last batch of an
+                epoch: gradients are averaged over all samples then. 0: none, but take part. All ranks must
+                give it in such a step, which runs eagerly.
+
+        Returns:
+            The loss of this rank's samples, a 0-dim tensor that the next step overwrites. The host does not
+            wait for it.
+
+        Raises:
+            ArrayError: the batch is not all tensors; with ``accumulate``, their first axes differ.
+            SettingsError: there is no batch.
+        """
+        if not batch and samples != 0:
+            batch = self._take_fed()
+        wrong = [type(part).__name__ for part in batch if not isinstance(part, torch.Tensor)]
+        if wrong:
+            raise ArrayError(
+                f"a batch is made of tensors, not of {', '.join(wrong)}",
+                remedy="Let the loss function bind what is no part of the batch.",
+            )
+        self._follow_communicator()
+        check = getattr(self._model, "check_step", None)
+        if check is not None:
+            check(begins=True)
+        if self.reason is None and self._settings.changed():
+            self._drop()
+            self._decline(self._settings.obstacle())
+        if self.reason is not None:
+            return self._body.run(self._to_device(batch), samples)
+        uneven = samples is not None or getattr(self._model, "uneven", False)
+        if self._graph is None and self._eager_steps >= self._warmup_steps and not uneven:
+            self._capture(self._to_device(batch))
+        if self._graph is None or uneven or not self._fits(batch):
+            self._eager_steps += 1
+            return self._run_eagerly(self._to_device(batch), samples)
+        self._settings.update_rates()
+        with self._lock:  # an abort in another thread may take the graph away
+            if self._graph is not None:
+                for static, given in zip(self._static, batch, strict=True):
+                    static.copy_(given, non_blocking=True)
+                self._note("captured_step")
+                self._graph.replay()
+        if self._ended:
+            self.release()
+        return self._static_loss
+
+    def feed(self, *batch: Any) -> None:
+        """Starts copying the next batch to the GPU, beside the running step; pin it for that to work."""
+        if self.reason is not None:
+            self._fed = (batch, None)
+            return
+        with torch.cuda.stream(self._copies):
+            copies = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
+            self._fed = (copies, self._copies.record_event())
+
+    def mean_over_ranks(self, loss: Any) -> float:
+        """The mean of the ranks' losses, for a line of progress. All ranks call it; the host waits.
+
+        Args:
+            loss: of one element, as a step returned it.
+
+        Raises:
+            MembershipChanged: call it within ``with step``, so that an elastic loop redoes the step.
+        """
+        communicator = getattr(self._model, "communicator", None)
+        mean = loss.detach().to(torch.float32, copy=True).reshape(1)
+        if communicator is not None:
+            array = array_of(communicator, mean)
+            communicator.all_reduce(array, array, ReduceOp.MEAN)
+            wait = getattr(communicator, "synchronize", _nothing)
+            wait()  # a plain read would return what an aborted collective left, or hang
+        return float(mean)
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next step of the captured shape is launched as a graph."""
+        return self._graph is not None
+
+    def release(self) -> None:
+        """Gives up the graph. Runs by itself before the communicator is aborted or closed; idempotent."""
+        self._ended = True
+        if not self._lock.acquire(timeout=_LAUNCH_WAIT_S):
+            return  # a launch hangs until the abort frees it; that thread then releases the graph itself
+        try:
+            graph, self._graph = self._graph, None
+            self._eager_steps = 0
+            if graph is not None:
+                graph.reset()
+        finally:
+            self._lock.release()
+
+    def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
+        """On the stream of the capture, so that what is lazily made for a stream is there in time."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            loss = self._body.run(batch, samples)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return loss
+
+    # ------------------------------------------------------------ capturing
+
+    def _obstacle(self) -> str | None:
+        if self._device.type != "cuda":
+            return f"the module is on the {self._device.type}"
+        bound = host_bound(self._optimizer)
+        if bound is not None:
+            return bound
+        communicator = getattr(self._model, "communicator", None)
+        if communicator is not None and not hasattr(communicator, "before_end"):
+            return f'the backend "{communicator.name}" cannot be captured'
+        return None
+
+    def _decline(self, reason: str | None) -> None:
+        if reason is None or self.reason is not None:
+            return
+        if self._strict:
+            raise CaptureError(f"this step cannot be captured: {reason}", remedy="Or leave strict out.")
+        self.reason = reason
+        _log.warning("training steps run eagerly: %s", reason)
+
+    def _capture(self, batch: tuple[Any, ...]) -> None:
+        self._settings.update_rates()
+        static = tuple(tensor.clone() for tensor in batch)
+        graph, loss, error = torch.cuda.CUDAGraph(), None, None
+        communicator: Any = self._communicator
+        self._note = getattr(communicator, "note", _ignore)
+        self._ended = False
+        if communicator is not None:  # before the capture: an abort may come at any time
+            self._forget = communicator.before_end(self.release)
+        try:
+            # thread_local: other threads (heartbeats, the autograd engine) may call CUDA meanwhile
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                loss = self._body.run(static)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            _free_generator(self._device)
+        succeeded = False
+        try:
+            succeeded = self._all_succeeded(error is None)
+        finally:
+            if not succeeded:
+                graph.reset()
+                self._drop()
+                self._forget_gradients()
+        if not succeeded:
+            self._capture_failed = True
+            self._decline(error or "another rank could not capture it")
+            return
+        self._settings.captured()
+        self._held = self._of_model()
+        with self._lock:
+            self._static, self._static_loss, self._graph = static, loss, graph
+        if self._ended:
+            self.release()
+
+    def _drop(self) -> None:
+        """Gives up the graph, or what there is of it, and begins to warm up anew."""
+        self._forget()
+        self.release()
+        self._held = []
+
+    def _forget_gradients(self) -> None:
+        """A capture that failed, on whichever rank, computed and sent nothing."""
+        self._optimizer.zero_grad(set_to_none=True)
+        getattr(self._model, "forget_backward", _nothing)()
+
+    def _all_succeeded(self, succeeded: bool) -> bool:
+        flag = torch.tensor([int(succeeded)], dtype=torch.int32, device=self._device)
+        if self._communicator is not None:
+            self._communicator.all_reduce(flag, flag, ReduceOp.MIN)
+        return bool(flag.item())
+
+    def _follow_communicator(self) -> None:
+        """With another generation's communicator all begin anew: newcomers have neither graph nor steps."""
+        communicator = getattr(self._model, "communicator", None)
+        if communicator is self._communicator:
+            if self._graph is not None and any(map(operator.is_not, self._held, self._of_model())):
+                self._drop()  # gradients lie elsewhere now: the graph would use memory that is free
+            return
+        self._communicator = communicator
+        self._drop()
+        if self._capture_failed:
+            self._capture_failed, self.reason = False, None
+
+    def _of_model(self) -> list[Any]:
+        """What a graph holds of the wrapper: kept, so that the memory stays, and compared."""
+        return [getattr(self._model, name, None) for name in ("_buckets", "_numbers")]
+
+    def _fits(self, batch: tuple[Any, ...]) -> bool:
+        return len(batch) == len(self._static) and all(
+            given.shape == static.shape and given.dtype == static.dtype
+            for given, static in zip(batch, self._static, strict=True)
+        )
+
+    # ------------------------------------------------------------ batches
+
+    def _to_device(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
+
+    def _take_fed(self) -> tuple[Any, ...]:
+        if self._fed is None:
+            raise SettingsError("a step without a batch needs feed() before it")
+        (batch, event), self._fed = self._fed, None
+        if event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(event)
+            for tensor in batch:
+                tensor.record_stream(current)
+        return batch
+
+
+def capture_step(
+    loss: Callable[..., Any],
+    model: Any,
+    optimizer: Any,
+    *,
+    autocast: Any | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    warmup_steps: int = 3,
+    capture: bool = True,
+    strict: bool = False,
+) -> TrainingStep:
+    """Makes a training step that runs as one CUDA graph where that is possible.
+
+    ::
+
+        step = worker.capture_step(
+            lambda images, labels: cross_entropy(model(images), labels),
+            model, optimizer, autocast=torch.bfloat16,
+        )
+        for images, labels in batches:
+            loss = step(images, labels)
+
+    The first ``warmup_steps`` calls train eagerly (libraries choose their algorithms then); the next one
+    captures. A batch of another shape runs eagerly. Learning rates may be changed at any time through
+    ``optimizer.param_groups`` or a scheduler. A graph holds fixed: other settings, what
+    ``optimizer.load_state_dict`` brings, which parameters are frozen, which modules are in training mode.
+    After a change of those, which all ranks must make, it is captured anew. Where capture fails, on any rank,
+    all ranks go on eagerly and ``step.reason`` says why.
+
+    Args:
+        loss: gets the batch, calls the model, returns a scalar, a mean over the samples; must not read the
+            GPU (``item()``, ``if`` on a tensor).
+        model: a :class:`muster.DataParallel`, or a bare module in a job of one.
+        optimizer: of torch; ``SGD(fused=True)`` or ``AdamW(fused=True, capturable=True)`` are fast.
+        autocast: dtype of mixed precision, or None. Losses are not scaled, as float16 would need it.
+        clip_norm: clip the averaged gradient to this norm.
+        accumulate: cut each batch along the first axis into so many parts (fewer where it is too short),
+            and reduce once. Parts count by their samples, so a loss that is a mean over them gives what the
+            whole batch would.
+        warmup_steps: eager steps before the capture, at least 2.
+        capture: False: always run eagerly.
+        strict: raise :class:`CaptureError` instead of running eagerly.
+
+    Raises:
+        SettingsError: an argument is out of range, or the optimizer is not one of this model.
+        CaptureError: with ``strict``, the step cannot be captured.
+    """
+    if warmup_steps < 2:
+        raise SettingsError(
+            f"warmup_steps is at least 2 (optimizers make their state then), not {warmup_steps}"
+        )
+    if accumulate < 1:
+        raise SettingsError(f"accumulate is at least 1, not {accumulate}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise SettingsError(
+            "a ShardedOptimizer runs collectives of its own: call its step() without capture_step"
+        )
+    check_trains(optimizer, model)
+    body = StepBody(loss, model, optimizer, autocast=autocast, clip_norm=clip_norm, accumulate=accumulate)
+    return TrainingStep(body, model, optimizer, warmup_steps=warmup_steps, capture=capture, strict=strict)
+
+
+def _free_generator(device: Any) -> None:
+    """After a capture that broke off: torch leaves the GPU's generator in it, and refuses the next draw."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _ignore(text: str) -> None:
+    return None

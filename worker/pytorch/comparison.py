@@ -1,0 +1,183 @@
+"""What the ranks of a torch training compare after each step, without a wait of the host for it."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.worker.communicators.base import Communicator, Work
+from muster.worker.errors import RanksDifferError, WorkerError
+from muster.worker.pytorch.optimizer_state import is_number, number_of
+from muster.worker.pytorch.transfer import array_of, gather_rows
+
+_STEP, _SETTINGS, _HEAD = 0, 1, 2
+_MOST_RANKS_WITH_GENERATORS = 256
+"""Beyond that the generators, 5 KB a rank, stay where they are."""
+_MOST_NAMED = 256
+
+
+class RankComparison:
+    """One row of numbers of each rank and step: a checksum of its settings, and where its generators are.
+
+    On a GPU the row follows the step on the current stream, and has come when the host has waited for the
+    step. On a CPU the communicator's thread moves it beside the next step.
+
+    Args:
+        optimizer: whose settings and step counts must be the same on all ranks.
+        device: where the model is.
+    """
+
+    def __init__(self, optimizer: Any, device: Any) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._communicator: Communicator | None = None
+        self._work: Work | None = None
+        self._sent: Any = None
+        self._table: Any = None
+        self._arrived: Any = None
+        self._compared = True
+        self._weights: dict[tuple[str, ...], Any] = {}
+        self._last: list[tuple[str, Any]] = []
+
+    def enter(self, communicator: Communicator) -> None:
+        """Begins anew with a generation's communicator; what was under way is void."""
+        self._communicator = communicator
+        self._work = self._sent = self._table = self._arrived = None
+        self._compared = True
+
+    def send(self, step: int, generators: Any) -> None:
+        """Sends this rank's row. Every rank does.
+
+        Args:
+            step: steps finished.
+            generators: their state, uint8, a multiple of 8.
+        """
+        communicator = self._communicator
+        if communicator is None or communicator.world_size == 1:
+            return
+        few = communicator.world_size <= _MOST_RANKS_WITH_GENERATORS
+        words = generators.view(torch.int64) if few else torch.empty(0, dtype=torch.int64)
+        on_gpu = self._device.type == "cuda"
+        row = torch.empty(_HEAD + words.numel(), dtype=torch.int64, pin_memory=on_gpu)
+        row[_STEP] = step
+        row[_HEAD:] = words
+        mine = self._with_settings(row)
+        table = torch.empty(communicator.world_size * len(row), dtype=torch.int64, device=self._device)
+        send, recv = array_of(communicator, mine), array_of(communicator, table)
+        self._work = communicator.all_gather(send, recv, async_op=not on_gpu)
+        if on_gpu:
+            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            table = host.copy_(table, non_blocking=True)
+        self._sent = row, mine  # whose memory must stay until the row has gone
+        self._table = table.view(communicator.world_size, -1)
+
+    def receive(self) -> None:
+        """Compares the rows that were sent last; on a GPU, after the host has waited for the current stream.
+
+        Raises:
+            RanksDifferError: a setting is not the same on all ranks; raised on all of them.
+            MembershipChanged: the rows did not come.
+        """
+        self._arrive()
+        if not self._compared:
+            self._compared = True
+            heads = self._arrived[:, :_HEAD].tolist()
+            if any(head != heads[0] for head in heads):
+                raise self._difference([head[_STEP] for head in heads])
+
+    def generators(self, step: int) -> Any:
+        """Every rank's generators after ``step``, uint8, by rank; None: they are not known."""
+        if self._device.type == "cpu":  # on a GPU they are there only once the host has waited for the step
+            with contextlib.suppress(WorkerError):
+                self._arrive()
+        table = self._arrived
+        if table is None or table.shape[1] == _HEAD or int(table[0, _STEP]) != step:
+            return None
+        return table[:, _HEAD:].contiguous().view(torch.uint8)
+
+    def _arrive(self) -> None:
+        table, self._table = self._table, None
+        work, self._work = self._work, None
+        if table is not None and work is not None:
+            work.wait()
+            self._arrived, self._compared = table, False
+
+    # ------------------------------------------------------------ settings
+
+    def _with_settings(self, row: Any) -> Any:
+        """The row on the model's device, with the checksum. Numbers on a GPU are read there."""
+        host: list[tuple[str, Any]] = []
+        device: list[tuple[str, Any]] = []
+        self._last = [(label, _aside(value)) for label, value in self._numbers()]
+        for label, value in self._last:
+            (device if isinstance(value, torch.Tensor) else host).append((label, value))
+        row[_SETTINGS] = self._checksum(torch.tensor([value for _, value in host]), host)
+        mine = row.to(self._device, non_blocking=True)
+        if device:
+            values = torch.stack([value.detach().reshape(()).float() for _, value in device])
+            mine[_SETTINGS] += self._checksum(values, device)
+        return mine
+
+    def _checksum(self, values: Any, named: list[tuple[str, Any]]) -> Any:
+        """A sum that hardly stays the same when a value changes, whatever the order; where the values are."""
+        key = values.device.type, *(label for label, _ in named)
+        if key not in self._weights:
+            weights = [zlib.crc32(label.encode()) | 1 for label, _ in named]
+            self._weights[key] = torch.tensor(weights, dtype=torch.int64, device=values.device)
+        bits = values.float().view(torch.int32).long()
+        return (bits * self._weights[key]).sum()
+
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        """What must be the same on all ranks, in words and as a number or a tensor of one."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            for key in sorted(group):
+                value = group[key]
+                if is_number(value):
+                    yield f"{_NAMES.get(key, key)} of parameter group {index}", value
+                elif key != "params" and isinstance(value, tuple | list):
+                    for place, part in enumerate(value):
+                        if is_number(part):
+                            yield f"{key}[{place}] of parameter group {index}", part
+            for parameter in group["params"]:
+                count = self._optimizer.state.get(parameter, {}).get("step")
+                if count is not None and is_number(count):
+                    yield f"the step count of parameter group {index}", count
+                    break  # a step that was left out shows in the first one
+
+    def _difference(self, steps: list[int]) -> RanksDifferError:
+        """Asks all ranks for their numbers, and names the first that differs."""
+        assert self._communicator is not None
+        if len(set(steps)) > 1:
+            what, values = "finished steps", [float(step) for step in steps]
+        else:
+            mine = [(label, float(number_of(value))) for label, value in self._last][:_MOST_NAMED]
+            padded = [float(len(mine)), *(value for _, value in mine), *[0.0] * (_MOST_NAMED - len(mine))]
+            bits = np.array(padded).view(np.int64).tolist()
+            rows = np.array(gather_rows(self._communicator, self._device, bits))
+            labels = ["the number of the optimizer's settings", *(label for label, _ in mine)]
+            differing = [place for place in range(len(labels)) if len(set(rows[:, place].tolist())) > 1]
+            if not differing:
+                return RanksDifferError("The optimizer's settings are not the same on all ranks.")
+            what, values = labels[differing[0]], rows.view(np.float64)[:, differing[0]].tolist()
+        other = next(rank for rank, value in enumerate(values) if value != values[0])
+        return RanksDifferError(
+            f"The ranks train apart after step {steps[0]}: {what} is {values[0]:g} on rank 0 and"
+            f" {values[other]:g} on rank {other}.",
+            remedy="Make a scheduler part of the state with TorchTrainingState(...,"
+            ' also={"scheduler": scheduler}), or set what differs as a function of state.step, on all ranks.',
+        )
+
+
+def _aside(value: Any) -> Any:
+    """A number as it is now; one on a GPU stays there, where the host need not wait for it."""
+    return (
+        value if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(number_of(value))
+    )
+
+
+_NAMES = {"lr": "the learning rate"}

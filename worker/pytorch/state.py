@@ -1,0 +1,359 @@
+"""A torch model in an ``ElasticLoop``: its state outlives members, captured or not.
+
+On a GPU the host runs ahead, and what an aborted AllReduce leaves behind still flows into the optimizer's
+update, which may be part of the same CUDA graph. So each finished step is waited for and copied aside (a
+tenth of a millisecond for ResNet-50), and a step that broke is undone from that copy.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakMethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from muster.worker.communicators.base import Array, Communicator
+from muster.worker.pytorch.also import AlsoObjects
+from muster.worker.pytorch.comparison import RankComparison
+from muster.worker.pytorch.data_parallel import DataParallel
+from muster.worker.pytorch.optimizer_state import check_trains, is_number, make_optimizer_state, number_of
+from muster.worker.pytorch.random import RandomState
+from muster.worker.pytorch.transfer import array_of, bytes_of, copy_tensors, gather_rows, pieces
+from muster.worker.training.sampler import ShardedSampler
+from muster.worker.training.state import StateMismatchError, TrainingState
+
+_ALSO = "@also."
+"""Before the name of what ``also`` holds, where a file has it as an array of bytes."""
+
+
+class TorchTrainingState(TrainingState):
+    """Parameters, buffers, the optimizer's state, and the position in the data.
+
+    ::
+
+        model = worker.DataParallel(net, session, elastic=True)
+        state = TorchTrainingState(model, optimizer, sampler)
+        for step in ElasticLoop(session, state, epochs=90):
+            with step:
+                loss = train_step(images[step.batch.indices], labels[step.batch.indices])
+
+    Of torch's default generators, the CPU's and this GPU's, each rank keeps its own: a step that is redone
+    draws what it drew before. A checkpoint has those of all ranks (up to 256), so that a run that is resumed
+    by as many draws what it would have drawn. Newcomers, and runs resumed by others, seed them anew from the
+    initial seed, the rank and the step. What ``optimizer.load_state_dict`` brings becomes part of the state,
+    and so do parameters that it is given later, on all ranks. Generators of your own are not part of it:
+    seed them from (seed, step, rank).
+
+    After each step the ranks compare the optimizer's settings (rates, betas, decay) and step counts. Where
+    they differ, the next step ends on all ranks with RanksDifferError, which names what differs.
+
+    Args:
+        model: made with ``elastic=True``.
+        optimizer: of torch; its state is made now, as its first step would make it.
+        sampler: deals out the samples.
+        samples_per_rank: keep this number per rank whatever the number of ranks, so that shapes, and with
+            them captured graphs and tuned kernels, stay the same; None: keep the global batch.
+        also: what else is part of the state, by name: learning rate schedulers, a GradScaler, averaged
+            parameters, another optimizer, any object with ``state_dict()`` and ``load_state_dict()``. It is
+            given to newcomers, saved, and put back after a broken step. The same on all ranks.
+
+    Raises:
+        SettingsError: the optimizer is of another model, or its state cannot be made before a first step or
+            is not all tensors; or an object in ``also`` cannot be part of a state.
+    """
+
+    def __init__(
+        self,
+        model: DataParallel,
+        optimizer: Any,
+        sampler: ShardedSampler,
+        *,
+        samples_per_rank: int | None = None,
+        also: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_trains(optimizer, model)
+        make_optimizer_state(optimizer)
+        self._model = model
+        self._optimizer = optimizer
+        self._also = AlsoObjects(also or {}, model.device)
+        super().__init__(self._tensors(), sampler)
+        self._samples_per_rank = samples_per_rank
+        self._kept: list[Any] = []
+        self._kept_settings: list[dict[str, tuple[Any, Any]]] = []
+        self._comparison = RankComparison(optimizer, model.device)
+        self._resumed_generators: list[str] = []
+        self._parameter_count = _parameter_count(optimizer)
+        self._random = RandomState(model.device)
+        self._takes_up = False
+        follow = WeakMethod(self._follow_optimizer)  # the optimizer may live longer
+        optimizer.register_load_state_dict_post_hook(lambda _: (call := follow()) and call())
+
+    # ------------------------------------------------------------ what the loop calls
+
+    def carrier(self, communicator: Communicator) -> TensorCarrier:
+        """See :class:`TrainingState`."""
+        return TensorCarrier(communicator, self.arrays, self._model.device)
+
+    def begin(self) -> None:
+        """Keeps the state aside; see :class:`TrainingState`."""
+        super().begin()
+        if _parameter_count(self._optimizer) != self._parameter_count:
+            self._follow_optimizer()
+        self._random.keep()
+        self._also.keep()
+        self._kept_settings = [_kept_settings(group) for group in self._optimizer.param_groups]
+        tensors = list(self.arrays.values())
+        if self._kept:
+            copy_tensors(self._kept, tensors)
+        else:
+            self._kept = [tensor.clone() for tensor in tensors]
+
+    def commit(self) -> None:
+        """Waits for the GPU, and compares settings; see :class:`TrainingState`.
+
+        Raises:
+            RanksDifferError: the ranks have different learning rates, say.
+        """
+        on_gpu = self._model.device.type == "cuda"
+        if on_gpu:  # the row is there when the step is
+            self._comparison.send(self.step + 1, self._random.now())
+        synchronize = getattr(self._model.communicator, "synchronize", None)
+        if synchronize is not None:
+            synchronize()
+        self._comparison.receive()
+        if not on_gpu:  # beside the next step
+            self._comparison.send(self.step + 1, self._random.now())
+        super().commit()
+
+    def settle(self) -> None:
+        """Compares what the ranks said of their last step; see :class:`TrainingState`."""
+        self._comparison.receive()
+
+    def roll_back(self) -> None:
+        """Puts back what was kept, once nothing of the broken step runs any more."""
+        if self.in_step:
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+            copy_tensors(list(self.arrays.values()), self._kept)
+            self._random.put_back()
+            self._also.put_back()
+            for group, kept in zip(self._optimizer.param_groups, self._kept_settings, strict=False):
+                for key, (value, copy) in kept.items():
+                    group[key] = value if copy is None else value.copy_(copy)
+        super().roll_back()
+
+    def enter(self, communicator: Communicator, source: int) -> None:
+        """See :class:`TrainingState`."""
+        super().enter(communicator, source)
+        if self._samples_per_rank is not None:
+            self.sampler.batch_size = self._samples_per_rank * communicator.world_size
+        self._model.join(communicator, source)
+        self._comparison.enter(communicator)
+        if self._takes_up:
+            self._takes_up = False
+            if not self._continues(communicator):
+                self._random.begin(communicator.rank, self.step)
+            self._resumed_generators = []
+
+    def _continues(self, communicator: Communicator) -> bool:
+        """Whether this rank's generators are in the checkpoint; they go on from there then."""
+        if len(self._resumed_generators) != communicator.world_size:
+            return False
+        state = bytearray(base64.b64decode(self._resumed_generators[communicator.rank]))
+        return self._random.set(torch.frombuffer(state, dtype=torch.uint8))
+
+    def _tensors(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        seen = set()
+        module = self._model.module
+        for name, tensor in (*module.named_parameters(), *module.named_buffers(), *self._also.tensors()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = tensor.detach()
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in seen:  # master weights
+                    found[f"optimizer.{number}.{index}"] = parameter.detach()
+                for key, value in sorted(self._optimizer.state[parameter].items()):
+                    if isinstance(value, torch.Tensor):
+                        found[f"optimizer.{number}.{index}.{key}"] = value
+        return found
+
+    def _follow_optimizer(self) -> None:
+        """The optimizer's tensors are others now: it has loaded a state, or got more parameters."""
+        make_optimizer_state(self._optimizer)
+        self.arrays.clear()
+        self.arrays.update(self._tensors())
+        self._parameter_count = _parameter_count(self._optimizer)
+        if self.in_step:  # what a broken step goes back to
+            self._kept = [tensor.clone() for tensor in self.arrays.values()]
+        else:
+            self._kept = []
+
+    # ------------------------------------------------------------ what travels beside the tensors
+
+    def describe(self) -> str:
+        """See :class:`TrainingState`; with the optimizer's numbers (learning rates, say)."""
+        groups = [
+            {key: _plain(value) for key, value in group.items() if _is_setting(key, value)}
+            for group in self._optimizer.param_groups
+        ]
+        also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
+        more = {"groups": groups, "also": also, "generators": self._resumed_generators}
+        return json.dumps(json.loads(super().describe()) | more)
+
+    def restore(self, description: str) -> None:
+        """See :class:`TrainingState`."""
+        steps_before = self.step
+        super().restore(description)
+        self._takes_up |= steps_before == 0 < self.step
+        values = json.loads(description)
+        for group, settings in zip(self._optimizer.param_groups, values["groups"], strict=True):
+            for key, value in settings.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
+        self._also.load({name: base64.b64decode(data) for name, data in values.get("also", {}).items()})
+        self._resumed_generators = values.get("generators", [])
+        self._model.follow_order(values.get("buckets", []))
+
+    def check(self, description: str, origin: str) -> None:
+        """See :class:`TrainingState`."""
+        super().check(description, origin)
+        theirs, mine = json.loads(description).get("also"), self._also.dump().keys()
+        if theirs is not None and theirs.keys() != mine:
+            raise StateMismatchError(
+                f"The state in {origin} has other objects beside the model:"
+                f" {', '.join(sorted(theirs)) or 'none'} there and {', '.join(sorted(mine)) or 'none'} here.",
+                remedy="Give TorchTrainingState the same names in also.",
+            )
+
+    # ------------------------------------------------------------ what a checkpoint holds
+
+    def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
+        """See :class:`TrainingState`; what NumPy has no dtype for stands there in float32, which is exact."""
+        derived = self.derived()
+        arrays = {name: _to_host(tensor) for name, tensor in self.arrays.items() if name not in derived}
+        values = json.loads(self.describe())
+        for name, data in values["also"].items():  # too much for a header, maybe
+            arrays[_ALSO + name] = np.frombuffer(base64.b64decode(data), np.uint8)
+            values["also"][name] = ""
+        generators = [base64.b64encode(row.numpy()).decode() for row in self._all_generators()]
+        order = self._model.bucket_order()
+        return json.dumps(values | {"generators": generators, "buckets": order}), arrays
+
+    def _all_generators(self) -> list[Any]:
+        """Every rank's generators, by rank; none where those of the others are not known."""
+        communicator = self._model.communicator
+        known = self._comparison.generators(self.step)
+        if known is None:
+            return [self._random.now()] if communicator.world_size == 1 else []
+        rows = list(known)
+        rows[communicator.rank] = self._random.now()
+        return rows
+
+    def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """See :class:`TrainingState`."""
+        derived = self.derived()
+        for name, tensor in self.arrays.items():
+            if name not in derived:
+                tensor.detach().copy_(torch.from_numpy(arrays[name]).view(tensor.shape))
+        self._model.refresh_weights()
+        values = json.loads(description)
+        for name in values.get("also", {}):
+            values["also"][name] = base64.b64encode(arrays[_ALSO + name].tobytes()).decode()
+        self.restore(json.dumps(values))
+
+    def layout(self) -> dict[str, str]:
+        """See :class:`TrainingState`."""
+        return {name: text.removeprefix("torch.") for name, text in super().layout().items()}
+
+    def derived(self) -> set[str]:
+        """The weights that are computed with, where the optimizer trains masters of them."""
+        low = self._model.weights_dtype
+        return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
+
+
+class TensorCarrier:
+    """Takes torch tensors from rank to rank; see :class:`muster.worker.training.sharing.Carrier`."""
+
+    def __init__(self, communicator: Communicator, tensors: dict[str, Any], device: Any) -> None:
+        self._communicator = communicator
+        self._tensors = tensors
+        self._device = device
+
+    def gather(self, row: list[int]) -> list[list[int]]:
+        """Every rank's numbers, by rank."""
+        return gather_rows(self._communicator, self._device, row)
+
+    def broadcast_text(self, mine: bytes, length: int, source: int) -> str:
+        """The text of ``source``, ``length`` bytes long."""
+        buffer = torch.zeros(length, dtype=torch.uint8, device=self._device)
+        if self._communicator.rank == source:
+            buffer.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        self._communicator.broadcast(array_of(self._communicator, buffer), source)
+        self._wait()
+        text: bytes = buffer.cpu().numpy().tobytes()
+        return text.decode()
+
+    def broadcast_arrays(self, source: int) -> dict[str, Array]:
+        """The tensors of ``source`` by name; own ones stay untouched."""
+        received: dict[str, Array] = {}
+        gives = self._communicator.rank == source
+        for names in pieces(self._tensors):
+            mine = [self._tensors[name] for name in names]
+            if gives:
+                flat = torch.cat([tensor.reshape(-1) for tensor in mine])
+            else:
+                flat = torch.empty(
+                    sum(tensor.numel() for tensor in mine), dtype=mine[0].dtype, device=self._device
+                )
+            self._communicator.broadcast(array_of(self._communicator, bytes_of(flat)), source)
+            parts = flat.split([tensor.numel() for tensor in mine])
+            received |= {
+                name: part.view(tensor.shape) for name, part, tensor in zip(names, parts, mine, strict=True)
+            }
+        self._wait()
+        return received
+
+    def _wait(self) -> None:
+        """On a GPU a broken broadcast shows only here; nothing of it may be used."""
+        synchronize = getattr(self._communicator, "synchronize", None)
+        if synchronize is not None:
+            synchronize()
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    pair = key != "params" and isinstance(value, (tuple, list)) and all(map(is_number, value))
+    return pair or is_number(value)
+
+
+def _plain(value: Any) -> Any:
+    return [number_of(each) for each in value] if isinstance(value, (tuple, list)) else number_of(value)
+
+
+def _kept_settings(group: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """A group's settings, each with a copy if it is a tensor, which stays the one that a graph reads."""
+    return {
+        key: (value, value.clone() if isinstance(value, torch.Tensor) else None)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _parameter_count(optimizer: Any) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _to_host(tensor: Any) -> NDArray[Any]:
+    host = tensor.detach().to("cpu", copy=True).contiguous()
+    if str(host.dtype).removeprefix("torch.") not in np.sctypeDict:
+        host = host.float()
+    array: NDArray[Any] = host.numpy()
+    return array

@@ -1,0 +1,92 @@
+"""What one training step with torch computes: passes over the parts of a batch, clipping, and the update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from muster.worker.errors import ArrayError
+
+Tensors = tuple[Any, ...]
+
+
+class StepBody:
+    """A step's work, the same whether a graph records it or not. The arguments are ``capture_step``'s."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        *,
+        autocast: Any | None,
+        clip_norm: float | None,
+        accumulate: int,
+    ) -> None:
+        self._loss, self._model, self._optimizer = loss, model, optimizer
+        self._autocast, self._clip_norm, self._accumulate = autocast, clip_norm, accumulate
+        self._device = next(model.parameters()).device
+
+    def run(self, batch: Tensors, samples: int | None = None) -> Any:
+        """Trains on a batch, which is on the device.
+
+        Args:
+            batch: tensors for the loss function.
+            samples: how many this rank has, where ranks have different numbers; 0: none, but take part.
+
+        Returns:
+            The loss of this rank's samples, a 0-dim tensor.
+
+        Raises:
+            ArrayError: it cannot be cut into parts.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        uneven = getattr(self._model, "uneven_batch", None) if samples is not None else None
+        with uneven(samples) if uneven else contextlib.nullcontext():
+            total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        self._optimizer.step()
+        return total
+
+    def _passes(self, batch: Tensors) -> Any:
+        """Forward and backward passes over the parts of a batch; returns the loss."""
+        parts = self._parts(batch)
+        no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
+        total = None
+        for number, (share, part) in enumerate(parts, 1):
+            with contextlib.nullcontext() if number == len(parts) else no_sync():
+                with self._precision():
+                    loss = self._loss(*part)
+                loss = loss * share if len(parts) > 1 else loss
+                loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        return total
+
+    def _parts(self, batch: Tensors) -> list[tuple[float, Tensors]]:
+        """The parts of a batch, each with its share of the samples: the last part may be smaller."""
+        if self._accumulate == 1:
+            return [(1.0, batch)]
+        lengths = {len(tensor) if tensor.dim() else 0 for tensor in batch}
+        if len(lengths) != 1 or lengths == {0}:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch)
+            raise ArrayError(
+                f"accumulate={self._accumulate} cuts all tensors of a batch along their first axis,"
+                f" which must be as long in each; these have the shapes {shapes}.",
+                remedy="What is no part of the batch can be bound by the loss function.",
+            )
+        count = lengths.pop()
+        cut = zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True)
+        return [(len(part[0]) / count, part) for part in cut]
+
+    def _precision(self) -> Any:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+    def _clip(self, norm: float) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)

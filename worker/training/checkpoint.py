@@ -1,0 +1,433 @@
+"""Checkpoints: one safetensors file each, written whole or not at all, proved sound when read.
+
+A file holds every array of a ``TrainingState``; step, epoch, position, seed, random
+generators and a digest over all of it stand in its metadata. So do the program, the model (a fingerprint of
+names, dtypes and shapes) and the run that it is of: only files of the same three make room for each other.
+Any safetensors reader can open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.worker import runtime as process
+from muster.worker.errors import NotInitializedError, WorkerError
+from muster.worker.training.state import TrainingState
+
+log = logging.getLogger("muster.worker")
+
+_SUFFIX = ".safetensors"
+_FORMAT = "1"
+
+
+class Session(Protocol):
+    """What is needed of a :class:`muster.worker.control.session.Session`."""
+
+    @property
+    def launch(self) -> int:
+        """Names this launch of the job; 0: not known."""
+
+    @property
+    def state_source_rank(self) -> int:
+        """Who holds the state; -1: nobody."""
+
+
+class CheckpointError(WorkerError):
+    """A checkpoint could not be written or read."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint file is cut off, altered, or not a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint file whose header can be read.
+
+    Attributes:
+        path: where it is.
+        saved_at: seconds since 1970.
+        step: steps finished.
+        model: fingerprint of the arrays' names, dtypes and shapes.
+        program: the script that saved it; "" in files of version 0.1.
+        run: names the training; see :class:`~muster.worker.training.state.TrainingState`.
+        launch: names the launch that saved it.
+    """
+
+    path: Path
+    saved_at: float
+    step: int
+    model: str = ""
+    program: str = ""
+    run: str = ""
+    launch: str = ""
+
+    @property
+    def kin(self) -> tuple[str, str, str]:
+        """What files that may make room for each other have in common."""
+        return self.program, self.model, self.run
+
+
+def save(
+    directory: str | Path, state: TrainingState, *, keep: int = 3, clock: Callable[[], float] = time.time
+) -> Path:
+    """Writes the state; the file appears under its name only when it is whole and on disk.
+
+    Call it on rank 0 alone.
+
+    Args:
+        directory: made if it is not there.
+        state: what to write.
+        keep: how many checkpoints of this run to leave in the directory, the newest; 0: all. Those of other
+            programs, models and runs stay, and so do those of a higher step than this one.
+        clock: tells the time of saving, in seconds since 1970.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        CheckpointError: it cannot be written; or a step is under way, whose half would be saved.
+    """
+    if state.in_step:
+        raise CheckpointError(
+            f"The state is amid a step: {state.step} are finished, and the next one has begun.",
+            remedy="Save after the block of `with step`; after an error call state.roll_back() first.",
+        )
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    folder = Path(directory)
+    description, arrays = state.for_checkpoint()
+    step = _step_of(description)  # the state's own attribute may be an adapter's, and late
+    new = Found(
+        folder, clock(), step, _model_of(description, state.derived()), _program(), state.run, state.launch
+    )
+    path = _free_path(folder, new)
+    unfinished = folder / f".{path.name}.{os.getpid()}.tmp"
+    metadata = {
+        "format": _FORMAT,
+        "state": description,
+        "step": str(step),
+        "saved_at": repr(new.saved_at),
+        "program": new.program,
+        "model": new.model,
+        "run": new.run,
+        "launch": new.launch,
+        "digest": _digest(description, arrays),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(arrays, unfinished, metadata)
+        _flush(unfinished)
+        unfinished.replace(path)
+        _flush(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written: {reason}.",
+            remedy="Make room, or choose another directory with --checkpoint-dir.",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    kin = [one for one in find(folder) if one.path.parent == folder and one.kin == new.kin]
+    for old in [one for one in kin if one.step <= step][keep:] if keep else []:
+        old.path.unlink(missing_ok=True)
+    return path
+
+
+def find(directory: str | Path) -> list[Found]:
+    """Checkpoints of a directory and of the runs' directories in it, the last saved first.
+
+    Files whose header is damaged are left out.
+    """
+    found = []
+    for path in _files(Path(directory)):
+        with contextlib.suppress(DamagedCheckpointError):
+            found.append(_found(path))
+    return sorted(found, key=lambda one: (one.saved_at, one.step), reverse=True)
+
+
+def load(path: str | Path, state: TrainingState) -> None:
+    """Reads one checkpoint into ``state``, arrays in place; a refused file changes nothing.
+
+    Raises:
+        DamagedCheckpointError: the file is damaged; names the sound one saved before it, if any.
+        StateMismatchError: it is of another model or optimizer.
+        CheckpointError: it is not there.
+    """
+    path = Path(path)
+    try:
+        _load(path, state)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(error.message, remedy=_offer_before(path)) from error
+
+
+def load_latest(
+    directory: str | Path, state: TrainingState, *, say: Callable[[str], None] = lambda sentence: None
+) -> Path | None:
+    """Reads the last sound checkpoint of a directory into ``state``; those of other models are passed over.
+
+    Args:
+        directory: where to look.
+        state: what to overwrite.
+        say: gets a sentence for each damaged file that is passed over.
+
+    Returns:
+        The file that was read; None when the directory holds no checkpoint at all.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, but none is sound.
+        StateMismatchError: all sound ones are of another model or optimizer.
+    """
+    folder = Path(directory)
+    found = find(folder)
+    for path in sorted(set(_files(folder)) - {one.path for one in found}):
+        say(_reason_for_damage(path))
+    model = _model_of(state.describe(), state.derived())
+    for one in [each for each in found if each.model == model] or found:
+        try:
+            _load(one.path, state)
+            return one.path
+        except DamagedCheckpointError as error:
+            say(error.message)
+    if any(_files(folder)):
+        raise DamagedCheckpointError(
+            f"No checkpoint in {folder} is sound.",
+            remedy="Move them away to start anew, or name another directory.",
+        )
+    return None
+
+
+class Folder:
+    """Where one run keeps its checkpoints.
+
+    A launch that begins anew beside an earlier run of the same program and model saves in a directory of its
+    own, ``run_...`` in this one.
+
+    Args:
+        directory: "" keeps none.
+        state: what is saved and resumed.
+        session: this worker's place in the job; None: that of ``muster.init()``, if there is one.
+    """
+
+    def __init__(self, directory: str, state: TrainingState, session: Session | None = None) -> None:
+        self._directory = directory
+        self._state = state
+        self._session = session
+        self._place: Path | None = None
+
+    def save(self) -> None:
+        """See :func:`save`."""
+        if self._directory:
+            self._place = self._place or self._choose()
+            save(self._place, self._state)
+
+    def resume(self, source: str, *, say: Callable[[str], None]) -> None:
+        """Does what ``--resume`` asks for, and says what it read.
+
+        Args:
+            source: a file, or "latest" for the last sound one of the folder; "": none but one of this same
+                launch, for a worker that replaces another when nobody holds the state any more.
+            say: gets the sentences.
+
+        Raises:
+            CheckpointError: see :func:`load` and :func:`load_latest`.
+            StateMismatchError: the checkpoint is of another model or optimizer.
+        """
+        if not source:
+            self._begin(say)
+            return
+        path: Path | None = Path(source)
+        if source == "latest":
+            path = load_latest(self._directory, self._state, say=say)
+        else:
+            load(source, self._state)
+        if path is None:
+            say(f"no checkpoint in {self._directory!r}: starting anew")
+        else:
+            say(f"resumed after step {self._state.step} from {path}")
+
+    def take_up(self, *, say: Callable[[str], None] = log.warning) -> None:
+        """Reads the sound checkpoint of this launch that is furthest, if it is further than the state.
+
+        Args:
+            say: gets the sentences.
+        """
+        mine = [one for one in self._alike() if one.launch == self._launch and one.step > self._state.step]
+        for one in sorted(mine, key=lambda one: one.step, reverse=True) if self._launch else ():
+            try:
+                _load(one.path, self._state)
+            except DamagedCheckpointError as error:
+                say(error.message)
+                continue
+            say(f"no member holds the state: resumed after step {one.step} from {one.path}")
+            return
+
+    def _begin(self, say: Callable[[str], None]) -> None:
+        session = self._current()
+        if session is None or session.state_source_rank >= 0:
+            return
+        self.take_up(say=say)
+        place, earlier = self._choose(), self._alike()
+        if place != Path(self._directory):
+            say(
+                f"{self._directory} holds checkpoints of an earlier run, the last of step {earlier[0].step}:"
+                f" this run begins anew and saves in {place}. To go on with that one, use --resume."
+            )
+
+    def _choose(self) -> Path:
+        """Where this run has saved before; else the directory, or one in it where an earlier run is there."""
+        root, launch, run = Path(self._directory), self._launch, self._state.run
+        found = self._alike()
+        for one in found:
+            if (launch and one.launch == launch) or (run and one.run == run):
+                return one.path.parent
+        beside = launch and any(one.path.parent == root for one in found)
+        return root / f"run_{launch[:8]}" if beside else root
+
+    def _alike(self) -> list[Found]:
+        """Checkpoints of this program and model, or of this model by version 0.1; the last saved first."""
+        if not self._directory:
+            return []
+        model = _model_of(self._state.describe(), self._state.derived())
+        return [
+            one for one in find(self._directory) if one.model == model and one.program in ("", _program())
+        ]
+
+    @property
+    def _launch(self) -> str:
+        session = self._current()
+        return f"{session.launch:016x}" if session is not None and session.launch else ""
+
+    def _current(self) -> Session | None:
+        if self._session is None:
+            with contextlib.suppress(NotInitializedError):
+                self._session = process.current()
+        return self._session
+
+
+def _program() -> str:
+    """The script's name, by which runs of different programs in one directory are told apart."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.stem or "python"
+
+
+def _model_of(description: str, derived: set[str]) -> str:
+    """Fingerprint of names, dtypes and shapes."""
+    arrays = json.loads(description)["arrays"]
+    text = json.dumps({name: arrays[name] for name in sorted(arrays) if name not in derived})
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _free_path(folder: Path, new: Found) -> Path:
+    """The file's path. A file of that name is replaced only if it is of the same run and step."""
+    path = folder / f"step_{new.step:09d}{_SUFFIX}"
+    with contextlib.suppress(DamagedCheckpointError):
+        if path.exists() and ((there := _found(path)).kin, there.step) != (new.kin, new.step):
+            digest = hashlib.blake2b(" ".join(new.kin).encode(), digest_size=4).hexdigest()
+            return folder / f"step_{new.step:09d}_{digest}{_SUFFIX}"
+    return path
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob(f"step_*{_SUFFIX}"), *folder.glob(f"run_*/step_*{_SUFFIX}")])
+
+
+def _found(path: Path) -> Found:
+    metadata = _metadata(path)
+    description = metadata["state"]
+    return Found(
+        path,
+        float(metadata["saved_at"]),
+        _step_of(description),
+        metadata.get("model") or _model_of(description, set()),
+        *(metadata.get(key, "") for key in ("program", "run", "launch")),
+    )
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
+    if metadata.get("format") != _FORMAT or not {"state", "step", "saved_at", "digest"} <= metadata.keys():
+        raise DamagedCheckpointError(f"{path} is not a checkpoint of this program, or its header is damaged.")
+    return metadata
+
+
+def _read(path: Path) -> tuple[str, dict[str, NDArray[Any]]]:
+    """Description and arrays of a sound file."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    metadata = _metadata(path)
+    try:
+        arrays: dict[str, NDArray[Any]] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
+    if _digest(metadata["state"], arrays) != metadata["digest"]:
+        raise DamagedCheckpointError(f"{path} is damaged: its contents do not match its digest.")
+    return metadata["state"], arrays
+
+
+def _load(path: Path, state: TrainingState) -> None:
+    description, arrays = _read(path)
+    state.check(description, str(path))
+    state.from_checkpoint(description, arrays)
+
+
+def _step_of(description: str) -> int:
+    """Steps finished. Files of version 0.1 may have a lower number in their names."""
+    return int(json.loads(description)["step"])
+
+
+def _reason_for_damage(path: Path) -> str:
+    """Why the file is damaged; empty when it is sound."""
+    try:
+        _read(path)
+    except DamagedCheckpointError as error:
+        return error.message
+    return ""
+
+
+def _offer_before(path: Path) -> str:
+    for one in find(path.parent):
+        if one.path != path and one.path.parent == path.parent and not _reason_for_damage(one.path):
+            return f"The last sound one beside it is of step {one.step}: resume with --resume {one.path}."
+    return "There is no sound one beside it."
+
+
+def _digest(description: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+    digest = hashlib.blake2b(description.encode(), digest_size=32)
+    for name in sorted(arrays):
+        digest.update(f"\0{name}\0{arrays[name].dtype}{arrays[name].shape}\0".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Makes a file's contents, or a directory's entries, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""What a training run is at a step boundary: all that a checkpoint keeps and a newcomer must be given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.worker.communicators.base import Array, Communicator
+from muster.worker.errors import WorkerError
+from muster.worker.training.carrier import ArrayCarrier, Carrier
+from muster.worker.training.sampler import ShardedSampler
+
+
+class StateMismatchError(WorkerError):
+    """A saved or received state is of another model, optimizer or data set."""
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """State of a run; arrays are overwritten in place, so the model may hold on to them.
+
+    Attributes:
+        arrays: parameters and the optimizer's arrays by name, C-contiguous, NumPy or CuPy.
+        sampler: its epoch and position.
+        step: steps finished since the run began.
+        rng: the run's random generator, if it draws from one. It is the same on all ranks; what must
+            differ between ranks is best drawn from (seed, step, rank).
+        extra: anything else, as JSON knows it (a learning rate schedule, say).
+        run: names the training since its beginning, also after it was resumed; "": it has not begun in a job.
+        launch: names the launch of the job that goes on with it.
+        shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
+        in_step: a step has begun, and has been neither committed nor rolled back.
+    """
+
+    arrays: dict[str, Array]
+    sampler: ShardedSampler
+    step: int = 0
+    rng: np.random.Generator | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    run: str = field(default="", init=False)
+    launch: str = field(default="", init=False)
+    shared: bool = field(default=False, init=False)
+    in_step: bool = field(default=False, init=False)
+    _rng_before: Any = field(default=None, init=False, repr=False)
+
+    def describe(self) -> str:
+        """Everything but the arrays' contents, as JSON."""
+        return json.dumps(
+            {
+                "step": self.step,
+                "run": self.run,
+                "sampler": self.sampler.state(),
+                "rng": None if self.rng is None else self.rng.bit_generator.state,
+                "extra": self.extra,
+                "arrays": self.layout(),
+            },
+            default=_encode_array,
+        )
+
+    def carrier(self, communicator: Communicator) -> Carrier:
+        """What takes the arrays to other ranks."""
+        return ArrayCarrier(communicator, self.arrays)
+
+    def begin(self) -> None:
+        """A step begins: what it changes can be undone until :meth:`commit`.
+
+        A step before it that was neither committed nor rolled back (the script caught its error, say) is
+        undone first.
+        """
+        self.roll_back()
+        self.in_step = True
+        self._rng_before = None if self.rng is None else self.rng.bit_generator.state
+
+    def commit(self) -> None:
+        """A step has been computed and is about to count as finished.
+
+        Raises:
+            MembershipChanged: it did not come to its end after all.
+        """
+        self.in_step = False
+
+    def roll_back(self) -> None:
+        """Undoes the step that has begun, if one has; before the state is shared or saved."""
+        if self.in_step and self.rng is not None:
+            self.rng.bit_generator.state = self._rng_before  # to draw the same again
+        self.in_step = False
+
+    def settle(self) -> None:
+        """The run is over, and every rank has committed its last step.
+
+        Raises:
+            RanksDifferError: the ranks differed in that step.
+        """
+
+    def enter(self, communicator: Communicator, source: int) -> None:
+        """Takes its place among the ranks; ``source`` is the one whose state all hold now."""
+        self.sampler.reshard(communicator.rank, communicator.world_size)
+
+    def layout(self) -> dict[str, str]:
+        """Dtype and shape of every array, in words."""
+        return {name: f"{array.dtype}{list(array.shape)}" for name, array in self.arrays.items()}
+
+    def derived(self) -> set[str]:
+        """Names of arrays that follow from others; a checkpoint does without them."""
+        return set()
+
+    def check(self, description: str, origin: str) -> None:
+        """Refuses a description that this state cannot take over; ``origin`` says where it comes from.
+
+        Raises:
+            StateMismatchError: arrays differ in name, dtype or shape.
+        """
+        mine = self.layout()
+        theirs = {name: mine[name] for name in self.derived()} | json.loads(description)["arrays"]
+        differences = [
+            f"{name} is {theirs.get(name, 'absent')} there and {mine.get(name, 'absent')} here"
+            for name in [*mine, *(name for name in theirs if name not in mine)]
+            if theirs.get(name) != mine.get(name)
+        ]
+        if differences:
+            raise StateMismatchError(
+                f"The state in {origin} is of another model: {'; '.join(differences[:5])}.",
+                remedy="Use the same model, optimizer and dtype as the run that it comes from.",
+            )
+
+    def restore(self, description: str) -> None:
+        """Takes over everything but the arrays' contents."""
+        values = json.loads(description, object_hook=_decode_array)
+        self.step = int(values["step"])
+        self.sampler.restore(values["sampler"])
+        self.extra = values["extra"]
+        self.run = values.get("run", "")
+        if self.rng is not None and values["rng"] is not None:
+            self.rng.bit_generator.state = values["rng"]
+
+    # ------------------------------------------------------------ what a checkpoint holds
+
+    def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
+        """The description and every array on the host, as :meth:`from_checkpoint` takes them."""
+        return self.describe(), {name: _to_host(array) for name, array in self.arrays.items()}
+
+    def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes over what :meth:`for_checkpoint` gave and :meth:`check` did not refuse; arrays in place."""
+        for name, array in self.arrays.items():
+            if isinstance(array, np.ndarray):
+                array[...] = arrays[name]
+            else:
+                array.set(arrays[name])
+        self.restore(description)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"__array__": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
+
+
+def _decode_array(value: dict[str, Any]) -> Any:
+    return np.array(value["__array__"], dtype=value["dtype"]) if "__array__" in value else value
+
+
+def _to_host(array: Array) -> NDArray[Any]:
+    return np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get())
