@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     from muster.worker.collectives import send as send
     from muster.worker.communicators.nccl.work import PreMultipliedSum as PreMultipliedSum
     from muster.worker.control.session import Session as Session
+    from muster.worker.pytorch.capture import CaptureError as CaptureError
+    from muster.worker.pytorch.capture import TrainingStep as TrainingStep
+    from muster.worker.pytorch.capture import capture_step as capture_step
+    from muster.worker.pytorch.data_parallel import DataParallel as DataParallel
+    from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from muster.worker.training.loop import ElasticLoop as ElasticLoop
+    from muster.worker.training.sampler import ShardedSampler as ShardedSampler
+    from muster.worker.training.state import TrainingState as TrainingState
     from muster.worker.errors import ArrayError as ArrayError
     from muster.worker.errors import CollectiveMismatchError as CollectiveMismatchError
     from muster.worker.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -90,6 +98,9 @@ _NAMES = {
     ),
     "muster.worker.runtime": "init release set_ps_context",
     "muster.worker.control.session": "Session",
+    "muster.worker.training.loop": "ElasticLoop",
+    "muster.worker.training.sampler": "ShardedSampler",
+    "muster.worker.training.state": "TrainingState",
     "muster.worker.pytorch.sharded_optimizer": "ShardedOptimizer",
     "muster.worker.pytorch.data_parallel": "DataParallel",
 }
