@@ -41,14 +41,6 @@ if TYPE_CHECKING:
     from muster.worker.collectives import send as send
     from muster.worker.communicators.nccl.work import PreMultipliedSum as PreMultipliedSum
     from muster.worker.control.session import Session as Session
-    from muster.worker.pytorch.capture import CaptureError as CaptureError
-    from muster.worker.pytorch.capture import TrainingStep as TrainingStep
-    from muster.worker.pytorch.capture import capture_step as capture_step
-    from muster.worker.pytorch.data_parallel import DataParallel as DataParallel
-    from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from muster.worker.training.loop import ElasticLoop as ElasticLoop
-    from muster.worker.training.sampler import ShardedSampler as ShardedSampler
-    from muster.worker.training.state import TrainingState as TrainingState
     from muster.worker.errors import ArrayError as ArrayError
     from muster.worker.errors import CollectiveMismatchError as CollectiveMismatchError
     from muster.worker.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -74,9 +66,19 @@ if TYPE_CHECKING:
         reset_auto_parallel_context as reset_auto_parallel_context,
     )
     from muster.worker.parallel.planning.context import set_auto_parallel_context as set_auto_parallel_context
+    from muster.worker.parallel.api import layerwise as layerwise
+    from muster.worker.parallel.api import parallelize as parallelize
+    from muster.worker.pytorch.capture import CaptureError as CaptureError
+    from muster.worker.pytorch.capture import TrainingStep as TrainingStep
+    from muster.worker.pytorch.capture import capture_step as capture_step
+    from muster.worker.pytorch.data_parallel import DataParallel as DataParallel
+    from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from muster.worker.runtime import init as init
     from muster.worker.runtime import release as release
     from muster.worker.runtime import set_ps_context as set_ps_context
+    from muster.worker.training.loop import ElasticLoop as ElasticLoop
+    from muster.worker.training.sampler import ShardedSampler as ShardedSampler
+    from muster.worker.training.state import TrainingState as TrainingState
 
 _NAMES = {
     "muster.worker.pytorch.capture": "CaptureError TrainingStep capture_step",

@@ -78,7 +78,19 @@ def test_modules_of_a_users_own_beside_the_script_change_nothing(tmp_path: Path,
     (tmp_path / "certs").mkdir()
     (tmp_path / "certs" / "__init__.py").write_text("OWN = True\n")
     (tmp_path / "train.py").write_text(OWN)
-    launch = [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--start", start, "--tail", "all"]
+    launch = [
+        sys.executable,
+        "-m",
+        "muster",
+        "run",
+        "-n",
+        "2",
+        "--scheduler",
+        "--start",
+        start,
+        "--tail",
+        "all",
+    ]
     done = subprocess.run(
         [*launch, "--", sys.executable, "train.py"],
         cwd=tmp_path,
@@ -109,7 +121,17 @@ def test_the_scheduler_starts_beside_modules_of_a_users_own(tmp_path: Path, modu
 
 
 def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
     built = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, check=False, timeout=110)
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
@@ -166,6 +188,10 @@ def test_no_circle_of_imports() -> None:
     assert not sorted(remaining)
 
 
+FOREIGN = ("'torch", "'cupy", "'numpy", "loaded_library", "library", "name")
+"""What begins the argument of import_module where it loads somebody else's library."""
+
+
 def test_nothing_hides_an_import() -> None:
     """Modules are imported by statements; only what loads by name does it by name."""
     by_name = {"bench/__main__.py": "a benchmark when it is named", "worker/launch/fork.py": "before a fork"}
@@ -175,7 +201,9 @@ def test_nothing_hides_an_import() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 argument = ast.unparse(node.args[0])
-                if not argument.startswith(("'torch", "'cupy", "'numpy", "'cupy' if", "loaded_library", "library", "name")):
+                if not argument.startswith(
+                    ("'torch", "'cupy", "'numpy", "'cupy' if", "loaded_library", "library", "name")
+                ):
                     hiding.add(str(path.relative_to(ROOT)))
         if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
             hiding.add(str(path.relative_to(ROOT)))

@@ -24,6 +24,7 @@ from muster.worker.pytorch.transfer import (
     gather_numbers,
 )
 from muster.worker.pytorch.wrapper import ModuleWrapper
+from muster.worker.runtime import current
 from muster.worker.training.buckets import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -460,8 +461,6 @@ class DataParallel(ModuleWrapper):
 
 def _communicator_of(session: Any) -> Communicator:
     if session is None:
-        import muster
-
-        session = muster.process.current()
+        session = current()
     communicator: Communicator = session.communicator
     return communicator

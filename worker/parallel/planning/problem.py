@@ -1,6 +1,6 @@
 """The choice as numbers: the states of each node, what each costs, and what passes between them costs.
 
-The total is a sum over nodes and over edges, so :mod:`muster.worker.parallel.planning.search` finds its minimum exactly.
+The total is a sum over nodes and over edges, so ``search`` finds its minimum exactly.
 """
 
 from __future__ import annotations
