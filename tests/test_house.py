@@ -121,18 +121,13 @@ def test_the_scheduler_starts_beside_modules_of_a_users_own(tmp_path: Path, modu
 
 
 def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    ]
-    built = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, check=False, timeout=110)
+    copy = tmp_path / "copy"  # what is built leaves files behind
+    for name in ("muster", "packaging", *PACKAGES):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("results"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, copy)
+    build = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(copy))
+    built = subprocess.run([sys.executable, *build], capture_output=True, text=True, check=False, timeout=110)
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -148,13 +143,13 @@ def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(tmp_path: Path) ->
 
 
 def test_rooms_are_small_enough_to_look_at() -> None:
-    assert len(list((ROOT / "worker").glob("*.py"))) <= 10
+    assert len([path for path in (ROOT / "worker").glob("*.py")]) <= 10
     rooms = {path.parent for path in modules()}
-    crowded = {str(room.relative_to(ROOT)): len(list(room.glob("*.py"))) for room in rooms}
-    assert not {room: count for room, count in crowded.items() if count > LARGEST.get(room, 14)}
-
-
-LARGEST: dict[str, int] = {}
+    crowded = {
+        str(room.relative_to(ROOT)): len([path for path in room.glob("*.py") if path.name[:2] != "__"])
+        for room in rooms
+    }
+    assert not {room: count for room, count in crowded.items() if count > 14}
 
 
 def test_no_module_is_a_fragment_without_a_reason() -> None:
