@@ -60,14 +60,14 @@ if TYPE_CHECKING:
     from muster.worker.errors import SecurityError as SecurityError
     from muster.worker.errors import SettingsError as SettingsError
     from muster.worker.errors import WorkerError as WorkerError
+    from muster.worker.parallel.api import layerwise as layerwise
+    from muster.worker.parallel.api import parallelize as parallelize
     from muster.worker.parallel.planning.context import ParallelMode as ParallelMode
     from muster.worker.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
     from muster.worker.parallel.planning.context import (
         reset_auto_parallel_context as reset_auto_parallel_context,
     )
     from muster.worker.parallel.planning.context import set_auto_parallel_context as set_auto_parallel_context
-    from muster.worker.parallel.api import layerwise as layerwise
-    from muster.worker.parallel.api import parallelize as parallelize
     from muster.worker.pytorch.capture import CaptureError as CaptureError
     from muster.worker.pytorch.capture import TrainingStep as TrainingStep
     from muster.worker.pytorch.capture import capture_step as capture_step
