@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from muster.worker.collectives import reduce_scatter as reduce_scatter
     from muster.worker.collectives import scatter as scatter
     from muster.worker.collectives import send as send
-    from muster.worker.communicators.nccl.work import PreMultipliedSum as PreMultipliedSum
+    from muster.worker.communicators.nccl.reduction import PreMultipliedSum as PreMultipliedSum
     from muster.worker.control.session import Session as Session
     from muster.worker.errors import ArrayError as ArrayError
     from muster.worker.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -87,7 +87,7 @@ _NAMES = {
         " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_rank"
         " get_world_rank_from_group_rank group recv reduce reduce_scatter scatter send"
     ),
-    "muster.worker.communicators.nccl.work": "PreMultipliedSum",
+    "muster.worker.communicators.nccl.reduction": "PreMultipliedSum",
     "muster.worker.errors": (
         "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
         " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"

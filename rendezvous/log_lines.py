@@ -49,3 +49,10 @@ class BoundedFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Formats one record."""
         return bounded(self.head(record), self.text(record))
+
+
+def one_line(text: str) -> str:
+    """Escapes what is not printable, so that nobody forges a second line, or a terminal's command."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

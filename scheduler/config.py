@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.scheduler.core.values import RankTable, Settings
+from muster.scheduler.core.messages import RankTable, Settings
 from muster.scheduler.errors import SettingsError
 
 DEFAULT_HOST = "127.0.0.1"

@@ -32,7 +32,7 @@ from typing import Any
 
 from muster.worker.communicators.arrays import dtype_of, is_array, new_like, readable, shape_of, writable
 from muster.worker.communicators.base import Array, Communicator, Work
-from muster.worker.communicators.nccl.work import PreMultipliedSum
+from muster.worker.communicators.nccl.reduction import PreMultipliedSum
 from muster.worker.communicators.validation import check_op
 from muster.worker.errors import ArrayError, CommunicatorError, GroupError
 from muster.worker.runtime import current

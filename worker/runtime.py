@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from muster.rendezvous.log_lines import BoundedFormatter
 from muster.worker.config import SecurityContext, load_settings
+from muster.worker.control.client import is_consequence, is_good_exit, reason_of
 from muster.worker.control.credentials import load_keyring
-from muster.worker.control.failures import is_consequence, is_good_exit, reason_of
 from muster.worker.errors import (
     SIGTERM_EXIT_CODE,
     JobEndedError,
@@ -225,7 +225,7 @@ def open_session(
     from muster.worker.check.facts import bind_libraries, join_facts
     from muster.worker.communicators import create_backend, tls_policies
     from muster.worker.communicators.tcp.probe import Probes
-    from muster.worker.control.channel import GrpcConnector
+    from muster.worker.control.connection import GrpcConnector
     from muster.worker.control.messages import Profile
     from muster.worker.control.session import Session, new_incarnation
 

@@ -14,7 +14,7 @@ from muster.worker.check.facts import join_facts
 from muster.worker.communicators import create_backend
 from muster.worker.config import load_settings
 from muster.worker.control import messages as m
-from muster.worker.control.channel import DeniedError, GrpcConnector
+from muster.worker.control.connection import DeniedError, GrpcConnector
 from muster.worker.control.credentials import load_keyring
 from muster.worker.control.wire import decode, encode
 from muster.worker.host import describe_host

@@ -22,7 +22,7 @@ from muster.certs.errors import (
     UsageError,
     WeakCertificateError,
 )
-from muster.certs.one_line import one_line
+from muster.rendezvous.log_lines import one_line
 
 MIN_RSA_BITS = 2048
 CURVES = ("secp256r1", "secp384r1", "secp521r1")

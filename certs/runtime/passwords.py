@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -111,3 +113,12 @@ def _checked(password: bytes, what: str) -> bytes:
             f"{what} holds no usable password; legal are 1 to {MAX_PASSWORD_BYTES} bytes, no NUL."
         )
     return password
+
+
+def forbid_core_files() -> None:
+    """Makes a crash of this process leave no core file, which would hold its private key.
+
+    The hard limit stays, so that whoever needs a core file can raise the soft one again.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

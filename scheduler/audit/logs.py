@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.certs.one_line import one_line
-from muster.rendezvous.log_lines import BoundedFormatter
-from muster.scheduler.audit.handshakes import REASONS
+from muster.rendezvous.log_lines import BoundedFormatter, one_line
+from muster.scheduler.audit.grpc_trace import REASONS
 from muster.scheduler.errors import SettingsError
 from muster.scheduler.serve import systemd
 
 if TYPE_CHECKING:
-    from muster.scheduler.audit.thinning import Line
+    from muster.scheduler.audit.grpc_trace import Line
     from muster.scheduler.jobs.driver import Note
     from muster.scheduler.serve.access import Caller
 

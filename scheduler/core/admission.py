@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
-from muster.scheduler.core import values as v
+from muster.scheduler.core import messages as v
 from muster.scheduler.core.ledger import Claim, Ledger
 from muster.scheduler.core.ranks import fills, table_entry
 from muster.scheduler.core.wording import count, upper_first, who

@@ -1,13 +1,11 @@
-"""What comes into the scheduler's state machine.
-
-All times are seconds on one monotonic clock, all steps count from 0, all ranks from 0.
-"""
+"""What goes into the scheduler's state machine, and the decision that comes out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from muster.scheduler.core.values import Candidate, Collective, SessionId
+from muster.scheduler.core.messages import Candidate, Collective, Message, SessionId
+from muster.scheduler.core.records import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +188,17 @@ Event = (
     | StoodStill
     | FellBehind
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows from one event.
+
+    The adapter makes ``records`` durable, then sends ``messages`` in order, then logs ``reason``
+    if it is not empty. After ``Refused`` or ``Ended`` it closes that session's stream. Records and
+    messages are apart so that the order cannot be got wrong (as in etcd raft's ``Ready``).
+    """
+
+    records: tuple[Record, ...] = ()
+    messages: tuple[tuple[SessionId, Message], ...] = ()
+    reason: str = ""

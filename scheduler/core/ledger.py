@@ -10,8 +10,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
 
 
 class Phase(enum.Enum):

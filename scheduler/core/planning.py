@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import ranks
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
 from muster.scheduler.core.admission import is_spare, staying
 from muster.scheduler.core.ledger import Claim, Ledger
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from muster.scheduler.core.values import RankTable, RankTableEntry
+from muster.scheduler.core.messages import RankTable, RankTableEntry
 
 
 class RankTableError(ValueError):

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from muster.scheduler.core.values import Candidate, Host, Member, RankTable, RankTableEntry
+from muster.scheduler.core.messages import Candidate, Host, Member, RankTable, RankTableEntry
 
 NaturalKey = tuple[tuple[int, int, str, str], ...]
 Place = tuple[bool, NaturalKey, NaturalKey]

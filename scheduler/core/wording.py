@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import ranks
-from muster.scheduler.core import values as v
 
 LISTED_AT_MOST = 16
 STATELESS = "no member is known to hold the training state: without one it starts from a checkpoint or anew"

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
-from muster.scheduler.core.status import JobView
+from muster.scheduler.core.events import Decision
+from muster.scheduler.core.members import JobView
 from muster.scheduler.errors import RequestError, SchedulerError, StoppingError
 from muster.scheduler.jobs.unread import unread_peers
 from muster.scheduler.serve.stream import Session

@@ -10,8 +10,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from muster.scheduler.audit.logs import LOG
 from muster.scheduler.config import SchedulerSettings
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
 from muster.scheduler.errors import (
     JournalUnavailableError,
     LimitError,

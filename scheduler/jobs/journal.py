@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from muster.scheduler.core.record_codec import RecordError, decode_record, encode_record
-from muster.scheduler.core.records import Record
+from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
 from muster.scheduler.errors import SchedulerError
 
 APPLICATION_ID = 0x4D757374

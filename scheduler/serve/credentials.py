@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from muster.certs.config import SecurityConfig
     from muster.certs.pki.revocation import Revocations
     from muster.certs.runtime.expiry import Expiry
-    from muster.certs.runtime.rotation import Change
     from muster.certs.runtime.store import Credentials
-    from muster.certs.runtime.watcher import CredentialsWatcher
+    from muster.certs.runtime.watcher import Change, CredentialsWatcher
 
 
 class Security:
@@ -84,8 +83,7 @@ def load_security(settings: SchedulerSettings, env: Mapping[str, str]) -> Securi
     if settings.config_path is None:
         return None
     apply_cipher_list(load_config(settings.config_path))
-    from muster.certs.runtime.memory import forbid_core_files
-    from muster.certs.runtime.passwords import prompted_password
+    from muster.certs.runtime.passwords import forbid_core_files, prompted_password
     from muster.certs.runtime.watcher import CredentialsWatcher
 
     forbid_core_files()

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from muster.certs.config import config_warnings
 from muster.certs.runtime.grpc_credentials import RotatingServerCredentials, server_options
-from muster.certs.runtime.rotation import Change
+from muster.certs.runtime.watcher import Change
 from muster.scheduler.audit.logs import LOG, Recorder
 from muster.scheduler.audit.native_stderr import HandshakeWatch
 from muster.scheduler.audit.refusals import ThinnedAuditLog

@@ -18,7 +18,7 @@ from muster.scheduler import __version__, wire
 from muster.scheduler.audit.logs import LOG, Recorder
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
-from muster.scheduler.core import values as v
+from muster.scheduler.core import messages as v
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,

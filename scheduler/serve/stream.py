@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muster.scheduler.core import events as e
-from muster.scheduler.core import values as v
+from muster.scheduler.core import messages as v
 from muster.scheduler.errors import SchedulerError, TooSlowError
 
 if TYPE_CHECKING:

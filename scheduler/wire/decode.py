@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from muster.certs.one_line import one_line
+from muster.rendezvous.log_lines import one_line
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.core import events as e
-from muster.scheduler.core import values as v
+from muster.scheduler.core import messages as v
 from muster.scheduler.errors import MalformedError
 
 PROTOCOL_VERSION = 1

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.core import messages as m
-from muster.scheduler.core import values as v
-from muster.scheduler.core.status import JobView, WorkerView
+from muster.scheduler.core import messages as v
+from muster.scheduler.core.members import JobView, WorkerView
 
 # ---------------------------------------------------------------- scheduler to worker
 

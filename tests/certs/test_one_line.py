@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.certs.one_line import one_line
 from muster.certs.pki.certificates import printable
+from muster.rendezvous.log_lines import one_line
 
 
 @given(st.text(max_size=60))

@@ -6,10 +6,10 @@ import contextlib
 
 from muster.scheduler import wire as scheduler_wire
 from muster.scheduler.core import events as se
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core import messages as v
+from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job
-from muster.scheduler.core.record_codec import decode_record, encode_record
+from muster.scheduler.core.records import decode_record, encode_record
 from muster.scheduler.errors import MalformedError
 from muster.worker.control import messages as m
 from muster.worker.control import wire as worker_wire

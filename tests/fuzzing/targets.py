@@ -22,13 +22,13 @@ from muster.certs.pki.peer import peer_of_pem
 from muster.certs.pki.revocation import load_revocations
 from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import load_credentials
-from muster.rendezvous.grpc_lines import WINDOW_S, Sayings, record_of
+from muster.rendezvous.grpc_stderr import WINDOW_S, Sayings, record_of
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler import wire as scheduler_wire
-from muster.scheduler.audit.handshakes import TraceReader
+from muster.scheduler.audit.grpc_trace import TraceReader
 from muster.scheduler.config import load_settings
 from muster.scheduler.core.rank_table import parse_rank_table
-from muster.scheduler.core.record_codec import RecordError, decode_record
+from muster.scheduler.core.records import RecordError, decode_record
 from muster.scheduler.errors import MalformedError, SettingsError
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError

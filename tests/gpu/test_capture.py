@@ -9,8 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from muster.worker.errors import ArrayError, SettingsError
-from muster.worker.pytorch.capture import CaptureError, capture_step
-from muster.worker.pytorch.captured_settings import host_bound
+from muster.worker.pytorch.capture import CaptureError, capture_step, host_bound
 from muster.worker.pytorch.data_parallel import DataParallel
 from tests.gpu.threads import ThreadCommunicator, run_ranks
 from tests.worker.pytorch.test_data_parallel import batch_of, linear_net, loss_function

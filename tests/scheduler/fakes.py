@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from muster.scheduler.core import events as e
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
-from muster.scheduler.core.status import JobView
+from muster.scheduler.core import messages as v
+from muster.scheduler.core.events import Decision
+from muster.scheduler.core.members import JobView
 
 
 def candidate(node_id: str = "node-a", **changes: object) -> v.Candidate:

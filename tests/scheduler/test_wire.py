@@ -12,8 +12,8 @@ from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler import wire
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
-from muster.scheduler.core import values as v
-from muster.scheduler.core.status import JobView, WorkerView
+from muster.scheduler.core import messages as v
+from muster.scheduler.core.members import JobView, WorkerView
 from muster.scheduler.errors import MalformedError
 from tests.scheduler.fakes import candidate, member
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from muster.scheduler.core import events as se
 from muster.scheduler.core import messages as sm
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job
 from muster.worker.control import events as e
 from tests.simulation.scenario import HANG_TIMEOUT_S, HEARTBEAT_S, NODE_TIMEOUT_S

@@ -12,22 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from muster.scheduler.core import (
-    admission,
-    contacts,
-    job,
-    ledger,
-    machine,
-    planning,
-    probing,
-    ranks,
-    reachability,
-    reception,
-)
+from muster.scheduler.core import admission, job, ledger, planning, ranks, reachability
 from muster.scheduler.core import events as se
+from muster.scheduler.core import job as probing
+from muster.scheduler.core import job as reception
+from muster.scheduler.core import members as contacts
 from muster.scheduler.core import messages as sm
+from muster.scheduler.core import messages as v
+from muster.scheduler.core import phases as machine
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
 from muster.scheduler.wire import decode as scheduler_decode
 from muster.scheduler.wire import encode as scheduler_encode
 from muster.worker.control import machine as membership

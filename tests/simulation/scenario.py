@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from muster.scheduler.core.values import Settings
+from muster.scheduler.core.messages import Settings
 
 NODE_TIMEOUT_S = 6.0
 HEARTBEAT_S = 1.0

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
 from muster.scheduler.core import records as r
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job
-from muster.scheduler.core.record_codec import decode_record, encode_record
+from muster.scheduler.core.records import decode_record, encode_record
 from tests.scheduler.core.transcript import show_record
 from tests.simulation.network import Stream
 from tests.simulation.scenario import NODE_TIMEOUT_S

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from muster.worker.config import load_settings
-from muster.worker.foreign_launchers import detect, node_rank, translate
+from muster.worker.config import detect, load_settings, node_rank, translate
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from muster.worker.check import rules as rules
+from muster.worker.config import translate
 from muster.worker.errors import SettingsError, WorkerError
-from muster.worker.foreign_launchers import translate
 from muster.worker.launch import fork as launch_fork
-from muster.worker.launch.terminal import say
+from muster.worker.launch.process import say
 
 if TYPE_CHECKING:
     from muster.worker.check.bandwidth import Plane

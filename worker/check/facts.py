@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.version import __version__
-from muster.worker.control.check_names import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL, SOFT
+from muster.worker.control.compatibility import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL, SOFT
 
 PROJECTS = {
     **{name: (name,) for name in ("numpy", "grpcio", "protobuf", "cryptography", "torch", "nccl4py")},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.worker.control.check_names import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
+from muster.worker.control.compatibility import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
 
 MUST_AGREE = frozenset({"muster", "nccl", "architecture", *MUST_AGREE_LIBRARIES, *MUST_AGREE_NCCL})
 UNSET = "(unset)"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.communicators.base import Array, ReduceOp
-from muster.worker.communicators.validation import overlapping, undefined_mean
+from muster.worker.communicators.base import Array, Communicator, ReduceOp
+from muster.worker.communicators.validation import check_peer, check_rank, overlapping, undefined_mean
 from muster.worker.errors import ArrayError
 
 NumpyArray = npt.NDArray[Any]
@@ -128,3 +128,26 @@ def reduce_all(op: ReduceOp, parts: Sequence[NumpyArray], out: NumpyArray) -> No
         for part in parts[2:]:
             combine(op, out, part, out)
     finish(op, out, len(parts))
+
+
+class CheckedCommunicator(Communicator):
+    """A communicator on NumPy arrays, with the checks that all of them make before anything is sent."""
+
+    def _parts(self, array: NumpyArray) -> list[NumpyArray]:
+        return list(array.reshape(self.world_size, -1)) if array.size else [array] * self.world_size
+
+    def _at_root(
+        self, array: Array | None, name: str, root: int, *, writable: bool = True
+    ) -> NumpyArray | None:
+        self._check_rank(root, "root")
+        if self.rank != root:
+            return None
+        if array is None:
+            raise ArrayError(f"{name} is None at the root, rank {root}.")
+        return checked(array, name, writable=writable)
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        check_rank(self.membership, rank, name)
+
+    def _check_peer(self, peer: int) -> None:
+        check_peer(self.membership, peer)

@@ -18,21 +18,196 @@ from muster.worker.communicators.base import Communicator
 from muster.worker.communicators.live import LiveCommunicators
 from muster.worker.control import events as e
 from muster.worker.control import messages as m
-from muster.worker.control.channel import Connector
+from muster.worker.control.connection import JOIN_TIMEOUT_S, Connector, Streams
 from muster.worker.control.leave import LoneLeave
 from muster.worker.control.machine import Membership
 from muster.worker.control.pace import Pace
-from muster.worker.control.standing import Standing
-from muster.worker.control.streams import JOIN_TIMEOUT_S, Streams
 from muster.worker.control.watcher import Watcher
 from muster.worker.control.wire import encode
 from muster.worker.errors import (
     CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    FormationTimeoutError,
+    JobEndedError,
     LeaveGranted,
+    LeaveNow,
     MembershipChanged,
     NotInitializedError,
+    PeerLostError,
+    RefusedError,
+    SchedulerUnreachableError,
+    SecurityError,
     WorkerError,
 )
+
+
+def failure_of(notice: e.Failed) -> WorkerError:
+    """The error that tells a script why its membership is over."""
+    text = sentence(notice.sentence)
+    if notice.kind is e.FailureKind.SECURITY:
+        return SecurityError(text)
+    if notice.kind is e.FailureKind.UNREACHABLE:
+        return SchedulerUnreachableError(
+            text,
+            remedy="Check that it runs, and MS_SCHED_HOST and MS_SCHED_PORT.",
+        )
+    if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
+        return FormationTimeoutError(text)
+    if notice.kind is e.FailureKind.LEAVE:
+        return LeaveGranted(text, alone=True)
+    if notice.kind is e.FailureKind.JOB_ENDED:
+        return JobEndedError(text, ok=notice.ok)
+    return RefusedError(text, code=notice.code.name)
+
+
+def sentence(text: str) -> str:
+    """Begins with a capital and ends with a full stop, so that a remedy can follow."""
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one line, fit for the scheduler's log."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted from the keyboard"
+    if isinstance(error, LeaveNow | LeaveGranted):
+        return "asked to leave"
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f"exit code {error.code}"
+    told = error.message if isinstance(error, WorkerError) else str(error)  # its remedy is for its own script
+    text = " ".join(told.split())
+    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether an error comes from what other processes did, or was raised while such an error was handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, _OF_OTHERS) or (isinstance(error, RefusedError) and error.code in _LATE):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_OF_OTHERS = (
+    CommunicatorAbortedError,
+    JobEndedError,
+    MembershipChanged,
+    PeerLostError,
+    SchedulerUnreachableError,
+)
+_LATE = ("JOB_ENDED", "SUPERSEDED")
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The code with which Python, or Muster's hook, ends a process that ``error`` ends: 0 to 255."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int):
+            return error.code & 255
+        return 0 if error.code is None else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, WorkerError) else 1
+
+
+def is_good_exit(error: BaseException) -> bool:
+    """Whether this is a SystemExit without a code or with 0; Python ends with 1 on whatever is no integer."""
+    return isinstance(error, SystemExit) and (
+        error.code is None or (isinstance(error.code, int) and error.code == 0)
+    )
+
+
+class Standing:
+    """The news that the membership machine gives about this worker, until it asks for a place anew.
+
+    Attributes:
+        failure: why the membership is over for good.
+        dismissal: that this worker leaves as asked, once its generation is over.
+        pending: the planned change that is to come.
+        build: the newest generation that can be built and has not been taken.
+        running: the newest generation that all members have built.
+        no_verdict: the generation of which the scheduler knows no change.
+        left: the goodbye was heard, or its deadline is over.
+    """
+
+    def __init__(self) -> None:
+        self.failure: WorkerError | None = None
+        self.dismissal: LeaveGranted | None = None
+        self.pending: e.ChangePending | None = None
+        self.build: e.Build | None = None
+        self.running = 0
+        self.no_verdict = 0
+        self.left = False
+        self._interruption: MembershipChanged | None = None
+
+    def note(self, notice: e.Notice) -> Exception | None:
+        """Takes note of one notice.
+
+        Returns:
+            With what the communicators of the generation are to be aborted, if they are.
+        """
+        if isinstance(notice, e.Build):
+            self.build = notice
+        elif isinstance(notice, e.Running):
+            self.running = notice.generation
+        elif isinstance(notice, e.NoVerdict):
+            self.no_verdict = notice.generation
+        elif isinstance(notice, e.ChangePending):
+            self.pending = notice
+        elif isinstance(notice, e.Left):
+            self.left = True
+        elif isinstance(notice, e.Dismissed):
+            told = sentence(f"This worker leaves the job: {notice.reason}")
+            self.dismissal = LeaveGranted(told, alone=notice.alone)
+        elif isinstance(notice, e.Interrupt):
+            return self._interrupted(notice)
+        elif isinstance(notice, e.Failed):
+            self.failure = failure_of(notice)
+            return self.failure
+        return None
+
+    def _interrupted(self, notice: e.Interrupt) -> Exception | None:
+        self.pending = None
+        over = f"Generation {notice.generation} is over: "  # a suspension's reason says so itself
+        self._interruption = MembershipChanged(
+            sentence(over + notice.reason.removeprefix(over)),
+            generation=notice.generation,
+            lost=notice.lost,
+            save=notice.save,
+        )
+        return None if notice.planned else self.dismissal or self._interruption
+
+    def change_of(self, generation: int) -> Exception | None:
+        """Why the generation is over, or None while it stands."""
+        if self.failure is not None:
+            return self.failure
+        interruption = self._interruption
+        if interruption is not None and interruption.generation >= generation:
+            return self.dismissal or interruption
+        return None
+
+    def take_build(self) -> e.Build | None:
+        """The newest generation that can be built, once; None while there is none.
+
+        Raises:
+            WorkerError: there will be none.
+        """
+        if self.build is None:
+            error = self.failure or self.dismissal
+            if error is not None:
+                raise error.with_traceback(None)  # each raise would add to that of the last one
+            return None
+        build, self.build, self.pending = self.build, None, None
+        return build
+
+    @property
+    def leave_granted(self) -> bool:
+        """Whether this worker leaves as asked."""
+        return self.dismissal is not None or isinstance(self.failure, LeaveGranted)
+
 
 log = logging.getLogger("muster.worker")
 

@@ -89,8 +89,7 @@ def load_keyring(settings: Settings, env: Mapping[str, str]) -> Keyring | None:
         return None
     from muster.certs.config import apply_cipher_list, load_config
     from muster.certs.errors import CertificateError, ConfigError
-    from muster.certs.runtime.memory import forbid_core_files
-    from muster.certs.runtime.passwords import prompted_password
+    from muster.certs.runtime.passwords import forbid_core_files, prompted_password
     from muster.certs.runtime.watcher import CredentialsWatcher
 
     try:

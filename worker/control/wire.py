@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from muster.certs.one_line import one_line
+from muster.rendezvous.log_lines import one_line
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.worker.control import messages as m
 

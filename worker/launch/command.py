@@ -18,13 +18,12 @@ from muster.worker.errors import SettingsError
 from muster.worker.launch import devices as launch_devices
 from muster.worker.launch import fork as launch_fork
 from muster.worker.launch import options as launch_options
-from muster.worker.launch import ranks as launch_ranks
+from muster.worker.launch import rank_table as launch_ranks
 from muster.worker.launch.launcher import Launcher, Policy
 from muster.worker.launch.parsing import DEFAULT_PORT, parse_address
 from muster.worker.launch.plan import WorkerPlan, plan_layout, plan_workers
-from muster.worker.launch.process import Forked, Recipe
+from muster.worker.launch.process import Forked, Recipe, say
 from muster.worker.launch.report import parse_tail
-from muster.worker.launch.terminal import say
 
 NEEDED_MODULES = ("worker", "certs", "rendezvous", "grpc", "numpy")
 """What every worker imports."""

@@ -32,15 +32,15 @@ WARM_MODULES = (
     "muster.worker.collectives",
     "muster.worker.communicators.tcp.backend",
     "muster.worker.check.facts",
-    "muster.worker.control.check_names",
+    "muster.worker.control.compatibility",
 )
 """What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
 
 WARM_WITH_TLS = (
-    "muster.worker.control.channel",
+    "muster.worker.control.connection",
     "muster.certs.runtime.expiry",
     "muster.certs.runtime.grpc_credentials",
-    "muster.certs.runtime.memory",
+    "muster.certs.runtime.passwords",
     "muster.certs.runtime.preflight",
     "muster.certs.runtime.watcher",
     "cryptography.hazmat.backends.openssl.backend",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from muster.worker.errors import SIGTERM_EXIT_CODE
 from muster.worker.launch.guardian import Guardian
-from muster.worker.launch.process import Child, Recipe, spawn, timestamp
+from muster.worker.launch.process import Child, Recipe, say, spawn, timestamp, write
 from muster.worker.launch.report import (
     Ending,
     describe_exit,
@@ -27,7 +27,6 @@ from muster.worker.launch.report import (
     first_failure,
     shortened,
 )
-from muster.worker.launch.terminal import say, write
 
 SCHEDULER_LINGER_S = 2.0
 """How long the scheduler may take to end after its workers, or workers after it failed."""

@@ -7,8 +7,8 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from muster.worker.config import node_rank
 from muster.worker.errors import SettingsError
-from muster.worker.foreign_launchers import node_rank
 from muster.worker.launch.parsing import HostShare, parse_address, parse_hostfile, parse_hosts
 from muster.worker.launch.plan import Request
 

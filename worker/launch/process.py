@@ -16,7 +16,20 @@ from muster.worker.errors import SettingsError
 from muster.worker.launch.guardian import Guardian
 from muster.worker.launch.last_words import FILE_NAME, VARIABLE
 from muster.worker.launch.report import LastWords, environment_dump, read_words
-from muster.worker.launch.terminal import say
+
+
+def say(sentence: str) -> None:
+    """Tells the user what the launcher does, on standard error."""
+    with contextlib.suppress(OSError):
+        print(f"muster: {sentence}", file=sys.stderr, flush=True)
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Writes it all; a terminal that has gone away is no reason to end training."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+
 
 LAST_LINES = 20
 _CHUNK = 1 << 16

@@ -6,22 +6,203 @@ is launched once; the AllReduce of each bucket runs inside it, beside the rest o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import threading
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.errors import ArrayError, SettingsError, WorkerError
-from muster.worker.pytorch.captured_settings import CapturedSettings, host_bound
 from muster.worker.pytorch.optimizer_state import check_trains
 from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
-from muster.worker.pytorch.step import StepBody
 from muster.worker.pytorch.transfer import array_of
+
+Tensors = tuple[Any, ...]
+
+
+class StepBody:
+    """A step's work, the same whether a graph records it or not. The arguments are ``capture_step``'s."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        *,
+        autocast: Any | None,
+        clip_norm: float | None,
+        accumulate: int,
+    ) -> None:
+        self._loss, self._model, self._optimizer = loss, model, optimizer
+        self._autocast, self._clip_norm, self._accumulate = autocast, clip_norm, accumulate
+        self._device = next(model.parameters()).device
+
+    def run(self, batch: Tensors, samples: int | None = None) -> Any:
+        """Trains on a batch, which is on the device.
+
+        Args:
+            batch: tensors for the loss function.
+            samples: how many this rank has, where ranks have different numbers; 0: none, but take part.
+
+        Returns:
+            The loss of this rank's samples, a 0-dim tensor.
+
+        Raises:
+            ArrayError: it cannot be cut into parts.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        uneven = getattr(self._model, "uneven_batch", None) if samples is not None else None
+        with uneven(samples) if uneven else contextlib.nullcontext():
+            total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        self._optimizer.step()
+        return total
+
+    def _passes(self, batch: Tensors) -> Any:
+        """Forward and backward passes over the parts of a batch; returns the loss."""
+        parts = self._parts(batch)
+        no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
+        total = None
+        for number, (share, part) in enumerate(parts, 1):
+            with contextlib.nullcontext() if number == len(parts) else no_sync():
+                with self._precision():
+                    loss = self._loss(*part)
+                loss = loss * share if len(parts) > 1 else loss
+                loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        return total
+
+    def _parts(self, batch: Tensors) -> list[tuple[float, Tensors]]:
+        """The parts of a batch, each with its share of the samples: the last part may be smaller."""
+        if self._accumulate == 1:
+            return [(1.0, batch)]
+        lengths = {len(tensor) if tensor.dim() else 0 for tensor in batch}
+        if len(lengths) != 1 or lengths == {0}:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch)
+            raise ArrayError(
+                f"accumulate={self._accumulate} cuts all tensors of a batch along their first axis,"
+                f" which must be as long in each; these have the shapes {shapes}.",
+                remedy="What is no part of the batch can be bound by the loss function.",
+            )
+        count = lengths.pop()
+        cut = zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True)
+        return [(len(part[0]) / count, part) for part in cut]
+
+    def _precision(self) -> Any:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+    def _clip(self, norm: float) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)
+
+
+_MOST_CHANGES = 10
+"""Settings that change so many times before a capture are taken to change in each step."""
+
+
+_trains, _in_training = attrgetter("requires_grad"), attrgetter("training")
+
+
+class CapturedSettings:
+    """An optimizer's settings and a model's modes, so that a captured step notices what it would not follow.
+
+    Learning rates become tensors on the GPU: a number would be fixed in the graph for ever.
+
+    Args:
+        optimizer: of torch.
+        model: which of its parameters are frozen, and which of its modules are in training mode, counts.
+        device: where the model is.
+    """
+
+    def __init__(self, optimizer: Any, model: Any, device: Any) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._modules = list(model.modules())
+        self._parameters = [
+            each for module in self._modules for each in module._parameters.values() if each is not None
+        ]
+        self._modes = self._modes_now()
+        self._before: list[Any] = []
+        self._changes = 0
+        self._last = ""
+        self._make_rates()
+
+    def changed(self) -> bool:
+        """Whether modes, or other settings than learning rates, are not what they were at the last call."""
+        modes, self._modes = self._modes, self._modes_now()
+        return self._settings_changed() or self._count(modes != self._modes, "which parts of the model train")
+
+    def _modes_now(self) -> list[bool]:
+        return [*map(_trains, self._parameters), *map(_in_training, self._modules)]
+
+    def _settings_changed(self) -> bool:
+        settings = [
+            {key: id(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            | {"lr": None, "params": len(group["params"])}
+            for group in self._optimizer.param_groups
+        ]
+        before, self._before = self._before, settings
+        if settings == before or not before:
+            return False
+        if len(settings) != len(before):
+            self._make_rates()
+            return True
+        pairs = zip(before, settings, strict=True)
+        keys = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
+        return self._count(True, f"the optimizer's {', '.join(keys)}")
+
+    def _count(self, changed: bool, what: str) -> bool:
+        if changed:
+            self._changes += 1
+            self._last = what
+        return changed
+
+    def obstacle(self) -> str | None:
+        """Why it is of no use to capture with these settings; None: nothing is known."""
+        if self._changes < _MOST_CHANGES:
+            return None
+        return f"{self._last} changes in each step, and a graph holds it fixed"
+
+    def captured(self) -> None:
+        """A graph holds them now: changes are counted anew."""
+        self._changes = 0
+
+    def update_rates(self) -> None:
+        """Brings learning rates that were set by hand, or by a scheduler, to where a graph reads them."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                rate.fill_(float(group["lr"]))
+                group["lr"] = rate
+
+    def _make_rates(self) -> None:
+        self._rates = []
+        for group in self._optimizer.param_groups:
+            self._rates.append(torch.tensor(float(group["lr"]), device=self._device))
+            group["lr"] = self._rates[-1]
+
+
+def host_bound(optimizer: Any) -> str | None:
+    """Why no graph can hold this optimizer's step: what it needs of the host; None: nothing that is known."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS decides on the host how often to evaluate the loss"
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            if not group["capturable"]:
+                return f"{kind} reads its step count on the host: make it with capturable=True"
+        elif type(optimizer).__module__.startswith("torch.optim") and not group.get("fused"):
+            remedy = ": make it with fused=True" if "fused" in group else ""
+            return f"{kind} reads its learning rate on the host{remedy}"
+    return None
+
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.2

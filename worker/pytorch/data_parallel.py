@@ -12,7 +12,6 @@ from torch.autograd import Variable
 from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.errors import SettingsError, WorkerError
 from muster.worker.pytorch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
-from muster.worker.pytorch.masters import MasterWeights
 from muster.worker.pytorch.passes import RankNumbers, UnfinishedPasses
 from muster.worker.pytorch.sync_batch_norm import adopt
 from muster.worker.pytorch.transfer import (
@@ -23,7 +22,7 @@ from muster.worker.pytorch.transfer import (
     check_same_tensors,
     gather_numbers,
 )
-from muster.worker.pytorch.wrapper import ModuleWrapper
+from muster.worker.pytorch.wrapper import MasterWeights, ModuleWrapper
 from muster.worker.runtime import current
 from muster.worker.training.buckets import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from muster.scheduler.audit.handshakes import Failure
-from muster.scheduler.audit.thinning import INTERVAL_S, MAX_HOSTS, Line, Thinner
+from muster.scheduler.audit.grpc_trace import INTERVAL_S, MAX_HOSTS, Failure, Line, Thinner
 
 
 def failure(host: str = "10.0.0.9", reason: str = "expired", port: int = 1) -> Failure:

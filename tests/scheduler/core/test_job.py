@@ -8,9 +8,9 @@ import pytest
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job, RecoveryError
 
 SETTINGS = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)

@@ -8,10 +8,9 @@ import pytest
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
-from muster.scheduler.core.job import Job
-from muster.scheduler.core.probing import ROUND_PAUSE_S, ROUND_S
+from muster.scheduler.core import messages as v
+from muster.scheduler.core.events import Decision
+from muster.scheduler.core.job import ROUND_PAUSE_S, ROUND_S, Job
 
 SETTINGS = v.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from muster.scheduler.core.messages import RankTableEntry
 from muster.scheduler.core.rank_table import RankTableError, parse_rank_table
-from muster.scheduler.core.values import RankTableEntry
 
 SERVERS: dict[str, Any] = {
     "version": "1.0",

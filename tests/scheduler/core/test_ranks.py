@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import ranks
-from muster.scheduler.core import values as v
 
 names = st.text("ab01279.-", min_size=1, max_size=6)
 hosts = st.builds(

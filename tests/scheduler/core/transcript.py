@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job
 from muster.scheduler.core.rank_table import parse_rank_table
 

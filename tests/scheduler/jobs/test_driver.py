@@ -12,7 +12,7 @@ from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
 from muster.scheduler.core import records as r
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import SchedulerError, StoppingError, TooSlowError
 from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, JobDriver, Note
 from muster.scheduler.serve.access import Caller

@@ -10,9 +10,9 @@ import pytest
 
 from muster.scheduler.config import load_settings
 from muster.scheduler.core import events as e
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import JournalUnavailableError, LimitError, NotFoundError
 from muster.scheduler.jobs import jobs as jobs_module
 from muster.scheduler.jobs.driver import Note

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
-from muster.scheduler.core import values as v
-from muster.scheduler.core.record_codec import RECORD_TYPES, RecordError, decode_record, encode_record
+from muster.scheduler.core.records import RECORD_TYPES, RecordError, decode_record, encode_record
 from muster.scheduler.errors import SchedulerError
 from muster.scheduler.jobs.journal import (
     Journal,

@@ -16,7 +16,7 @@ from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.config import load_settings
 from muster.scheduler.core import events as e
 from muster.scheduler.core import messages as m
-from muster.scheduler.core.decision import Decision
+from muster.scheduler.core.events import Decision
 from muster.scheduler.jobs.driver import Note
 from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.serve.access import Access

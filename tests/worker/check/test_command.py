@@ -33,7 +33,7 @@ from muster.worker.check.rules import (
     rounds,
     slow_sentences,
 )
-from muster.worker.control.check_names import MUST_AGREE_NCCL
+from muster.worker.control.compatibility import MUST_AGREE_NCCL
 from tests.end_to_end.workers import company
 from tests.scheduler.processes import ROOT, environment, scheduler
 from tests.worker.launch.launching import free_port

@@ -22,7 +22,7 @@ from muster.certs.pki.identity import Identity
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.worker.config import Settings
-from muster.worker.control.channel import DeniedError, GrpcConnector, MalformedError
+from muster.worker.control.connection import DeniedError, GrpcConnector, MalformedError
 from muster.worker.control.credentials import load_keyring
 from tests.certs.servers import server_credentials
 from tests.scheduler.processes import Pki, environment
@@ -227,7 +227,7 @@ def test_a_scheduler_that_is_revoked_meanwhile_is_left(tmp_path: Path) -> None:
 LOCKED = """
 import grpc, signal, threading
 from queue import SimpleQueue
-from muster.worker.control.channel import _GrpcStream, _keep_library_up
+from muster.worker.control.connection import _GrpcStream, _keep_library_up
 
 signal.alarm(20)
 _keep_library_up()

@@ -13,7 +13,7 @@ import pytest
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.worker.communicators.base import Membership, ReduceOp
 from muster.worker.communicators.tcp.probe import Probes
-from muster.worker.control.channel import DeniedError, MalformedError
+from muster.worker.control.connection import DeniedError, MalformedError
 from muster.worker.control.messages import Device
 from muster.worker.control.session import Session
 from muster.worker.errors import (

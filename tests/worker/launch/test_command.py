@@ -13,7 +13,7 @@ from muster.worker.errors import SettingsError
 from muster.worker.launch import options as launch_options
 from muster.worker.launch.command import Launch
 from muster.worker.launch.plan import WorkerPlan
-from muster.worker.launch.ranks import with_table_ranks
+from muster.worker.launch.rank_table import with_table_ranks
 from tests.worker.test_host import machine
 
 ENV = {"MS_SCHED_PORT": "6667", "PATH": "/usr/bin:/bin"}

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from muster.worker.communicators import numpy_arrays as arrays
 from muster.worker.communicators.base import Array, Membership, ReduceOp, Work
-from muster.worker.communicators.host_validation import CheckedCommunicator
-from muster.worker.communicators.numpy_arrays import NumpyArray, checked, dtype_code
+from muster.worker.communicators.numpy_arrays import CheckedCommunicator, NumpyArray, checked, dtype_code
 from muster.worker.communicators.tcp.handshake import peer_name
 from muster.worker.communicators.validation import part_of
 from muster.worker.communicators.work import FINISHED, WorkQueue

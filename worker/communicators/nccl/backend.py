@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from muster.worker.communicators.base import Backend, Membership
 from muster.worker.communicators.nccl import bootstrap as handles
+from muster.worker.communicators.nccl.bootstrap import fewest_ctas
 from muster.worker.communicators.nccl.communicator import NcclCommunicator
 from muster.worker.communicators.nccl.presence import Presence, absent_peers, presence_key
+from muster.worker.communicators.nccl.reduction import PreMultipliedSum
 from muster.worker.communicators.nccl.streams import Preparation, device_model, use_device
-from muster.worker.communicators.nccl.tuning import fewest_ctas
-from muster.worker.communicators.nccl.work import PreMultipliedSum
 
 _PREPARATION_S = 10.0
 """How long a process that ends waits for a preparation under way."""

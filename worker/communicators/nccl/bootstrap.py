@@ -10,12 +10,34 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.nccl.tuning import MOST_CTAS
 from muster.worker.errors import CommunicatorError, FormationTimeoutError
+
+MOST_CTAS = 64
+"""NCCL's own limit (MAXCHANNELS); it must be named where the fewest are."""
+
+_FEWEST_CTAS = {"NVIDIA H200": 32}
+"""By GPU model: what ``muster bench allreduce --backend nccl`` found fastest among GPUs of one host."""
+
+
+def fewest_ctas(model: str, *, hosts: int, env: Mapping[str, str]) -> int | None:
+    """The fewest CTAs to ask NCCL for; None: leave it to NCCL.
+
+    Only where it was measured: on one host, with NVLS off. NCCL itself lets NCCL_MIN_CTAS and NCCL_MAX_CTAS
+    overrule it.
+
+    Args:
+        model: the GPU's name, as the driver gives it.
+        hosts: how many hosts the ranks are on.
+        env: NCCL_NVLS_ENABLE.
+    """
+    if hosts != 1 or env.get("NCCL_NVLS_ENABLE") != "0":
+        return None
+    return _FEWEST_CTAS.get(model)
+
 
 IN_PROGRESS = 7
 NO_COLOR = -1

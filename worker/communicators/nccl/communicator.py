@@ -17,10 +17,9 @@ from muster.worker.communicators.base import Array, Membership, ReduceOp, Work
 from muster.worker.communicators.nccl import bootstrap as handles
 from muster.worker.communicators.nccl.arrays import ITEM_SIZES
 from muster.worker.communicators.nccl.lifetime import NcclLifetime
-from muster.worker.communicators.nccl.one_rank import whole
 from muster.worker.communicators.nccl.reading import ArrayReading
+from muster.worker.communicators.nccl.reduction import PreMultipliedSum, Queued, whole
 from muster.worker.communicators.nccl.streams import CudaLibrary
-from muster.worker.communicators.nccl.work import PreMultipliedSum, Queued
 from muster.worker.communicators.validation import check_peer, check_rank, part_of
 from muster.worker.errors import ArrayError, CollectiveTimeoutError, CommunicatorError
 

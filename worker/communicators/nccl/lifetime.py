@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from muster.worker.communicators.base import Communicator, Membership
 from muster.worker.communicators.nccl import bootstrap as handles
-from muster.worker.communicators.nccl.operations import Operations
+from muster.worker.communicators.nccl.reduction import Operations
 from muster.worker.errors import CommunicatorAbortedError, CommunicatorError
 
 _log = logging.getLogger("muster.worker")

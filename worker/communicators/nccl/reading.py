@@ -16,8 +16,8 @@ from muster.worker.communicators.nccl.arrays import (
     read_torch,
     reader_of,
 )
+from muster.worker.communicators.nccl.reduction import Issued
 from muster.worker.communicators.nccl.streams import CudaLibrary, library_of, loaded_library
-from muster.worker.communicators.nccl.work import Issued
 from muster.worker.communicators.validation import overlapping
 from muster.worker.errors import ArrayError
 

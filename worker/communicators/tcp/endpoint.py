@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from muster.certs.one_line import one_line
+from muster.rendezvous.log_lines import one_line
 from muster.rendezvous.rate_limit import OTHERS, Budget
 from muster.worker.communicators.tcp.admission import Admission
 from muster.worker.communicators.tcp.connection import Connection

@@ -11,8 +11,7 @@ import numpy as np
 
 from muster.worker.communicators import numpy_arrays as arrays
 from muster.worker.communicators.base import Membership, Work
-from muster.worker.communicators.host_validation import CheckedCommunicator
-from muster.worker.communicators.numpy_arrays import NumpyArray, as_bytes
+from muster.worker.communicators.numpy_arrays import CheckedCommunicator, NumpyArray, as_bytes
 from muster.worker.communicators.tcp import rings as rings
 from muster.worker.communicators.tcp.endpoint import Endpoint
 from muster.worker.communicators.tcp.frames import (

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.certs.one_line import one_line
+from muster.rendezvous.log_lines import one_line
 from muster.worker.communicators.base import Membership
 from muster.worker.errors import CommunicatorError
 

@@ -16,7 +16,7 @@ import pytest
 from muster.worker.communicators import numpy_arrays as tcp_arrays
 from muster.worker.communicators.base import Membership, Peer, ReduceOp
 from muster.worker.communicators.nccl.communicator import NcclCommunicator
-from muster.worker.communicators.nccl.work import PreMultipliedSum
+from muster.worker.communicators.nccl.reduction import PreMultipliedSum
 from muster.worker.errors import ArrayError
 from tests.contracts import bodies
 from tests.contracts.agents import Place

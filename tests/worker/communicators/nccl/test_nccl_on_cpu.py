@@ -19,11 +19,11 @@ from muster.worker.communicators.nccl import communicator as nccl_communicator
 from muster.worker.communicators.nccl import lifetime as nccl_lifetime
 from muster.worker.communicators.nccl.arrays import read_interface, read_torch, reader_of
 from muster.worker.communicators.nccl.backend import NcclBackend
+from muster.worker.communicators.nccl.bootstrap import fewest_ctas
 from muster.worker.communicators.nccl.communicator import NcclCommunicator
 from muster.worker.communicators.nccl.presence import Presence, absent_peers, presence_key
+from muster.worker.communicators.nccl.reduction import PreMultipliedSum, scalar_bytes
 from muster.worker.communicators.nccl.streams import _TorchCuda
-from muster.worker.communicators.nccl.tuning import fewest_ctas
-from muster.worker.communicators.nccl.work import PreMultipliedSum, scalar_bytes
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,

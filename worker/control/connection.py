@@ -1,24 +1,91 @@
-"""Opens the stream to the scheduler: a look before gRPC's own connection, then the call.
-
-gRPC says "Socket closed" for whatever goes wrong in TLS, and waits a second and more between attempts.
-Therefore a plain socket asks first: is somebody there, does it speak what we speak, is it who it must be.
-"""
+"""The connection to the scheduler: a look before gRPC's own, the streams, and what gRPC logs."""
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 import os
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from muster.rendezvous.grpc_stderr import NativeStderr, Sayings, record_of, write_all
 from muster.worker.config import Settings
-from muster.worker.control.grpc_log import guard_grpc_log
+from muster.worker.control import events as e
+from muster.worker.control import messages as m
+from muster.worker.control.wire import WireError, decode
 
 if TYPE_CHECKING:
     from muster.certs.pki.peer import Peer
     from muster.worker.control.credentials import Keyring
+
+
+_grpc = logging.getLogger("muster.grpc")
+_LINES = 200
+_watches: list[_GrpcLog] = []
+"""The one of this process, once there is one."""
+
+
+def guard_grpc_log(env: MutableMapping[str, str]) -> None:
+    """Keeps what strangers send to gRPC from forging lines; call it before grpc is imported.
+
+    What gRPC would say, our own errors say. Who asks for its log by GRPC_VERBOSITY gets its records escaped
+    and marked in the worker's own log, and what other C code writes to standard error as it is.
+    """
+    if env.setdefault("GRPC_VERBOSITY", "NONE").upper() == "NONE" or _watches:
+        return
+    try:
+        watch = _GrpcLog()
+    except OSError:  # there is nothing to read it by
+        env["GRPC_VERBOSITY"] = "NONE"
+    else:
+        _watches.append(watch)
+        atexit.register(watch.close)
+
+
+class _GrpcLog:
+    """Logs gRPC's records and passes all else on; lasts as long as the process."""
+
+    def __init__(self) -> None:
+        self._sayings = Sayings(_LINES)
+        self._native = NativeStderr(self, (logging.getLogger("muster"),))
+
+    def close(self) -> None:
+        """Puts standard error back as it was; nothing that was written is lost."""
+        self._native.close()
+        self._say(self._sayings.all())
+
+    def written(self, data: bytes) -> None:
+        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        record, now_s = record_of(data), time.monotonic()
+        if record is None:
+            write_all(self._native.real, data)
+            return
+        self._say(self._sayings.due(now_s))
+        line = self._sayings.add(data, record, now_s)
+        if line is not None:
+            self._say((line,))
+
+    def tend(self) -> None:
+        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        self._say(self._sayings.due(time.monotonic()))
+
+    def next_s(self) -> float | None:
+        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        return self._sayings.next_s()
+
+    def failed(self) -> None:
+        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        _grpc.exception("Fault while reading gRPC's log; it is written as it comes from now on.")
+
+    def _say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            _grpc.warning("%s", line)
+
 
 CONNECT_TIMEOUT_S = 5.0
 _METHOD = "/rendezvous.v1.Rendezvous/Session"
@@ -206,3 +273,86 @@ def _translated(error: Any) -> Exception:
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return MalformedError(f"What answers there is not a scheduler of Muster ({details}).")
     return ConnectionError(f"{code.name.lower()}: {details}")
+
+
+log = logging.getLogger("muster.worker")
+
+JOIN_TIMEOUT_S = 2.0
+
+
+class Streams:
+    """Opens and closes streams as it is told; messages go to the newest.
+
+    Args:
+        connector: opens them.
+        post: takes the events; called on the streams' threads.
+    """
+
+    def __init__(self, connector: Connector, post: Callable[[e.Event], object]) -> None:
+        self._connector = connector
+        self._post = post
+        self._lock = threading.Lock()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._open: dict[int, Stream] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def send(self, data: bytes) -> None:
+        """Sends a message on the newest stream, as soon as that is open."""
+        self._outbox.put(data)
+
+    def open(self, number: int) -> None:
+        """Begins to open a stream under this number."""
+        outbox = self._outbox = SimpleQueue()
+        with self._lock:
+            if self._closed:
+                return
+            thread = threading.Thread(
+                target=self._run, args=(number, outbox), name="muster-stream", daemon=True
+            )
+            self._threads = [each for each in self._threads if each.is_alive()]
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self, number: int) -> None:
+        """Ends this stream, if it is open."""
+        with self._lock:
+            stream = self._open.pop(number, None)
+        if stream is not None:
+            stream.close()
+
+    def close_all(self) -> None:
+        """Ends all streams for good, and waits for their threads; idempotent."""
+        with self._lock:
+            self._closed = True
+            streams, self._open = list(self._open.values()), {}
+            threads, self._threads = self._threads, []
+        for stream in streams:
+            stream.close()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self, number: int, outbox: SimpleQueue[bytes | None]) -> None:
+        try:
+            stream = self._connector.open(outbox)
+            with self._lock:
+                self._open[number] = stream
+                closed = self._closed
+            self._post(e.StreamOpened(number))
+            if closed:
+                stream.close()
+            for data in stream:
+                self._post(e.Received(number, decode(data)))
+            self._post(e.StreamLost(number, "it closed the stream"))
+        except DeniedError as error:
+            self._post(e.StreamDenied(number, str(error), error.by_scheduler))
+        except MalformedError as error:
+            self._post(e.Received(number, m.Refused(m.RefusalCode.MALFORMED, str(error))))
+        except (OSError, WireError) as error:
+            self._post(e.StreamLost(number, str(getattr(error, "strerror", None) or error)))
+        except Exception as error:  # a fault of ours must not leave the worker waiting for nobody
+            log.exception("fault on the scheduler's stream; connecting again")
+            self._post(e.StreamLost(number, f"{type(error).__name__}: {error}"))
+        finally:
+            self.close(number)

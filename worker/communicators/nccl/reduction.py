@@ -1,15 +1,19 @@
-"""What a collective on NCCL gives back, and its operation beyond the common ones."""
+"""Reductions on NCCL: the numbers of operations, scaled sums, and what a collective gives back."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from muster.worker.communicators.nccl.arrays import TYPE_NAMES
+from muster.worker.communicators.base import ReduceOp
+from muster.worker.communicators.nccl.arrays import ITEM_SIZES, TYPE_NAMES
 from muster.worker.communicators.nccl.streams import CudaLibrary
+from muster.worker.communicators.validation import check_op, undefined_mean
 from muster.worker.errors import ArrayError
 
 _FORMATS = {"float16": "<e", "float32": "<f", "float64": "<d", "bfloat16": "<f"}
@@ -100,3 +104,80 @@ def scalar_bytes(value: float, dtype: int) -> bytes:
 def address_of(data: bytes) -> int:
     """Address of ``data``, which the caller must keep alive over the call."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+_NUMBERS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.MEAN: 4}
+_MEAN, _FIRST_FLOAT = ReduceOp.MEAN, 6
+_IMMEDIATE = 1
+"""NCCL reads the factor, in the host's memory, during the call (``ncclScalarHostImmediate``)."""
+_KEPT_FACTORS = 16
+
+
+class Operations:
+    """Operations on one communicator.
+
+    Args:
+        nccl: the bindings.
+        comm: NCCL's communicator.
+        call: calls a function of the bindings.
+    """
+
+    def __init__(self, nccl: Any, comm: Any, call: Callable[[Callable[..., Any], tuple[Any, ...]], Any]):
+        self._nccl, self._comm, self._call = nccl, comm, call
+        self._factors: dict[tuple[float, int], int] = {}
+
+    def number(self, op: ReduceOp | PreMultipliedSum, dtype: int, grouped: bool) -> int:
+        """The number of an operation.
+
+        Args:
+            op: the operation.
+            dtype: NCCL's number of the arrays' dtype.
+            grouped: within a group of calls, at whose end NCCL still needs each operation.
+
+        Raises:
+            ArrayError: there is no such operation, or not for this dtype.
+        """
+        if not isinstance(op, PreMultipliedSum):
+            if op == _MEAN and dtype < _FIRST_FLOAT:
+                raise undefined_mean(TYPE_NAMES[dtype])
+            return _NUMBERS[check_op(op)]
+        number = self._factors.get((op.factor, dtype))
+        if number is None:
+            scalar = scalar_bytes(op.factor, dtype)
+            while len(self._factors) >= _KEPT_FACTORS and not grouped:
+                oldest = self._factors.pop(next(iter(self._factors)))
+                self._call(self._nccl.red_op_destroy, (oldest, self._comm))
+            number = self._call(
+                self._nccl.red_op_create_pre_mul_sum, (address_of(scalar), dtype, _IMMEDIATE, self._comm)
+            )
+            self._factors[op.factor, dtype] = number
+        return number
+
+    def destroy(self) -> None:
+        """Frees what was made for factors, while the communicator lives."""
+        for number in self._factors.values():
+            with contextlib.suppress(self._nccl.NCCLError):
+                self._nccl.red_op_destroy(number, self._comm)
+
+
+_SUM_NUMBER, _MEAN_NUMBER = 0, 4
+_BLOCK_BYTES = 16 << 10
+"""What NCCL gives to one thread block before it takes another."""
+
+
+def whole(reduction: Callable[..., Any]) -> Callable[..., None]:
+    """``reduction`` (all_reduce, reduce or reduce_scatter), for one rank, over all elements."""
+
+    def call(send: int, recv: int, count: int, dtype: int, op: int, *others: Any) -> None:
+        if op <= _MEAN_NUMBER:
+            reduction(send, recv, count, dtype, _SUM_NUMBER if op == _MEAN_NUMBER else op, *others)
+            return
+        rest = count % (_BLOCK_BYTES // ITEM_SIZES[dtype])
+        head = count - rest
+        if head or not rest:
+            reduction(send, recv, head, dtype, op, *others)
+        if rest:
+            offset = head * ITEM_SIZES[dtype]
+            reduction(send + offset, recv + offset, rest, dtype, op, *others)
+
+    return call
