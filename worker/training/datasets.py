@@ -174,7 +174,7 @@ def _digits_table() -> NDArray[np.uint8]:
     if spec is None:
         raise DatasetError(
             "The digits come with scikit-learn, which is not installed.",
-            remedy="pip install 'muster[train]', or take --data quickstart, which needs none.",
+            remedy="pip install 'muster-rendezvous[train]', or take --data quickstart, which needs none.",
         )
     for place in spec.submodule_search_locations or ():
         try:
