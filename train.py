@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 import muster
+from muster import ElasticLoop, ShardedSampler, TrainingState
 from muster.worker.training import checkpoint, datasets
 from muster.worker.training.arrays import module_for
 from muster.worker.training.gradient_reducer import GradientReducer
-from muster.worker.training.loop import ElasticLoop
-from muster.worker.training.sampler import ShardedSampler
-from muster.worker.training.state import TrainingState
 from muster.worker.training.status_line import Progress
 
 MODELS = {"linear": 0, "mlp": 1, "deep": 2}  # number of hidden layers

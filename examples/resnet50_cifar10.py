@@ -22,13 +22,10 @@ import torch
 import muster
 from examples.cifar10_images import Preparation, augment
 from examples.resnet import ResNet, resnet50
-from muster.worker.pytorch.capture import capture_step
-from muster.worker.pytorch.data_parallel import DataParallel
-from muster.worker.pytorch.state import TorchTrainingState
+from muster import ElasticLoop, ShardedSampler
+from muster.torch import DataParallel, TorchTrainingState, capture_step
 from muster.worker.pytorch.transfer import gather_rows
 from muster.worker.training import checkpoint, datasets
-from muster.worker.training.loop import ElasticLoop
-from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.status_line import Progress, Throughput
 
 CLASSES, SYNTHETIC_SAMPLES = 10, 8192

@@ -57,7 +57,7 @@ def create_backend(
         extra = "torch" if name == "gloo" else "cuda12 (or cuda13)"
         raise SettingsError(
             f"The backend {name!r} needs {error.name or 'a library'}, which is not installed here.",
-            remedy=f"Install the extra: pip install 'muster-rendezvous[{extra.split()[0]}]', or use the backend 'tcp'.",
+            remedy=f"Install the extra: pip install 'muster-rendezvous[{extra.split()[0]}]'; or use 'tcp'.",
         ) from None
 
 

@@ -43,7 +43,7 @@ def module_for(session: Session) -> Any:
     except ImportError as error:
         raise ArrayError(
             "Arrays on a GPU need CuPy, which is not installed.",
-            remedy="pip install 'muster-rendezvous[cuda12]' or 'muster-rendezvous[cuda13]', or train on CPUs with MS_BACKEND=tcp.",
+            remedy="pip install 'muster-rendezvous[cuda12]' (or [cuda13]), or train on CPUs: MS_BACKEND=tcp.",
         ) from error
     cupy.cuda.Device(session.device_ordinal).use()
     return cupy

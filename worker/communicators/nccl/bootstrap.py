@@ -59,7 +59,7 @@ def load_bindings() -> Any:
     except (ImportError, RuntimeError) as error:
         raise CommunicatorError(
             f"NCCL cannot be used: {error}",
-            remedy="Install muster-rendezvous[cuda12] or muster-rendezvous[cuda13]; torch brings an NCCL library too.",
+            remedy="Install muster-rendezvous[cuda12] or [cuda13]; torch brings an NCCL library too.",
         ) from error
     return nccl
 

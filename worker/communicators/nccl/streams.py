@@ -230,7 +230,7 @@ def loaded_library() -> str:
         return name
     raise CommunicatorError(
         "NCCL needs CuPy or torch for its arrays and streams, and neither is installed",
-        remedy="Install muster-rendezvous[cuda12], muster-rendezvous[cuda13] or muster-rendezvous[torch].",
+        remedy="Install muster-rendezvous[cuda12], [cuda13] or [torch].",
     )
 
 
