@@ -235,6 +235,7 @@ class Round:
     due: float
     among_members: bool
     asked: dict[v.SessionId, Asked]
+    generation: int = 0
     answers: dict[v.SessionId, e.Probed] = field(default_factory=dict)
     began: dict[v.SessionId, float] = field(default_factory=dict)
 
@@ -303,7 +304,9 @@ class Probing(Reception):
         """
         current = self._round
         if current is not None and current.among_members:
-            return
+            if current.generation == self._ledger.generation:
+                return
+            self._round = None  # it was among other members
         if urgent or self._calm.generation != self._ledger.generation or now >= self._calm.until:
             self._round_wanted = True
             self._tend_rounds(now)
@@ -316,7 +319,7 @@ class Probing(Reception):
         asked = dict(self._participants(among_members=among_members))
         if not asked:
             return
-        self._round = Round(self._round_number, now + ROUND_S, among_members, asked)
+        self._round = Round(self._round_number, now + ROUND_S, among_members, asked, self._ledger.generation)
         for session, each in asked.items():
             targets = [(asked[t].candidate.node_id, self._addresses[t]) for t in each.targets]
             self._messages.append((session, m.Probe(self._round_number, tuple(targets))))
@@ -396,7 +399,7 @@ class Probing(Reception):
                 self._calm = Calm()
             else:
                 self._look_for_hangs(current, now)
-                self._calm = self._calm.again(self._ledger.generation, now)
+                self._calm = self._calm.again(current.generation, now)
         self._take_in(current, now)
 
     # ------------------------------------------------------------ who cannot be reached

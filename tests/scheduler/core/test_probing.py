@@ -115,6 +115,15 @@ def test_many_late_ones_make_one_round() -> None:
     assert not hosts.asked()
 
 
+def test_members_of_a_new_generation_do_not_wait_for_the_round_of_the_last() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("a0")
+    hosts.answer(silent="b0")
+    hosts.feed(e.LeftCleanly(hosts.sessions["b0"], 1, False, "gone"))
+    assert hosts.ranks() == ["a0", "c0"]
+    assert hosts.late("a0") == {"a0": ["c0"], "c0": ["a0"]}
+
+
 def test_a_suspicion_begins_a_round_at_once() -> None:
     hosts = Hosts("a0", "b0")
     hosts.feed(e.PeerSuspected(hosts.sessions["a0"], 1, 1, "connection reset"))
