@@ -77,7 +77,13 @@ class NativeStderr:
             raise
         os.dup2(writing.fileno(), 2)
         writing.close()
-        self._streams = _Streams(self.real, loggers)
+        try:
+            self._streams = _Streams(self.real, loggers)
+        except OSError:  # sys.stderr has no descriptor, say
+            os.dup2(self.real, 2)
+            os.close(self.real)
+            self._reading.close()
+            raise
         # Should C code abort, its last line may stay unread; where it was, is told all the same.
         self._traced_crashes = faulthandler.is_enabled()
         faulthandler.enable(file=self.real)
@@ -125,7 +131,6 @@ class NativeStderr:
                 readable = bool(poll.poll(self._patience_ms()))
                 with self.lock:
                     if self._closed.is_set():
-                        self._reading.close()
                         return
                     open_still = self.drain(gather=True) if readable else True
                     self._listener.tend()
@@ -133,6 +138,9 @@ class NativeStderr:
             # Nobody reads any more: what C code has to say must not end there.
             os.dup2(self.real, 2)
             self._listener.failed()
+        finally:
+            if self._closed.is_set():  # close() may not have waited for this thread's end
+                self._reading.close()
 
     def _patience_ms(self) -> float | None:
         next_s = self._listener.next_s()

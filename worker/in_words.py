@@ -10,7 +10,7 @@ from types import TracebackType
 from muster.worker.errors import WorkerError
 
 _HERE = Path(__file__).parent
-_BEGINNING = str(_HERE / "process.py"), str(_HERE / "datasets.py")
+_BEGINNING = str(_HERE / "runtime.py"), str(_HERE / "training" / "datasets.py")
 """What is wrong there is a setting, wherever the script asks for it."""
 
 _LIBRARIES = (f"{_HERE}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen")

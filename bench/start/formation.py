@@ -91,7 +91,8 @@ def _muster(options: argparse.Namespace, directory: Path) -> list[str]:
         *(
             sys.executable,
             "-m",
-            "worker",
+            "muster",
+            "run",
             "-n",
             str(options.workers),
             "--oversubscribe",

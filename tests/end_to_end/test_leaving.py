@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_a_leave_below_the_minimum_is_granted_and_the_others_wait_for_a_replacem
         assert [each.end() for each in (stayer, replacement)] == [(0, f"{STEPS} done")] * 2, stayer.log
         assert running.wait() == 0
         assert "node 0 on host" not in running.await_log(COMPLETED)
-        assert not stayer.saved.exists()
+        assert stayer.saved.read_text() == leaver.saved.read_text()  # too few were left: the state is safe
 
 
 def test_who_leaves_while_it_waits_for_members_has_not_completed_the_training(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_where_nobody_holds_the_state_any_more_everybody_is_told(tmp_path: Path)
         assert spare.await_step() == 1
         assert told in running.await_log("is formed with 1 member")
         assert told in running.command("status").stdout
-        assert told in spare.log
+        assert told in re.sub(r"\n\S+ \S+ \S+ \S+ \+ ", " ", spare.log)  # long lines are wrapped
 
 
 def test_who_has_taken_the_state_is_known_to_hold_it_with_its_first_step(tmp_path: Path) -> None:

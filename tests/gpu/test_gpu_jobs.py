@@ -51,7 +51,7 @@ def launch(keys: Path, directory: Path, *command: str, env: dict[str, str] | Non
             sys.executable,
             "-m",
             "muster",
-            "run",
+            *(() if command[0] == "check" else ("run",)),
             *command[:1],
             "-n",
             str(GPUS),

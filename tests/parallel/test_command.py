@@ -179,7 +179,7 @@ def test_the_commands_of_the_page_work(line: str, models: Path, capsys: pytest.C
 
 def test_the_training_script_of_the_page_runs(models: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    script = next(block for block in blocks if "worker.parallelize(" in block and "worker.init" in block)
+    script = next(block for block in blocks if "muster.parallelize(" in block and "muster.init" in block)
     small = next(block for block in blocks if "def make" in block).replace("400_000", "4_000")
     (models / "models.py").write_text(small)
     place = Place(models)

@@ -333,7 +333,7 @@ def test_mistakes_end_with_one_sentence(
     assert err.count("\n") == 1
 
 
-FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); import worker.__main__ as m"
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); import muster.__main__ as m"
 
 
 @pytest.mark.parametrize("options", [("-n", "2", "--join", "127.0.0.1:1"), ("-n", "1", "--scheduler")])
