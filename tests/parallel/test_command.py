@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -37,6 +38,8 @@ class Net(nn.Module):
 def make():
     return Net(), (torch.empty(16, 256), torch.empty(16, dtype=torch.long)), F.cross_entropy
 """
+
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture
@@ -119,7 +122,7 @@ def test_the_quickstart_trains_in_processes(tmp_path: Path) -> None:
     """Four ranks, each a process, over real sockets."""
     place = Place(tmp_path)
     command = (sys.executable, "-m", "examples.quickstart_parallel", "--save", "plan.json")
-    code, out, err = place.run("-n", "4", "--scheduler", command=command, PYTHONPATH=str(ROOT))
+    code, out, err = place.run("-n", "4", "--scheduler", command=command, PYTHONPATH=PATH)
     assert code == 0, out + err
     losses = [float(x) for x in re.findall(r"epoch: \d step: \d, loss is ([0-9.]+)", out)]
     assert len(losses) == 20
@@ -141,7 +144,7 @@ def test_the_quickstart_of_eight_ranks_in_all_modes(tmp_path: Path) -> None:
                 *(sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode),
             ],
             cwd=tmp_path,
-            env=environment(PYTHONPATH=str(ROOT), MS_SCHED_PORT=""),
+            env=environment(PYTHONPATH=PATH, MS_SCHED_PORT=""),
             capture_output=True,
             text=True,
             check=True,
@@ -185,7 +188,7 @@ def test_the_training_script_of_the_page_runs(models: Path) -> None:
     place = Place(models)
     place.script(script, "train.py")
     code, out, err = place.run(
-        "-n", "2", "--scheduler", command=(sys.executable, "train.py"), PYTHONPATH=str(ROOT)
+        "-n", "2", "--scheduler", command=(sys.executable, "train.py"), PYTHONPATH=PATH
     )
     assert code == 0, out + err
     assert "data parallel" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.worker.launch.launching import Place
 
 pytestmark = pytest.mark.gpu
 
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.timeout(180)
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.gpu
 def test_the_quickstart_trains_on_two_gpus(tmp_path: Path, mode: str) -> None:
     place = Place(tmp_path)
     command = (sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode)
-    code, out, err = place.run("-n", "2", "--scheduler", command=command, PYTHONPATH=str(ROOT))
+    code, out, err = place.run("-n", "2", "--scheduler", command=command, PYTHONPATH=PATH)
     assert code == 0, out + err
     losses = [float(x) for x in re.findall(r"epoch: \d step: \d, loss is ([0-9.]+)", out)]
     assert len(losses) == 20
