@@ -267,7 +267,9 @@ class _Local:
 
     def _seeded(self, draw: Callable[[], Any]) -> Any:
         """Calls what takes no generator with torch's own one seeded; other random numbers go on as before."""
-        with _generators, torch.random.fork_rng():
+        # A rank uses one device; without naming it, torch would note the generators of all of them, and warn.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with _generators, torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed_of(self.run, self.node.name, self._shard()))
             return draw()
 
