@@ -1,6 +1,6 @@
 """Draws the README's figures from the JSON files that the GPU benchmarks wrote.
 
-python -m bench.plot bench/results/{nccl-allreduce,train,scaling}-4xh200.json --out docs
+python -m muster.bench.plot bench/results/{nccl-allreduce,train,scaling}-4xh200.json --out docs
 """
 
 from __future__ import annotations

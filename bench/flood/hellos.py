@@ -86,7 +86,7 @@ class Flood:
 
 
 def main() -> None:
-    """``python -m bench.flood_hellos HOST PORT SOURCE SECONDS``: prints what it did as JSON."""
+    """``python -m muster.bench.flood.hellos HOST PORT SOURCE SECONDS``: prints what it did as JSON."""
     host, port, source, seconds = sys.argv[1:]
     flood = Flood((host, int(port)), source)
     began = time.monotonic()

@@ -24,7 +24,7 @@ PAUSE_S = 0.05
 
 
 def main() -> None:
-    """``python -m bench.flood_join SECONDS``."""
+    """``python -m muster.bench.flood.join SECONDS``."""
     settings = load_settings(os.environ)
     keyring = load_keyring(settings, os.environ)
     plane = create_backend("tcp", tls=keyring, job_id=settings.job_id, allow_insecure=False)

@@ -1,6 +1,6 @@
 """Draws docs/scale.png and fills in docs/scale.md from the JSON files of ``muster bench scale --sweep``.
 
-python -m bench.plot_scale bench/results/scale_*.json --out docs/scale.png --page docs/scale.md
+python -m muster.bench.scale.plot bench/results/scale_*.json --out docs/scale.png --page docs/scale.md
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def draw(reports: Sequence[dict[str, Any]], out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws the plot and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plot_scale", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m muster.bench.scale.plot", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="JSON")
     parser.add_argument("--out", type=Path, default=Path("docs/scale.png"), metavar="PNG")
     parser.add_argument("--page", type=Path, metavar="MD", help="put the table into this page too")
