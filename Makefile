@@ -6,6 +6,8 @@ MODEL ?=
 ARGS ?=
 PYTEST_ARGS ?=
 TORCH ?= torch
+FRAMEWORKS ?= accelerate==1.15.0 transformers==5.23.0 lightning==2.6.6 deepspeed==0.19.8
+JAX_PYTHON ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ DEV_READY := $(VENV)/.ready-dev$(CUDA)
 TORCH_READY := $(VENV)/.ready-torch$(CUDA)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-torch run-test-torch test-system run-test-system lint format proto clean
+.PHONY: help train test test-torch run-test-torch test-frameworks run-test-frameworks test-jax test-system run-test-system test-unstable run-test-unstable test-newest run-test-newest docs run-docs lint format proto clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -31,7 +33,7 @@ help: ## List the targets
 	@echo "make test-torch takes TORCH='torch==2.13.0' or whatever pip is to install as torch."
 
 train: $(TRAIN_READY) $(KEYS)/config.json ## Train on this machine: a scheduler and WORKERS=2 workers
-	@$(BIN)/python -m muster run -n $(WORKERS) --scheduler --tail all \
+	@$(BIN)/python -m muster run -n $(WORKERS) --scheduler \
 		--config $(KEYS)/config.json --password-file $(KEYS)/password \
 		-- $(BIN)/python train.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
@@ -44,14 +46,61 @@ test-torch: ## Run the tests that need torch, on the CPU where there is no GPU
 
 run-test-torch: $(TORCH_READY)
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
-		tests/gpu tests/contracts tests/parallel tests/worker/pytorch tests/worker/communicators \
-		tests/examples tests/bench/training tests/end_to_end/test_readme.py
+		tests/gpu tests/contracts tests/parallel tests/worker/pytorch tests/worker/communicators tests/worker/store tests/worker/process_group \
+		tests/examples tests/bench/training tests/bench/parallel tests/bench/test_torch_groups.py tests/end_to_end/test_readme.py
 
 test-system: ## Run what takes minutes: floods, blame, a soak; one after the other
 	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-system
 
 run-test-system: $(TORCH_READY)
 	@$(BIN)/python -m pytest -q -m system $(PYTEST_ARGS) tests
+
+test-unstable: ## Run what fails now and then, and is not in CI
+	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-unstable
+
+run-test-unstable: $(TORCH_READY)
+	@$(BIN)/python -m pytest -q -m unstable $(PYTEST_ARGS) tests
+
+# Also in an environment of its own. A Python that is too new for what the tests need is no failure.
+test-newest: ## Run the pure unit tests on the newest Python found, if it is newer than PYTHON
+	@for minor in 20 19 18 17 16 15 14 13 12 ""; do python3.$$minor -c "" 2>/dev/null && break; done; \
+	if [ -z "$$minor" ] || ! $(PYTHON) -c "import sys; sys.exit(sys.version_info >= (3, $$minor))"; then \
+		echo "No Python newer than $$($(PYTHON) -V 2>&1) is found: nothing to run."; exit 0; \
+	fi; \
+	[ -x .venv-newest/bin/python3.$$minor ] || rm -rf .venv-newest; \
+	newest="$(MAKE) --no-print-directory VENV=.venv-newest PYTHON=python3.$$minor CUDA="; \
+	$$newest .venv-newest/.ready-dev || \
+		{ echo "What the tests need cannot be installed for Python 3.$$minor: nothing to run."; exit 0; }; \
+	echo "With Python 3.$$minor:"; $$newest run-test-newest
+
+run-test-newest: $(DEV_READY)
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/rendezvous tests/certs tests/scheduler/core \
+		tests/scheduler/test_config.py tests/worker/test_config.py tests/worker/control/test_machine.py \
+		tests/worker/control/test_progress.py tests/worker/control/test_limits.py tests/worker/launch/test_plan.py \
+		tests/worker/launch/test_parsing.py tests/worker/launch/test_rank_table.py tests/worker/training \
+		tests/simulation
+
+docs: ## Build the documentation site in build/docs; warnings are errors
+	@$(MAKE) --no-print-directory VENV=.venv-docs CUDA= run-docs
+
+run-docs: $(VENV)/.ready-docs
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/docs
+	@echo "The site is build/docs/index.html"
+
+test-frameworks: ## Run the frameworks on top of torch, in an environment of their own
+	@$(MAKE) --no-print-directory VENV=.venv-frameworks run-test-frameworks
+
+run-test-frameworks: $(VENV)/.ready-frameworks
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/frameworks
+
+# JAX has mutual TLS since 0.12, which needs Python 3.12. A machine without one is no failure.
+test-jax: ## Run JAX's own jax.distributed, where there is a Python 3.12 or later
+	@for python in $(JAX_PYTHON) python3.12 python3.13 python3.14 ""; do $$python -c "" 2>/dev/null && break; done; \
+	if [ -z "$$python" ]; then \
+		echo "test-jax is skipped: JAX with mutual TLS needs Python 3.12 or later (JAX_PYTHON=...)."; exit 0; \
+	fi; \
+	$(MAKE) --no-print-directory VENV=.venv-jax PYTHON=$$python .venv-jax/.ready-jax && \
+	.venv-jax/bin/python -m pytest -q $(PYTEST_ARGS) tests/end_to_end/test_jax.py
 
 lint: $(DEV_READY) ## Check style, types and import rules only
 	@$(BIN)/ruff check .
@@ -65,10 +114,10 @@ format: $(DEV_READY) ## Reformat the code
 
 proto: $(DEV_READY) ## Generate rendezvous/ from proto/
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
-		proto/muster/rendezvous/v1/rendezvous.proto
+		proto/muster/rendezvous/v1/*.proto
 
 clean: ## Remove what make and runs have written, certificates included
-	@rm -rf $(VENV) .venv-torch $(KEYS) device checkpoints build dist *.egg-info
+	@rm -rf $(VENV) .venv-torch .venv-newest .venv-docs .venv-frameworks .venv-jax $(KEYS) device muster-runs checkpoints build dist *.egg-info
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -94,6 +143,11 @@ $(TRAIN_READY): pyproject.toml | $(VENV)/bin/python
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[train$(GPU_EXTRA)]'
 	@touch $@
 
+$(VENV)/.ready-docs: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing what the site needs (once; a minute or two)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 $(DEV_READY): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what the tests need (once; a minute or two)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev$(GPU_EXTRA)]'
@@ -102,4 +156,14 @@ $(DEV_READY): pyproject.toml | $(VENV)/bin/python
 $(TORCH_READY): $(DEV_READY)
 	@echo "Installing $(TORCH) (once; it is large)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)'
+	@touch $@
+
+$(VENV)/.ready-frameworks: $(TORCH_READY)
+	@echo "Installing Accelerate, Transformers, Lightning and DeepSpeed (once)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' $(FRAMEWORKS)
+	@touch $@
+
+$(VENV)/.ready-jax: $(DEV_READY)
+	@echo "Installing JAX (once)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'jax>=0.12'
 	@touch $@

@@ -14,7 +14,7 @@ import numpy as np
 import muster
 from muster import ElasticLoop, ShardedSampler, TrainingState
 from muster.worker.training import checkpoint, datasets
-from muster.worker.training.arrays import module_for
+from muster.worker.training.carrier import module_for
 from muster.worker.training.gradient_reducer import GradientReducer
 from muster.worker.training.status_line import Progress
 
@@ -117,7 +117,8 @@ def train(args: argparse.Namespace, data: datasets.Dataset, session: muster.Sess
         if step.done:
             losses = state.extra.setdefault("losses", [])  # since the last line; kept and shared as state
             losses.append(float(gradients["loss"][0]))
-            text = f"epoch: {step.epoch} step: {step.number}, loss is {sum(losses) / len(losses)}"
+            session.report(loss=losses[-1], learning_rate=args.lr)
+            text = f"epoch: {step.epoch} step: {step.number}, loss is {sum(losses) / len(losses):.4g}"
             out.show(state.step, args.epochs * sampler.steps_per_epoch, text)
             if step.number % args.print_every == 0 if args.print_every else step.batch.last:
                 out.line(text)

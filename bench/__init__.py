@@ -1,1 +1,1 @@
-"""What the product's figures come from: each benchmark measures, checks its numbers, and writes JSON."""
+"""Benchmarks: each measures, checks its numbers, and writes JSON."""

@@ -15,26 +15,44 @@ COMMANDS = {
     "allreduce": "AllReduce: time and bandwidth, on the CPU or, with --backend nccl, on GPUs",
     "formation": "time of a short CPU job: from its start command through one AllReduce to its end",
     "train": "training speed: images a second of ResNet-50",
+    "train-cpu": "a training step on CPUs, against DistributedDataParallel",
     "loss-curve": "loss of ResNet-50 by step, against DistributedDataParallel",
+    "parallel": "divided models against data parallelism, FSDP2 and a split by hand, on GPUs",
     "sharded": "memory and step time with the optimizer's state divided among the ranks",
     "start": "time from the start command of a GPU job to the end of its first AllReduce",
+    "torch-start": "an unmodified torch program's first AllReduce: over Muster's store, and by a file",
+    "torch-groups": "AllReduce of torch.distributed on CPUs: encrypted, and Gloo in plain text",
     "blame": "whether a launch says who failed first, for each way to fail on each rank",
     "recovery": "time from the loss of a worker to the next good step",
+    "failover": "three schedulers on etcd: leaders killed and stopped, etcd without a quorum",
     "flood": "a job beside a flood of TLS handshakes: members lost, joins, memory",
+    "soak": "hours of kills, stops, cuts and floods, with every step checked",
     "scale": "how many workers one scheduler carries",
+    "watch": "what it costs a scheduler to be watched, and a page to show 1,000 workers",
+    "member-loss": "how soon the scheduler reports a killed worker to the others, directly and by an uplink",
+    "store": "the store of torch programs: meetings of 1,000 members over mutual TLS",
 }
 
 MODULES = {
     "allreduce": "allreduce.command",
+    "torch-start": "start.torch_store",
+    "torch-groups": "torch_groups",
     "blame": "blame",
     "formation": "start.formation",
     "train": "training.command",
+    "train-cpu": "training.cpu",
     "loss-curve": "training.loss_curve",
+    "parallel": "parallel.command",
     "sharded": "training.sharded",
     "start": "start.command",
     "recovery": "recovery.command",
+    "failover": "failover.command",
     "flood": "flood.command",
+    "soak": "soak.command",
     "scale": "scale.command",
+    "watch": "watch",
+    "member-loss": "scale.member_loss",
+    "store": "store",
 }
 
 
@@ -86,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.report(result)
     if options.json is not None:
         write(options.json, name, {"machine": describe_machine(), **result})
-    return 0
+    return int(module.check(result, options.check)) if getattr(options, "check", None) else 0
 
 
 def _help(commands: dict[str, str], arguments: Sequence[str]) -> int:

@@ -9,13 +9,14 @@ not take for the cause what the others fail with because of it. The exit code is
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from muster.bench.launches import MUSTER, environment
 
 SCRIPT = """\
 import os, signal, sys
@@ -112,13 +113,11 @@ def launch(way: str, rank: int, *, workers: int, step: int) -> str:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "script.py").write_text(SCRIPT)
-        root = str(Path(__file__).resolve().parent.parent)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("MS_")}
-        launcher = [sys.executable, "-m", "muster", "run", "-n", str(workers), "--scheduler"]
+        launcher = [*MUSTER, "run", "-n", str(workers), "--scheduler"]
         done = subprocess.run(
             [*launcher, "--", sys.executable, "script.py", way, str(rank), str(step)],
             cwd=directory,
-            env={**kept, "PYTHONPATH": root, "MS_BACKEND": "tcp", "CUDA_VISIBLE_DEVICES": ""},
+            env=environment(MS_BACKEND="tcp", CUDA_VISIBLE_DEVICES=""),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

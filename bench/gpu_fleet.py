@@ -50,7 +50,7 @@ def require_gpus(needed: int) -> None:
         raise FleetError(f"{needed} GPUs are asked for and this host has {here}.")
 
 
-class Fleet:
+class Fleet(contextlib.AbstractContextManager["Fleet"]):
     """``size`` processes, one per GPU, that call functions on demand. A context manager.
 
     Args:
@@ -145,10 +145,6 @@ class Fleet:
             process.kill()
             process.join()
 
-    def __enter__(self) -> Fleet:
-        """The fleet itself."""
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -179,7 +175,7 @@ def _serve(pipe: Connection, rank: int, size: int, communicate: bool, ranks_per_
     communicator: Any = None
     backend: Any = None
     if communicate:
-        from muster.worker.communicators.nccl.backend import NcclBackend
+        from muster.worker.communicators.nccl.communicator import NcclBackend
 
         backend = NcclBackend(device_index=device)
     while True:

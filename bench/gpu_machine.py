@@ -1,13 +1,14 @@
-"""What a GPU figure was measured on."""
+"""Describes the machine on which a GPU figure was measured."""
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
-import subprocess
 from typing import Any
+
+from muster.bench.report import package_version
+from muster.worker.host import driver_version
 
 _PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "nccl4py", "triton", "numpy")
 
@@ -27,7 +28,7 @@ def describe_machine(communicator: Any = None) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "driver": driver_version(),
         "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := package_version(name))},
     }
     return facts if communicator is None else facts | describe_nccl()
 
@@ -38,20 +39,3 @@ def describe_nccl() -> dict[str, Any]:
 
     library = str(nccl.get_library_path()).rpartition("/")[2]
     return {"nccl": nccl.get_version(), "nccl_library": library}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def driver_version() -> str:
-    """The NVIDIA driver's version; empty where there is none."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
-    except OSError:
-        return ""
-    return output.splitlines()[0].strip() if output else ""

@@ -1,7 +1,9 @@
-"""What every figure carries: the machine, the versions, the date; and the arithmetic of medians."""
+"""Facts that every figure carries (machine, versions, date), medians, and writing of JSON."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -9,11 +11,11 @@ import os
 import platform
 import ssl
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("muster", "numpy", "grpcio", "cryptography", "torch", "mpi4py")
+_PACKAGES = ("muster-rendezvous", "numpy", "grpcio", "cryptography", "torch", "mpi4py")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -32,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name, or the architecture where it tells none."""
+    """The processor's name, or the architecture where the system names no processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -58,6 +60,25 @@ def summary(samples: Sequence[float]) -> dict[str, float | int]:
         "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
         "samples": len(ordered),
     }
+
+
+def bounds_of(variants: Collection[str], example: str) -> Callable[[str], tuple[str, str, float]]:
+    """Reads what ``--check`` takes, ``A/B=R``: two of these variants, and the least ratio of their speeds.
+
+    Args:
+        variants: their names.
+        example: a bound, for the message that refuses what is none.
+    """
+
+    def bound(text: str) -> tuple[str, str, float]:
+        names, _, least = text.partition("=")
+        one, _, other = names.partition("/")
+        with contextlib.suppress(ValueError):
+            if {one, other} <= set(variants):
+                return one, other, float(least)
+        raise argparse.ArgumentTypeError(f"{text!r} is no bound, as {example} is")
+
+    return bound
 
 
 def write(path: Path, name: str, results: Mapping[str, Any]) -> None:

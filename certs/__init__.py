@@ -1,4 +1,4 @@
-"""Certificates: who is who, and who may speak.
+"""Certificates: makes, checks, renews and revokes the certificates by which processes are authenticated.
 
 Import what you need from the modules; this package imports nothing by itself, so that a worker's start
 stays quick: ``config`` needs the standard library alone, ``pki`` and most of ``runtime`` need

@@ -14,7 +14,8 @@ from muster.certs.pki.identity import ANY_JOB, ROLES
 _ABOUT = """\
 Muster's certificates. Each names, in its subject alternative name, a job, a role and optionally a node:
   muster://<job>/<role>[/<node>]
-The scheduler gives a place only to workers of its job, and a node's place only to that node."""
+The scheduler gives a place only to workers of its job, and a node's place only to that node. A host's
+certificate is one for all workers of a machine: it names several nodes, and may take their places alone."""
 
 _EPILOG = """\
 passwords: --password-file FILE, else MS_CERTS_PASSWORD or MS_CERTS_PASSWORD_FILE, else a prompt.
@@ -24,9 +25,11 @@ passwords: --password-file FILE, else MS_CERTS_PASSWORD or MS_CERTS_PASSWORD_FIL
 examples:
   muster certs init --dir certificates --job resnet --hosts sched.example.org,10.0.0.1
   muster certs issue --dir certificates --role worker --job resnet --node node7
+  muster certs issue --dir certificates --role host --job resnet --node 8 --node 9 --out host2.p12
   muster certs show certificates/ca.crt certificates/server.p12
   muster certs renew --dir certificates certificates/server.p12
-  muster certs revoke --dir certificates --node node7"""
+  muster certs revoke --dir certificates --node node7
+  muster certs etcd --dir certificates --job resnet --hosts etcd0,etcd1,etcd2"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit code: 0, 1 if something is wrong with a file, 2 if the command line is.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     from muster.certs.cli import commands  # after parsing: --help stays quick
 
     try:
@@ -48,20 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of ``muster certs``."""
+    made = argparse.ArgumentParser(
         prog="muster certs",
         description=_ABOUT,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_init(commands)
     _add_issue(commands)
     _add_show(commands)
     _add_renew(commands)
     _add_revoke(commands)
-    return parser
+    _add_etcd(commands)
+    return made
 
 
 def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -95,13 +100,39 @@ def _add_issue(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_directory(issue, "of the authority")
     issue.add_argument("--role", choices=ROLES, default="worker", help="default: worker")
     issue.add_argument("--job", default=ANY_JOB, help="the only job that it is for (default: any job)")
-    issue.add_argument("--node", help="the only node id that it may take (default: any free place)")
+    issue.add_argument(
+        "--node",
+        action="append",
+        default=[],
+        metavar="NODE",
+        help="the only node id that it may take (default: any free place); a host's may take several",
+    )
     _add_hosts(issue, "a scheduler is reached by")
     _add_days(issue)
     issue.add_argument("--out", type=Path, metavar="FILE", help="default: DIR/<role>[-<node>].p12")
     issue.add_argument("--force", action="store_true", help="overwrite FILE")
     _add_password(issue)
     _add_role_passwords(issue)
+
+
+def _add_etcd(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    etcd = commands.add_parser(
+        "etcd",
+        help="make what etcd and the schedulers need to trust each other alone, and print the commands",
+    )
+    _add_directory(etcd, "of the authority of `muster certs init`")
+    etcd.add_argument("--job", default=ANY_JOB, help="the only job whose schedulers it is for (default: any)")
+    etcd.add_argument(
+        "--prefix", default="muster", metavar="PATH", help="the path in MS_RECOVERY_PATH (muster)"
+    )
+    _add_hosts(etcd, "etcd's members are reached by")
+    _add_days(etcd)
+    etcd.add_argument(
+        "--ca-days", type=int, default=3650, metavar="N", help="the authority's validity (3650)"
+    )
+    etcd.add_argument("--force", action="store_true", help="overwrite etcd's authority if there is one")
+    _add_password(etcd)
+    _add_role_passwords(etcd)
 
 
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -178,7 +209,10 @@ def _add_role_passwords(parser: argparse.ArgumentParser) -> None:
 
 def _add_password(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument(
-        "--password-file", type=Path, metavar="FILE", help=f"file that holds the password{more}"
+        "--password-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file that holds the password{more} (MS_CERTS_PASSWORD_FILE)",
     )
 
 

@@ -1,6 +1,7 @@
 """config.json: which certificates, authorities, revocation lists and ciphers are in force.
 
-Imports the standard library alone: ciphers must reach the environment before ``grpc`` is imported.
+Imports the standard library alone, and no more with what it imports: ciphers must reach the environment
+before ``grpc`` is imported.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.certs.errors import ConfigError
+from muster.rendezvous.files import read_regular
 
 CIPHERS = (
     "ECDHE-ECDSA-AES128-GCM-SHA256",
@@ -27,15 +29,22 @@ CIPHERS = (
 GRPC_CIPHERS_VARIABLE = "GRPC_SSL_CIPHER_SUITES"
 MAX_CONFIG_BYTES = 1 << 20
 WARNING_DAYS = (7, 180)
-KEYS = (
-    "server_cert_path",
-    "client_cert_path",
-    "ca_cert_path",
-    "crl_path",
-    "cipher_list",
-    "cert_expire_warning_time_in_day",
-    "require_identity",
-)
+DEFAULT_WARNING_DAYS = 90
+KEYS = {
+    "server_cert_path": ("password-protected PKCS#12 file of the scheduler", "required"),
+    "client_cert_path": ("password-protected PKCS#12 file of the workers, or of an operator", "required"),
+    "ca_cert_path": ("PEM file with the only authorities that are trusted", "required"),
+    "crl_path": ("PEM file with revocation lists, reloaded when it changes", "none"),
+    "cipher_list": ("OpenSSL names of TLS 1.2 suites, joined with colons", "ECDHE with AES-GCM or ChaCha20"),
+    "cert_expire_warning_time_in_day": (
+        f"warn this many days before a certificate ends, {WARNING_DAYS[0]} to {WARNING_DAYS[1]}",
+        str(DEFAULT_WARNING_DAYS),
+    ),
+    "require_identity": ("false: also accept certificates that name no job and role", "true"),
+    "etcd_cert_path": ("PKCS#12 file that a scheduler shows to etcd", "`server_cert_path`"),
+    "etcd_ca_cert_path": ("PEM file with the authorities of etcd's members", "`ca_cert_path`"),
+}
+"""All keys of config.json, each with its meaning and its default in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,8 @@ class SecurityConfig:
         ignored_ciphers: names from the file that have no effect, worth a warning.
         cert_expire_warning_time_in_day: how many days before its end a certificate is warned about.
         require_identity: whether certificates must name job and role.
+        etcd_cert_path: PKCS#12 file that a scheduler shows to etcd; None: ``server_cert_path``.
+        etcd_ca_cert_path: PEM file with the authorities of etcd's members; None: ``ca_cert_path``.
     """
 
     path: Path
@@ -61,8 +72,10 @@ class SecurityConfig:
     crl_path: Path | None = None
     cipher_list: tuple[str, ...] = CIPHERS
     ignored_ciphers: tuple[str, ...] = ()
-    cert_expire_warning_time_in_day: int = 90
+    cert_expire_warning_time_in_day: int = DEFAULT_WARNING_DAYS
     require_identity: bool = True
+    etcd_cert_path: Path | None = None
+    etcd_ca_cert_path: Path | None = None
 
     def cert_path(self, role: str) -> Path:
         """The PKCS#12 file of a role: ``scheduler``, ``worker`` or ``operator``."""
@@ -88,31 +101,33 @@ def load_config(path: str | os.PathLike[str]) -> SecurityConfig:
         server_cert_path=_path(file, values, "server_cert_path"),
         client_cert_path=_path(file, values, "client_cert_path"),
         ca_cert_path=_path(file, values, "ca_cert_path"),
-        crl_path=_path(file, values, "crl_path") if values.get("crl_path", "") != "" else None,
+        crl_path=_optional(file, values, "crl_path"),
         cipher_list=ciphers,
         ignored_ciphers=ignored,
-        cert_expire_warning_time_in_day=_days(file, values.get("cert_expire_warning_time_in_day", 90)),
+        cert_expire_warning_time_in_day=_days(
+            file, values.get("cert_expire_warning_time_in_day", DEFAULT_WARNING_DAYS)
+        ),
         require_identity=_flag(file, "require_identity", values.get("require_identity", True)),
+        etcd_cert_path=_optional(file, values, "etcd_cert_path"),
+        etcd_ca_cert_path=_optional(file, values, "etcd_ca_cert_path"),
     )
 
 
 def config_warnings(config: SecurityConfig) -> list[str]:
-    """What is legal in a configuration, but worth a line in the log at start."""
+    """Returns warnings on a configuration that is legal but unsafe, for the log at start."""
     found = []
     if config.ignored_ciphers:
         names = ", ".join(repr(name[:60]) for name in config.ignored_ciphers[:40])
         found.append(f"{config.path}: cipher_list names suites that have no effect here: {names}.")
     if not config.require_identity:
-        found.append(
-            f"{config.path}: require_identity is false: whoever has a certificate may take any role and rank."
-        )
+        found.append(f"{config.path}: require_identity is false: any certificate may take any role and rank.")
     if config.crl_path is None:
         found.append(f"{config.path}: crl_path is empty: no certificate can be revoked.")
     return found
 
 
 def settings_changes(before: SecurityConfig, after: SecurityConfig) -> tuple[list[str], list[str]]:
-    """What differs between two readings of the file, for the log of a process that runs.
+    """Describes the differences between two readings of the file, for the log.
 
     Returns:
         sentences about what is in force now, and sentences about what needs a restart.
@@ -153,16 +168,13 @@ def apply_cipher_list(config: SecurityConfig) -> None:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_CONFIG_BYTES + 1)
+        data = read_regular(file, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"MS_CONFIG_FILE (or --config) must name a readable config.json; {str(file)!r}: {reason}.",
             remedy="`muster certs init --dir DIR` makes certificates and a config.json.",
         ) from None
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes, so not a configuration.")
     try:
         values = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates)
     except ConfigError as error:
@@ -180,6 +192,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
         raise ConfigError(f"the key {twice[:100]!r} stands there twice.")
     return values
+
+
+def _optional(file: Path, values: dict[str, Any], key: str) -> Path | None:
+    return _path(file, values, key) if values.get(key, "") != "" else None
 
 
 def _path(file: Path, values: dict[str, Any], key: str) -> Path:

@@ -1,25 +1,20 @@
-"""What can be wrong with certificates, keys, revocation lists and the security configuration.
+"""The errors of certificates, keys, revocation lists and the security configuration.
 
 One family: :class:`CertificateError` catches all. No key and no password ever stands in a message.
 """
 
 from __future__ import annotations
 
+from muster.rendezvous.errors import RemediedError
 
-class CertificateError(Exception):
+
+class CertificateError(RemediedError):
     """Base of everything that this package raises.
 
     Args:
         message: what is wrong, naming the file, peer or certificate.
         remedy: what the user can do about it; appended to the message.
     """
-
-    exit_code = 1
-
-    def __init__(self, message: str, *, remedy: str = "") -> None:
-        self.message = message
-        self.remedy = remedy
-        super().__init__(f"{message} {remedy}".strip())
 
 
 class ConfigError(CertificateError):

@@ -1,15 +1,19 @@
-"""Reading with a bound, and writing so that a reader never sees half a file and a stranger none."""
+"""Reads files with a size limit; writes them atomically, and secrets for their owner only."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import logging
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 from muster.certs.errors import FileError
+from muster.rendezvous.files import beside, read_regular, readable_by_others, remove_left
+
+LOG = logging.getLogger("muster.certs")
 
 MAX_FILE_BYTES = 64 << 20
 
@@ -23,17 +27,31 @@ def read_file(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FILE_
         limit: the most bytes it may have.
 
     Raises:
-        FileError: missing, unreadable or too large.
+        FileError: missing, unreadable, no regular file, or too large.
     """
     try:
-        with Path(path).open("rb") as stream:
-            data = stream.read(limit + 1)
+        return read_regular(path, limit)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise FileError(f"{what} {os.fspath(path)!r} cannot be read: {reason}.") from None
-    if len(data) > limit:
-        raise FileError(f"{what} {os.fspath(path)!r} has more than {limit} bytes.")
+
+
+def read_secret(path: str | os.PathLike[str], what: str, *, limit: int = MAX_FILE_BYTES) -> bytes:
+    """As :func:`read_file`, for a key or a password: if others may read it, too, a warning says so, once.
+
+    Raises:
+        FileError: as there.
+    """
+    data = read_file(path, what, limit=limit)
+    exposed = readable_by_others(path)
+    if exposed:
+        _warn_once(f"{what[:1].upper()}{what[1:]} {exposed}: chmod 600 it.")
     return data
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    LOG.warning("%s", sentence)
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = True) -> None:
@@ -48,9 +66,10 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = Tr
     Raises:
         FileError: it exists, or cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    unfinished = beside(path)
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        remove_left(path.parent)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with os.fdopen(descriptor, "wb") as stream:
                 os.fchmod(stream.fileno(), mode)
@@ -58,11 +77,11 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o600, replace: bool = Tr
                 stream.flush()
                 os.fsync(stream.fileno())
             if replace:
-                beside.replace(path)
+                unfinished.replace(path)
             else:
-                path.hardlink_to(beside)
+                path.hardlink_to(unfinished)
         finally:
-            beside.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
     except FileExistsError:
         raise FileError(
             f"{str(path)!r} exists already.", remedy="Choose another name, or pass --force."
@@ -76,7 +95,7 @@ def locked(directory: Path) -> Iterator[None]:
     """Waits for other processes that hold this directory, and keeps them out meanwhile; not reentrant.
 
     For changes that read a file before they replace it. The system lets go when a process dies; the empty
-    file ``.lock`` stays, because whoever removed it would take it from under those that wait.
+    file ``.lock`` stays, because to remove it would take it away from those that wait.
 
     Raises:
         FileError: the directory cannot be written.

@@ -58,7 +58,7 @@ def main() -> int:
         random = np.random.RandomState(1)
         data = torch.from_numpy(random.rand(world * SAMPLES, INPUTS + OUTPUTS).astype(np.float32))
         device = torch.device("cpu")
-        if session.communicator.name == "nccl":
+        if session.communicator.on_device:
             device = torch.device("cuda", session.device_ordinal)
             torch.cuda.set_device(device)
         own = data[rank * SAMPLES : (rank + 1) * SAMPLES].to(device)

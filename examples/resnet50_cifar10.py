@@ -6,6 +6,8 @@
 or, with a scheduler and one worker per GPU of this host at once:
 
     DATA_PATH=cifar-10-batches-bin muster run --scheduler -- python -m examples.resnet50_cifar10
+
+``--parallel auto`` has a search decide what is divided, which for this model is the batch.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from muster import ElasticLoop, ShardedSampler
 from muster.torch import DataParallel, TorchTrainingState, capture_step
 from muster.worker.pytorch.transfer import gather_rows
 from muster.worker.training import checkpoint, datasets
+from muster.worker.training.sampler import Batch
 from muster.worker.training.status_line import Progress, Throughput
 
 CLASSES, SYNTHETIC_SAMPLES = 10, 8192
@@ -47,9 +51,10 @@ def settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--print-every", type=int, default=50, help="steps between two lines of loss; 1: every step")
     option("--seed", type=int, default=0)
     option("--tiny", action="store_true", help="a small net, for trying this on a CPU")
+    option("--parallel", choices=["data", "auto"], default="data", help="auto: divided as a search says")
     option("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    option("--single", type=float, default=0, help="images/s of one worker, to tell the scaling at the end")
-    option("--checkpoint-dir", default="checkpoints", help="'' writes none")
+    option("--single", type=float, default=0, help="images/s of one worker, to print the scaling at the end")
+    option("--checkpoint-dir", default="checkpoints", help="'' writes none; a divided one is taken up")
     option("--resume", nargs="?", const="latest", default="", help="a file, or the last in --checkpoint-dir")
     args = parser.parse_args(argv)
     if min(args.epochs, args.batch_size, args.image_size, args.print_every) < 1 or args.steps < 0:
@@ -70,57 +75,96 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     ), labels
 
 
+def mean_loss(scores: Any, labels: Any) -> Any:
+    """The mean cross entropy."""
+    return torch.nn.functional.cross_entropy(scores.float(), labels)
+
+
 class Job:
     """Model, data, optimizer and step of one worker."""
 
     def __init__(self, args: argparse.Namespace, session: muster.Session, device: Any) -> None:
         self.args, self.device, self.cuda = args, device, device.type == "cuda"
         torch.manual_seed(args.seed)
-        net = ResNet((1, 1), CLASSES, width=8) if args.tiny else resnet50(CLASSES, fast=self.cuda)
+        self.divided = args.parallel == "auto"
+        fast = self.cuda and not self.divided  # kernels of their own are no operators that rules divide
+        net = ResNet((1, 1), CLASSES, width=8) if args.tiny else resnet50(CLASSES, fast=fast)
         net = net.to(device, memory_format=torch.channels_last)
-        if args.compile:
-            net.compile_stages()
-        cap = 64 * 2**20
-        weights = "bf16" if self.cuda else None
-        self.model = DataParallel(
-            net, session, elastic=True, weights=weights, bucket_bytes=cap, first_bytes=cap
-        )
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        if self.divided:
+            images = torch.zeros(args.batch_size, 3, args.image_size, args.image_size, dtype=dtype)
+            example = images.to(device), torch.zeros(args.batch_size, dtype=torch.int64, device=device)
+            self.model = muster.parallelize(
+                net, example, session=session, loss=mean_loss, batch_norm="local", elastic=True
+            )
+        else:
+            if args.compile:
+                net.compile_stages()
+            cap = 64 * 2**20
+            weights = "bf16" if self.cuda else None
+            self.model = DataParallel(
+                net, session, elastic=True, weights=weights, bucket_bytes=cap, first_bytes=cap
+            )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
         images, labels = load(args)
         self.images = torch.from_numpy(images).to(device)  # 150 MB: the whole data set fits beside the model
         self.labels = torch.from_numpy(labels).to(device)
-        dtype = torch.bfloat16 if self.cuda else torch.float32
         self.prepare = Preparation(device, args.image_size, dtype)
         sampler = ShardedSampler(
             len(labels), args.batch_size * session.world_size, seed=args.seed, drop_last=True
         )
-        self.state = TorchTrainingState(self.model, self.optimizer, sampler, samples_per_rank=args.batch_size)
-        self.step = capture_step(self.loss, self.model, self.optimizer, capture=self.cuda)
+        self.state: Any
+        if self.divided:
+            kept = Path(args.checkpoint_dir, "divided") if args.checkpoint_dir else ""
+            self.state = muster.ParallelTrainingState(self.model, self.optimizer, sampler, checkpoint=kept)
+        else:
+            self.state = TorchTrainingState(
+                self.model, self.optimizer, sampler, samples_per_rank=args.batch_size
+            )
+        cast = torch.bfloat16 if self.cuda and self.divided else None
+        self.step = capture_step(self.loss, self.model, self.optimizer, capture=self.cuda, autocast=cast)
         torch.manual_seed(args.seed * 100_003 + session.rank)  # each rank draws its own crops
 
     def loss(self, rows: Any) -> Any:
         """Mean loss of the samples in these rows; all of it is part of the captured step."""
         images = self.prepare(augment(self.images[rows]))
-        return torch.nn.functional.cross_entropy(self.model(images).float(), self.labels[rows])
+        if self.divided:  # with the loss, which may be divided too
+            return self.model(images, self.labels[rows])
+        return mean_loss(self.model(images), self.labels[rows])
 
-    def train_step(self, indices: Any) -> Any:
-        """One step on these samples; their numbers are all that is copied to the GPU."""
-        rows = torch.from_numpy(indices)
-        return self.step(rows.pin_memory() if self.cuda else rows)
+    def rows(self, batch: Batch) -> Any:
+        """The numbers of a batch's samples, which are all that is copied to the GPU."""
+        rows = torch.from_numpy(batch.indices)
+        return rows.pin_memory() if self.cuda else rows
+
+    def train_step(self, rows: Any) -> Any:
+        """One step on these samples."""
+        return self.step(rows)
 
 
 def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Progress) -> Throughput:
     """Trains to the end and returns what was done."""
-    checkpoints = checkpoint.Folder(args.checkpoint_dir, job.state, session)
-    checkpoints.resume(args.resume, say=out.line)
-    save, take_up = checkpoints.save, checkpoints.take_up
-    loop = ElasticLoop(session, job.state, epochs=args.epochs, steps=args.steps, save=save, take_up=take_up)
+    checkpoints = checkpoint.Folder("" if job.divided else args.checkpoint_dir, job.state, session)
+    keeps: Any = {}
+    if not job.divided:  # a divided state finds its checkpoint by itself
+        checkpoints.resume(args.resume, say=out.line)
+        keeps = {"save": checkpoints.save, "take_up": checkpoints.take_up}
+    loop = ElasticLoop(
+        session,
+        job.state,
+        epochs=args.epochs,
+        steps=args.steps,
+        load=job.rows,  # of the next batch, while the GPU trains on this one
+        **keeps,
+    )
     done = Throughput()
     for step in loop:
         before = job.step.captured, compilations()
         prints = step.number % args.print_every == 0 or step.number == 1 or step.batch.last
         with step:
-            loss = job.train_step(step.batch.indices)
+            if job.divided and args.checkpoint_dir and step.number == 1 and step.epoch > 1:
+                job.state.save()  # all ranks, each its parts
+            loss = job.train_step(step.data)
             mean = job.step.mean_over_ranks(loss) if prints else 0.0
         if not step.done:
             continue
@@ -134,7 +178,7 @@ def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Prog
         if prints:
             out.line(f"epoch: {step.epoch} step: {step.number}, loss is {mean:.7f}")
         if step.batch.last or loop.is_over:
-            if session.rank == 0:
+            if session.rank == 0 and not job.divided:
                 checkpoints.save()
             done.pause()  # the others wait for it, too
     return done
@@ -185,7 +229,10 @@ def main() -> None:
     cuda = torch.cuda.is_available() and not args.tiny
     with muster.init("nccl" if cuda else "tcp") as session, Progress() as out:
         job = Job(args, session, device_of(session) if cuda else torch.device("cpu"))
-        report(args, job, session, out, train(args, job, session, out))
+        done = train(args, job, session, out)
+        if job.divided and session.rank == 0:
+            out.line(job.model.plan.verdict)
+        report(args, job, session, out, done)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 #              KEYS (.muster), the folder with config.json, ca.crt, crl.pem, client.p12 and password; on the
 #              scheduler's host also server.p12. All are made, on a machine of yours that does not train, by:
 #              python -m muster certs init --dir KEYS --hosts SCHED_HOST --password-file KEYS/password
-#              Copy no others: whoever has ca.key can be anybody. deploy/README.md: a password for each role.
+#              Copy no others: one who has ca.key can be anybody. deploy/README.md: a password for each role.
 # Logs: device/worker_<number on this host>.log and device/scheduler.log.
 set -eu
 
@@ -24,6 +24,17 @@ export DATA_PATH
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python}
+if ! "$python" -c 'import muster.scheduler.serve.server, muster.certs.cli.commands' 2> /dev/null; then
+    echo "${0##*/}: $python cannot run Muster: install its requirements there (pip install .[cuda13])," >&2
+    echo "or name another Python with PYTHON." >&2
+    exit 2
+fi
+if [ ! -f "${KEYS:-.muster}/config.json" ]; then
+    echo "${0##*/}: '${KEYS:-.muster}' holds no config.json: name the folder of the certificates with KEYS." >&2
+    echo "On a machine of yours that does not train, this makes it:" >&2
+    echo "python -m muster certs init --dir KEYS --hosts $2 --password-file KEYS/password" >&2
+    exit 2
+fi
 keys=$(cd "${KEYS:-.muster}" && pwd)
 
 export MS_WORKER_NUM="${MS_WORKER_NUM:-8}" MS_SCHED_HOST="$2" MS_SCHED_PORT="${MS_SCHED_PORT:-6667}"
@@ -32,6 +43,7 @@ export MS_CONFIG_FILE="$keys/config.json"
 password_of() {
     if [ -f "$keys/$1-password" ]; then echo "$keys/$1-password"; else echo "$keys/password"; fi
 }
+umask 077 # the logs are for nobody else
 rm -rf device
 mkdir device
 echo "start training"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from muster.worker.collectives import get_group_size as get_group_size
     from muster.worker.collectives import get_local_rank as get_local_rank
     from muster.worker.collectives import get_local_rank_size as get_local_rank_size
+    from muster.worker.collectives import get_local_size as get_local_size
     from muster.worker.collectives import get_rank as get_rank
     from muster.worker.collectives import get_world_rank_from_group_rank as get_world_rank_from_group_rank
     from muster.worker.collectives import group as group
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from muster.worker.collectives import reduce_scatter as reduce_scatter
     from muster.worker.collectives import scatter as scatter
     from muster.worker.collectives import send as send
-    from muster.worker.communicators.nccl.reduction import PreMultipliedSum as PreMultipliedSum
+    from muster.worker.communicators.base import PreMultipliedSum as PreMultipliedSum
     from muster.worker.control.session import Session as Session
     from muster.worker.errors import ArrayError as ArrayError
     from muster.worker.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
     from muster.worker.errors import WorkerError as WorkerError
     from muster.worker.parallel.api import layerwise as layerwise
     from muster.worker.parallel.api import parallelize as parallelize
+    from muster.worker.parallel.checkpoint import load_divided as load_divided
+    from muster.worker.parallel.checkpoint import save_divided as save_divided
+    from muster.worker.parallel.elastic import ParallelTrainingState as ParallelTrainingState
     from muster.worker.parallel.planning.context import ParallelMode as ParallelMode
     from muster.worker.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
     from muster.worker.parallel.planning.context import (
@@ -84,10 +88,10 @@ _NAMES = {
     "muster.worker.pytorch.capture": "CaptureError TrainingStep capture_step",
     "muster.worker.collectives": (
         "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
-        " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_rank"
-        " get_world_rank_from_group_rank group recv reduce reduce_scatter scatter send"
+        " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_local_size"
+        " get_rank get_world_rank_from_group_rank group recv reduce reduce_scatter scatter send"
     ),
-    "muster.worker.communicators.nccl.reduction": "PreMultipliedSum",
+    "muster.worker.communicators.base": "PreMultipliedSum",
     "muster.worker.errors": (
         "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
         " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"
@@ -95,6 +99,8 @@ _NAMES = {
         " SchedulerUnreachableError SecurityError SettingsError WorkerError"
     ),
     "muster.worker.parallel.api": "layerwise parallelize",
+    "muster.worker.parallel.checkpoint": "load_divided save_divided",
+    "muster.worker.parallel.elastic": "ParallelTrainingState",
     "muster.worker.parallel.planning.context": (
         "ParallelMode get_auto_parallel_context reset_auto_parallel_context set_auto_parallel_context"
     ),

@@ -1,29 +1,123 @@
-"""``python -m muster``, also known as ``muster``: every command of Muster."""
+"""``muster``, or ``python -m muster``: every command of Muster."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from muster.version import __version__
+
+COMMANDS = {
+    "run": "start the workers of a job on this host, and the scheduler if asked",
+    "train": "train the example, a small network on handwritten digits",
+    "status": "show a job, its workers and how far they are",
+    "jobs": "list the jobs of a scheduler",
+    "drain": "let a worker finish its step and leave",
+    "web": "show jobs, plots and faults as a page in the browser",
+    "report": "write a page about a run, to keep or to send",
+    "health": "ask whether a scheduler serves, for probes",
+    "scheduler": "gather the workers of jobs and give them their ranks",
+    "certs": "make, show, renew and revoke certificates",
+    "check": "form a job without training, and say what differs or is slow",
+    "ranktable": "write a rank table, or merge those of several hosts",
+    "plan": "divide a model among GPUs without having any",
+    "bench": "run one of the benchmarks",
+    "completion": "print what completes these commands in bash, zsh or fish",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that is named first; without one the launcher."""
+    """Runs the command that is named first; options without one are the launcher's.
+
+    Returns:
+        The exit code; 2 for a command that there is not.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["certs"]:
-        from muster.certs.__main__ import main as certs
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"muster {__version__}")
+        return 0
+    name, rest = ("run", arguments) if arguments[0].startswith("-") else (arguments[0], arguments[1:])
+    if name not in COMMANDS:
+        print(f"muster: {_unknown(name)}", file=sys.stderr)
+        return 2
+    return _runner(name)(rest)
 
-        return certs(arguments[1:])
-    if arguments[:1] == ["bench"]:
-        from muster.bench.__main__ import main as bench
 
-        return bench(arguments[1:])
-    if arguments[:1] == ["scheduler"]:
+def _runner(name: str) -> Callable[[Sequence[str]], int]:
+    """What runs a command; only its own modules are loaded."""
+    if name == "run":
+        from muster.worker.launch.command import main as run
+
+        return run
+    if name in ("status", "jobs", "drain", "health"):
+        from muster.scheduler.__main__ import main as ask
+
+        return lambda rest: ask([name, *rest], prog="muster")
+    if name == "web":
+        from muster.web.command import main as web
+
+        return web
+    if name == "report":
+        from muster.web.report import main as report
+
+        return report
+    if name == "scheduler":
         from muster.scheduler.__main__ import main as scheduler
 
-        return scheduler(arguments[1:])
-    from muster.worker.__main__ import main as worker
+        return lambda rest: scheduler(rest, prog="muster scheduler")
+    if name == "certs":
+        from muster.certs.__main__ import main as certs
 
-    return worker(arguments)
+        return certs
+    if name == "check":
+        from muster.worker.check.command import main as check
+
+        return check
+    if name == "ranktable":
+        from muster.worker.launch.rank_table import main as ranktable
+
+        return ranktable
+    if name == "plan":
+        from muster.worker.parallel.command import main as plan
+
+        return plan
+    if name == "bench":
+        from muster.bench.__main__ import main as bench
+
+        return bench
+    if name == "train":
+        from muster.example import main as train
+
+        return train
+    from muster.completion import main as completion
+
+    return lambda rest: completion(rest, COMMANDS)
+
+
+def usage() -> str:
+    """The commands, a line each."""
+    lines = [f"  {name:<11} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: muster COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "Each has its own --help. muster --version: the version.",
+        ]
+    )
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    if near:
+        return f"there is no command {name[:80]!r}; did you mean muster {near[0]}?"
+    return f"there is no command {name[:80]!r}; there are {', '.join(COMMANDS)}."
 
 
 if __name__ == "__main__":

@@ -1,3 +1,3 @@
-"""The version of this Muster, once for scheduler and workers: they must be equal."""
+"""The version of this Muster, once for scheduler and workers: docs/upgrading.md says which may meet."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

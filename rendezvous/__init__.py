@@ -1,1 +1,1 @@
-"""What the scheduler and the workers share: the wire and plain values."""
+"""Code that scheduler and workers share: messages, codec, settings, rank tables, errors, log lines."""

@@ -1,4 +1,4 @@
-"""What gRPC's C code writes to standard error: read by this process, and made harmless."""
+"""Reads what gRPC's C code writes to standard error, and turns it into safe log lines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from muster.rendezvous.log_lines import one_line
-from muster.rendezvous.rate_limit import OTHERS, Budget
+from muster.rendezvous.log_lines import OTHERS, Budget, one_line
 
 MAX_WRITE_BYTES = 32 * 1024
 """What is longer is cut."""
@@ -34,10 +33,10 @@ _GATHER_S = 0.02
 
 
 class Listener(Protocol):
-    """Is handed what C code writes, in one thread at a time."""
+    """The interface of a reader of C code's output, called by one thread at a time."""
 
     def written(self, data: bytes) -> None:
-        """Takes what came by one write."""
+        """Takes the bytes of one write."""
 
     def tend(self) -> None:
         """Does what is due; called after each turn of reading."""
@@ -46,7 +45,7 @@ class Listener(Protocol):
         """When something is due next, on the monotonic clock; None: nothing is."""
 
     def failed(self) -> None:
-        """Is called within an exception handler: nobody reads any more."""
+        """Handles an error in the reading thread, which then ends; called within an exception handler."""
 
 
 class NativeStderr:
@@ -57,7 +56,7 @@ class NativeStderr:
         loggers: those whose handlers write to ``sys.stderr``.
 
     Attributes:
-        lock: whoever holds it has the listener for himself.
+        lock: its holder has the listener to itself.
         real: where descriptor 2 led before.
 
     Raises:
@@ -84,11 +83,11 @@ class NativeStderr:
             os.close(self.real)
             self._reading.close()
             raise
-        # Should C code abort, its last line may stay unread; where it was, is told all the same.
+        # Should C code abort, its last line may stay unread; faulthandler says where it was all the same.
         self._traced_crashes = faulthandler.is_enabled()
         faulthandler.enable(file=self.real)
-        self._thread = threading.Thread(target=self._run, name="native-stderr", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="native-stderr", daemon=True)
+        self.thread.start()
 
     def drain(self, *, gather: bool = False) -> bool:
         """Reads what is there now; returns whether there can be more. The caller holds the lock.
@@ -118,8 +117,8 @@ class NativeStderr:
         self._streams.restore()
         if self._traced_crashes:
             faulthandler.enable()
-        self._thread.join(_JOIN_S)  # it has ended; unless a child inherited it, which may live on
-        if not self._thread.is_alive():
+        self.thread.join(_JOIN_S)  # it has ended; unless a child inherited it, which may live on
+        if not self.thread.is_alive():
             self._reading.close()
 
     def _run(self) -> None:
@@ -216,7 +215,7 @@ class _Batch:
 
 
 class _Streams:
-    """What Python itself writes to descriptor 2, led elsewhere: ``sys.stderr`` and the log."""
+    """Redirects what Python itself writes to descriptor 2: ``sys.stderr`` and the log."""
 
     def __init__(self, to: int, loggers: Sequence[logging.Logger]) -> None:
         self._loggers = (*loggers, logging.getLogger())
@@ -234,7 +233,7 @@ class _Streams:
         self._exchange(self._old, self._new)
 
     def restore(self) -> None:
-        """Leads it back."""
+        """Undoes the redirection."""
         if self._new is not self._old:
             self._exchange(self._new, self._old)
 
@@ -249,7 +248,7 @@ class _Streams:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Writes all of it, or gives up: that nobody reads our errors is no reason to stop."""
+    """Writes all bytes, or gives up silently where nobody reads them."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(fd, data) :]
@@ -277,7 +276,7 @@ class Record:
 
 
 def record_of(written: bytes) -> Record | None:
-    """Reads what came by one write; None if it is no record of gRPC's.
+    """Parses one write as a record of gRPC's log; None if it is none.
 
     The remark that its log is not set up counts as one of level I.
     """
@@ -296,10 +295,10 @@ def plain(data: bytes) -> str:
 
 
 class Sayings:
-    """Few log lines about what C code says: the first of each place at once, then counts.
+    """Limits log lines about C code's output: the first of each place at once, then counts.
 
     Args:
-        lines: of each place in gRPC's sources, or of all else, that are told within ten seconds.
+        lines: of each place in gRPC's sources, or of all else, that are written within ten seconds.
     """
 
     def __init__(self, lines: int = 1) -> None:
@@ -307,7 +306,7 @@ class Sayings:
         self.next_s = self._budget.next_s
 
     def add(self, written: bytes, record: Record | None, now_s: float) -> str | None:
-        """Notes what was written; returns a line if it is to be told now. Call :meth:`due` before.
+        """Notes what was written; returns a line if it is to be logged now. Call :meth:`due` before.
 
         Args:
             written: what came by one write.
@@ -321,12 +320,12 @@ class Sayings:
         return f"{who} says: {text}" if self._budget.take(who, "", text, now_s) else None
 
     def due(self, now_s: float) -> Iterator[str]:
-        """Ends the intervals that are over; yields what was left untold in them."""
-        for untold in self._budget.due(now_s):
-            who, count = untold.caller if untold.caller != OTHERS else "C code", sum(untold.codes.values())
+        """Ends the intervals that are over; yields a line for what was suppressed in them."""
+        for left in self._budget.due(now_s):
+            who, count = left.caller if left.caller != OTHERS else "C code", sum(left.codes.values())
             more = f" {count} more things within {WINDOW_S:.0f} s, the last" if count > 1 else ""
-            yield f"{who} says{more}: {untold.last}"
+            yield f"{who} says{more}: {left.last}"
 
     def all(self) -> Iterator[str]:
-        """Ends all intervals: nothing more will be said."""
+        """Ends all intervals, at the end of the output."""
         return self.due(float("inf"))

@@ -1,8 +1,15 @@
-"""Log lines of the scheduler and of workers: none is longer than 300 characters, and nothing is lost."""
+"""Log lines of the scheduler and of workers: none is longer than 300 characters, and nothing is lost.
+
+Of many events there are few lines (:class:`Budget`): a caller that causes many must not flood a log.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 MAX_LINE = 300
 MORE = "+ "
@@ -42,7 +49,7 @@ class BoundedFormatter(logging.Formatter):
         return f"{self.formatTime(record)} {record.name} {record.levelname} "
 
     def text(self, record: logging.LogRecord) -> str:
-        """The message, with the traceback if there is one."""
+        """Returns the message, with the traceback if there is one."""
         text = record.getMessage()
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
@@ -56,3 +63,73 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+T = TypeVar("T")
+
+OTHERS = ""
+"""The caller under which all callers beyond the limit are counted, with one budget."""
+
+
+@dataclass(slots=True)
+class _Window(Generic[T]):
+    until_s: float
+    written: int = 0
+    codes: Counter[str] = field(default_factory=Counter)
+    last: T | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Suppressed(Generic[T]):
+    """Events of one caller that were not logged: how many by code, and the last of them."""
+
+    caller: str
+    codes: Counter[str]
+    last: T
+
+
+class Budget(Generic[T]):
+    """Limits how many events of each caller are logged in a window. A window begins with its first event.
+
+    Args:
+        lines: events of one caller that are logged in a window.
+        window_s: its length, in seconds.
+        max_callers: so many have a budget of their own at once; further ones share one budget.
+    """
+
+    def __init__(self, *, lines: int, window_s: float, max_callers: int) -> None:
+        self.lines = lines
+        self.window_s = window_s
+        self.max_callers = max_callers
+        # In the order of their ends, because all are of one length.
+        self._windows: dict[str, _Window[T]] = {}
+
+    def take(self, caller: str, code: str, event: T, now_s: float) -> bool:
+        """Whether an event is to be logged now; if not, it is counted. Call :meth:`due` before."""
+        if caller not in self._windows and len(self._windows) >= self.max_callers:
+            caller = OTHERS
+        window = self._windows.setdefault(caller, _Window(now_s + self.window_s))
+        if window.written < self.lines:
+            window.written += 1
+            return True
+        window.codes[code] += 1
+        window.last = event
+        return False
+
+    def due(self, now_s: float) -> Iterator[Suppressed[T]]:
+        """Ends the windows that are over; yields what was left suppressed in them.
+
+        The line about it is the first of that caller's next window, which begins at once.
+        """
+        while self._windows:
+            caller, window = next(iter(self._windows.items()))
+            if window.until_s > now_s:
+                return
+            del self._windows[caller]
+            if window.last is not None:
+                self._windows[caller] = _Window(now_s + self.window_s, written=1)
+                yield Suppressed(caller, window.codes, window.last)
+
+    def next_s(self) -> float | None:
+        """When :meth:`due` has something to return; None: nothing was suppressed."""
+        return next((window.until_s for window in self._windows.values() if window.codes), None)

@@ -1,4 +1,4 @@
-"""Muster's scheduler: gathers a job's workers, knows who they are, and keeps their group alive.
+"""Muster's scheduler: authenticates a job's workers, assigns ranks, and keeps their group together.
 
 Run it with ``MS_ROLE=MS_SCHED python -m scheduler``.
 """

@@ -9,19 +9,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.certs.errors import CertificateError
+from muster.rendezvous.variables import SCHEDULER, option_help, variables_help
 from muster.scheduler import __version__
 from muster.scheduler.config import load_settings
 from muster.scheduler.errors import SchedulerError
 
 DESCRIPTION = """\
 Gathers the workers of a training job, checks who they are and gives each its rank.
-Settings come from the environment: MS_WORKER_NUM, MS_SCHED_HOST, MS_SCHED_PORT and others.
-Other commands: 'python -m scheduler status', 'python -m scheduler health' (for probes) and
-'python -m scheduler drain NODE'."""
+Settings come from the environment (below).
+Other commands: muster status, jobs, health (for probes) and drain; python -m scheduler has them, too."""
+
+COMMANDS = ("status", "jobs", "health", "drain")
 
 
-def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    prog: str = "python -m scheduler",
+) -> int:
     """Runs one command.
+
+    Args:
+        argv: the command line.
+        env: the environment.
+        prog: what the command line calls this.
 
     Returns:
         The exit code; 2 for a wrong setting, 130 for Ctrl-C before anything runs.
@@ -29,40 +41,51 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     arguments = list(sys.argv[1:] if argv is None else argv)
     environment = os.environ if env is None else env
     try:
-        if arguments[:1] in (["status"], ["health"], ["drain"]):
-            from muster.scheduler.cli.status import command
+        if arguments and arguments[0] in COMMANDS:
+            from muster.scheduler.cli.command import command
 
-            return command(arguments, environment)
+            return command(arguments, environment, prog)
         if arguments and not arguments[0].startswith("-"):
-            parser().error(f"there is no command {arguments[0]!r}; there are status, health and drain")
-        return _serve(arguments, environment)
+            parser(prog).error(f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
+        return _serve(arguments, environment, prog)
     except (SchedulerError, CertificateError) as error:
-        print(f"scheduler: {error}", file=sys.stderr)
+        print(f"{'muster' if prog.startswith('muster') else 'scheduler'}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
     """Makes the parser of the serving scheduler."""
     made = argparse.ArgumentParser(
-        prog="python -m scheduler", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+        prog=prog,
+        description=DESCRIPTION,
+        epilog=variables_help(SCHEDULER),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
-        "--config", type=Path, metavar="FILE", help="config.json with the certificates (or MS_CONFIG_FILE)"
-    )
+    made.add_argument("--config", type=Path, metavar="FILE", help=option_help("MS_CONFIG_FILE"))
     made.add_argument("--serve", action="store_true", help="serve any number of jobs and stay when they end")
     made.add_argument("--port", type=int, help="listen here instead of MS_SCHED_PORT; 0 takes any free port")
     made.add_argument("--bind", default="", metavar="ADDRESS", help="listen here instead of MS_SCHED_HOST")
+    made.add_argument(
+        "--adopt",
+        action="store_true",
+        help="take over the generation that all its workers hold, where the journal is older or lost",
+    )
     made.add_argument("--version", action="version", version=f"muster {__version__}")
     return made
 
 
-def _serve(arguments: list[str], env: Mapping[str, str]) -> int:
-    options = parser().parse_args(arguments)
+def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
+    options = parser(prog).parse_args(arguments)
     settings = load_settings(
-        env, config_path=options.config, serve=options.serve, port=options.port, bind_host=options.bind
+        env,
+        config_path=options.config,
+        serve=options.serve,
+        port=options.port,
+        bind_host=options.bind,
+        adopt=options.adopt,
     )
     from muster.scheduler.audit import logs
     from muster.scheduler.audit.native_stderr import handshakes_watched

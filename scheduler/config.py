@@ -6,32 +6,53 @@ variable, the value and the legal range.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from muster.scheduler.core.messages import RankTable, Settings
+from muster.rendezvous.files import path_of, read_regular
+from muster.rendezvous.patience import breaking_pause_s, takeover_patience_s
+from muster.rendezvous.rank_table import RankTable
+from muster.rendezvous.settings import (
+    Environment,
+    canonical_address,
+    shared_settings,
+)
+from muster.rendezvous.variables import default_of
+from muster.scheduler.core.events import Settings
 from muster.scheduler.errors import SettingsError
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 6667
-MAX_WORKERS = 65_536
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 RANK_TABLE_MAX_BYTES = 16 * 1024 * 1024
+ETCD_PORT = 2379
+_ETCD = "etcd://"
+
+
+@dataclass(frozen=True)
+class EtcdAddress:
+    """The etcd endpoints and path where several schedulers elect a leader and keep their journal.
+
+    Attributes:
+        endpoints: host and port of each member of etcd.
+        prefix: what all keys of these schedulers begin with.
+    """
+
+    endpoints: tuple[tuple[str, int], ...]
+    prefix: str
 
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """Everything the scheduler was told at its start. Times in seconds.
+    """The scheduler's settings, as read at its start. Times in seconds.
 
     ``worker_num`` 0 stands for "the first worker says it" (only when serving several jobs);
-    ``port`` 0 for "any free port" (only by option).
+    ``port`` 0 for "any free port" (only by option). ``hosts`` are those of all schedulers of the job;
+    ``bind_host`` is empty where the one of this machine among them is to be found.
     """
 
     job_id: str
-    host: str
+    hosts: tuple[str, ...]
     bind_host: str
     port: int
     worker_num: int
@@ -39,22 +60,25 @@ class SchedulerSettings:
     spares: int
     topo_timeout_s: float
     node_timeout_s: float
-    stall_timeout_s: float = 60.0
-    hang_timeout_s: float = 600.0
+    stall_timeout_s: float = default_of("MS_STALL_TIMEOUT")
+    hang_timeout_s: float = default_of("MS_COLLECTIVE_TIMEOUT")
     serve: bool = False
+    adopt: bool = False
     config_path: Path | None = None
     allow_insecure: bool = False
     recovery_path: Path | None = None
+    etcd: EtcdAddress | None = None
     rank_table: RankTable | None = None
-    max_streams_per_host: int = 4096
+    max_streams_per_host: int = default_of("MS_MAX_STREAMS_PER_HOST")
     metrics_port: int | None = None
-    metrics_host: str = DEFAULT_HOST
+    metrics_host: str = default_of("MS_METRICS_HOST")
     audit_log_path: Path | None = None
-    log_level: str = "INFO"
+    log_level: str = default_of("MS_LOG_LEVEL")
 
     def core(self, *, own_job: bool = True) -> Settings:
-        """What a job's state machine needs to know; a foreign job's workers say its size themselves."""
+        """The settings of a job's state machine; the workers of a job other than the own one say its size."""
         heartbeat_interval_s = min(1.0, self.node_timeout_s / 4)
+        several = self.etcd is not None  # workers of several schedulers wait for them longer
         return Settings(
             worker_num=self.worker_num if own_job else 0,
             worker_min=self.worker_min if own_job else 0,
@@ -65,78 +89,20 @@ class SchedulerSettings:
             heartbeat_interval_s=heartbeat_interval_s,
             stall_timeout_s=self.stall_timeout_s,
             hang_timeout_s=self.hang_timeout_s,
+            recovered_timeout_s=takeover_patience_s(self.node_timeout_s) if several else None,
+            breaking_pause_s=breaking_pause_s(self.node_timeout_s) if several else None,
             rank_table=self.rank_table if own_job else None,
         )
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a scheduler is, for the commands that ask it something."""
+    """Where the scheduler is, or each of several, for the commands that ask it something."""
 
-    host: str
+    hosts: tuple[str, ...]
     port: int
     job_id: str
     config_path: Path | None
-
-
-class Environment:
-    """Typed, checked reads of environment variables; an empty value counts as unset."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
-
-    def text(self, name: str, default: str = "") -> str:
-        """One line of printable text, without surrounding blanks."""
-        value = self._env.get(name, "").strip()
-        if not value:
-            return default
-        if not value.isprintable() or len(value) > 4096:
-            raise SettingsError(
-                f"{name} must be printable text of at most 4096 characters; it is {value[:80]!r}."
-            )
-        return value
-
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """A whole number within ``low`` and ``high``."""
-        raw = self.text(name)
-        if not raw:
-            return default
-        return checked_integer(name, raw, low, high)
-
-    def seconds(self, name: str, default: float, low: float, high: float) -> float:
-        """A time in seconds within ``low`` and ``high``; fractions are allowed."""
-        raw = self.text(name)
-        if not raw:
-            return default
-        try:
-            value = float(raw)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise SettingsError(f"{name} must be a time from {low:g} to {high:g} seconds; it is {raw!r}.")
-        return value
-
-    def flag(self, name: str) -> bool:
-        """1 or 0, MindSpore's way; unset is 0."""
-        raw = self.text(name, "0")
-        if raw not in ("0", "1"):
-            raise SettingsError(f"{name} must be 0 or 1; it is {raw!r}.")
-        return raw == "1"
-
-    def path(self, name: str) -> Path | None:
-        """A file or directory name, made absolute."""
-        raw = self.text(name)
-        return Path(raw).expanduser().absolute() if raw else None
-
-
-def checked_integer(name: str, raw: str, low: int, high: int) -> int:
-    """Reads a whole number in plain ASCII digits, within bounds."""
-    digits = raw[1:] if raw.startswith("-") else raw
-    ok = digits.isascii() and digits.isdigit() and len(digits) <= 18
-    value = int(raw) if ok else low - 1
-    if not low <= value <= high:
-        raise SettingsError(f"{name} must be a whole number from {low} to {high}; it is {raw!r}.")
-    return value
 
 
 def load_address(env: Mapping[str, str], *, config_path: Path | None = None, job_id: str = "") -> Address:
@@ -145,11 +111,11 @@ def load_address(env: Mapping[str, str], *, config_path: Path | None = None, job
     Raises:
         SettingsError: a variable has a wrong value.
     """
-    read = Environment(env)
+    read = Environment(env, SettingsError)
     return Address(
-        host=_host(read, "MS_SCHED_HOST"),
-        port=read.integer("MS_SCHED_PORT", DEFAULT_PORT, 1, 65_535),
-        job_id=_name("MS_JOB_ID", job_id or read.text("MS_JOB_ID", "default")),
+        hosts=read.hosts("MS_SCHED_HOST"),
+        port=read.integer("MS_SCHED_PORT"),
+        job_id=read.job_id(job_id),
         config_path=config_path or read.path("MS_CONFIG_FILE"),
     )
 
@@ -161,8 +127,9 @@ def load_settings(
     serve: bool = False,
     port: int | None = None,
     bind_host: str = "",
+    adopt: bool = False,
 ) -> SchedulerSettings:
-    """Reads and checks everything the scheduler is told at its start.
+    """Reads and checks the scheduler's settings from the environment.
 
     Args:
         env: the environment.
@@ -170,105 +137,81 @@ def load_settings(
         serve: stay for more jobs after the own one.
         port: the command line's port; 0 lets the system choose.
         bind_host: the address to listen on, where it is not the one that the workers call.
+        adopt: take over workers that are ahead of the journal.
 
     Raises:
         SettingsError: a value is missing, out of its range or contradicts another.
     """
-    read = Environment(env)
-    _check_role(read)
+    read = Environment(env, SettingsError)
+    shared = shared_settings(read, "MS_SCHED")
     address = load_address(env, config_path=config_path)
-    worker_num, worker_min = _worker_counts(read, serve=serve)
+    worker_num, worker_min = (0, 0) if serve and not read.text("MS_WORKER_NUM") else read.worker_counts()
+    collective_timeout_s = read.seconds("MS_COLLECTIVE_TIMEOUT")  # the workers' own
     return SchedulerSettings(
-        job_id=address.job_id,
-        host=address.host,
-        bind_host=bind_host or address.host,
-        port=address.port if port is None else checked_integer("--port", str(port), 0, 65_535),
+        **shared,
+        hosts=address.hosts,
+        bind_host=bind_host,
+        port=address.port if port is None else read.checked_integer("--port", str(port), 0, 65_535),
         worker_num=worker_num,
         worker_min=worker_min,
-        spares=read.integer("MS_SPARES", 0, 0, 1024),
-        topo_timeout_s=read.seconds("MS_TOPO_TIMEOUT", 1800.0, 1.0, 604_800.0),
-        node_timeout_s=read.seconds("MS_NODE_TIMEOUT", 5.0, 0.5, 3600.0),
-        stall_timeout_s=read.seconds("MS_STALL_TIMEOUT", 60.0, 1.0, 604_800.0),
-        hang_timeout_s=read.seconds("MS_HANG_TIMEOUT", 600.0, 1.0, 604_800.0),
+        spares=read.integer("MS_SPARES"),
+        stall_timeout_s=read.seconds("MS_STALL_TIMEOUT"),
+        hang_timeout_s=read.seconds("MS_HANG_TIMEOUT", default=max(1.0, collective_timeout_s)),
         serve=serve,
+        adopt=adopt,
         config_path=address.config_path,
-        allow_insecure=read.flag("MS_ALLOW_INSECURE"),
-        recovery_path=_recovery_path(read),
+        **_recovery(read, address, "/" + shared["job_id"]),
         rank_table=_rank_table(read, worker_num),
-        max_streams_per_host=read.integer("MS_MAX_STREAMS_PER_HOST", 4096, 1, MAX_WORKERS),
-        metrics_port=read.integer("MS_METRICS_PORT", 0, 1, 65_535) or None,
-        metrics_host=_host(read, "MS_METRICS_HOST"),
+        max_streams_per_host=read.integer("MS_MAX_STREAMS_PER_HOST"),
+        metrics_port=read.integer("MS_METRICS_PORT") or None,
+        metrics_host=read.host("MS_METRICS_HOST"),
         audit_log_path=read.path("MS_AUDIT_LOG"),
-        log_level=_log_level(read),
     )
 
 
-def _check_role(read: Environment) -> None:
-    role = read.text("MS_ROLE", "MS_SCHED")
-    if role == "MS_PSERVER":
-        raise SettingsError(
-            "MS_ROLE is 'MS_PSERVER', but data-parallel training by AllReduce has no parameter servers;"
-            " it must be MS_SCHED here."
-        )
-    if role != "MS_SCHED":
-        remedy = "Start a worker with MS_ROLE=MS_WORKER python train.py." if role == "MS_WORKER" else ""
-        raise SettingsError(
-            f"MS_ROLE must be MS_SCHED for python -m scheduler; it is {role!r}.", remedy=remedy
-        )
-    servers = read.text("MS_SERVER_NUM", "0")
-    if servers != "0":
-        raise SettingsError(
-            f"MS_SERVER_NUM must be 0 or unset, because there are no parameter servers; it is {servers!r}."
-        )
+def _recovery(read: Environment, address: Address, job: str) -> dict[str, Any]:
+    """``recovery_path`` or ``etcd``; neither without recovery."""
+    raw = read.text("MS_RECOVERY_PATH")
+    if not raw.lower().startswith(_ETCD):
+        return {"recovery_path": _recovery_path(read, address)}
+    if read.text("MS_ENABLE_RECOVERY") == "0":
+        return {}
+    read.flag("MS_ENABLE_RECOVERY")  # with etcd it need not be set
+    endpoints, slash, path = raw[len(_ETCD) :].partition("/")
+    found = tuple(_endpoint(raw, part.strip()) for part in endpoints.split(","))
+    path = path.strip("/")
+    if not slash or not path or len(path) > 128 or any(c.isspace() for c in path):
+        raise _no_etcd(raw)
+    return {"etcd": EtcdAddress(found, f"/{path}{job}")}
 
 
-def _host(read: Environment, variable: str) -> str:
-    host = read.text(variable, DEFAULT_HOST)
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    if len(host) > 253 or any(c.isspace() or c in "/@[]" for c in host):
-        raise SettingsError(
-            f"{variable} must be an IPv4 address, an IPv6 address or a host name; it is {host[:80]!r}."
-        )
-    if host.count(":") == 1:
-        raise SettingsError(
-            f"{variable} must be without a port, which is {variable.removesuffix('HOST')}PORT's;"
-            f" it is {host[:80]!r}."
-        )
-    return canonical_address(host)
+def _endpoint(raw: str, part: str) -> tuple[str, int]:
+    host, _, port = part.rpartition(":") if part.rpartition("]")[2] else (part, "", "")
+    host, port = (host, port) if host else (part, "")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    legal = bare and len(bare) <= 253 and not any(c.isspace() or c in "/@[]" for c in bare)
+    if not legal or (":" in bare and bare == host) or (port and not port.isdigit()):
+        raise _no_etcd(raw)
+    number = int(port or ETCD_PORT) if len(port) < 6 else 0
+    if not 1 <= number <= 65_535:
+        raise _no_etcd(raw)
+    return canonical_address(bare), number
 
 
-def canonical_address(host: str) -> str:
-    """An IPv6 address in its one short form, because gRPC compares it with the certificate's as text."""
-    try:
-        return str(ipaddress.IPv6Address(host))
-    except ValueError:
-        return host
+def _no_etcd(raw: str) -> SettingsError:
+    return SettingsError(
+        "MS_RECOVERY_PATH, if it is etcd, must be members of one cluster and a path, as in"
+        f" etcd://a:2379,b:2379,c:2379/muster; it is {raw[:120]!r}."
+    )
 
 
-def _name(variable: str, value: str) -> str:
-    allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in value)
-    if not allowed or not value[0].isalnum() or len(value) > 128:
-        raise SettingsError(
-            f"{variable} must be 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit;"
-            f" it is {value[:140]!r}."
-        )
-    return value
-
-
-def _worker_counts(read: Environment, *, serve: bool) -> tuple[int, int]:
-    worker_num = read.integer("MS_WORKER_NUM", 0, 1, MAX_WORKERS)
-    if not worker_num:
-        if serve:
-            return 0, 0
-        raise SettingsError(
-            f"MS_WORKER_NUM is not set: it must be the number of workers, from 1 to {MAX_WORKERS}."
-        )
-    return worker_num, read.integer("MS_WORKER_MIN", worker_num, 1, worker_num)
-
-
-def _recovery_path(read: Environment) -> Path | None:
+def _recovery_path(read: Environment, address: Address) -> Path | None:
     path = read.path("MS_RECOVERY_PATH")
+    if len(address.hosts) > 1:
+        raise SettingsError(
+            f"MS_SCHED_HOST names {len(address.hosts)} schedulers, and they have no journal in common.",
+            remedy="Set MS_RECOVERY_PATH to etcd, as in etcd://a:2379,b:2379/muster, or name one host.",
+        )
     if not read.flag("MS_ENABLE_RECOVERY"):
         if path is not None and not read.text("MS_ENABLE_RECOVERY"):  # who names one counts on it
             raise SettingsError(
@@ -286,25 +229,14 @@ def _recovery_path(read: Environment) -> Path | None:
 
 
 def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
-    name, path = "RANK_TABLE_FILE", read.path("RANK_TABLE_FILE")
-    old = read.path("MINDSPORE_HCCL_CONFIG_PATH")  # its old name
-    if path is not None and old is not None and path != old:
-        raise SettingsError(
-            f"RANK_TABLE_FILE is '{path}', and MINDSPORE_HCCL_CONFIG_PATH, its old name, is '{old}';"
-            " set only one of them."
-        )
-    if path is None:
-        name, path = "MINDSPORE_HCCL_CONFIG_PATH", old
-    if path is None:
+    name, file = read.rank_table_file()
+    if not file:
         return None
-    from muster.scheduler.core.rank_table import RankTableError, parse_rank_table
+    path = path_of(file)
+    from muster.rendezvous.rank_table import RankTableError, parse_rank_table
 
     try:
-        with path.open("rb") as file:
-            raw = file.read(RANK_TABLE_MAX_BYTES + 1)
-        if len(raw) > RANK_TABLE_MAX_BYTES:
-            raise SettingsError(f"{name} must be at most 16 MiB; '{path}' is larger.")
-        table: RankTable = parse_rank_table(json.loads(raw))
+        table: RankTable = parse_rank_table(json.loads(read_regular(path, RANK_TABLE_MAX_BYTES)))
     except OSError as error:
         raise SettingsError(f"{name} cannot be read: '{path}': {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
@@ -316,10 +248,3 @@ def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
             f" it is '{worker_num}'."
         )
     return table
-
-
-def _log_level(read: Environment) -> str:
-    raw = read.text("MS_LOG_LEVEL", "INFO")
-    if raw.upper() not in LOG_LEVELS:
-        raise SettingsError(f"MS_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}; it is {raw!r}.")
-    return raw.upper()

@@ -5,13 +5,19 @@ No key, password or unique id ever stands in one, and foreign text in one is esc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from muster.rendezvous.errors import RemediedError
 
 if TYPE_CHECKING:
     import grpc
+    import grpc.aio
+
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class SchedulerError(Exception):
+class SchedulerError(RemediedError):
     """Base of everything that Muster's scheduler raises.
 
     Args:
@@ -19,14 +25,8 @@ class SchedulerError(Exception):
         remedy: what the user can do about it; appended to the message.
     """
 
-    exit_code = 1
     grpc_code = "INTERNAL"
     refusal = "internal"
-
-    def __init__(self, message: str, *, remedy: str = "") -> None:
-        self.message = message
-        self.remedy = remedy
-        super().__init__(f"{message} {remedy}".strip())
 
 
 class SettingsError(SchedulerError):
@@ -43,12 +43,21 @@ class JournalUnavailableError(SchedulerError):
     """A decision could not be made durable, so nothing of it may be sent."""
 
 
+class DeposedError(SchedulerError):
+    """Another scheduler leads, or may: nothing may be written, and no final word be said.
+
+    Its exit code asks to be started again: see sysexits(3), EX_TEMPFAIL.
+    """
+
+    exit_code = 75
+
+
 class JobFailedError(SchedulerError):
     """The scheduler's own job ended without success; says why."""
 
 
 class RequestError(SchedulerError):
-    """Base of what a caller is told; ``refusal`` is the short name used in metrics and the audit log."""
+    """Base of a caller's errors; ``refusal`` is the short name used in metrics and the audit log."""
 
 
 class MalformedError(RequestError):
@@ -87,7 +96,7 @@ class LimitError(RequestError):
 
 
 class TooSlowError(RequestError):
-    """The caller kept the scheduler waiting, or does not read what it is sent."""
+    """The caller sends or reads too slowly."""
 
     grpc_code = "DEADLINE_EXCEEDED"
     refusal = "too_slow"
@@ -103,10 +112,26 @@ class StoppingError(RequestError):
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """Maps an error to the gRPC code and the sentence that the caller gets.
 
-    An error that is not one of ours tells the caller nothing but that it happened.
+    Of an error that is not one of ours the caller learns only that it happened.
     """
     import grpc
 
     if isinstance(error, SchedulerError):
         return grpc.StatusCode[error.grpc_code], str(error)
     return grpc.StatusCode.INTERNAL, "The scheduler failed on this call; its log says more."
+
+
+async def end_call(context: Context, error: BaseException) -> NoReturn:
+    """Ends a call with an error's code and sentence; always raises, for gRPC.
+
+    A caller that is gone before it has its answer is no fault to log: it may do that as often as it likes.
+    """
+    import grpc.aio
+
+    try:
+        await context.abort(*status_of(error))
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError:
+        pass
+    raise asyncio.CancelledError("the caller is gone")  # which gRPC takes for what it is, and logs nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -213,7 +214,7 @@ class ElasticWorld:
         self._planned_newcomers: list[ElasticFakeSession] = []
         self._numbers = iter(range(1000))
         with self.changed:
-            self._form([self._member() for _ in range(size)], newcomers=[])
+            self.form([self._member() for _ in range(size)], newcomers=[])
 
     def kill(self, dead: ElasticFakeSession, *, replace: bool = False) -> ElasticFakeSession | None:
         """A member is gone without a word; its place may be taken by a new one, which is returned."""
@@ -221,7 +222,7 @@ class ElasticWorld:
             survivors = [member for member in self.members if member is not dead]
             newcomer = self._member() if replace else None
             newcomers = [newcomer] if newcomer else []
-            self._form(survivors + newcomers, newcomers)
+            self.form(survivors + newcomers, newcomers)
             return newcomer
 
     def plan(self, *, leaver: ElasticFakeSession | None = None) -> ElasticFakeSession | None:
@@ -238,7 +239,7 @@ class ElasticWorld:
         """One comes while the job is suspended, which goes on with it."""
         with self.changed:
             newcomer = self._member()
-            self._form([*self.members, newcomer], [newcomer])
+            self.form([*self.members, newcomer], [newcomer])
             return newcomer
 
     def end(self, error: Exception) -> None:
@@ -251,7 +252,7 @@ class ElasticWorld:
     def _member(self) -> ElasticFakeSession:
         return ElasticFakeSession(self, next(self._numbers))
 
-    def _form(self, members: list[ElasticFakeSession], newcomers: list[ElasticFakeSession]) -> None:
+    def form(self, members: list[ElasticFakeSession], newcomers: list[ElasticFakeSession]) -> None:
         if self.members:
             self.members[0].offered[0].abort(membership_changed(self.generation))
         self.generation += 1
@@ -271,7 +272,7 @@ class ElasticWorld:
             return
         staying = self._planned + self._planned_newcomers
         if len(staying) >= self.least:
-            self._form(staying, self._planned_newcomers)
+            self.form(staying, self._planned_newcomers)
             return
         # Those who stay wait in rejoin() for others, with the step under way given up.
         self.dismissed += [member for member in self.members if member not in staying]
@@ -338,8 +339,21 @@ class ElasticFakeSession:
                 raise membership_changed(self.communicator.membership.generation)
             self.started = step + 1
 
-    def report(self, step: int, samples_per_s: float) -> None:
+    def report(
+        self,
+        step: int | None = None,
+        samples_per_s: float = 0.0,
+        *,
+        steps: int = 0,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        if step is None:  # a loss alone
+            return
         self.reports.append(step)
+
+    def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def expect_leave(self, reason: str) -> None:
         self.expected_leave = reason

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 import muster
 from tests.scheduler.processes import ROOT, environment
 
-PACKAGES = ("scheduler", "worker", "certs", "rendezvous", "bench")
+PACKAGES = ("scheduler", "worker", "certs", "rendezvous", "bench", "web")
 
 
 def modules() -> list[Path]:
@@ -121,14 +124,54 @@ def test_the_scheduler_starts_beside_modules_of_a_users_own(tmp_path: Path, modu
     assert done.stdout == f"muster {muster.__version__}\n", done.stderr
 
 
-def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"  # what is built leaves files behind
-    for name in ("muster", "packaging", *PACKAGES):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("results"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy2(ROOT / name, copy)
-    build = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(copy))
-    built = subprocess.run([sys.executable, *build], capture_output=True, text=True, check=False, timeout=110)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the source archive unpacks to."""
+    directory = tmp_path_factory.mktemp("source")
+    copy = directory / "copy"  # what is built leaves files behind
+    manifest = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    folders = [words[1] for words in manifest if words[0] == "graft"]
+    for name in ("muster", *folders):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, copy)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(directory)!r})"
+    ran = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    [archive] = directory.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(directory, filter="data")
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
+
+
+def test_the_source_archive_holds_each_package_once(source: Path) -> None:
+    for package in PACKAGES:
+        assert (source / "muster" / package).readlink() == Path("..", package)
+    held = {str(path.relative_to(source)) for path in source.rglob("*.py") if path.is_file()}
+    assert {str(path.relative_to(ROOT)) for path in (*modules(), *(ROOT / "tests").rglob("*.py"))} <= held
+    assert not [name for name in held if name.startswith(tuple(f"muster/{each}/" for each in PACKAGES))]
+
+
+@pytest.mark.system
+@pytest.mark.timeout(400)
+def test_the_source_archive_tests_itself(source: Path) -> None:
+    tests = ("tests/rendezvous", "tests/test_house.py", "tests/test_project.py")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=350,
+    )
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    options = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path))
+    build = (sys.executable, *options, str(source))
+    built = subprocess.run(build, capture_output=True, text=True, check=False, timeout=110)
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -138,6 +181,39 @@ def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(tmp_path: Path) ->
     assert shim == ["scheduler/__init__.py", "scheduler/__main__.py"]
     assert "muster/py.typed" in names
     assert {f"muster/{package}/__init__.py" for package in PACKAGES} <= set(names)
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_sentences_name_who_says_what_to_whom() -> None:
+    """ "Tell" hides whether something is sent, logged or shown, "whoever" hides who: few may be left."""
+    ban = re.compile(r"\b(?:tells?|told|[Ww]hoever)\b")
+    sources = [path for package in (*PACKAGES, "muster", "proto") for path in (ROOT / package).rglob("*")]
+    texts = {path for path in sources if path.suffix in (".py", ".proto", ".html", ".js", ".sh", ".pyi")}
+    lines = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sorted(texts)
+        for line in path.read_text().splitlines()
+        if ban.search(line)
+    ]
+    assert len(lines) <= 20, "\n".join(lines)
+
+
+RIDDLES = ("without mercy", "every doubt", "that lives", "who is who", "goes on by itself", "lets itself")
+BEGINNINGS = ("So long", "So often", "So many", "Nobody", "Somebody", "Everybody", "Who ", "Whose ")
+
+
+def test_first_lines_of_docstrings_are_no_riddles() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            first = (text or "").partition("\n")[0]
+            if any(riddle in first.lower() for riddle in RIDDLES) or first.startswith(BEGINNINGS):
+                found.append(f"{path.relative_to(ROOT)}: {first}")
+    assert not found, "\n".join(found)
 
 
 # ---------------------------------------------------------------- rooms and layers
@@ -165,14 +241,26 @@ def test_no_module_is_a_fragment_without_a_reason() -> None:
 SMALL: dict[str, str] = {
     "bench/start/formation_peer.py": "a script of its own, run by mpirun",
     "bench/start/formation_worker.py": "a script of its own, run by the launcher",
+    "bench/failover/unguarded.py": "a script of its own: a scheduler without its self-check",
     "bench/recovery/digits.py": "a script of its own: train.py that notes its steps",
     "bench/scale/reader.py": "a process of its own",
     "bench/training/cifar10_files.py": "also what tests of the example write",
+    "rendezvous/errors.py": "the base of the errors of all packages, which imports nothing",
     "scheduler/serve/health.py": "gRPC's health service beside ours",
-    "worker/control/compatibility.py": "each worker loads it, so it imports nothing",
-    "worker/control/pace.py": "pure: the watcher has the thread and the clock",
-    "worker/launch/last_words.py": "workers write what the launcher reads",
 }
+
+
+@pytest.mark.parametrize("name", ["RefusalCode", "is_loopback", "canonical_address", "_check_role"])
+def test_what_both_sides_need_is_defined_once(name: str) -> None:
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    where = [
+        path
+        for path in modules()
+        if name in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, kinds) and node.name == name
+    ]
+    assert [path.parent.name for path in where] == ["rendezvous"]
 
 
 def test_no_circle_of_imports() -> None:
@@ -189,6 +277,31 @@ def test_no_circle_of_imports() -> None:
     assert not sorted(remaining)
 
 
+NAMED_IN_SETTINGS = {
+    "bench/allreduce/command.py": "what to measure is an option",
+    "bench/recovery/command.py": "what to measure is an option",
+    "worker/launch/report.py": "words: what travels encrypted",
+}
+
+
+def test_a_backend_is_not_asked_for_its_name() -> None:
+    """What one can do is a property of its communicators, so that another one can have it, too."""
+    names = {"tcp", "gloo", "nccl"}
+
+    def asked(node: ast.expr) -> bool:
+        parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+        return any(isinstance(part, ast.Constant) and part.value in names for part in parts)
+
+    asking = set()
+    for path in (*modules(), ROOT / "train.py", *(ROOT / "examples").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            compared = isinstance(node, ast.Compare) and any(map(asked, [node.left, *node.comparators]))
+            matched = isinstance(node, ast.MatchValue) and asked(node.value)
+            if compared or matched:
+                asking.add(f"{path.relative_to(ROOT)}")
+    assert asking <= NAMED_IN_SETTINGS.keys()
+
+
 FOREIGN = ("'torch", "'cupy", "'numpy", "loaded_library", "library", "name")
 """What begins the argument of import_module where it loads somebody else's library."""
 
@@ -203,10 +316,62 @@ def test_nothing_hides_an_import() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 argument = ast.unparse(node.args[0])
-                if not argument.startswith(
-                    ("'torch", "'cupy", "'numpy", "'cupy' if", "loaded_library", "library", "name")
-                ):
+                if not argument.startswith(FOREIGN):
                     hiding.add(str(path.relative_to(ROOT)))
         if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
             hiding.add(str(path.relative_to(ROOT)))
     assert hiding <= by_name.keys()
+
+
+# ---------------------------------------------------------------- tests speak to behaviour
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Private names that a module defines, and attributes that it sets."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in found if name[0] == "_" and name[:2] != "__" and len(name) > 2}
+
+
+def reached_for(tree: ast.AST) -> set[str]:
+    """Private names of others that a module reads, sets, imports or names to monkeypatch."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+            if not own and not (isinstance(owner, ast.Call) and ast.unparse(owner.func) == "super"):
+                found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("muster"):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(BY_NAME):
+            texts = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
+            found |= {text.rpartition(".")[2] for text in texts if isinstance(text, str)}
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).startswith("vars("):
+            found |= {str(node.slice.value)} if isinstance(node.slice, ast.Constant) else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
+            with contextlib.suppress(SyntaxError, ValueError):  # a script that a test runs
+                found |= reached_for(ast.parse(node.value)) - defined(ast.parse(node.value))
+    return {name for name in found if name[0] == "_" and name[:2] != "__"}
+
+
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "patch", "patch.object", "attrgetter")
+"""What reaches an attribute whose name is a text."""
+
+NOT_OURS = {"_sleep", "_foreach_copy_", "_pytree", "_dynamo", "_exit", "_state"}
+"""Names of torch, gRPC and os that the product happens to have, too."""
+
+
+def test_no_test_reaches_for_a_private_name_of_the_product() -> None:
+    private = set().union(*(defined(ast.parse(path.read_text())) for path in modules())) - NOT_OURS
+    reached = {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = (reached_for(tree) & private) - defined(tree)
+        if names:
+            reached[str(path.relative_to(ROOT))] = sorted(names)
+    assert not reached

@@ -11,12 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from muster.rendezvous.variables import INTERNAL, TABLE
+from muster.worker.communicators import BACKENDS
 from muster.worker.launch import options as launch_options
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-STUBS = tuple(f"muster/rendezvous/v1/rendezvous_{name}" for name in ("pb2.py", "pb2.pyi", "pb2_grpc.py"))
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PROTOS = ("etcd", "rendezvous", "store", "watch")
+STUBS = tuple(
+    f"muster/rendezvous/v1/{proto}_{name}"
+    for proto in PROTOS
+    for name in ("pb2.py", "pb2.pyi", "pb2_grpc.py")
+)
+DOCUMENTS = (
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md"),
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+)
+OF_USERS = {"worker.py"}
+"""What documents name as a file of the reader's own."""
+
+PACKAGES = ("certs", "muster", "rendezvous", "scheduler", "web", "worker")
 
 
 def tool(*command: str) -> None:
@@ -27,13 +41,13 @@ def tool(*command: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_the_stubs_are_those_of_the_proto_file(tmp_path: Path) -> None:
+def test_the_stubs_are_those_of_the_proto_files(tmp_path: Path) -> None:
     tool(
         *("python", "-m", "grpc_tools.protoc", "-I", "proto", f"--python_out={tmp_path}"),
         *(
             f"--pyi_out={tmp_path}",
             f"--grpc_python_out={tmp_path}",
-            "proto/muster/rendezvous/v1/rendezvous.proto",
+            *(f"proto/muster/rendezvous/v1/{proto}.proto" for proto in PROTOS),
         ),
     )
     for stub in STUBS:
@@ -44,6 +58,7 @@ def test_packages_import_only_what_they_may() -> None:
     tool("lint-imports", "--no-cache")
 
 
+@pytest.mark.timeout(500)  # without a cache it takes a minute of a core, which others may use too
 def test_types() -> None:
     tool("mypy")
 
@@ -74,7 +89,7 @@ def test_links_of_documents_lead_somewhere(name: str) -> None:
         path, _, anchor = target.partition("#")
         if "://" in target:
             continue
-        other = (ROOT / path) if path else ROOT / name
+        other = (ROOT / name).parent / path if path else ROOT / name
         assert other.exists(), f"{name} links to {target}"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", other.read_text(), re.MULTILINE)
@@ -82,8 +97,29 @@ def test_links_of_documents_lead_somewhere(name: str) -> None:
             assert anchor in slugs, f"{name} links to {target}"
 
 
+def test_files_that_documents_and_make_name_exist() -> None:
+    files = [each.relative_to(ROOT).as_posix() for each in ROOT.glob("*/**/*.*") if "." not in each.parts[0]]
+    named = re.compile(r"`((?:[\w.]+/)*\w+\.(?:py|sh|nft|proto|md))`")
+    for name in (each for each in DOCUMENTS if each != "CHANGELOG.md"):
+        for path in named.findall((ROOT / name).read_text()):
+            exists = (ROOT / path).exists() or any(each.endswith(f"/{path}") for each in files)
+            assert exists or path in OF_USERS, f"{name} names {path}"
+    for path in re.findall(r"\btests/[\w/.]+", (ROOT / "Makefile").read_text()):
+        assert (ROOT / path).exists(), f"Makefile names {path}"
+
+
+def test_public_names_are_told_as_muster_has_them() -> None:
+    """A remedy or example that says ``worker.init()`` leads nowhere: ``import worker`` is refused."""
+    names = "|".join((ROOT / "tests/public_api.txt").read_text().split())
+    gone = re.compile(rf"(?<![\w./])worker\.(?:{names})\b")
+    sources = [path for package in PACKAGES for path in (ROOT / package).glob("**/*.py")]
+    for path in (*sources, *(ROOT / name for name in DOCUMENTS)):
+        found = gone.search(path.read_text())
+        assert found is None, f"{path}: {found}"
+
+
 def launches() -> list[str]:
-    """Every launch in the the documents and of the example, continued lines joined."""
+    """Every launch in the documents and of the example, continued lines joined."""
     names = (*DOCUMENTS, "examples/resnet50_cifar10.py")
     text = "\n".join((ROOT / name).read_text() for name in names).replace("\\\n", " ")
     lines = re.findall(
@@ -112,18 +148,34 @@ def test_the_options_of_documented_launches_exist(
             Path(following).write_text("node1 slots=1\n")
     options = launch_options.parse(arguments)
     launch_options.request(options, {})
-    assert options.command[0] in ("python", "train.py")
+    assert options.command[0] in ("python", "train.py", "muster")
 
 
-def test_every_variable_and_key_that_is_read_is_documented() -> None:
-    readme = (ROOT / "README.md").read_text()
-    files = ("scheduler/config.py", "worker/config.py", "certs/cli/commands.py")
-    code = "\n".join((ROOT / name).read_text() for name in files)
-    variables = {
-        name.removesuffix("_") for name in re.findall(r'"(MS_[A-Z_]+|RANK_TABLE_FILE|DEVICE_ID)"', code)
-    }
-    undocumented = {name for name in variables - {"MS_SCHED", "MS_WORKER"} if f"`{name}`" not in readme}
-    assert not undocumented
-    from muster.certs.config import KEYS
+def test_the_page_of_settings_is_that_of_the_tables() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", "import settings_page; print(settings_page.page(), end='')"],
+        cwd=ROOT / "docs",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert made.stdout == page, "docs/settings.md is stale: python docs/settings_page.py"
 
-    assert not {key for key in KEYS if f"`{key}`" not in readme}
+
+def test_every_variable_that_the_code_names_is_in_the_table() -> None:
+    named = re.compile(r"[\"'{ ](MS_[A-Z][A-Z_]*|RANK_TABLE_FILE|DEVICE_ID|DATA_PATH)\b")
+    values = {"MS_SCHED", "MS_WORKER", "MS_PSERVER"}
+    for path in (path for package in PACKAGES for path in (ROOT / package).glob("**/*.py")):
+        unknown = set(named.findall(path.read_text())) - TABLE.keys() - INTERNAL - values
+        assert not unknown, f"{path}: {unknown}"
+
+
+def test_the_backends_of_the_table_are_those_that_there_are() -> None:
+    assert TABLE["MS_BACKEND"].choices == tuple(BACKENDS)
+
+
+def test_every_row_of_the_table_is_a_variable_that_is_read() -> None:
+    sources = [path for package in (*PACKAGES, "muster") for path in (ROOT / package).glob("**/*.py")]
+    code = "\n".join(path.read_text() for path in sources if path.name != "variables.py")
+    assert not {name for name in TABLE if f'"{name.removesuffix("_FILE")}' not in code}

@@ -112,7 +112,7 @@ def trained(
 ) -> list[str]:
     """Runs ``train`` alone in this process; returns what it printed."""
     (session,) = ElasticWorld(1).members
-    session.backend = argparse.Namespace(name="fake")  # type: ignore[attr-defined]
+    session.backend = argparse.Namespace(on_device=False)  # type: ignore[attr-defined]
     args = settings(monkeypatch, *arguments)
     with Progress() as out:
         train.train(args, datasets.load(args.data), session, out)  # type: ignore[arg-type]

@@ -1,9 +1,11 @@
-"""Waiting for what other processes and threads bring about."""
+"""Waiting for what other processes, threads and tasks bring about."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 LIMIT_S = 60.0
 
@@ -14,3 +16,16 @@ def wait_for(condition: Callable[[], object], told: Callable[[], str] = lambda: 
     while not condition():
         assert time.monotonic() < deadline, told()
         time.sleep(0.01)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Lets other tasks run until the condition holds; fails after a long time."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.001)
+
+
+def go(test: Coroutine[Any, Any, None]) -> None:
+    """Runs a test's tasks; fails after a long time."""
+    asyncio.run(asyncio.wait_for(test, LIMIT_S))

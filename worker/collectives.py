@@ -1,13 +1,18 @@
 """Collectives and groups of the default session, for scripts: arrays in, arrays out.
 
-Arrays are C-contiguous: NumPy with the backends ``tcp`` and ``gloo``; CuPy, torch or whatever has
-``__cuda_array_interface__`` or DLPack with ``nccl``. Numbers and lists become NumPy arrays. Every rank of a
-group must call the same collectives in the same order with the same dtype and shape.
+Arrays are C-contiguous: NumPy arrays and torch tensors on the CPU with the backends ``tcp`` and ``gloo``;
+CuPy, torch or whatever has ``__cuda_array_interface__`` or DLPack with ``nccl``. Numbers and lists become
+NumPy arrays. Every rank of a group must call the same collectives in the same order with the same dtype and
+shape.
+
+With ``tcp`` and ``gloo`` float16 and bfloat16 are combined in float32, a mean divided there, and rounded
+once, at the end, to the nearest value (of two equally near the even one, as torch rounds). NCCL rounds in
+its own order.
 
 Only ``broadcast`` and ``recv`` write into the array that they are given. The others return a new array, or
 fill ``out``, which for ``all_reduce`` and ``reduce`` may be the array itself.
 
-All of them raise, besides what they say:
+Raises:
     NotInitializedError: there is no session.
     ArrayError: the array cannot be used; raised before anything is sent.
     CollectiveMismatchError: the ranks disagree on what they called; names who called what. With ``tcp`` only.
@@ -30,11 +35,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from muster.worker.communicators.arrays import dtype_of, is_array, new_like, readable, shape_of, writable
-from muster.worker.communicators.base import Array, Communicator, Work
-from muster.worker.communicators.nccl.reduction import PreMultipliedSum
-from muster.worker.communicators.validation import check_op
-from muster.worker.errors import ArrayError, CommunicatorError, GroupError
+from muster.worker.communicators.arrays import Description, check_place, describe, kind_of
+from muster.worker.communicators.base import Array, Communicator, PreMultipliedSum, ReduceOp, Work
+from muster.worker.errors import ArrayError, GroupError
 from muster.worker.runtime import current
 
 
@@ -82,11 +85,10 @@ def all_reduce(
     Returns:
         The result, of x's shape and dtype; with ``async_op`` a :class:`Pending` of it.
     """
-    communicator, x = _begin(group, x)
-    target = _output(communicator, out, x, shape_of(x))
-    return _finish(
-        communicator.all_reduce(x, target, _op(op, communicator), async_op=async_op), target, async_op, out
-    )
+    communicator, given = _begin(group, x)
+    target = _output(communicator, out, given, x)
+    work = communicator.all_reduce(given, target, _op(op, communicator), async_op=async_op)
+    return _finish(work, target, async_op, out)
 
 
 def reduce(
@@ -98,18 +100,17 @@ def reduce(
     async_op: bool = False,
 ) -> Any:
     """As :func:`all_reduce`, but only ``root`` (a rank within the group) gets the result; others None."""
-    communicator, x = _begin(group, x)
-    target = _output(communicator, out, x, shape_of(x)) if communicator.rank == root else None
-    return _finish(
-        communicator.reduce(x, target, _op(op, communicator), root, async_op=async_op), target, async_op, out
-    )
+    communicator, given = _begin(group, x)
+    target = _output(communicator, out, given, x) if communicator.rank == root else None
+    work = communicator.reduce(given, target, _op(op, communicator), root, async_op=async_op)
+    return _finish(work, target, async_op, out)
 
 
 def broadcast(x: Array, root: int = 0, group: str | None = None, async_op: bool = False) -> Any:
     """Copies ``x`` of ``root`` (a rank within the group) into ``x`` of all ranks, in place; returns it."""
     communicator, given = _begin(group, x)
-    result = x if is_array(x) else given
-    return _finish(communicator.broadcast(given, root, async_op=async_op), result, async_op)
+    out = None if given.is_made else x
+    return _finish(communicator.broadcast(given, root, async_op=async_op), given, async_op, out)
 
 
 def all_gather(x: Array, group: str | None = None, out: Array | None = None, async_op: bool = False) -> Any:
@@ -124,9 +125,9 @@ def all_gather(x: Array, group: str | None = None, out: Array | None = None, asy
     Returns:
         An array of shape (ranks * n, ...); of shape (ranks,) for scalars.
     """
-    communicator, x = _begin(group, x)
-    target = _output(communicator, out, x, _gathered(x, communicator.world_size))
-    return _finish(communicator.all_gather(x, target, async_op=async_op), target, async_op, out)
+    communicator, given = _begin(group, x)
+    target = _output(communicator, out, given, x, _gathered(given, communicator.world_size))
+    return _finish(communicator.all_gather(given, target, async_op=async_op), target, async_op, out)
 
 
 def reduce_scatter(
@@ -148,24 +149,21 @@ def reduce_scatter(
     Returns:
         An array of shape (n / ranks, ...).
     """
-    communicator, x = _begin(group, x)
-    target = _output(communicator, out, x, _part("reduce_scatter", x, communicator.world_size))
-    return _finish(
-        communicator.reduce_scatter(x, target, _op(op, communicator), async_op=async_op),
-        target,
-        async_op,
-        out,
-    )
+    communicator, given = _begin(group, x)
+    target = _output(communicator, out, given, x, _part("reduce_scatter", given, communicator.world_size))
+    work = communicator.reduce_scatter(given, target, _op(op, communicator), async_op=async_op)
+    return _finish(work, target, async_op, out)
 
 
 def gather(
     x: Array, root: int = 0, group: str | None = None, out: Array | None = None, async_op: bool = False
 ) -> Any:
     """As :func:`all_gather`, but only ``root`` (a rank within the group) gets the result; others None."""
-    communicator, x = _begin(group, x)
+    communicator, given = _begin(group, x)
     mine = communicator.rank == root
-    target = _output(communicator, out, x, _gathered(x, communicator.world_size)) if mine else None
-    return _finish(communicator.gather(x, target, root, async_op=async_op), target, async_op, out)
+    shape = _gathered(given, communicator.world_size)
+    target = _output(communicator, out, given, x, shape) if mine else None
+    return _finish(communicator.gather(given, target, root, async_op=async_op), target, async_op, out)
 
 
 def scatter(
@@ -179,7 +177,7 @@ def scatter(
 
     Args:
         x: of shape (n, ...), n divisible by the number of ranks. Other ranks than ``root`` may give None if
-            they give ``out``; what they give tells only shape and dtype.
+            they give ``out``; of what they give only shape and dtype count.
         root: whose x is scattered.
         group: name of a group; None: all ranks.
         out: of shape (n / ranks, ...). None: a new array.
@@ -191,13 +189,14 @@ def scatter(
     communicator = _communicator(group)
     if x is None and (out is None or communicator.rank == root):
         raise ArrayError("scatter needs x on its root, and x or out on the other ranks.")
+    given = None
     if x is None:
-        target = writable(out, communicator.name)
+        target = _writable(communicator, out)
     else:
-        x = readable(x, communicator.name)
-        target = _output(communicator, out, x, _part("scatter", x, communicator.world_size))
-    send = x if communicator.rank == root else None
-    return _finish(communicator.scatter(send, target, root, async_op=async_op), target, async_op, out)
+        given = check_place(describe(x), communicator)
+        target = _output(communicator, out, given, x, _part("scatter", given, communicator.world_size))
+    sent = given if communicator.rank == root else None
+    return _finish(communicator.scatter(sent, target, root, async_op=async_op), target, async_op, out)
 
 
 def all_to_all(x: Array, group: str | None = None, out: Array | None = None, async_op: bool = False) -> Any:
@@ -212,23 +211,23 @@ def all_to_all(x: Array, group: str | None = None, out: Array | None = None, asy
     Returns:
         An array of x's shape.
     """
-    communicator, x = _begin(group, x)
-    _part("all_to_all", x, communicator.world_size)
-    target = _output(communicator, out, x, shape_of(x))
-    return _finish(communicator.all_to_all(x, target, async_op=async_op), target, async_op, out)
+    communicator, given = _begin(group, x)
+    _part("all_to_all", given, communicator.world_size)
+    target = _output(communicator, out, given, x)
+    return _finish(communicator.all_to_all(given, target, async_op=async_op), target, async_op, out)
 
 
 def send(x: Array, peer: int, group: str | None = None, async_op: bool = False) -> Any:
     """Sends ``x`` to rank ``peer`` of the group, which calls :func:`recv` with the same dtype and size."""
-    communicator, x = _begin(group, x)
-    return _finish(communicator.send(x, peer, async_op=async_op), None, async_op)
+    communicator, given = _begin(group, x)
+    return _finish(communicator.send(given, peer, async_op=async_op), None, async_op)
 
 
 def recv(out: Array, peer: int, group: str | None = None, async_op: bool = False) -> Any:
     """Receives into ``out`` what rank ``peer`` of the group sends; returns it."""
     communicator = _communicator(group)
-    target = writable(out, communicator.name)
-    return _finish(communicator.recv(target, peer, async_op=async_op), out, async_op)
+    target = _writable(communicator, out)
+    return _finish(communicator.recv(target, peer, async_op=async_op), target, async_op, out)
 
 
 def barrier(group: str | None = None) -> None:
@@ -242,9 +241,9 @@ def group(name: str | None = None) -> Iterator[None]:
 
     With NCCL only. They save a launch each, and a send and a receive cannot wait for one another::
 
-        with worker.group():
-            worker.send(right, (rank + 1) % size)
-            worker.recv(left, (rank - 1) % size)
+        with muster.group():
+            muster.send(right, (rank + 1) % size)
+            muster.recv(left, (rank - 1) % size)
 
     Results may be used after the block, on the stream that was current in it. ``async_op`` is refused inside.
 
@@ -254,14 +253,7 @@ def group(name: str | None = None) -> Iterator[None]:
     Raises:
         CommunicatorError: this backend starts each collective by itself.
     """
-    communicator: Any = _communicator(name)
-    together = getattr(communicator, "group", None)
-    if together is None:
-        raise CommunicatorError(
-            f'The backend "{communicator.name}" starts each collective by itself.',
-            remedy="Leave group() out, and give async_op=True to what is to run side by side.",
-        )
-    with together():
+    with _communicator(name).group():
         yield
 
 
@@ -270,12 +262,12 @@ def group(name: str | None = None) -> Iterator[None]:
 
 def get_rank(group: str | None = None) -> int:
     """This worker's rank within a group; None: among all."""
-    return _communicator(group).rank
+    return current().rank if group is None else _communicator(group).rank
 
 
 def get_group_size(group: str | None = None) -> int:
     """How many ranks a group has; None: all."""
-    return len(current().groups.world_ranks(group))
+    return current().world_size if group is None else len(current().groups.world_ranks(group))
 
 
 def get_local_rank() -> int:
@@ -285,6 +277,11 @@ def get_local_rank() -> int:
 
 def get_local_rank_size() -> int:
     """How many workers there are on this host."""
+    return current().local_world_size
+
+
+def get_local_size() -> int:
+    """How many workers there are on this host; another name of :func:`get_local_rank_size`."""
     return current().local_world_size
 
 
@@ -344,48 +341,65 @@ def _communicator(group: str | None) -> Communicator:
     return current().group(group)
 
 
-def _begin(group: str | None, x: Array) -> tuple[Communicator, Array]:
+def _begin(group: str | None, x: Array) -> tuple[Communicator, Description]:
     communicator = _communicator(group)
-    return communicator, readable(x, communicator.name)
+    return communicator, check_place(describe(x), communicator)
+
+
+_OPS = {op.value: op for op in ReduceOp}
 
 
 def _op(op: str | PreMultipliedSum, communicator: Communicator) -> Any:
-    if isinstance(op, PreMultipliedSum):
-        if communicator.name != "nccl":
-            raise ArrayError(
-                f'The backend "{communicator.name}" knows no PreMultipliedSum.',
-                remedy=f'Multiply x by {op.factor:g} yourself, and use op="sum".',
-            )
-        return op
-    return check_op(op)
+    if not isinstance(op, PreMultipliedSum):
+        return _OPS.get(op) or ReduceOp.of(op)
+    if not communicator.pre_multiplies:
+        raise ArrayError(
+            f'The backend "{communicator.name}" knows no PreMultipliedSum.',
+            remedy=f'Multiply x by {op.factor:g} yourself, and use op="sum".',
+        )
+    return op
 
 
-def _gathered(x: Array, size: int) -> tuple[int, ...]:
-    shape = shape_of(x) or (1,)
+def _gathered(x: Description, size: int) -> tuple[int, ...]:
+    shape = x.shape or (1,)
     return (size * shape[0], *shape[1:])
 
 
-def _part(name: str, x: Array, size: int) -> tuple[int, ...]:
-    shape = shape_of(x)
+def _part(name: str, x: Description, size: int) -> tuple[int, ...]:
+    shape = x.shape
     if not shape or shape[0] % size:
         raise ArrayError(f"{name} needs a first axis divisible by the {size} ranks; x has the shape {shape}.")
     return (shape[0] // size, *shape[1:])
 
 
-def _output(communicator: Communicator, out: Array | None, like: Array, shape: tuple[int, ...]) -> Array:
-    """``out`` if it fits, or a new array of x's kind, dtype and device."""
+def _writable(communicator: Communicator, out: Array) -> Description:
+    target = check_place(describe(out, "out"), communicator, "out")
+    if target.is_made:
+        raise ArrayError(f"out is a {kind_of(out)}, which cannot be filled.", remedy="Give an array.")
+    return target
+
+
+def _output(
+    communicator: Communicator,
+    out: Array | None,
+    like: Description,
+    x: Array,
+    shape: tuple[int, ...] | None = None,
+) -> Description:
+    """Returns ``out`` if it fits, or a new array of x's kind, dtype and device."""
+    shape = like.shape if shape is None else shape
     if out is None:
-        return new_like(like, shape)
-    target = writable(out, communicator.name)
-    if shape_of(target) != shape or dtype_of(target) != dtype_of(like):
+        return like.new(shape)
+    target = like if out is x and not like.is_made else _writable(communicator, out)
+    if target.shape != shape or target.dtype != like.dtype:
         raise ArrayError(
-            f"out must have the shape {shape} and dtype {dtype_of(like)};"
-            f" it has {shape_of(target)} and {dtype_of(target)}."
+            f"out must have the shape {shape} and dtype {like.dtype};"
+            f" it has {target.shape} and {target.dtype}."
         )
     return target
 
 
-def _finish(work: Work, target: Array | None, async_op: bool, out: Array | None = None) -> Any:
-    """The result, or a handle of it: what the caller gave as ``out``, if something landed there."""
-    result = target if out is None or target is None else out
+def _finish(work: Work, target: Description | None, async_op: bool, out: Array | None = None) -> Any:
+    """Returns the result, or a handle of it; the caller's ``out`` if that was given."""
+    result = None if target is None else target.array if out is None else out
     return Pending(work, result) if async_op else result

@@ -1,7 +1,7 @@
-"""A worker's settings: read from the environment once, checked, and frozen.
+"""A worker's settings: read from the environment once, checked, and frozen; other launchers' too.
 
-MindSpore's names and meanings are kept. A wrong value is refused in one sentence that names the
-variable, the value and the legal range.
+MindSpore's names and meanings are kept; what mpirun, srun, torchrun or an indexed job says is translated
+into them. A wrong value is refused in one sentence that names the variable, the value and the legal range.
 """
 
 from __future__ import annotations
@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from muster.rendezvous.value import Value
+from muster.rendezvous.files import path_of
+from muster.rendezvous.messages import Value
+from muster.rendezvous.settings import (
+    Environment,
+    is_loopback,
+    shared_settings,
+    show_address,
+)
+from muster.rendezvous.variables import MAX_DEVICES, default_of
 from muster.worker.errors import SettingsError
-from muster.worker.launch.rank_table_file import table_file
 
 
 class ForeignLauncher(Value):
@@ -59,7 +66,7 @@ def _marked(env: Mapping[str, str], marker: str) -> bool:
 
 
 def translate(env: Mapping[str, str]) -> dict[str, str]:
-    """Says in Muster's variables what another launcher's environment says.
+    """Translates another launcher's variables into Muster's.
 
     Args:
         env: the process's environment.
@@ -67,7 +74,7 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
     Returns:
         Only variables that ``env`` lacks: MS_ROLE, MS_NODE_ID (the launcher's rank), MS_WORKER_NUM and
         MS_LOCAL_INDEX. Empty when no known launcher is there, or when the process is not a worker.
-        Values are handed on as they stand; whoever parses the variables judges them.
+        Values are handed on as they stand; the parser of the variables judges them.
     """
     launcher = detect(env)
     if launcher is None or env.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
@@ -93,16 +100,17 @@ def node_rank(env: Mapping[str, str]) -> int | None:
     return None
 
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 6667
-MAX_WORKERS = 65_536
-MAX_DEVICES = 4096
-BACKENDS = ("nccl", "tcp", "gloo")
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+def table_file(env: Mapping[str, str]) -> str:
+    """The rank table that the environment names, by its present name or its old one; empty: none.
+
+    Raises:
+        SettingsError: the two name different files.
+    """
+    return Environment(env, SettingsError).rank_table_file()[1]
 
 
 class SecurityContext(Value):
-    """What ``set_ps_context`` was told; it wins over the environment.
+    """The arguments of ``set_ps_context``, which win over the environment.
 
     Args:
         config_file_path: config.json.
@@ -122,8 +130,9 @@ class SecurityContext(Value):
 
 
 class Settings(Value):
-    """Everything a worker was told at its start. Times in seconds.
+    """A worker's settings, as read at its start. Times in seconds.
 
+    ``scheduler_hosts`` are those of all schedulers of the job, of which one leads, and is to be found.
     ``visible_devices`` None: all there are. ``device_id``, ``local_index`` and ``rank_id`` -1: not said.
     ``node_id``, ``host_id``, ``worker_address``, ``interface``, ``backend``, ``topology`` may be empty.
     """
@@ -132,207 +141,83 @@ class Settings(Value):
 
     worker_num: int
     worker_min: int
-    scheduler_host: str = DEFAULT_HOST
-    scheduler_port: int = DEFAULT_PORT
-    job_id: str = "default"
+    scheduler_hosts: tuple[str, ...] = (default_of("MS_SCHED_HOST"),)
+    scheduler_port: int = default_of("MS_SCHED_PORT")
+    job_id: str = default_of("MS_JOB_ID")
     node_id: str = ""
     spare: bool = False
-    topo_timeout_s: float = 1800.0
-    node_timeout_s: float = 5.0
-    collective_timeout_s: float = 600.0
-    reconnect_timeout_s: float = 120.0
-    leave_timeout_s: float = 20.0
+    topo_timeout_s: float = default_of("MS_TOPO_TIMEOUT")
+    last_call_s: float = default_of("MS_LAST_CALL_TIMEOUT")
+    node_timeout_s: float = default_of("MS_NODE_TIMEOUT")
+    collective_timeout_s: float = default_of("MS_COLLECTIVE_TIMEOUT")
+    reconnect_timeout_s: float = default_of("MS_RECONNECT_TIMEOUT")
+    leave_timeout_s: float = default_of("MS_LEAVE_TIMEOUT")
     host_id: str = ""
     topology: str = ""
     interface: str = ""
     worker_address: str = ""
-    local_index: int = -1
+    local_index: int = default_of("MS_LOCAL_INDEX")
     backend: str = ""
     visible_devices: tuple[str, ...] | None = None
-    device_id: int = -1
-    rank_id: int = -1
+    device_id: int = default_of("DEVICE_ID")
+    rank_id: int = default_of("RANK_ID")
     config_path: Path | None = None
     client_password: bytes | None = None
     allow_insecure: bool = False
-    log_level: str = "INFO"
+    log_level: str = default_of("MS_LOG_LEVEL")
 
     @property
     def scheduler_address(self) -> str:
-        """``host:port`` of the scheduler, IPv6 addresses in brackets."""
-        host = f"[{self.scheduler_host}]" if ":" in self.scheduler_host else self.scheduler_host
-        return f"{host}:{self.scheduler_port}"
+        """``host:port`` of the scheduler, IPv6 addresses in brackets; of several with commas between."""
+        return ",".join(show_address(host, self.scheduler_port) for host in self.scheduler_hosts)
 
 
 def load_settings(env: Mapping[str, str], context: SecurityContext | None = None) -> Settings:
-    """Reads and checks everything a worker is told at its start.
+    """Reads and checks a worker's settings from the environment.
 
     Args:
         env: the environment; what mpirun, srun, torchrun or an indexed job says counts where MS_* is silent.
-        context: what ``set_ps_context`` was told.
+        context: the arguments of ``set_ps_context``.
 
     Raises:
         SettingsError: a value is missing, out of its range or contradicts another.
     """
-    read = _Reader({**env, **translate(env)})
-    _check_role(read)
-    worker_num = read.integer("MS_WORKER_NUM", 0, 1, MAX_WORKERS)
-    if not worker_num:
-        raise SettingsError(
-            f"MS_WORKER_NUM is not set: it must be the number of workers, from 1 to {MAX_WORKERS}."
-        )
+    read = Environment({**env, **translate(env)}, SettingsError)
+    shared = shared_settings(read, "MS_WORKER")
+    worker_num, worker_min = read.worker_counts()
     config_path, password = _security(read, context or SecurityContext())
     settings = Settings(
         worker_num=worker_num,
-        worker_min=read.integer("MS_WORKER_MIN", worker_num, 1, worker_num),
-        scheduler_host=_host(read, "MS_SCHED_HOST", DEFAULT_HOST),
-        scheduler_port=read.integer("MS_SCHED_PORT", DEFAULT_PORT, 1, 65_535),
-        job_id=_job_id(read.text("MS_JOB_ID", "default")),
-        node_id=_node_id(read.text("MS_NODE_ID")),
+        worker_min=worker_min,
+        scheduler_hosts=read.hosts("MS_SCHED_HOST"),
+        scheduler_port=read.integer("MS_SCHED_PORT"),
+        **shared,
+        node_id=_node_id(read),
         spare=read.flag("MS_WORKER_SPARE"),
-        topo_timeout_s=read.seconds("MS_TOPO_TIMEOUT", 1800.0, 1.0, 604_800.0),
-        node_timeout_s=read.seconds("MS_NODE_TIMEOUT", 5.0, 0.5, 3600.0),
-        collective_timeout_s=read.seconds("MS_COLLECTIVE_TIMEOUT", 600.0, 0.1, 604_800.0),
-        reconnect_timeout_s=read.seconds("MS_RECONNECT_TIMEOUT", 120.0, 1.0, 604_800.0),
-        leave_timeout_s=read.seconds("MS_LEAVE_TIMEOUT", 20.0, 1.0, 604_800.0),
-        host_id=_short("MS_HOST_ID", read.text("MS_HOST_ID"), 128),
-        topology=_short("MS_TOPOLOGY", read.text("MS_TOPOLOGY"), 256, blanks=True),
-        interface=_short("MS_INTERFACE", read.text("MS_INTERFACE"), 15),
-        worker_address=_host(read, "MS_WORKER_ADDRESS", ""),
-        local_index=read.integer("MS_LOCAL_INDEX", -1, 0, MAX_DEVICES - 1),
-        backend=read.choice("MS_BACKEND", "", BACKENDS),
+        last_call_s=read.seconds("MS_LAST_CALL_TIMEOUT"),
+        collective_timeout_s=read.seconds("MS_COLLECTIVE_TIMEOUT"),
+        reconnect_timeout_s=read.seconds("MS_RECONNECT_TIMEOUT"),
+        leave_timeout_s=read.seconds("MS_LEAVE_TIMEOUT"),
+        host_id=read.name("MS_HOST_ID"),
+        topology=read.name("MS_TOPOLOGY", blanks=True),
+        interface=read.name("MS_INTERFACE"),
+        worker_address=read.host("MS_WORKER_ADDRESS"),
+        local_index=read.integer("MS_LOCAL_INDEX"),
+        backend=read.choice("MS_BACKEND"),
         visible_devices=visible_devices(env),
-        device_id=read.integer("DEVICE_ID", -1, 0, MAX_DEVICES - 1),
-        rank_id=read.integer("RANK_ID", -1, 0, worker_num - 1),
+        device_id=read.integer("DEVICE_ID"),
+        rank_id=read.integer("RANK_ID", high=worker_num - 1),
         config_path=config_path,
         client_password=password,
-        allow_insecure=read.flag("MS_ALLOW_INSECURE"),
-        log_level=read.choice("MS_LOG_LEVEL", "INFO", LOG_LEVELS),
     )
     _check_plaintext(settings)
     return settings
 
 
-class _Reader:
-    """Typed, checked reads of environment variables; an empty value counts as unset."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
-
-    def text(self, name: str, default: str = "") -> str:
-        value = self._env.get(name, "").strip()
-        if not value:
-            return default
-        if not value.isprintable() or len(value) > 4096:
-            raise SettingsError(
-                f"{name} must be printable text of at most 4096 characters; it is {value[:80]!r}."
-            )
-        return value
-
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        raw = self.text(name)
-        if not raw:
-            return default
-        ok = raw.isascii() and raw.isdigit() and len(raw) <= 18
-        if not ok or not low <= int(raw) <= high:
-            raise SettingsError(f"{name} must be a whole number from {low} to {high}; it is {raw[:80]!r}.")
-        return int(raw)
-
-    def seconds(self, name: str, default: float, low: float, high: float) -> float:
-        raw = self.text(name)
-        if not raw:
-            return default
-        try:
-            value = float(raw)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise SettingsError(
-                f"{name} must be a time from {low:g} to {high:g} seconds; it is {raw[:80]!r}."
-            )
-        return value
-
-    def flag(self, name: str) -> bool:
-        return self.choice(name, "0", ("0", "1")) == "1"
-
-    def choice(self, name: str, default: str, legal: tuple[str, ...]) -> str:
-        raw = self.text(name, default)
-        for value in legal:
-            if raw.lower() == value.lower():
-                return value
-        if raw == default:
-            return default
-        raise SettingsError(f"{name} must be one of {', '.join(legal)}; it is {raw[:80]!r}.")
-
-
-def _check_role(read: _Reader) -> None:
-    role = read.text("MS_ROLE")
-    if role == "MS_PSERVER":
-        raise SettingsError(
-            "MS_ROLE is 'MS_PSERVER', but data-parallel training by AllReduce has no parameter servers;"
-            " it must be MS_WORKER here."
-        )
-    if role != "MS_WORKER":
-        said = f"it is {role!r}" if role else "it is not set"
-        remedy = (
-            "Start the scheduler with MS_ROLE=MS_SCHED python -m scheduler."
-            if role == "MS_SCHED"
-            else "Start a worker with MS_ROLE=MS_WORKER, "
-            "or a job with muster run -n N --scheduler -- python train.py."
-        )
-        raise SettingsError(f"MS_ROLE must be MS_WORKER in a training process; {said}.", remedy=remedy)
-    servers = read.text("MS_SERVER_NUM", "0")
-    if servers != "0":
-        raise SettingsError(
-            "MS_SERVER_NUM must be 0 or unset, because there are no parameter servers;"
-            f" it is {servers[:80]!r}."
-        )
-
-
-def _host(read: _Reader, variable: str, default: str) -> str:
-    host = read.text(variable, default)
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    if len(host) > 253 or any(c.isspace() or c in "/@[]" for c in host):
-        raise SettingsError(
-            f"{variable} must be an IPv4 address, an IPv6 address or a host name; it is {host[:80]!r}."
-        )
-    if host.count(":") == 1:
-        raise SettingsError(f"{variable} must be an address without a port; it is {host[:80]!r}.")
-    return canonical_address(host)
-
-
-def canonical_address(host: str) -> str:
-    """An IPv6 address in its one short form, because gRPC compares it with the certificate's as text."""
-    if ":" not in host:
-        return host
-    import ipaddress
-
-    try:
-        return str(ipaddress.IPv6Address(host))
-    except ValueError:
-        return host
-
-
-def _job_id(value: str) -> str:
-    allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in value)
-    if not allowed or not value[0].isalnum() or len(value) > 128:
-        raise SettingsError(
-            "MS_JOB_ID must be 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit;"
-            f" it is {value[:140]!r}."
-        )
-    return value
-
-
-def _node_id(value: str) -> str:
+def _node_id(read: Environment) -> str:
+    value = read.name("MS_NODE_ID")
     if value == "*" or value in (".", ".."):
         raise SettingsError(f"MS_NODE_ID must be a name; it is {value!r}.")
-    return _short("MS_NODE_ID", value, 128)
-
-
-def _short(variable: str, value: str, limit: int, *, blanks: bool = False) -> str:
-    if len(value) > limit or (not blanks and " " in value):
-        without = "" if blanks else " without blanks"
-        raise SettingsError(f"{variable} must be at most {limit} characters{without}; it is {value[:140]!r}.")
     return value
 
 
@@ -364,7 +249,7 @@ def visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
     return tuple(devices)
 
 
-def _security(read: _Reader, context: SecurityContext) -> tuple[Path | None, bytes | None]:
+def _security(read: Environment, context: SecurityContext) -> tuple[Path | None, bytes | None]:
     raw = context.config_file_path or read.text("MS_CONFIG_FILE")
     password = context.client_password.encode() if context.client_password is not None else None
     if context.enable_ssl is False:
@@ -374,28 +259,17 @@ def _security(read: _Reader, context: SecurityContext) -> tuple[Path | None, byt
             "enable_ssl is True, but there is no config.json.",
             remedy="Give config_file_path or set MS_CONFIG_FILE; muster certs init makes one.",
         )
-    return (Path(raw).expanduser().absolute() if raw else None), password
+    return (path_of(raw) if raw else None), password
 
 
 def _check_plaintext(settings: Settings) -> None:
-    """Without TLS nothing leaves this machine, unless it is asked for in so many words."""
+    """Refuses to leave loopback without TLS, unless MS_ALLOW_INSECURE asks for it."""
     if settings.config_path is not None or settings.allow_insecure:
         return
-    if not is_loopback(settings.scheduler_host):
+    if not all(map(is_loopback, settings.scheduler_hosts)):
+        hosts = ",".join(settings.scheduler_hosts)
         raise SettingsError(
-            f"MS_SCHED_HOST is {settings.scheduler_host!r}, but without TLS it must be a loopback address.",
+            f"MS_SCHED_HOST is {hosts!r}, but without TLS it must be a loopback address.",
             remedy="Set MS_CONFIG_FILE to a config.json (muster certs init makes one),"
             " or MS_ALLOW_INSECURE=1 to let everybody on the network join, read and forge.",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name can mean nothing but this machine."""
-    import ipaddress
-
-    if host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

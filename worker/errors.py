@@ -5,26 +5,19 @@
 
 from __future__ import annotations
 
+from muster.rendezvous.errors import RemediedError
+
 SIGTERM_EXIT_CODE = 143
-"""What a worker ends with that left because of SIGTERM: 128 and the signal's number."""
+"""The exit code of a worker that left because of SIGTERM, which is 128 and the signal's number."""
 
 
-class WorkerError(Exception):
+class WorkerError(RemediedError):
     """Base of everything that Muster raises in a worker.
 
     Args:
         message: what happened, naming host, node id or rank where known.
         remedy: what the user can do about it; appended to the message.
     """
-
-    exit_code = 1
-
-    def __init__(self, message: str, *, remedy: str = "") -> None:
-        self.message = message
-        self.remedy = remedy
-        if remedy and not message.endswith((".", "!", "?", ":")):  # it may end with another library's words
-            message += "."
-        super().__init__(f"{message} {remedy}".strip())
 
 
 class SettingsError(WorkerError):
@@ -120,8 +113,12 @@ class PeerLostError(CommunicatorError):
 class PeerFinishedError(CommunicatorError):
     """A rank has finished while this one still needs it: it had fewer batches; ``rank`` is its rank."""
 
-    def __init__(self, message: str, *, rank: int, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(
+            message,
+            remedy="Let all ranks make as many steps: pad or drop what is left over of the data, or"
+            " divide it with uneven_batch().",
+        )
         self.rank = rank
 
 
@@ -135,6 +132,10 @@ class ArrayError(CommunicatorError, ValueError):
 
 class GroupError(WorkerError, ValueError):
     """A group does not exist, exists already, or this rank is not in it."""
+
+
+class DataNotDividedWarning(UserWarning):
+    """A framework runs the training and takes this rank for the only one: every rank gets all the data."""
 
 
 class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop as an exception
@@ -160,4 +161,4 @@ class LeaveGranted(WorkerError):  # noqa: N818 - an event that reaches the loop 
 
 
 class LeaveNow(BaseException):
-    """What SIGTERM ends ``init`` with, while there is no step to finish."""
+    """SIGTERM came during ``init``, while there is no step to finish."""

@@ -1,4 +1,9 @@
-"""What this worker can tell about its machine: identity, address, devices. Imports nothing heavy."""
+"""What this worker reports of its machine: identity, address, devices, and what must agree across ranks.
+
+Versions, drivers and NCCL's settings must or should agree: :func:`join_facts` is on every worker's way into a
+job and costs next to nothing; :func:`all_facts` is for ``muster check`` and looks everything up. Nothing here
+imports torch, CuPy or NumPy.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,20 @@ import os
 import re
 import socket
 import struct
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from muster.rendezvous.value import Value
+from muster.rendezvous.messages import Device, Host, Value
+from muster.rendezvous.versions import FACT
+from muster.version import __version__
 from muster.worker.config import Settings
-from muster.worker.control.messages import Device, Host
-from muster.worker.errors import SettingsError
+from muster.worker.errors import SettingsError, WorkerError
+
+if TYPE_CHECKING:
+    from muster.worker.communicators.base import Backend
+
 
 _SIOCGIFADDR = 0x8915
 
@@ -27,7 +40,7 @@ class DeviceChoice(Value):
     """The device of this worker.
 
     Attributes:
-        device: as the scheduler is told; its index is that of the host, not of CUDA_VISIBLE_DEVICES.
+        device: as the scheduler gets it; its index is that of the host, not of CUDA_VISIBLE_DEVICES.
         ordinal: index among the devices that this process sees, as CUDA counts; -1: its local rank.
         visible_count: devices that this process sees; 0: it computes on the CPU.
     """
@@ -38,7 +51,7 @@ class DeviceChoice(Value):
 
 
 def host_identity() -> str:
-    """A hash of what tells machines apart: boot id and network namespace, not the host name."""
+    """A hash of what differs between machines: boot id and network namespace, not the host name."""
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         with contextlib.suppress(OSError):
@@ -52,7 +65,7 @@ def host_identity() -> str:
 
 
 def describe_host(settings: Settings) -> Host:
-    """This machine, as the scheduler and the peers are told.
+    """Describes this machine for the scheduler and the peers.
 
     Raises:
         SettingsError: MS_INTERFACE has no address here.
@@ -81,9 +94,17 @@ def _local_address(settings: Settings) -> str:
     if settings.worker_address:
         return settings.worker_address
     if settings.interface:
-        return _interface_address(settings.interface, six_first=":" in settings.scheduler_host)
+        return _interface_address(settings.interface, six_first=":" in settings.scheduler_hosts[0])
+    for host in settings.scheduler_hosts[:-1]:
+        with contextlib.suppress(WorkerError):
+            return _address_towards(host, settings.scheduler_port)
+    return _address_towards(settings.scheduler_hosts[-1], settings.scheduler_port)
+
+
+def _address_towards(scheduler: str, port: int) -> str:
+    """The address of this host from which the scheduler is reached."""
     try:
-        found = socket.getaddrinfo(settings.scheduler_host, settings.scheduler_port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(scheduler, port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         # Connecting a datagram socket sends nothing; it only asks for the route.
         with socket.socket(family, kind, protocol) as probe:
@@ -92,11 +113,11 @@ def _local_address(settings: Settings) -> str:
     except UnicodeError:  # no name service will ever know it
         raise SettingsError(
             "MS_SCHED_HOST must be an address or a host name, whose parts have 1 to 63 characters;"
-            f" it is {settings.scheduler_host!r}."
+            f" it is {scheduler!r}."
         ) from None
     except OSError as error:
         raise UnresolvedHostError(
-            f"MS_SCHED_HOST is {settings.scheduler_host!r}, and there is no way to it: {error.strerror}.",
+            f"MS_SCHED_HOST is {scheduler!r}, and there is no way to it: {error.strerror}.",
             remedy="Check the name and the network, or set MS_WORKER_ADDRESS to an address of this host.",
         ) from None
 
@@ -181,3 +202,145 @@ def _nvidia_devices(root: Path) -> list[tuple[str, str]]:
             facts = {key.strip(): value.strip() for key, _, value in pairs}
             known[int(facts["Device Minor"])] = (facts.get("Bus Location", ""), facts.get("Model", ""))
     return [known.get(minor, ("", "")) for minor in minors]
+
+
+SOFT = "~"
+"""Begins the name of a fact whose difference is worth a warning and no more."""
+
+MUST_AGREE_LIBRARIES = ("torch", "cupy", "cuda")
+"""Libraries with which ranks that have different versions may compute, or talk, differently."""
+
+MUST_AGREE_NCCL = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_COMM_ID",
+    "NCCL_IB_DISABLE",
+    "NCCL_NET",
+    "NCCL_NET_PLUGIN",
+    "NCCL_NTHREADS",
+    "NCCL_BUFFSIZE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_CTAS",
+    "NCCL_MIN_CTAS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_CROSS_NIC",
+)
+"""Settings of NCCL with which ranks that differ hang or fail; the others may differ from host to host."""
+
+PROJECTS = {
+    **{name: (name,) for name in ("numpy", "grpcio", "protobuf", "cryptography", "torch", "nccl4py")},
+    "cupy": ("cupy_cuda13x", "cupy_cuda12x", "cupy"),
+    "nccl": ("nvidia_nccl_cu13", "nvidia_nccl_cu12"),
+    "cuda": ("nvidia_cuda_runtime", "nvidia_cuda_runtime_cu13", "nvidia_cuda_runtime_cu12"),
+}
+"""Of each package that is compared, the projects that may install it; the first one found counts."""
+_INSTALLED = re.compile(r"([\w.]+)-([\w.+!]{1,64})(?:-.*)?\.(?:dist|egg)-info", re.ASCII)
+_DRIVER = re.compile(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)\s", re.M)
+
+
+def join_facts(
+    plane: Backend,
+    env: Mapping[str, str],
+    root: Path = Path("/"),
+    path: Iterable[str] | None = None,
+) -> dict[str, str]:
+    """The facts that a worker sends when it joins.
+
+    The scheduler refuses a worker in which one of them differs from the others', and warns only about
+    those whose name begins with ``~``.
+
+    Args:
+        plane: the data plane; may have ``facts`` of its own.
+        env: the process's environment.
+        root: where ``proc`` lies.
+        path: folders in which packages are installed; None: those of this process.
+    """
+    facts = {FACT: __version__, **plane.facts}
+    if plane.on_device:
+        nccl = {name: env.get(name, "") for name in MUST_AGREE_NCCL}
+        facts |= {name: value[:256] for name, value in nccl.items() if value and value.isprintable()}
+        facts |= package_versions(MUST_AGREE_LIBRARIES, path)
+        driver = driver_version(root)
+        if driver:
+            facts[f"{SOFT}driver"] = driver
+    return facts
+
+
+def all_facts(env: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+    """Everything that ``muster check`` compares; what is not there is left out.
+
+    Args:
+        env: the process's environment.
+        root: where ``proc`` and ``dev`` lie.
+    """
+    import platform
+
+    facts = {
+        "muster": __version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "driver": driver_version(root),
+        **package_versions(PROJECTS),
+        **{name: env[name] for name in sorted(env) if name.startswith("NCCL_")},
+    }
+    gpus = gpu_models(root)
+    facts["gpus"] = str(len(gpus))
+    facts["gpu model"] = ", ".join(sorted(set(gpus)))
+    return {name: value[:200] for name, value in facts.items() if value}
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """The NVIDIA driver's version, from /proc; empty where there is none."""
+    try:
+        found = _DRIVER.search((root / "proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return found[1] if found else ""
+
+
+def gpu_models(root: Path = Path("/")) -> list[str]:
+    """The model of each GPU of this host, from /proc."""
+    models = []
+    for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        lines = (
+            line.partition(":") for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        )
+        models.append(next((value.strip() for key, _, value in lines if key.strip() == "Model"), "unknown"))
+    return models or ["unknown" for path in root.glob("dev/nvidia[0-9]*") if path.name[6:].isdigit()]
+
+
+def package_versions(names: Iterable[str], path: Iterable[str] | None = None) -> dict[str, str]:
+    """The versions of installed packages, from the names of their metadata folders.
+
+    ``importlib.metadata`` would take longer to import than all of this takes.
+
+    Args:
+        names: of :data:`PROJECTS`.
+        path: folders to look in; None: ``sys.path``.
+
+    Returns:
+        Those that are installed, by name.
+    """
+    installed: dict[str, str] = {}
+    for folder in sys.path if path is None else path:
+        try:
+            listed = os.listdir(folder or ".")  # noqa: PTH208 - iterdir() makes a Path of each
+        except OSError:  # not there, or an archive
+            continue
+        metadata = sorted(entry for entry in listed if entry.endswith("-info"))
+        for found in filter(None, map(_INSTALLED.fullmatch, metadata)):
+            installed.setdefault(found[1].replace(".", "_").lower(), found[2])
+    first = {name: next(filter(None, map(installed.get, PROJECTS[name])), "") for name in names}
+    return {name: version for name, version in first.items() if version}
+
+
+def bind_libraries(interface: str) -> None:
+    """Makes NCCL and Gloo use the interface of MS_INTERFACE, unless their own variables name another.
+
+    Both read the variables when they first open a socket, in this process.
+    """
+    if interface:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this one, not all that begin so
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -1,28 +1,24 @@
-"""The default session of this process: how it begins, who may use it, and that it ends cleanly.
+"""The default session of this process: ``init``, ``release``, and its end with the script.
 
-This is the only module-level state of the package.
+The functions of the public API act on it: module-level state, so that scripts need not hand it around.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
-import signal
 import sys
-import threading
 import time
-from _sitebuiltins import Quitter
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from muster.rendezvous.log_lines import BoundedFormatter
 from muster.worker.config import SecurityContext, load_settings
 from muster.worker.control.client import is_consequence, is_good_exit, reason_of
-from muster.worker.control.credentials import load_keyring
+from muster.worker.control.connection import Connection, grpc_dial, load_keyring
+from muster.worker.ending import is_good_end, on_sigterm, show_errors_in_words, watch_the_end
 from muster.worker.errors import (
     SIGTERM_EXIT_CODE,
     JobEndedError,
@@ -32,9 +28,10 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.worker.in_words import in_words, show_errors_in_words
 from muster.worker.launch import last_words
-from muster.worker.sigterm import on_sigterm
+from muster.worker.launch.door import OUTER
+from muster.worker.store.environment import AGENT_VARIABLE
+from muster.worker.uplink.dialing import dial_by_uplink
 
 if TYPE_CHECKING:
     from muster.worker.control.session import Session
@@ -43,22 +40,51 @@ log = logging.getLogger("muster.worker")
 
 T = TypeVar("T")
 NAME_SERVICE_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
-EXIT_LIMIT_S = 120
 
 
-class _Process:
-    """What this process has asked for and got."""
+class Process:
+    """The state of ``init`` and ``release`` in this process.
+
+    Attributes:
+        context: what the script has set.
+        session: the default one; None: none yet.
+        interrupted: Ctrl-C ended ``init``.
+        said: what ended the worker is noted for its launcher.
+    """
 
     def __init__(self) -> None:
         self.context = SecurityContext()
         self.session: Session | None = None
-        self.hooked = False
-        self.exit: SystemExit | None = None
         self.interrupted = False
         self.said = False
 
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C met ``init`` or a session: a script without either keeps its traceback."""
+        return self.interrupted or (self.session is not None and self.session.interrupted)
 
-_process = _Process()
+    def end(self, error: BaseException | None) -> None:
+        """Releases the session at the script's end; never raises, and Ctrl-C cuts it short."""
+        if error is not None and not self.said and not is_good_exit(error):
+            self.said = True
+            error = self._cause(error)
+            left = isinstance(error, LeaveGranted | LeaveNow) or self._passes_leave_on(error)
+            last_words.note(error=reason_of(error), consequence=is_consequence(error), left=left)
+        if self.session is not None:
+            with contextlib.suppress(WorkerError, KeyboardInterrupt):
+                self.session.end(error)
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """The error behind an exit: one that has left the session's block and was caught outside."""
+        session = self.session
+        return session.error or error if isinstance(error, SystemExit) and session is not None else error
+
+    def _passes_leave_on(self, error: BaseException) -> bool:
+        """Whether a script that has caught LeaveGranted exits with the code that stands for it."""
+        asked = isinstance(error, SystemExit) and error.code == SIGTERM_EXIT_CODE
+        return asked and self.session is not None and self.session.leaves
+
+
+process = Process()
 
 
 def set_ps_context(
@@ -92,13 +118,14 @@ def set_ps_context(
         kind = bool if name == "enable_ssl" else str
         if value is not None and not isinstance(value, (kind, os.PathLike)):
             raise SettingsError(f"{name} must be a {kind.__name__}; it is a {type(value).__name__}.")
-    _process.context = _process.context.replaced(**{n: v for n, v in given.items() if v is not None})
+    process.context = process.context.replaced(**{n: v for n, v in given.items() if v is not None})
 
 
 def init(backend: str | None = None) -> Session:
     """Joins the job that the environment names; returns when all members can communicate.
 
-    Called again without a release in between, it returns the session that is there.
+    Called again without a release in between, it returns the session that is there. In a program whose agent
+    holds the session (``muster run --program torch``), it returns that: ranks and reports, no communicator.
 
     Args:
         backend: "nccl", "tcp" or "gloo"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
@@ -119,23 +146,26 @@ def init(backend: str | None = None) -> Session:
     An error that the script does not catch ends it with one sentence and the error's exit code, now and
     later; the traceback is shown with MS_LOG_LEVEL=DEBUG.
     """
-    if _process.session is not None and not _process.session.released:
-        return _process.session
-    _hook_exit()
-    leaving = _Leaving()
+    if process.session is not None and not process.session.released:
+        return process.session
+    if AGENT_VARIABLE in os.environ:
+        process.session = _adopted(backend)
+        return process.session
+    watch_the_end(process.end, process.was_interrupted)
+    leaving = Leaving()
     try:
         with on_sigterm(leaving.ask):
-            _process.said = False
-            session = open_session(os.environ, _process.context, backend, sleep=leaving.sleep)
-            _process.session = leaving.session = session
+            process.said = False
+            session = open_session(os.environ, process.context, backend, sleep=leaving.sleep)
+            process.session = leaving.session = session
             leaving.check()
             session.open()
             leaving.check()
     except KeyboardInterrupt:
-        _process.interrupted = True
+        process.interrupted = True
         raise
     except (LeaveNow, WorkerError) as ended:
-        if not _is_good_end(ended):
+        if not is_good_end(ended):
             raise
         abandon(ended)  # no news, unless the signal came when the session was just open
         log.info("%s", ended)
@@ -143,15 +173,20 @@ def init(backend: str | None = None) -> Session:
     return session
 
 
-def _is_good_end(error: BaseException) -> bool:
-    """Whether this worker ends without an error: it leaves as asked, or the job ended well without it."""
-    if isinstance(error, WorkerError):
-        return isinstance(error, LeaveGranted) or error.exit_code == 0
-    return isinstance(error, LeaveNow)
+def _adopted(backend: str | None) -> Session:
+    """The session that this program's agent holds."""
+    if backend not in (None, "torch"):
+        raise SettingsError(
+            f"This program has an agent that holds its session, without the communicator {backend}.",
+            remedy="Use torch.distributed, or start it with muster run --program muster.",
+        )
+    from muster.worker.store.adopted import AdoptedSession
+
+    return cast("Session", AdoptedSession(os.environ))
 
 
-class _Leaving:
-    """SIGTERM while ``init`` is under way: noted, and told to whatever waits.
+class Leaving:
+    """Notes a SIGTERM during ``init`` and passes it on to what waits.
 
     A handler must not raise there: what it interrupts may be an import, whose lock would stay locked for
     ever, or something whose errors Python drops, and the request with them.
@@ -183,8 +218,8 @@ class _Leaving:
 
 def release() -> None:
     """Says that this worker has finished, or left as asked, and frees everything; idempotent."""
-    if _process.session is not None:
-        _process.session.release()
+    if process.session is not None:
+        process.session.release()
 
 
 def current() -> Session:
@@ -193,9 +228,9 @@ def current() -> Session:
     Raises:
         NotInitializedError: there is none.
     """
-    if _process.session is None or _process.session.released:
-        raise NotInitializedError("There is no session.", remedy="Call worker.init() first.")
-    return _process.session
+    if process.session is None or process.session.released:
+        raise NotInitializedError("There is no session.", remedy="Call muster.init() first.")
+    return process.session
 
 
 def open_session(
@@ -217,25 +252,29 @@ def open_session(
 
     device = choose_device(settings)
     name = backend or settings.backend or _default_backend(device.visible_count)
-    if name == "nccl" and not settings.spare:  # a spare may wait for long, and holds no GPU meanwhile
-        from muster.worker.communicators.nccl.warmup import begin_context
+    from muster.worker.communicators import create_backend, tls_policies, warm_up
 
-        begin_context(device.ordinal)  # beside all that follows: it takes as long
+    # Beside all that follows: it takes as long. A spare may wait for long, and holds no GPU meanwhile.
+    warmed = None if settings.spare else warm_up(name, device.ordinal)
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
-    from muster.worker.check.facts import bind_libraries, join_facts
-    from muster.worker.communicators import create_backend, tls_policies
+    from muster.rendezvous.messages import Profile
     from muster.worker.communicators.tcp.probe import Probes
-    from muster.worker.control.connection import GrpcConnector
-    from muster.worker.control.messages import Profile
     from muster.worker.control.session import Session, new_incarnation
+    from muster.worker.host import bind_libraries, join_facts
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError, sleep=sleep)
     bind_libraries(settings.interface)
     policies = None if keyring is None else tls_policies(keyring, settings.job_id)
-    plane = create_backend(name, tls=keyring, job_id=settings.job_id, allow_insecure=settings.allow_insecure)
+    plane = create_backend(
+        name,
+        tls=keyring,
+        job_id=settings.job_id,
+        allow_insecure=settings.allow_insecure,
+        warm_up=warmed,
+    )
     data_address = plane.open_endpoint(host.address)
     probes = Probes(policies, settings.job_id, allow_insecure=settings.allow_insecure)
-    probe_address = data_address if name == "tcp" else probes.open(host.address)
+    probe_address = data_address if plane.answers_probes else probes.open(host.address)
     profile = Profile(
         job_id=settings.job_id,
         node_id=node_identity(settings, host, os.urandom(4).hex()),
@@ -248,13 +287,13 @@ def open_session(
         local_index=settings.local_index,
         data_address=data_address,
         probe_address=probe_address,
+        last_call_s=settings.last_call_s,
         spare=settings.spare,
-        facts=tuple(sorted(join_facts(name, plane, env).items())),
+        facts=tuple(sorted(join_facts(plane, env).items())),
     )
-    connector = GrpcConnector(settings, keyring)
-    return Session(
-        settings, profile=profile, device=device, backend=plane, connector=connector, probes=probes
-    )
+    dial = grpc_dial(settings, keyring)
+    line = Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial)
+    return Session(settings, profile=profile, device=device, backend=plane, connection=line, probes=probes)
 
 
 def retried(
@@ -303,105 +342,6 @@ def _set_up_log(level: str) -> None:
     logger.setLevel(level)
 
 
-def _hook_exit() -> None:
-    """Ends the session with the process: finished at a normal end, failed at an exception or exit code.
-
-    A script need not catch what is no failure: LeaveGranted, say, ends it without a traceback.
-    """
-    if _process.hooked:
-        return
-    _process.hooked = True
-    show_errors_in_words()
-    previous = sys.excepthook
-
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        abandon(error)  # first: the peers learn at once
-        plain = previous in (sys.__excepthook__, in_words)
-        if isinstance(error, KeyboardInterrupt) and plain and _was_interrupted():
-            print("interrupted", file=sys.stderr)  # no traceback; Python goes on to end by SIGINT
-        elif isinstance(error, WorkerError) and _is_good_end(error):
-            if not getattr(error, "logged", False):
-                log.info("%s", error)
-            sys.exit(error.exit_code)  # Python takes this for the script's own exit, where its hook raises it
-        else:
-            previous(kind, error, trace)
-            if isinstance(error, WorkerError):  # the script's own hook has shown it
-                sys.exit(error.exit_code)
-
-    def on_exit(code: str | int | None = None, /) -> NoReturn:
-        note_exit(code)
-        leave(code)
-
-    def on_quit(self: Quitter, code: str | int | None = None) -> NoReturn:
-        note_exit(code)
-        quit_with(self, code)
-
-    leave, quit_with = sys.exit, Quitter.__call__
-    sys.exit = on_exit
-    Quitter.__call__ = on_quit  # type: ignore[method-assign]  # exit() and quit()
-    sys.excepthook = on_exception
-    atexit.register(_at_exit)
-
-
-def note_exit(code: str | int | None) -> None:
-    """Notes the code that the main thread is about to exit with: SystemExit itself reaches no hook.
-
-    Called by whatever raises it, or sees it pass; a script's own ``raise SystemExit`` is seen by a ``with``
-    block of the session, and by the launcher that has forked it.
-    """
-    if threading.current_thread() is threading.main_thread():
-        _process.exit = SystemExit(code)
-
-
-def _was_interrupted() -> bool:
-    """Whether Ctrl-C met ``init`` or a session: a script without either keeps its traceback."""
-    session = _process.session
-    return _process.interrupted or (session is not None and session.interrupted)
-
-
 def abandon(error: BaseException) -> None:
-    """Tells the scheduler that this worker is gone, and why. Never raises; Ctrl-C cuts the goodbye short."""
-    _end(error)
-
-
-def limit_exit(limit_s: int = EXIT_LIMIT_S) -> None:
-    """Lets the system end this process (SIGALRM) if the interpreter has not ended by then.
-
-    gRPC was seen, rarely, to wait for ever while the interpreter takes its modules apart.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(limit_s)
-
-
-def _at_exit() -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        # The script is over: nothing is left to stop, and its exit code tells more than the signal would.
-        # To ignore it holds to the interpreter's very end; a handler would not.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end(_process.exit)
-    limit_exit()
-
-
-def _end(error: BaseException | None) -> None:
-    if error is not None and not _process.said and not is_good_exit(error):
-        _process.said = True
-        error = _cause(error)
-        left = isinstance(error, LeaveGranted | LeaveNow) or _passes_leave_on(error)
-        last_words.note(error=reason_of(error), consequence=is_consequence(error), left=left)
-    if _process.session is not None:
-        with contextlib.suppress(WorkerError, KeyboardInterrupt):
-            _process.session.end(error)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What lies behind an exit: the error that has left the session's block, and was caught outside."""
-    session = _process.session
-    return session.error or error if isinstance(error, SystemExit) and session is not None else error
-
-
-def _passes_leave_on(error: BaseException) -> bool:
-    """Whether a script that has caught LeaveGranted exits with the code that stands for it."""
-    session = _process.session
-    asked = isinstance(error, SystemExit) and error.code == SIGTERM_EXIT_CODE
-    return asked and session is not None and session.leaves
+    """Lets the scheduler know that this worker is gone, and why. Never raises."""
+    process.end(error)

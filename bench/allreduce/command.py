@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from muster.bench.ranks import run_ranks
 from muster.bench.report import describe_machine, summary, write
-from muster.worker.communicators.base import Communicator, Membership, Peer, ReduceOp
+from muster.worker.communicators.base import Communicator, ReduceOp
 
 SIZES = (4096, 1 << 20, 64 << 20)
 _WARMUPS = 3
-_PASSWORD = b"benchmark"
-_JOB = "bench"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes (2; nccl: 4)")
     parser.add_argument(
         "--sizes",
-        type=_size,
+        type=size_in_bytes,
         nargs="+",
         metavar="BYTES",
         help="as 4096, 4K or 64M (4K 1M 64M; nccl: 4 bytes to 4 GiB)",
@@ -103,7 +99,8 @@ def rounds_of(size: int) -> int:
     return max(8, min(300, (256 << 20) // max(1, size)))
 
 
-def _size(text: str) -> int:
+def size_in_bytes(text: str) -> int:
+    """A number of bytes as a command line says it; as an argument's type of argparse."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
     if not number.isdigit() or int(number) * unit % 4 or not 0 < int(number) * unit <= 4 << 30:
@@ -142,76 +139,19 @@ def measure_ours(options: argparse.Namespace) -> dict[int, list[float]]:
     Raises:
         RuntimeError: a worker failed.
     """
-    with tempfile.TemporaryDirectory(prefix="muster-allreduce-") as scratch:
-        folder = None if options.plain or options.backend != "tcp" else _certificates(Path(scratch))
-        context = multiprocessing.get_context("spawn")
-        pipes, processes = [], []
-        for rank in range(options.workers):
-            ours, theirs = context.Pipe()
-            arguments = (rank, theirs, options.backend, folder, options.tls_only, tuple(options.sizes))
-            process = context.Process(target=_worker, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            places = [_receive(pipe) for pipe in pipes]
-            for pipe in pipes:
-                pipe.send(([address for address, _ in places], places[0][1]))
-            results = [_receive(pipe) for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
+    results = run_ranks(
+        options.workers,
+        _measure_all,
+        tuple(options.sizes),
+        backend=options.backend,
+        tls=not options.plain and options.backend == "tcp",
+        seal=not options.tls_only,
+    )
     return {size: slowest([result[size] for result in results]) for size in options.sizes}
 
 
-def _receive(pipe: Connection) -> Any:
-    try:
-        result = pipe.recv()
-    except EOFError:
-        raise RuntimeError("a worker ended early; its words are above") from None
-    if isinstance(result, str):
-        raise RuntimeError(result)
-    return result
-
-
-def _certificates(folder: Path) -> Path:
-    from muster.certs.pki.authority import create_authority
-    from muster.certs.pki.identity import Identity
-
-    authority = create_authority(folder / "authority", _PASSWORD)
-    (folder / "client.p12").write_bytes(authority.issue(Identity(_JOB, "worker")).p12(_PASSWORD))
-    return folder
-
-
-def _worker(
-    rank: int, pipe: Connection, name: str, folder: Path | None, tls_only: bool, sizes: Sequence[int]
-) -> None:
-    try:
-        from muster.worker.communicators import create_backend
-
-        tls = None
-        if folder is not None:
-            from muster.certs.runtime.store import load_credentials
-
-            tls = load_credentials(folder / "client.p12", _PASSWORD, folder / "authority" / "ca.crt")
-        backend = create_backend(name, tls=tls, job_id=_JOB, seal=not tls_only)
-        pipe.send((backend.open_endpoint("127.0.0.1"), backend.mint_unique_ids(1)))
-        addresses, unique_ids = pipe.recv()
-        peers = tuple(
-            Peer(index, f"bench-{index}", index, "bench", "localhost", address)
-            for index, address in enumerate(addresses)
-        )
-        membership = Membership(_JOB, 1, "world", rank, peers, unique_ids)
-        communicator = backend.connect(membership, timeout_s=60, cancelled=lambda: None)
-        results = {size: _measure(communicator, size) for size in sizes}
-        communicator.barrier()
-        communicator.close()
-        backend.close()
-        pipe.send(results)
-    except Exception as error:
-        pipe.send(f"rank {rank}: {type(error).__name__}: {error}")
+def _measure_all(communicator: Communicator, sizes: Sequence[int]) -> dict[int, list[float]]:
+    return {size: _measure(communicator, size) for size in sizes}
 
 
 def _measure(communicator: Communicator, size: int) -> list[float]:
@@ -260,6 +200,6 @@ def measure_peer(options: argparse.Namespace) -> dict[int, list[float]]:
     for process, (_, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
             words = errors.strip().splitlines()
-            raise RuntimeError(f"torch's gloo failed: {words[-1] if words else 'it told nothing'}")
+            raise RuntimeError(f"torch's gloo failed: {words[-1] if words else 'it wrote nothing'}")
     results = [json.loads(out.splitlines()[-1])["samples"] for out, _ in outputs]
     return {size: slowest([result[str(size)] for result in results]) for size in options.sizes}

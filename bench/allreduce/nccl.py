@@ -61,7 +61,7 @@ def measure(
 
 
 def turned(kinds: tuple[str, ...], turn: int) -> tuple[str, ...]:
-    """Another one begins in each round: none always follows the same."""
+    """Rotates the order in each round, so that none always follows the same one."""
     start = turn % len(kinds)
     return kinds[start:] + kinds[:start]
 

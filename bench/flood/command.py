@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from muster.bench.recovery.job import ROOT, Job
+from muster.bench.launches import ROOT
+from muster.bench.recovery.job import Job
 
 RULES = ROOT / "deploy" / "nftables" / "handshakes.nft"
 SOURCE = "127.0.0.9"
@@ -145,7 +146,7 @@ def _measure(options: argparse.Namespace, job: Job) -> dict[str, Any]:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    # Whoever was to be lost for silence is lost by now.
+    # Workers that are to be lost for silence are lost by now.
     settled = time.monotonic() + options.node_timeout_s + 3
     while time.monotonic() < settled:
         most = max(most, _memory_mb(scheduler))
@@ -173,10 +174,10 @@ def _measure(options: argparse.Namespace, job: Job) -> dict[str, Any]:
 def _joined(joiner: subprocess.Popen[str]) -> float | None:
     """How long a join took; None: it did not come through."""
     try:
-        told = joiner.communicate(timeout=60)[0].strip()
+        answer = joiner.communicate(timeout=60)[0].strip()
     except subprocess.TimeoutExpired:
         return None
-    return float(told) if told else None
+    return float(answer) if answer else None
 
 
 def _memory_mb(pid: int) -> float:

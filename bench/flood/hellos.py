@@ -16,6 +16,8 @@ import ssl
 import sys
 import time
 
+from muster.certs.runtime.probe import trusting_context
+
 OPEN = 2_000
 PENDING = 2_000
 AT_A_TIME = 16
@@ -23,13 +25,9 @@ AT_A_TIME = 16
 
 def client_hello() -> bytes:
     """What a TLS client says first."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
     out = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), out).do_handshake()
+        trusting_context().wrap_bio(ssl.MemoryBIO(), out).do_handshake()
     return out.read()
 
 

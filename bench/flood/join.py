@@ -10,14 +10,12 @@ import sys
 import time
 from queue import SimpleQueue
 
-from muster.worker.check.facts import join_facts
+from muster.rendezvous import messages as m
+from muster.rendezvous.codec import decode_scheduler_message, encode
 from muster.worker.communicators import create_backend
 from muster.worker.config import load_settings
-from muster.worker.control import messages as m
-from muster.worker.control.connection import DeniedError, GrpcConnector
-from muster.worker.control.credentials import load_keyring
-from muster.worker.control.wire import decode, encode
-from muster.worker.host import describe_host
+from muster.worker.control.connection import DeniedError, Dial, grpc_dial, load_keyring
+from muster.worker.host import describe_host, join_facts
 
 LIMIT_S = 30.0
 PAUSE_S = 0.05
@@ -38,13 +36,13 @@ def main() -> None:
         device=m.Device("cpu", 0),
         backend="tcp",
         spare=True,
-        facts=tuple(sorted(join_facts("tcp", plane, os.environ).items())),
+        facts=tuple(sorted(join_facts(plane, os.environ).items())),
     )
-    connector = GrpcConnector(settings, keyring)
+    dial = grpc_dial(settings, keyring)
     time.sleep(float(sys.argv[1]))
     began = time.monotonic()
     while time.monotonic() < began + LIMIT_S:
-        answer = _answer(connector, profile)
+        answer = _answer(dial, profile)
         if isinstance(answer, m.Refused):
             raise SystemExit(answer.sentence)
         if answer is not None:
@@ -54,12 +52,12 @@ def main() -> None:
     os._exit(0)  # gone without a word, like a spare that is killed: the job does not need it
 
 
-def _answer(connector: GrpcConnector, profile: m.Profile) -> m.Incoming | None:
+def _answer(dial: Dial, profile: m.Profile) -> m.SchedulerMessage | None:
     """The scheduler's first word; None where it could not be asked."""
     outbox: SimpleQueue[bytes | None] = SimpleQueue()
     outbox.put(encode(m.Join(profile)))
     try:
-        return next((decode(data) for data in connector.open(outbox)), None)
+        return next((decode_scheduler_message(data) for data in dial(outbox)[0]), None)
     except (OSError, DeniedError):
         return None
 

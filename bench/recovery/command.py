@@ -72,8 +72,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _on_gpus(options: argparse.Namespace, directory: Path, say: Any) -> dict[str, Any]:
+    from muster.bench.gpu_fleet import require_gpus
     from muster.bench.recovery.gpu import measure
 
+    if not options.tiny:
+        require_gpus(-(-options.gpus // options.ranks_per_gpu))
     results = measure(options, directory, say)
     if not options.tiny:
         from muster.bench.gpu_machine import describe_machine

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muster.bench.recovery.job import Job, Worker
+from muster.bench.recovery.job import Job, Worker, longest_pause, median_and_worst
 from muster.bench.recovery.loop import PACE_VARIABLE
 
-SETTLE_TIMEOUT_S = 60.0
+SETTLE_TIMEOUT_S = 180.0
 LEAST_WITH_STATE = 2
+PROGRESS_S = 5.0
 
 
 def harm(job: Digits, seconds: float, chance: random.Random) -> dict[str, Any]:
-    """Kills at random for a while, whoever it hits, newcomers on their way in too; lets the run end.
+    """Kills workers at random for a while, also newcomers that are still joining; then lets the run end.
 
     Two workers that hold the state always live: with none of them the training would begin anew.
 
@@ -34,7 +33,9 @@ def harm(job: Digits, seconds: float, chance: random.Random) -> dict[str, Any]:
         RuntimeError: a process ended that nobody killed, or the job did not settle.
     """
     job.begin()
+    job.say(f"chaos: all train; harm for {seconds:g} s")
     begun, kills, scheduler_kills = time.monotonic(), 0, 0
+    next_word = begun + PROGRESS_S
     while (share := (time.monotonic() - begun) / seconds) < 1:
         time.sleep(chance.uniform(0.05, 1.2))
         victim = _victim(job, chance)
@@ -50,7 +51,13 @@ def harm(job: Digits, seconds: float, chance: random.Random) -> dict[str, Any]:
             kills += 1
         job.check()
         job.hold_back(0.9 * share)
+        if time.monotonic() >= next_word:
+            next_word += PROGRESS_S
+            job.say(f"chaos: {kills} workers, {scheduler_kills} schedulers killed, {share:.0%} of the time")
+    job.say("chaos: no more harm; waits until all train again")
+    job.hold_back(0.0, SETTLE_PACE_S)
     job.wait("all train again", lambda: job.training(job.size, 2), SETTLE_TIMEOUT_S)
+    job.say("chaos: all train again; runs to its end")
     accuracies = job.finish(300)
     return {"kills": kills, "scheduler_kills": scheduler_kills, "accuracy": accuracies, **job.count()}
 
@@ -63,8 +70,11 @@ def _victim(job: Digits, chance: random.Random) -> Worker | None:
 
 
 STEPS_PER_EPOCH = 23
+START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 60.0
 SLOW_PACE_S = 0.1
+SETTLE_PACE_S = 0.5
+"""So slow that the training is not over before those that were started last have come."""
 
 Say = Callable[[str], None]
 
@@ -127,13 +137,13 @@ class Digits(Job):
         self.start_scheduler()
         for number in range(self.size):
             self.start_worker(str(number))
-        self.wait("all train", lambda: self.training(self.size, 3), STEP_TIMEOUT_S)
+        self.wait("all train", lambda: self.training(self.size, 3), START_TIMEOUT_S)
 
-    def hold_back(self, share: float) -> None:
+    def hold_back(self, share: float, pace_s: float = SLOW_PACE_S) -> None:
         """Slows the training down if it is further than this share of the run."""
         newest = max(worker.steps()[-1]["step"] for worker in self.living() if worker.steps())
         if newest > share * self.last_step:
-            self.pace.write_text(str(SLOW_PACE_S))
+            self.pace.write_text(str(pace_s))
 
     def finish(self, timeout_s: float) -> list[float]:
         """Lets the training run at full speed to its end; the accuracies that the workers printed."""
@@ -143,8 +153,10 @@ class Digits(Job):
         assert self.scheduler is not None
         self.scheduler.wait(STEP_TIMEOUT_S)
         found = [re.findall(r"test accuracy: ([0-9.]+)", worker.log.read_text()) for worker in running]
-        if not all(found) or self.scheduler.returncode:
-            raise RuntimeError(f"the job did not end well\n{self.tails()}")
+        if code := self.scheduler.returncode:
+            raise RuntimeError(f"the scheduler ended with code {code}\n{self.tails()}")
+        if not all(found):
+            raise RuntimeError(f"a worker ended without the accuracy of its model\n{self.tails()}")
         return [float(each[0]) for each in found]
 
     def count(self) -> dict[str, Any]:
@@ -219,7 +231,7 @@ def kill_one(job: Digits, chance: random.Random) -> dict[str, Any]:
     killed = victim.kill()
     job.wait(
         "the survivors' next step",
-        lambda: all(_next_step(worker, last["generation"], killed) for worker in survivors),
+        lambda: all(next_step(worker, last["generation"], killed) for worker in survivors),
         STEP_TIMEOUT_S,
     )
     newcomer = job.start_worker(victim.name)
@@ -229,13 +241,13 @@ def kill_one(job: Digits, chance: random.Random) -> dict[str, Any]:
         "step": last["step"],
         "told_s": round(_last(survivors, "interrupted", killed) - killed, 4),
         "next_step_s": round(
-            max(_next_step(worker, last["generation"], killed)["t"] for worker in survivors) - killed, 4
+            max(next_step(worker, last["generation"], killed)["t"] for worker in survivors) - killed, 4
         ),
         "replaced_s": round(newcomer.steps()[0]["t"] - killed, 3),
     }
 
 
-def _next_step(worker: Worker, generation: int, since: float) -> dict[str, Any]:
+def next_step(worker: Worker, generation: int, since: float) -> dict[str, Any]:
     """The first step that this worker finished in a generation after ``generation``; {} if none yet."""
     return next((s for s in worker.steps() if s["t"] > since and s["generation"] > generation), {})
 
@@ -283,7 +295,7 @@ def kill_schedulers(job: Digits, kills: int, chance: random.Random) -> dict[str,
     steps_of = [worker.steps() for worker in job.workers]  # read once: they train on meanwhile
     steps = [step for done in steps_of for step in done]
     in_order = all([step["step"] for step in done] == list(range(1, len(done) + 1)) for done in steps_of)
-    pauses = [_longest_pause(worker) for worker in job.workers]
+    pauses = [longest_pause(worker, but_first=3) for worker in job.workers]
     result: dict[str, Any] = {
         "kills": kills,
         "steps_meanwhile": max(step["step"] for step in steps),
@@ -298,11 +310,6 @@ def kill_schedulers(job: Digits, kills: int, chance: random.Random) -> dict[str,
     return result | job.count()
 
 
-def _longest_pause(worker: Worker) -> float:
-    times = [step["t"] for step in worker.steps()]
-    return max((b - a for a, b in itertools.pairwise(times[3:])), default=0.0)
-
-
 def _kill_both(job: Digits, chance: random.Random) -> dict[str, Any]:
     time.sleep(2.0)
     victim = chance.choice(job.living())
@@ -315,20 +322,24 @@ def _kill_both(job: Digits, chance: random.Random) -> dict[str, Any]:
     job.start_scheduler()
     job.wait(
         "the survivors' next step",
-        lambda: all(_next_step(worker, generation, killed) for worker in survivors),
+        lambda: all(next_step(worker, generation, killed) for worker in survivors),
         STEP_TIMEOUT_S,
     )
-    step = max(_next_step(worker, generation, killed)["t"] for worker in survivors)
+    step = max(next_step(worker, generation, killed)["t"] for worker in survivors)
     return {"scheduler_start_to_next_step_s": round(step - back, 3), "world": len(survivors)}
 
 
-def _chaos(options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
+def chaos_epochs(seconds: float, pace_ms: float) -> int:
+    """Epochs that take about as long as the harm: half of what there is time for undisturbed."""
+    return max(20, int(seconds * 1000 / max(pace_ms, 1) / STEPS_PER_EPOCH / 2))
 
+
+def _chaos(options: argparse.Namespace, directory: Path, say: Say) -> dict[str, Any]:
     with Digits(
         directory,
         workers=options.workers,
         worker_min=2,
-        epochs=options.epochs or max(20, int(10 * options.chaos_s)),
+        epochs=options.epochs or chaos_epochs(options.chaos_s, options.pace_ms),
         pace_s=options.pace_ms / 1000,
         say=say,
     ) as job:
@@ -344,9 +355,7 @@ def _summary(results: dict[str, Any]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     harmed = results.get("worker_kills")
     if harmed:
-        for key in ("told_s", "next_step_s", "replaced_s"):
-            values = [kill[key] for kill in harmed["kills"]]
-            summary[key] = {"median": round(statistics.median(values), 4), "worst": max(values)}
+        summary |= median_and_worst(harmed["kills"], ("told_s", "next_step_s", "replaced_s"))
         summary["exact_steps"] = harmed["exact"] and harmed["none_twice"]
         summary["accuracy"] = {"harmed": harmed["accuracy"], "undisturbed": harmed["accuracy_undisturbed"]}
     absent = results.get("scheduler_kills")
@@ -356,14 +365,14 @@ def _summary(results: dict[str, Any]) -> dict[str, Any]:
             for key in ("kills", "none_lost_or_redone", "interruptions", "generations", "longest_pause_s")
         }
         summary["worker_killed_in_absence"] = absent["worker_killed_in_absence"]
-    summary["did_not_hold"] = _broken(harmed, absent)
+    summary["did_not_hold"] = broken_promises(harmed, absent)
     chaos = results.get("chaos")
     if chaos and not (chaos["exact"] and chaos["none_twice"]):
         summary["did_not_hold"].append("every step is finished, by each process once, in chaos")
     return summary
 
 
-def _broken(harmed: dict[str, Any] | None, absent: dict[str, Any] | None) -> list[str]:
+def broken_promises(harmed: dict[str, Any] | None, absent: dict[str, Any] | None) -> list[str]:
     """What must hold and did not, in words."""
     rules = []
     if harmed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import train
+from muster import train
 from muster.bench.recovery.loop import RecordingLoop
 
 if __name__ == "__main__":

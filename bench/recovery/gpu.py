@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.gpu_fleet import SAFE_ENVIRONMENT, sharing_environment
-from muster.bench.recovery.job import Job, Worker
+from muster.bench.recovery.job import Job, Worker, longest_pause, median_and_worst
 
 STEADY_STEPS = 20
 
@@ -104,20 +104,20 @@ def _kill_one(job: Job, options: argparse.Namespace, name: str, deadline: float)
         lambda: all(_first(worker, "step", killed) for worker in survivors),
         min(60, deadline - time.monotonic()),
     )
-    result: dict[str, Any] = {"rank": rank, "node": victim.name, **_phases(survivors, killed)}
+    result: dict[str, Any] = {"rank": rank, "node": victim.name, **phases(survivors, killed)}
     job.wait(
         "the survivors' captured steps",
         lambda: options.tiny or all(_captured(worker, killed) for worker in survivors),
         min(60, deadline - time.monotonic()),
     )
-    result |= _recapture(survivors, killed)
+    result |= recapture(survivors, killed)
     started = time.monotonic()
     newcomer = _start(job, int(victim.name), options.ranks_per_gpu)
     _await_steady(job, options, deadline)
     first = newcomer.steps()[0]
     result["replacement"] = {
         "start_to_first_step_s": round(first["t"] - started, 3),
-        "longest_pause_of_survivors_s": round(max(_pause(worker, started) for worker in survivors), 3),
+        "longest_pause_of_survivors_s": round(max(longest_pause(worker, started) for worker in survivors), 3),
         "ranks": first["world"],
         "step": first["step"],
     }
@@ -140,7 +140,7 @@ def _first(worker: Worker, what: str, since: float) -> dict[str, Any] | None:
     return None
 
 
-def _phases(survivors: list[Worker], killed: float) -> dict[str, Any]:
+def phases(survivors: list[Worker], killed: float) -> dict[str, Any]:
     """When each phase was over on the last survivor, in seconds since the kill."""
     phases = {}
     for what, name in (("interrupted", "told_s"), ("rejoined", "built_s"), ("shared", "shared_s")):
@@ -162,7 +162,7 @@ def _captured(worker: Worker, since: float) -> dict[str, Any] | None:
     return next((step for step in steps if step.get("captured") == "replayed"), None)
 
 
-def _recapture(survivors: list[Worker], killed: float) -> dict[str, Any]:
+def recapture(survivors: list[Worker], killed: float) -> dict[str, Any]:
     """How long the step that captured took, and from when on steps were captured again."""
     made = [
         step["seconds"]
@@ -179,11 +179,6 @@ def _recapture(survivors: list[Worker], killed: float) -> dict[str, Any]:
     }
 
 
-def _pause(worker: Worker, since: float) -> float:
-    times = [step["t"] for step in worker.steps() if step["t"] > since]
-    return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
-
-
 def _leave(job: Job, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """SIGTERM to one worker: it leaves at a step boundary, and the others go on without an abort."""
     leaver, *others = job.living()
@@ -197,7 +192,7 @@ def _leave(job: Job, options: argparse.Namespace, deadline: float) -> dict[str, 
     )
     return {
         "exit_code": leaver.process.poll(),
-        "longest_pause_of_others_s": round(max(_pause(worker, asked) for worker in others), 3),
+        "longest_pause_of_others_s": round(max(longest_pause(worker, asked) for worker in others), 3),
     }
 
 
@@ -219,10 +214,8 @@ def _values(job: Job) -> dict[str, Any]:
 def _summary(results: dict[str, Any]) -> dict[str, Any]:
     kills = results["kills"]
     summary: dict[str, Any] = {"kills": len(kills)}
-    for key in ("told_s", "built_s", "shared_s", "next_step_s", "recapture_s", "captured_again_s"):
-        values = [kill[key] for kill in kills if key in kill]
-        if values:
-            summary[key] = {"median": statistics.median(values), "worst": max(values)}
+    keys = ("told_s", "built_s", "shared_s", "next_step_s", "recapture_s", "captured_again_s")
+    summary |= median_and_worst(kills, keys)
     with contextlib.suppress(statistics.StatisticsError):
         summary["replacement_pause_s"] = statistics.median(
             kill["replacement"]["longest_pause_of_survivors_s"] for kill in kills

@@ -1,22 +1,22 @@
-"""A job to do harm to: a scheduler and workers on this host, with mutual TLS, and what they write down."""
+"""A job for recovery benchmarks: a scheduler and workers on this host, mutual TLS, their records."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
+from muster.bench.launches import environment, make_keys
 from muster.bench.recovery.loop import RECORD_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.005
 
 J = TypeVar("J", bound="Job")
@@ -61,6 +61,22 @@ class Worker:
         return now
 
 
+def longest_pause(worker: Worker, since: float = 0.0, *, but_first: int = 0) -> float:
+    """The longest time between two steps that this worker finished since then, without so many at first."""
+    times = [step["t"] for step in worker.steps() if step["t"] > since][but_first:]
+    return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+
+
+def median_and_worst(kills: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """Of each figure that there is of the kills: its median and the largest."""
+    found = {key: [kill[key] for kill in kills if key in kill] for key in keys}
+    return {
+        key: {"median": round(statistics.median(values), 4), "worst": max(values)}
+        for key, values in found.items()
+        if values
+    }
+
+
 class Job:
     """A scheduler and its workers. A context manager: what still runs at the end is killed.
 
@@ -89,17 +105,11 @@ class Job:
         self.workers: list[Worker] = []
         self.scheduler: subprocess.Popen[bytes] | None = None
         self._command = list(command)
-        keys = directory / "keys"
-        self.config, password = keys / "config.json", keys / "password"
-        if not self.config.exists():
-            _run_checked(
-                "-m", "muster", "certs", "init", "--dir", str(keys), "--password-file", str(password)
-            )
+        self.config, password = make_keys(directory / "keys")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith("MS_")} | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        self.env = environment() | {
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -215,17 +225,9 @@ class Job:
         """The job itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kills what still runs."""
         for process in [*(worker.process for worker in self.workers), self.scheduler]:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-def _run_checked(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with code {done.returncode}:\n{done.stderr}")

@@ -1,4 +1,4 @@
-"""What a worker of the recovery benchmark writes down: one line for each step and each change of members."""
+"""Records a worker's steps and changes of members for the recovery benchmark."""
 
 from __future__ import annotations
 

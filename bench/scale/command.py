@@ -1,57 +1,78 @@
 """How many workers one scheduler carries: simulated workers, real TLS sessions, no training.
 
-A load process opens one mutually authenticated connection and one session stream per worker, as a worker
-does, and plays the worker's part of the protocol. The scheduler is the product's own, in a process of its
-own, and both share this machine.
+Load processes shake hands twice for each stream, as a worker does, and play the workers' part of the
+protocol: each worker on a connection of its own or, with --uplinks, all of a host on one. The scheduler is
+the product's own, in a process of its own, and all share this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
-import secrets
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from muster.bench.scale.reader import slim_reader
+from muster.bench.launches import environment, make_keys
+
+if TYPE_CHECKING:
+    from muster.bench.scale.load import Load
 
 WORKERS_PER_HOST = 8
-JOIN_PARALLELISM = 64
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a job of simulated workers."""
     parser.add_argument("--workers", type=int, default=1000, metavar="N", help="simulated workers (1000)")
-    parser.add_argument(
-        "--heartbeat-s",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="how long to hold heartbeats, one a second",
-    )
-    parser.add_argument(
-        "--dying", type=float, default=1.0, metavar="PERCENT", help="share that dies at once at the end (1)"
-    )
     parser.add_argument(
         "--node-timeout-s",
         type=float,
         default=30.0,
         metavar="S",
-        help="MS_NODE_TIMEOUT; one process plays all workers, and is late more easily than they are (30)",
+        help="MS_NODE_TIMEOUT; few processes play all workers, and are late more easily than they are (30)",
     )
-    parser.add_argument("--limit-s", type=float, default=300.0, metavar="S", help="give up after this time")
+    parser.add_argument(
+        "--limit-s", type=float, default=300.0, metavar="S", help="give up after this time (300)"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--heartbeat-s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="how long to hold heartbeats, as often as the scheduler asks for",
+    )
+    parser.add_argument(
+        "--beat-s", type=float, default=0.0, metavar="S", help="pause between two heartbeats, as if asked for"
+    )
+    parser.add_argument(
+        "--dying", type=float, default=1.0, metavar="PERCENT", help="share that dies at once at the end (1)"
+    )
+    parser.add_argument(
+        "--uplinks", action="store_true", help=f"one stream for each host of {WORKERS_PER_HOST} workers"
+    )
+    parser.add_argument(
+        "--loads", type=int, default=2, metavar="N", help="processes that play the workers (2)"
+    )
     parser.add_argument(
         "--sweep",
         type=_sizes,
         default=(),
         metavar="N,...",
-        help="one run for each of these numbers; writes RESULTS/scale_N.json",
+        help="one run for each of these numbers; writes RESULTS/scale_N.json, or uplinks_N.json",
     )
     parser.add_argument(
         "--results", type=Path, default=Path("bench/results"), metavar="DIR", help="default: bench/results"
@@ -74,17 +95,20 @@ def run(args: argparse.Namespace) -> dict[str, Any] | int:
         return _sweep(args)
     print(f"forming {args.workers} simulated workers over mutual TLS ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="muster-scale-") as folder:
-        figures = _measure(args, Path(folder))
+        figures = measure(args, Path(folder))
     for name, value in figures.items():
         print(f"{name:34} {value:,.3f}" if isinstance(value, float) else f"{name:34} {value:,}")
-    return {"workers": args.workers, "dying_percent": args.dying, **figures}
+    asked = {"uplinks": args.uplinks, "node_timeout_s": args.node_timeout_s, "beat_s": args.beat_s}
+    return {"workers": args.workers, **asked, "dying_percent": args.dying, **figures}
 
 
 def _sweep(args: argparse.Namespace) -> int:
     """Runs each size in a process of its own, so that none inherits the memory of the one before."""
     for size in args.sweep:
-        path = args.results / f"scale_{size}.json"
-        rest = ("--heartbeat-s", args.heartbeat_s, "--dying", args.dying, "--limit-s", args.limit_s)
+        path = args.results / f"{'uplinks' if args.uplinks else 'scale'}_{size}.json"
+        rest = ["--heartbeat-s", args.heartbeat_s, "--dying", args.dying, "--limit-s", args.limit_s]
+        rest += ["--node-timeout-s", args.node_timeout_s, "--loads", args.loads, "--beat-s", args.beat_s]
+        rest += ["--uplinks"] if args.uplinks else []
         command = [sys.executable, "-m", "muster", "bench", "scale", "--workers", size, *rest, "--json", path]
         code = subprocess.run([str(word) for word in command], check=False).returncode
         if code:
@@ -93,37 +117,99 @@ def _sweep(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    password = secrets.token_hex(16)
-    env = {**os.environ, "MS_CERTS_PASSWORD": password, "MS_SERVER_PASSWORD": password}
-    subprocess.run(
-        [sys.executable, "-m", "muster", "certs", "init", "--dir", str(folder), "--hosts", "127.0.0.1"],
-        env=env,
-        check=True,
-        capture_output=True,
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Starts a scheduler and what plays its workers; returns what was seen (times in seconds)."""
+    with scheduler_for(args.workers, args.node_timeout_s, folder) as (pid, port):
+        crowd = Crowd(args, pid, port, folder)
+        try:
+            return crowd.play()
+        finally:
+            crowd.end()
+
+
+@contextlib.contextmanager
+def scheduler_for(
+    workers: int, node_timeout_s: float, folder: Path, *, serve: bool = False
+) -> Iterator[tuple[int, int]]:
+    """A scheduler with keys of its own in a folder; yields its process id and port.
+
+    Args:
+        workers: of its job.
+        node_timeout_s: MS_NODE_TIMEOUT.
+        folder: of keys and log.
+        serve: it takes any job.
+    """
+    config, password = make_keys(folder)
+    env = environment(
+        MS_ROLE="MS_SCHED",
+        MS_WORKER_NUM=str(workers),
+        MS_WORKER_MIN="1",
+        MS_CONFIG_FILE=str(config),
+        MS_SERVER_PASSWORD_FILE=str(password),
+        MS_LOG_LEVEL="WARNING",
+        MS_NODE_TIMEOUT=str(node_timeout_s),
+        MS_MAX_STREAMS_PER_HOST="65536",  # all come from loopback
     )
-    env |= {
-        "MS_ROLE": "MS_SCHED",
-        "MS_WORKER_NUM": str(args.workers),
-        "MS_WORKER_MIN": "1",
-        "MS_CONFIG_FILE": str(folder / "config.json"),
-        "MS_LOG_LEVEL": "WARNING",
-        "MS_NODE_TIMEOUT": str(args.node_timeout_s),
-        "MS_MAX_STREAMS_PER_HOST": "65536",  # all come from loopback
-    }
-    log = (folder / "scheduler.log").open("w+")
-    command = [sys.executable, "-m", "scheduler", "--port", "0"]
-    scheduler = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        port = _wait_ready(scheduler, log)
-        crowd = Crowd(args, scheduler.pid, port)
-        return asyncio.run(asyncio.wait_for(crowd.play(folder, password.encode()), args.limit_s))
-    except TimeoutError:
-        raise RuntimeError(f"The run did not end within {args.limit_s:g} s.") from None
-    finally:
-        scheduler.kill()
-        scheduler.communicate()
-        log.close()
+    command = [sys.executable, "-m", "scheduler", "--port", "0", *(["--serve"] if serve else [])]
+    with (folder / "scheduler.log").open("w+") as log:
+        scheduler = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            yield scheduler.pid, _wait_ready(scheduler, log)
+        finally:
+            scheduler.kill()
+            scheduler.communicate()
+
+
+def beside_a_job(
+    args: argparse.Namespace, beat_s: float, measure: Callable[[Load, int, Path], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Measures something of a scheduler while simulated workers stand, all played by this process.
+
+    Args:
+        args: ``workers``, ``node_timeout_s``, ``limit_s``.
+        beat_s: pause between two heartbeats; 0: as the scheduler asks.
+        measure: takes the workers, the scheduler's process id and the folder of its keys; its figures
+            are printed.
+
+    Raises:
+        RuntimeError: a worker was lost, or it did not end within ``limit_s``.
+    """
+    from muster.bench.scale.load import Load
+
+    def say(**what: object) -> None:
+        if "failed" in what:
+            raise RuntimeError(f"A worker is lost: {what['failed']}.")
+
+    async def play(pid: int, port: int, folder: Path) -> dict[str, Any]:
+        orders = {
+            "port": port,
+            "folder": str(folder),
+            "node_timeout_s": args.node_timeout_s,
+            "world_size": args.workers,
+            "indices": list(range(args.workers)),
+            "per_host": WORKERS_PER_HOST,
+            "beat_s": beat_s,
+            "uplinks": False,
+        }
+        load = Load(orders, say)
+        beating = asyncio.ensure_future(load.keep_beating())
+        try:
+            async with asyncio.timeout(args.limit_s):
+                await load.join()
+                await load.standing.wait()
+                return await measure(load, pid, folder)
+        except TimeoutError:
+            raise RuntimeError(f"The run did not end within {args.limit_s:g} s.") from None
+        finally:
+            beating.cancel()
+
+    with tempfile.TemporaryDirectory(prefix="muster-bench-") as name:
+        folder = Path(name)
+        with scheduler_for(args.workers, args.node_timeout_s, folder) as (pid, port):
+            figures = asyncio.run(play(pid, port, folder))
+    for figure, value in figures.items():
+        print(f"{figure:40} {value:,.4f}" if isinstance(value, float) else f"{figure:40} {value:,}")
+    return {"workers": args.workers, **figures}
 
 
 def _wait_ready(scheduler: subprocess.Popen[str], log: Any) -> int:
@@ -135,257 +221,197 @@ def _wait_ready(scheduler: subprocess.Popen[str], log: Any) -> int:
     return int(line.split("ready on ")[1].split()[0].rsplit(":", 1)[1])
 
 
-@dataclass
-class Simulated:
-    """One simulated worker."""
-
-    index: int
-    call: Any = None
-    channel: Any = None
-    generation: int = 0
-    rank: int = -1
-    welcomed: bool = False
-    alive: bool = True
-    reader: asyncio.Future[None] | None = None
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    assigned_at: float = 0.0
-    built_at: float = 0.0
-    ids_at: float = 0.0
-
-    async def send(self, message: Any) -> None:
-        """Writes one message; gRPC takes one write at a time, and a dead worker writes none."""
-        async with self.writing:
-            if self.alive and not self.call.done():
-                await self.call.write(message)
-
-
-@dataclass
 class Crowd:
-    """All simulated workers and what they saw."""
+    """The load processes, and what they say."""
 
-    args: argparse.Namespace
-    scheduler_pid: int
-    port: int
-    workers: list[Simulated] = field(default_factory=list)
-    expected_generation: int = 1
-    waiting_for: int = 0
-    beats: int = 0
-    failure: str = ""
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, args: argparse.Namespace, scheduler_pid: int, port: int, folder: Path) -> None:
+        self._args = args
+        self._scheduler_pid = scheduler_pid
+        self._said: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
+        self._until = time.monotonic() + args.limit_s
+        self._indices = [list(part) for part in _parts(args.workers, args.loads)]
+        self._loads = [
+            subprocess.Popen(
+                [sys.executable, "-m", "muster.bench.scale.load"],
+                env=environment(GRPC_VERBOSITY="NONE"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in self._indices
+        ]
+        for at, load in enumerate(self._loads):
+            threading.Thread(target=self._listen, args=(at, load.stdout), daemon=True).start()
+            self._tell(
+                at,
+                port=port,
+                folder=str(folder),
+                node_timeout_s=args.node_timeout_s,
+                world_size=args.workers,
+                indices=self._indices[at],
+                per_host=WORKERS_PER_HOST,
+                beat_s=args.beat_s,
+                uplinks=args.uplinks,
+            )
 
-    async def play(self, folder: Path, password: bytes) -> dict[str, Any]:
+    def end(self) -> None:
+        """Ends the load processes."""
+        for load in self._loads:
+            load.kill()
+            load.wait()
+            for pipe in (load.stdin, load.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def play(self) -> dict[str, Any]:
         """Forms, holds, breaks and re-forms the group; returns the figures."""
-        await self._prepare(folder, password)
-        empty_bytes = _resident_bytes(self.scheduler_pid)
-        self.workers = [Simulated(index) for index in range(self.args.workers)]
-        beating = asyncio.ensure_future(self._keep_beating())
-        figures = await self._form()
-        grown_bytes = _resident_bytes(self.scheduler_pid) - empty_bytes
-        figures["scheduler_bytes_per_worker"] = round(grown_bytes / len(self.workers))
-        figures |= await self._hold()
-        figures |= await self._break()
-        beating.cancel()
-        for worker in self.workers:
-            worker.call.cancel()
-        await asyncio.gather(*(worker.channel.close() for worker in self.workers))
+        self._from_each("ready")
+        empty_bytes = resident_bytes(self._scheduler_pid)
+        figures = self._form()
+        resident = resident_bytes(self._scheduler_pid)
+        figures["scheduler_resident_bytes"] = resident
+        figures["scheduler_bytes_per_worker"] = round((resident - empty_bytes) / self._args.workers)
+        figures |= self._hold()
+        figures |= self._break()
         return figures
 
-    async def _prepare(self, folder: Path, password: bytes) -> None:
-        from muster.certs.runtime.grpc_credentials import channel_credentials, client_options
-        from muster.certs.runtime.preflight import preflight
-        from muster.certs.runtime.store import load_credentials
+    # ------------------------------------------------------------ phases
 
-        credentials = load_credentials(folder / "client.p12", password, folder / "ca.crt")
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
-            None,
-            lambda: preflight(
-                "127.0.0.1", self.port, credentials, expect_role="scheduler", job="default", timeout_s=10
-            ),
-        )
-        self.parse = slim_reader()
-        self.tls = channel_credentials(credentials, found.server_leaf_pem)
-        # Every worker is a connection of its own, as it is for workers in processes of their own.
-        self.options = [*client_options(self.args.node_timeout_s), ("grpc.use_local_subchannel_pool", 1)]
-
-    # ------------------------------------------------------------ forming
-
-    async def _form(self) -> dict[str, Any]:
-        self._expect(1, len(self.workers))
-        gate = asyncio.Semaphore(JOIN_PARALLELISM)
-        first = time.perf_counter()
-        joined = await asyncio.gather(*(self._join(worker, gate) for worker in self.workers))
-        last_join = max(joined)
-        await self._settle()
+    def _form(self) -> dict[str, Any]:
+        busy_s = cpu_s(self._scheduler_pid)
+        self._send_all(do="join")
+        joined = self._from_each("last_join_at")
+        stands = self._until_all_stand(1)
+        first = min(each["first_join_at"] for each in joined)
+        last = max(each["last_join_at"] for each in joined)
         return {
-            "joins_s": last_join - first,
-            "last_join_to_all_assigned_s": max(w.assigned_at for w in self.workers) - last_join,
-            "last_join_to_all_have_the_id_s": max(w.ids_at for w in self.workers) - last_join,
-            "first_join_to_all_built_s": max(w.built_at for w in self.workers) - first,
+            "joins_s": last - first,
+            "last_join_to_all_assigned_s": max(0.0, max(each["assigned_at"] for each in stands) - last),
+            "last_join_to_all_have_the_id_s": max(each["ids_at"] for each in stands) - last,
+            "first_join_to_all_built_s": max(each["built_at"] for each in stands) - first,
+            "forming_scheduler_cpu_s": cpu_s(self._scheduler_pid) - busy_s,
+            "forming_load_cpu_s": sum(each["cpu_s"] for each in self._count()),
         }
 
-    async def _join(self, worker: Simulated, gate: asyncio.Semaphore) -> float:
-        import grpc.aio
+    def _count(self) -> list[dict[str, Any]]:
+        self._send_all(do="count")
+        return self._from_each("beats")
 
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
-
-        async with gate:
-            worker.channel = grpc.aio.secure_channel(f"127.0.0.1:{self.port}", self.tls, self.options)
-            session = worker.channel.stream_stream(
-                "/rendezvous.v1.Rendezvous/Session",
-                request_serializer=pb.WorkerMessage.SerializeToString,
-                response_deserializer=self.parse,
-            )
-            worker.call = session()
-            await worker.call.write(pb.WorkerMessage(join=self._join_message(worker.index)))
-            sent_at = time.perf_counter()
-            first = await worker.call.read()
-            if first is grpc.aio.EOF or not first.HasField("welcome"):
-                raise RuntimeError(f"Worker {worker.index} was not welcomed: {first}")
-        worker.welcomed = True
-        worker.reader = asyncio.ensure_future(self._read(worker))
-        return sent_at
-
-    def _join_message(self, index: int) -> Any:
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
-
-        host = index // WORKERS_PER_HOST
-        return pb.Join(
-            protocol_version=1,
-            job_id="default",
-            node_id=f"node{host}-{index % WORKERS_PER_HOST}",
-            incarnation=index + 1,
-            worker_num=self.args.workers,
-            worker_min=1,
-            host=pb.Host(
-                id=f"host-{host:08x}", name=f"node{host}", address=f"127.0.{host // 256}.{host % 256}"
-            ),
-            device=pb.Device(kind="cuda", index=index % WORKERS_PER_HOST),
-            local_index=index % WORKERS_PER_HOST,
-            data_address=f"127.0.0.1:{20_000 + index}",
-            held_rank=-1,
-            backend="nccl",
+    def _hold(self) -> dict[str, Any]:
+        before, busy_s, start = self._count(), cpu_s(self._scheduler_pid), time.monotonic()
+        while (left_s := start + self._args.heartbeat_s - time.monotonic()) > 0:
+            self._refuse_failures(left_s)
+        after, busy_s, elapsed = self._count(), cpu_s(self._scheduler_pid) - busy_s, time.monotonic() - start
+        counts = zip(before, after, strict=True)
+        beats, load_s = zip(
+            *((b["beats"] - a["beats"], b["cpu_s"] - a["cpu_s"]) for a, b in counts), strict=True
         )
+        return {
+            "held_s": elapsed,
+            "heartbeats_per_s": sum(beats) / elapsed,
+            "scheduler_cpu_share_of_one_core": busy_s / elapsed,
+            "load_cpu_share_of_one_core": sum(load_s) / elapsed,
+            "false_deaths": 0,  # one would have ended the run
+        }
 
-    async def _read(self, worker: Simulated) -> None:
-        import grpc.aio
+    def _break(self) -> dict[str, Any]:
+        count = max(1, round(self._args.workers * self._args.dying / 100))
+        dying = set(range(0, self._args.workers, max(1, self._args.workers // count)))
+        dying = set(sorted(dying)[:count])
+        for at, indices in enumerate(self._indices):
+            self._tell(at, do="kill", indices=sorted(dying & set(indices)))
+        start = min(each["killed_at"] for each in self._from_each("killed_at"))
+        stands = self._until_all_stand(2)  # one generation for each notice of a death; the last one counts
+        return {
+            "died": count,
+            "death_to_all_rebuilt_s": max(each["built_at"] for each in stands) - start,
+            "generation_after": stands[0]["stands"],
+        }
 
+    # ------------------------------------------------------------ talk
+
+    def _until_all_stand(self, generation: int) -> list[dict[str, Any]]:
+        """Waits until one generation stands for all processes, and has for a moment."""
+        newest: dict[int, dict[str, Any]] = {}
+        while True:
+            settled = (
+                len(newest) == len(self._loads) and len({each["stands"] for each in newest.values()}) == 1
+            )
+            try:
+                at, said = self._next(1.0 if settled else None)
+            except queue.Empty:
+                return [newest[at] for at in sorted(newest)]
+            if said.get("stands", 0) >= generation:
+                newest[at] = said
+
+    def _from_each(self, what: str) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        kept = []
+        while len(found) < len(self._loads):
+            at, said = self._next()
+            if what in said:
+                found[at] = said
+            else:
+                kept.append((at, said))
+        for each in kept:
+            self._said.put(each)
+        return [found[at] for at in sorted(found)]
+
+    def _next(self, patience_s: float | None = None) -> tuple[int, dict[str, Any]]:
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise RuntimeError(f"The run did not end within {self._args.limit_s:g} s.")
         try:
-            while (message := await worker.call.read()) is not grpc.aio.EOF:
-                await self._take(worker, message)
-        except grpc.aio.AioRpcError as error:
-            if worker.alive:
-                self.failed(f"Worker {worker.index} lost its stream: {error.details()}")
-        else:
-            self.failed(f"The scheduler ended the stream of worker {worker.index}.")
+            at, said = self._said.get(timeout=left_s if patience_s is None else min(patience_s, left_s))
+        except queue.Empty:
+            if patience_s is None:
+                raise RuntimeError(f"The run did not end within {self._args.limit_s:g} s.") from None
+            raise
+        if "failed" in said:
+            raise RuntimeError(f"A load process says: {said['failed']}.")
+        return at, said
 
-    async def _take(self, worker: Simulated, message: Any) -> None:
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+    def _refuse_failures(self, seconds: float) -> None:
+        """Waits; what comes meanwhile can only be a generation that should not end."""
+        try:
+            at, said = self._next(seconds)
+        except queue.Empty:
+            return
+        raise RuntimeError(f"Load process {at} says, though nobody has died: {said}.")
 
-        kind = message.WhichOneof("body")
-        now = time.perf_counter()
-        if kind == "assignment":
-            assignment = message.assignment
-            worker.generation, worker.rank, worker.assigned_at = (
-                assignment.generation,
-                assignment.rank,
-                now,
-            )
-            if worker.rank == 0:
-                ids = [secrets.token_bytes(128) for _ in range(assignment.unique_id_count)]
-                reply = pb.PublishUniqueIds(generation=worker.generation, unique_ids=ids)
-                await worker.send(pb.WorkerMessage(publish_unique_ids=reply))
-        elif kind == "unique_ids":
-            worker.ids_at = now
-            await worker.send(pb.WorkerMessage(built=pb.Built(generation=message.unique_ids.generation)))
-        elif kind == "group_built" and message.group_built.generation >= self.expected_generation:
-            worker.built_at = now
-            self._one_more()
-        elif kind == "refused":
-            self.failed(f"Worker {worker.index} was refused: {message.refused.sentence}")
+    def _listen(self, at: int, lines: Any) -> None:
+        for line in lines:
+            self._said.put((at, json.loads(line)))
+        self._said.put((at, {"failed": "it has ended"}))
 
-    def failed(self, sentence: str) -> None:
-        """Ends the run: a worker that should be in is not."""
-        if not self.failure:
-            self.failure = sentence
-        self.settled.set()
+    def _send_all(self, **order: Any) -> None:
+        for at in range(len(self._loads)):
+            self._tell(at, **order)
 
-    async def _settle(self) -> None:
-        await self.settled.wait()
-        if self.failure:
-            raise RuntimeError(self.failure)
-
-    def _expect(self, generation: int, count: int) -> None:
-        self.expected_generation, self.waiting_for = generation, count
-        if not self.failure:
-            self.settled.clear()
-
-    def _one_more(self) -> None:
-        self.waiting_for -= 1
-        if self.waiting_for == 0:
-            self.settled.set()
-
-    # ------------------------------------------------------------ holding
-
-    async def _keep_beating(self) -> None:
-        """Sends one heartbeat a second for every worker that is in, spread over the second."""
-        while not self.failure:
-            begun = time.perf_counter()
-            for worker in self.workers:
-                if worker.welcomed and worker.alive:
-                    await self._beat(worker)
-            await asyncio.sleep(max(0.01, 1.0 - (time.perf_counter() - begun)))
-
-    async def _beat(self, worker: Simulated) -> None:
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
-
-        self.beats += 1
-        beat = pb.Heartbeat(
-            generation=worker.generation, step=self.beats, started_step=self.beats, samples_per_s=1000.0
-        )
-        await worker.send(pb.WorkerMessage(heartbeat=beat))
-
-    async def _hold(self) -> dict[str, Any]:
-        cpu_s, start, beats = _cpu_s(self.scheduler_pid), time.perf_counter(), self.beats
-        await asyncio.sleep(self.args.heartbeat_s)
-        elapsed = time.perf_counter() - start
-        return {
-            "heartbeats_per_s": (self.beats - beats) / elapsed,
-            "scheduler_cpu_share_of_one_core": (_cpu_s(self.scheduler_pid) - cpu_s) / elapsed,
-        }
-
-    # ------------------------------------------------------------ breaking
-
-    async def _break(self) -> dict[str, Any]:
-        count = max(1, round(len(self.workers) * self.args.dying / 100))
-        dying = self.workers[:: max(1, len(self.workers) // count)][:count]
-        survivors = [worker for worker in self.workers if worker not in dying]
-        self._expect(self.workers[0].generation + 1, len(survivors))
-        start = time.perf_counter()
-        for worker in dying:
-            worker.alive = False
-            worker.call.cancel()
-        while True:  # one generation for each notice of a death; the last one counts
-            await self._settle()
-            newest = max(worker.generation for worker in survivors)
-            behind = [worker for worker in survivors if worker.generation < newest]
-            if not behind and len({worker.generation for worker in survivors}) == 1:
-                break
-            self._expect(newest, len(survivors))
-        return {
-            "died": len(dying),
-            "death_to_all_rebuilt_s": max(worker.built_at for worker in survivors) - start,
-            "generation_after": survivors[0].generation,
-        }
+    def _tell(self, at: int, **order: Any) -> None:
+        pipe = self._loads[at].stdin
+        assert pipe is not None
+        pipe.write(json.dumps(order) + "\n")
+        pipe.flush()
 
 
-def _resident_bytes(pid: int) -> int:
+def _parts(workers: int, loads: int) -> list[range]:
+    """Divides workers among processes, whole hosts each."""
+    hosts = -(-workers // WORKERS_PER_HOST)
+    loads = min(loads, hosts)
+    ends = [min(workers, WORKERS_PER_HOST * (hosts * (at + 1) // loads)) for at in range(loads)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is not swapped out."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has taken so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

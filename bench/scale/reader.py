@@ -13,13 +13,13 @@ def slim_reader() -> Any:
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-    kinds = {"uint64": 4, "int32": 5, "string": 9, "message": 11}
+    kinds = {"double": 1, "uint64": 4, "int32": 5, "string": 9, "message": 11}
     messages = {
         "Assignment": [("generation", 1, "uint64"), ("rank", 2, "int32"), ("unique_id_count", 6, "int32")],
         "UniqueIds": [("generation", 1, "uint64")],
         "GroupBuilt": [("generation", 1, "uint64")],
         "Refused": [("code", 1, "int32"), ("sentence", 2, "string")],
-        "Welcome": [],
+        "Welcome": [("heartbeat_interval_s", 1, "double"), ("waiting_interval_s", 90, "double")],
     }
     file = descriptor_pb2.FileDescriptorProto(name="slim.proto", package="slim", syntax="proto3")
     for name, fields in messages.items():

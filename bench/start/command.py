@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.gpu_fleet import SAFE_ENVIRONMENT
-from muster.bench.gpu_machine import describe_nccl, driver_version
-from muster.bench.start.formation import RUN_TIMEOUT_S
-from muster.bench.start.formation import _summary as summary_of
+from muster.bench.gpu_machine import describe_nccl
+from muster.bench.launches import MUSTER, environment, in_turns, make_keys, run_to_end, show_times
+from muster.worker.host import driver_version
 
 JOB = str(Path(__file__).with_name("job.py"))
-ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,14 +46,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         facts |= {"driver": driver_version(), **describe_nccl()}
     with tempfile.TemporaryDirectory(prefix="muster-start-") as scratch:
         directory = Path(scratch)
-        commands = _commands(options, directory)
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        for index in range(options.warmups + options.runs):
-            for name, command in commands.items():
-                taken_s = _timed(command, directory / f"{name}-{index}", options)
-                if index >= options.warmups:
-                    times[name].append(taken_s)
-    results: dict[str, Any] = {name: summary_of(taken) for name, taken in times.items()}
+        commands = launch_commands(options, directory)
+        results = in_turns(
+            commands,
+            lambda name, index: timed_launch(commands[name], directory / f"{name}-{index}", options),
+            warmups=options.warmups,
+            runs=options.runs,
+        )
     ratios = {
         f"to_{name}": round(results["muster"]["median_s"] / results[name]["median_s"], 3)
         for name in commands
@@ -64,31 +61,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {"workers": options.workers, **facts, **results, "ratio": ratios}
 
 
-def _commands(options: argparse.Namespace, directory: Path) -> dict[str, list[str]]:
-    keys = directory / "keys"
-    password = keys / "password"
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "muster",
-            "certs",
-            "init",
-            "--dir",
-            str(keys),
-            "--password-file",
-            str(password),
-        ],
-        check=True,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-    )
+def launch_commands(options: argparse.Namespace, directory: Path) -> dict[str, list[str]]:
+    """The launchers that are compared, by name, each with its command line."""
+    config, password = make_keys(directory / "keys")
     count = str(options.workers)
     devices = ["--devices", "none"] if options.cpu else []
     commands = {
         "muster": [
-            *(sys.executable, "-m", "muster", "run", "-n", count, "--scheduler", "--tail", "none", *devices),
-            *("--config", str(keys / "config.json"), "--password-file", str(password)),
+            *(*MUSTER, "run", "-n", count, "--scheduler", "--tail", "none", *devices),
+            *("--config", str(config), "--password-file", str(password)),
             *("--", sys.executable, JOB, "muster"),
         ]
     }
@@ -103,36 +84,18 @@ def _commands(options: argparse.Namespace, directory: Path) -> dict[str, list[st
     return commands
 
 
-def _timed(command: Sequence[str], directory: Path, options: argparse.Namespace) -> float:
+def timed_launch(command: Sequence[str], directory: Path, options: argparse.Namespace) -> float:
     """Seconds until the last rank's AllReduce was over: each writes the time of the common clock."""
     directory.mkdir()
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
-    env |= SAFE_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "START_STAMPS": str(directory)}
-    env["START_DEVICE"] = "cpu" if options.cpu else "gpu"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, env.get("PYTHONPATH", "")]))
+    own = {"START_STAMPS": str(directory), "START_DEVICE": "cpu" if options.cpu else "gpu"}
     begun = time.monotonic()
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
+    run_to_end(command, directory, environment(OMP_NUM_THREADS="1", **SAFE_ENVIRONMENT, **own))
     stamps = [float(path.read_text()) for path in directory.glob("rank-*")]
-    if done.returncode or len(stamps) != options.workers:
-        end = done.stdout.decode(errors="replace")[-4000:]
-        raise RuntimeError(f"{command[0]} ended with code {done.returncode}:\n{end}")
+    if len(stamps) != options.workers:
+        raise RuntimeError(f"{command[0]} ended well, with {len(stamps)} of {options.workers} ranks.")
     return max(stamps) - begun
 
 
 def report(results: dict[str, Any], show: Callable[[str], None] = print) -> None:
     """Prints the results for people."""
-    for name in ("muster", "torchrun", "mpirun"):
-        if name in results:
-            one = results[name]
-            ratio = results["ratio"].get(f"to_{name}")
-            note = f"; muster takes {ratio:.2f} times as long" if ratio else ""
-            show(f"{name:8} {one['median_s']:.2f} s  ({one['min_s']:.2f} to {one['max_s']:.2f}){note}")
+    show_times(results, {name.removeprefix("to_"): each for name, each in results["ratio"].items()}, show)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RUN_TIMEOUT_S = 300.0
+from muster.bench.launches import MUSTER, environment, in_turns, make_keys, run_to_end, show_times
+
 HERE = Path(__file__).parent
 
 
@@ -51,13 +50,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         commands = {"muster": _muster(options, directory)}
         if options.peer:
             commands[options.peer] = _openmpi(options)
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        for index in range(options.warmups + options.runs):
-            for name, command in commands.items():
-                taken_s = _timed(command, directory)
-                if index >= options.warmups:
-                    times[name].append(taken_s)
-    results: dict[str, Any] = {name: _summary(taken) for name, taken in times.items()}
+        env = environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        results = in_turns(
+            commands,
+            lambda name, _: run_to_end(commands[name], directory, env),
+            warmups=options.warmups,
+            runs=options.runs,
+        )
     if options.peer:
         results["ratio"] = round(results["muster"]["median_s"] / results[options.peer]["median_s"], 3)
     return {
@@ -70,38 +69,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _muster(options: argparse.Namespace, directory: Path) -> list[str]:
-    keys = directory / "keys"
-    password = keys / "password"
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "muster",
-            "certs",
-            "init",
-            "--dir",
-            str(keys),
-            "--password-file",
-            str(password),
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    config, password = make_keys(directory / "keys")
     return [
-        *(
-            sys.executable,
-            "-m",
-            "muster",
-            "run",
-            "-n",
-            str(options.workers),
-            "--oversubscribe",
-            "--scheduler",
-            "--tail",
-            "none",
-        ),
+        *(*MUSTER, "run", "-n", str(options.workers), "--oversubscribe", "--scheduler", "--tail", "none"),
         *("--start", options.start, "--devices", "none"),
-        *("--config", str(keys / "config.json"), "--password-file", str(password)),
+        *("--config", str(config), "--password-file", str(password)),
         *("--", sys.executable, str(HERE / "formation_worker.py")),
     ]
 
@@ -111,36 +83,6 @@ def _openmpi(options: argparse.Namespace) -> list[str]:
     script = str(HERE / "formation_peer.py")
     count = ["--oversubscribe", "-n", str(options.workers)]
     return [options.mpirun, *root, *count, options.peer_python, script]
-
-
-def _timed(command: Sequence[str], directory: Path) -> float:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
-    env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    started = time.perf_counter()
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    taken_s = time.perf_counter() - started
-    if done.returncode:
-        end = done.stdout.decode(errors="replace")[-4000:]
-        raise RuntimeError(f"{command[0]} ended with code {done.returncode}:\n{end}")
-    return taken_s
-
-
-def _summary(taken: Sequence[float]) -> dict[str, Any]:
-    return {
-        "median_s": round(statistics.median(taken), 3),
-        "min_s": round(min(taken), 3),
-        "max_s": round(max(taken), 3),
-        "runs_s": [round(seconds, 3) for seconds in taken],
-    }
 
 
 def _versions(options: argparse.Namespace) -> dict[str, str]:
@@ -161,9 +103,4 @@ def _first_line(command: Sequence[str]) -> str:
 
 def report(results: dict[str, Any], show: Callable[[str], None] = print) -> None:
     """Prints the results for people."""
-    for name in ("muster", "openmpi"):
-        if name in results:
-            one = results[name]
-            show(f"{name:8} {one['median_s']:.2f} s  ({one['min_s']:.2f} to {one['max_s']:.2f})")
-    if "ratio" in results:
-        show(f"muster takes {results['ratio']:.2f} times as long as openmpi")
+    show_times(results, {"openmpi": results["ratio"]} if "ratio" in results else {}, show)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.gpu_fleet import SAFE_ENVIRONMENT, require_gpus
-from muster.bench.report import write
+from muster.bench.launches import MUSTER, environment
+from muster.bench.report import bounds_of, write
 from muster.bench.training import cifar10_files
 
 VARIANTS = {
@@ -239,24 +239,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a small net on CPUs, to try this benchmark")
     parser.add_argument(
         "--check",
-        type=bound,
+        type=bounds_of(VARIANTS, "example/muster=0.8"),
         nargs="+",
         default=[],
         metavar="A/B=R",
         help="end with 1 if A is slower than R times B; both must be among the variants",
     )
-
-
-def bound(text: str) -> tuple[str, str, float]:
-    """What ``--check`` takes: ``A/B=R``."""
-    names, _, least = text.partition("=")
-    one, _, other = names.partition("/")
-    if not {one, other} <= VARIANTS.keys():
-        raise argparse.ArgumentTypeError(f"{text!r} does not name two variants, as in example/muster=0.8")
-    try:
-        return one, other, float(least)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} has no ratio, as in example/muster=0.8") from None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -288,16 +276,14 @@ def _measure(options: argparse.Namespace, gpus: int, directory: Path, data: Path
     variants = [name for name in options.variants if peers or not name.startswith("ddp")]
     result = directory / "result.json"
     command = [
-        *(sys.executable, "-m", "muster", "run", "-n", str(gpus), "--scheduler"),
+        *(*MUSTER, "run", "-n", str(gpus), "--scheduler"),
         *(("--devices", "none") if options.tiny else ()),
         *("--", sys.executable, "-m", "muster.bench.training.job", "--out", str(result)),
         *("--rounds", str(options.rounds), "--seconds", str(options.seconds)),
         *("--init-file", str(directory / "meet"), *(("--tiny",) if options.tiny else ())),
         *("--batch", *map(str, options.batch), "--variants", *variants),
     ]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
-    env |= SAFE_ENVIRONMENT | {"DATA_PATH": str(data), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+    env = environment(DATA_PATH=str(data), TORCH_NCCL_ASYNC_ERROR_HANDLING="0", **SAFE_ENVIRONMENT)
     sys.stdout.flush()
     try:
         done = subprocess.run(command, cwd=directory, env=env, check=False, timeout=_TIMEOUT_S)

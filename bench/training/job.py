@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
 import io
@@ -28,7 +29,7 @@ ENDLESS = 10**6
 """Epochs: how many steps an example takes is said for each turn."""
 
 
-class Runner:
+class Runner(abc.ABC):
     """A variant that is ready to run.
 
     Args:
@@ -49,9 +50,9 @@ class Runner:
         """Why not, if it says so."""
         return getattr(self._step, "reason", None)
 
+    @abc.abstractmethod
     def run(self, steps: int) -> float:
         """Trains; returns seconds a step."""
-        raise NotImplementedError
 
     def release(self) -> None:
         """Gives up its graph, if it has one; idempotent."""
@@ -132,7 +133,7 @@ class ExampleStep(Runner):
         sampler = self._job.state.sampler
         begun = time.perf_counter()
         for _ in range(steps):
-            self._job.train_step(sampler.batch().indices)
+            self._job.train_step(self._job.rows(sampler.batch()))
             sampler.advance()
         _synchronize(self._job.device)
         return (time.perf_counter() - begun) / steps

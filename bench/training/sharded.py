@@ -43,7 +43,7 @@ def measure(communicator: Any, *, kind: str, layers: int, width: int) -> dict[st
     images = torch.randn(_BATCH, width, device="cuda")
     if kind == "sharded":
         optimizer: Any = ShardedOptimizer(
-            module, communicator, lambda part: torch.optim.AdamW(part, lr=1e-4, fused=True)
+            module, communicator=communicator, make=lambda part: torch.optim.AdamW(part, lr=1e-4, fused=True)
         )
     else:
         module = DataParallel(module, communicator=communicator)

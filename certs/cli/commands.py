@@ -1,4 +1,4 @@
-"""What ``muster certs`` does."""
+"""The commands of ``muster certs``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muster.certs.cli.show import as_text, describe_file
 from muster.certs.errors import ConfigError, FileError, IdentityError, PasswordError, UntrustedError
 from muster.certs.files import read_file, write_file
 from muster.certs.pki.authority import Authority, Issued, create_authority, open_authority, renew_authority
-from muster.certs.pki.certificates import issued_by, name_of, parse_certificates, to_pem, utc_now
+from muster.certs.pki.certificates import common_name, issued_by, name_of, parse_certificates, to_pem, utc_now
 from muster.certs.pki.identity import ANY_JOB, Identity
 from muster.certs.pki.peer import peer_of_pem
 from muster.certs.pki.records import find_issued
@@ -66,10 +66,60 @@ def init(options: argparse.Namespace, env: Environment) -> None:
     _explain(options, env, hosts)
 
 
+def etcd(options: argparse.Namespace, env: Environment) -> None:
+    """Makes an authority for etcd, and certificates of its members and the scheduler; says what to run."""
+    password = _password(options, env)
+    open_authority(options.dir, password)  # only who may issue here names the files in config.json
+    hosts, job = [*_own_hosts(), *_hosts(options)], options.job
+    scheduler = _identity(job, "scheduler")
+    host_names(hosts), check_days(options.days)
+    directory: Path = options.dir / "etcd"
+    authority = create_authority(
+        directory, password, name="Muster etcd", days=options.ca_days, force=options.force
+    )
+    member = authority.issue(Identity("etcd-member", "scheduler"), hosts, days=options.days)
+    write_file(directory / "member.crt", to_pem([member.certificate]), mode=0o644)
+    write_file(directory / "member.key", member.key_pem())
+    issued = authority.issue(scheduler, days=options.days)
+    secret = _role_password("scheduler", options, env, password)
+    _write_p12(options.dir / "etcd.p12", issued, secret, replace=True)
+    config = json.loads(read_file(options.dir / "config.json", "The configuration"))
+    config |= {"etcd_cert_path": "etcd.p12", "etcd_ca_cert_path": "etcd/ca.crt"}
+    write_file(options.dir / "config.json", json.dumps(config, indent=2).encode() + b"\n", mode=0o644)
+    _explain_etcd(directory, options.prefix, job, common_name(issued.certificate))
+
+
+def _explain_etcd(directory: Path, path: str, job: str, user: str) -> None:
+    folder = shlex.quote(str(directory))
+    prefix = f"/{path.strip('/')}/" + ("" if job == ANY_JOB else f"{job}/")
+    role = "muster" if job == ANY_JOB else f"muster-{job}"
+    ask = f"etcdctl --cacert {folder}/ca.crt --cert {folder}/member.crt --key {folder}/member.key"
+    tls = "".join(
+        f" --{peer}client-cert-auth --{peer}trusted-ca-file {folder}/ca.crt"
+        f" --{peer}cert-file {folder}/member.crt --{peer}key-file {folder}/member.key"
+        for peer in ("", "peer-")
+    )
+    print(
+        f"{directory}: an authority for etcd alone: no worker's certificate opens a connection to it.\n"
+        "Each member of etcd needs, of that folder, ca.crt, member.crt and member.key:\n"
+        f"  etcd{tls} --auto-compaction-mode revision --auto-compaction-retention 1000 ...\n"
+        "The schedulers need etcd.p12 and etcd/ca.crt, which config.json names.\n"
+        "Once, when etcd runs, so that the schedulers of this job can write nothing else"
+        " (the password is root's, for you):\n"
+        f"  {ask} role add {role}\n"
+        f"  {ask} role grant-permission --prefix=true {role} readwrite {prefix}\n"
+        f"  {ask} user add {user} --no-password\n"
+        f"  {ask} user grant-role {user} {role}\n"
+        f"  {ask} user add root\n"
+        f"  {ask} auth enable"
+    )
+
+
 def issue(options: argparse.Namespace, env: Environment) -> None:
     """Makes one certificate."""
-    identity = _identity(options.job, options.role, options.node)
-    name = options.role if options.node is None else f"{options.role}-{_file_name(options.node)}"
+    nodes: list[str] = options.node
+    identity = _identity(options.job, options.role, *nodes)
+    name = "-".join((options.role, *map(_file_name, nodes[:1])))
     target: Path = options.out or options.dir / f"{name}.p12"
     if target.exists() and not options.force:
         raise FileError(
@@ -144,7 +194,7 @@ def _check_revocable(certificate: x509.Certificate, authority: Authority) -> Non
 
 
 def _own_authority(certificate: x509.Certificate) -> ConfigError:
-    """Nobody asks an authority's own list about the authority."""
+    """The revocations without those of the authority's own list, which say nothing of itself."""
     return ConfigError(
         f"{name_of(certificate)} is the authority itself, and no list of its own can revoke it.",
         remedy="Take a root out of ca_cert_path on all hosts; the authority above revokes any other.",
@@ -199,9 +249,11 @@ def _passwords(options: argparse.Namespace, env: Environment, known: bytes | Non
         yield answer.encode()
 
 
-def _identity(job: str, role: str, node: str | None = None) -> Identity:
+def _identity(job: str, role: str, *nodes: str) -> Identity:
     try:
-        return Identity(job, role, node)
+        if role == "host" or len(nodes) > 1:
+            return Identity(job, role, nodes=tuple(sorted(set(nodes))))
+        return Identity(job, role, nodes[0] if nodes else None)
     except IdentityError as error:
         raise ConfigError(error.message, remedy=error.remedy) from None
 
@@ -217,15 +269,16 @@ def _explain(options: argparse.Namespace, env: Environment, hosts: Sequence[str]
     server = _source("MS_SERVER_PASSWORD", options, env)
     client = _source("MS_CLIENT_PASSWORD", options, env)
     print(f"{directory}: an authority and certificates for {job}; the scheduler's is for {', '.join(hosts)}.")
-    print(f"Scheduler: MS_CONFIG_FILE={config} {server} python -m scheduler")
-    print(f"Workers:   MS_CONFIG_FILE={config} {client} python train.py")
+    both = f"MS_WORKER_NUM=2 {'' if options.job == ANY_JOB else f'MS_JOB_ID={shlex.quote(options.job)} '}"
+    print(f"Scheduler: {both}MS_CONFIG_FILE={config} {server} python -m scheduler")
+    print(f"Workers:   MS_ROLE=MS_WORKER {both}MS_CONFIG_FILE={config} {client} python train.py")
     print("Other hosts need config.json, ca.crt, crl.pem and their own .p12; ca.key stays here.")
     if options.job == ANY_JOB:
         print("Their holders may enter every job under this authority; --job NAME binds them to one.")
 
 
 def _source(variable: str, options: argparse.Namespace, env: Environment) -> str:
-    """How to give a role's password to whoever needs it: as this command was given it."""
+    """The option or variable for a role's password in an example: the way in which this command got it."""
     file = _role_file(variable, options) or options.password_file
     if file is None and env.get(variable):
         return f"{variable}=... (as set here)"

@@ -1,4 +1,4 @@
-"""What certificates and revocation lists say, for people and as JSON."""
+"""Shows certificates and revocation lists as text and as JSON."""
 
 from __future__ import annotations
 

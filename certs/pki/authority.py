@@ -23,13 +23,14 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
+    NoEncryption,
     PrivateFormat,
     load_pem_private_key,
     pkcs12,
 )
 
 from muster.certs.errors import ConfigError, FileError, KeyMismatchError, PasswordError
-from muster.certs.files import locked, read_file, write_file
+from muster.certs.files import locked, read_file, read_secret, write_file
 from muster.certs.pki.certificates import (
     check_dates,
     list_number,
@@ -184,6 +185,10 @@ class Issued:
     chain: tuple[x509.Certificate, ...]
     key: ec.EllipticCurvePrivateKey = field(repr=False)
 
+    def key_pem(self) -> bytes:
+        """The key, PKCS#8 PEM, not encrypted, for programs that read nothing else."""
+        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
     def p12(self, password: bytes) -> bytes:
         """Key, certificate and intermediates as PKCS#12 (PBES2, AES-256)."""
         encryption = BestAvailableEncryption(password)
@@ -207,7 +212,7 @@ def create_authority(
     Args:
         directory: where; made if missing.
         password: encrypts the key.
-        name: its common name; by default "Muster CA" and a number that tells it from others.
+        name: its common name; by default "Muster CA" and a number, so that names differ.
         days: how long it is good.
         parent: the authority above; None makes a root.
         force: overwrite an authority that is there.
@@ -293,7 +298,7 @@ def open_authority(directory: Path, password: bytes) -> Authority:
     if chain_file.exists():
         chain = parse_certificates(read_file(chain_file, "The chain"), str(chain_file))
     try:
-        key = load_pem_private_key(read_file(key_file, "The authority's key"), password)
+        key = load_pem_private_key(read_secret(key_file, "The authority's key"), password)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise PasswordError(f"{str(key_file)!r} does not open with this password (or is damaged).") from None
     certificate = chain[0] if chain else roots[0]

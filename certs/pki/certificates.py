@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -24,10 +25,14 @@ from muster.certs.errors import (
 )
 from muster.rendezvous.log_lines import one_line
 
+ExtensionT = TypeVar("ExtensionT", bound=x509.ExtensionType)
 MIN_RSA_BITS = 2048
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 WEAK_HASHES = ("md5", "sha1")
 MAX_CHAIN = 8
+MAX_CERTIFICATES = 1024
+"""In one PEM text."""
+
 _MAX_SHOWN = 200
 UNREADABLE = (
     ValueError,
@@ -41,7 +46,7 @@ UNREADABLE = (
     x509.UnsupportedGeneralNameType,
     CryptographyDeprecationWarning,  # where warnings are errors; otherwise check_readable finds the same
 )
-"""What the library raises for certificates and lists that are malformed, in parsing or later in reading."""
+"""The library's exceptions for malformed certificates and lists, in parsing or later in reading."""
 
 
 def utc_now() -> datetime.datetime:
@@ -59,6 +64,9 @@ def parse_certificates(pem: bytes, source: str) -> list[x509.Certificate]:
     Raises:
         FileError: none there, or one cannot be read.
     """
+    count = pem.count(b"-----BEGIN CERTIFICATE")
+    if count > MAX_CERTIFICATES:
+        raise FileError(f"{source} holds {count} certificates; legal are at most {MAX_CERTIFICATES}.")
     try:
         certificates = x509.load_pem_x509_certificates(pem)
         for certificate in certificates:
@@ -98,6 +106,12 @@ def fingerprint(certificate: x509.Certificate) -> str:
 def name_of(certificate: x509.Certificate) -> str:
     """A name for messages: the subject, or the serial number where that is empty."""
     return printable(certificate.subject.rfc4514_string()) or f"serial {certificate.serial_number:x}"
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """The subject's common name; empty where there is none."""
+    found = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
 
 
 def printable(text: str) -> str:
@@ -165,15 +179,28 @@ def check_strength(certificate: x509.Certificate, what: str) -> None:
         raise WeakCertificateError(f"{what} is signed with {digest.name.upper()}.", remedy=least)
 
 
+def extension(
+    of: x509.Certificate | x509.CertificateRevocationList, kind: type[ExtensionT]
+) -> ExtensionT | None:
+    """The extension of this kind; None if there is none.
+
+    Raises:
+        Exception: one of :data:`UNREADABLE`: it is malformed.
+    """
+    try:
+        return of.extensions.get_extension_for_class(kind).value
+    except x509.ExtensionNotFound:
+        return None
+
+
 def is_authority(certificate: x509.Certificate) -> bool:
     """Whether a certificate may issue others."""
     try:
-        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
-        if not constraints.ca:
-            return False
-        return certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
-    except x509.ExtensionNotFound as missing:
-        return missing.oid == x509.KeyUsage.oid
+        constraints, usage = (
+            extension(certificate, x509.BasicConstraints),
+            extension(certificate, x509.KeyUsage),
+        )
+        return constraints is not None and constraints.ca and (usage is None or usage.key_cert_sign)
     except UNREADABLE:
         return False
 
@@ -192,12 +219,10 @@ def check_purpose(certificate: x509.Certificate, purpose: str, what: str) -> Non
     oids = ExtendedKeyUsageOID
     needed = oids.SERVER_AUTH if purpose == "server" else oids.CLIENT_AUTH
     try:
-        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound:
-        return
+        usage = extension(certificate, x509.ExtendedKeyUsage)
     except UNREADABLE as error:
         raise UsageError(f"{what} has malformed extensions.") from error
-    if needed not in usage and oids.ANY_EXTENDED_KEY_USAGE not in usage:
+    if usage is not None and needed not in usage and oids.ANY_EXTENDED_KEY_USAGE not in usage:
         raise UsageError(
             f"{what} was not issued for use as a TLS {purpose}.",
             remedy="Use the file that was made for this role, or issue one with `muster certs issue`.",
@@ -287,7 +312,7 @@ def load_authorities(pem: bytes, source: str) -> list[x509.Certificate]:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a revocation list is asked for one certificate of a chain."""
+    """One certificate of a chain, as far as a revocation list needs it."""
 
     name: str
     subject: bytes
@@ -297,28 +322,21 @@ class Link:
 
 
 def link_of(certificate: x509.Certificate) -> Link:
-    """What a revocation list needs to know of a certificate."""
-    key_id = None
+    """Reads from a certificate what a revocation list needs."""
     try:
-        key_id = certificate.extensions.get_extension_for_class(
-            x509.AuthorityKeyIdentifier
-        ).value.key_identifier
-    except (x509.ExtensionNotFound, *UNREADABLE):
-        key_id = None
+        key = extension(certificate, x509.AuthorityKeyIdentifier)
+    except UNREADABLE:
+        key = None
     return Link(
         name=name_of(certificate),
         subject=certificate.subject.public_bytes(),
         issuer=certificate.issuer.public_bytes(),
-        issuer_key_id=key_id,
+        issuer_key_id=key.key_identifier if key is not None else None,
         serial=certificate.serial_number,
     )
 
 
 def list_number(crl: x509.CertificateRevocationList | None) -> int:
     """The number of a revocation list; 0 if there is none."""
-    if crl is None:
-        return 0
-    try:
-        return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    except x509.ExtensionNotFound:
-        return 0
+    number = None if crl is None else extension(crl, x509.CRLNumber)
+    return 0 if number is None else number.crl_number

@@ -1,7 +1,8 @@
-"""Who a certificate speaks for: a job, a role and, if bound, a node.
+"""The identity in a certificate: a job, a role and, if bound, node ids.
 
 The identity is a URI in the subject alternative name, ``muster://<job>/<role>[/<node>]``, each part
-percent-encoded. The job ``*`` stands for any job.
+percent-encoded. The job ``*`` stands for any job. A host names all of its nodes, ``muster://<job>/host/<node>/...``,
+in ascending order of their characters: it acts as a worker, as one of them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from urllib.parse import quote, unquote
 from muster.certs.errors import IdentityError
 
 SCHEME = "muster://"
-ROLES = ("scheduler", "worker", "operator")
+ROLES = ("scheduler", "worker", "operator", "host")
 ANY_JOB = "*"
 MAX_NAME_LENGTH = 128
+MAX_NODES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +26,21 @@ class Identity:
 
     Args:
         job: the job's id, or ``*`` for any job.
-        role: ``scheduler``, ``worker`` or ``operator``; ``*`` for a legacy certificate.
+        role: ``scheduler``, ``worker``, ``operator`` or ``host``; ``*`` for a legacy certificate.
         node: the only node id that the holder may take; None if it is not bound to one.
         legacy: the certificate carries no identity, and the configuration lets such ones in.
+        nodes: of a host, all node ids that its workers may take, in ascending order; of others empty.
 
     Raises:
-        IdentityError: a part is empty, too long, or has characters that are not allowed.
+        IdentityError: a part is empty, too long, or has characters that are not allowed; a host names no
+            node, one twice or too many.
     """
 
     job: str
     role: str
     node: str | None = None
     legacy: bool = False
+    nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the parts."""
@@ -46,12 +51,27 @@ class Identity:
                 f"The role {self.role!r} does not exist.", remedy=f"Roles: {', '.join(ROLES)}."
             )
         check_name("job", self.job)
-        if self.node is not None:
-            check_name("node", self.node)
+        for node in self.bound_to:
+            check_name("node", node)
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        if (self.role == "host") != bool(self.nodes) or (self.nodes and self.node is not None):
+            raise IdentityError(
+                "A host's certificate names the nodes that its workers may take, and no other names several.",
+                remedy="Name each with --node.",
+            )
+        if len(self.nodes) > MAX_NODES or list(self.nodes) != sorted(set(self.nodes)):
+            raise IdentityError(f"A host names at most {MAX_NODES} nodes, each once, in ascending order.")
+
+    @property
+    def bound_to(self) -> tuple[str, ...]:
+        """The node ids that the holder may take; empty: any."""
+        return self.nodes if self.node is None else (self.node,)
 
     def uri(self) -> str:
         """The identity as it stands in a certificate."""
-        parts = [self.job, self.role] + ([] if self.node is None else [self.node])
+        parts = [self.job, self.role, *self.bound_to]
         return SCHEME + "/".join(quote(part, safe="*") for part in parts)
 
     def __str__(self) -> str:
@@ -61,7 +81,9 @@ class Identity:
     def may(
         self, *, role: str | Sequence[str] | None = None, job: str | None = None, node: str | None = None
     ) -> str | None:
-        """Tells whether the holder may act in a role, a job and as a node; what is None is not asked.
+        """Whether the holder may act in a role, a job and as a node; None is not checked.
+
+        A host acts as a worker, as each of its nodes.
 
         Args:
             role: the role needed, or several of which one is enough.
@@ -74,19 +96,25 @@ class Identity:
         if self.legacy:
             return None
         roles = (role,) if isinstance(role, str) else role
-        if roles is not None and self.role not in roles:
+        own = ("host", "worker") if self.role == "host" else (self.role,)
+        if roles is not None and not set(own) & set(roles):
             return (
                 f"The certificate {self.uri()} has the role {self.role}, and this needs {' or '.join(roles)}."
             )
         if job is not None and self.job not in (ANY_JOB, job):
             return f"The certificate {self.uri()} is for the job {self.job!r}, not {job!r}."
-        if node is not None and self.node not in (None, node):
-            return f"The certificate {self.uri()} is bound to the node {self.node!r}, not {node!r}."
+        if node is not None and self.bound_to and node not in self.bound_to:
+            return f"The certificate {self.uri()} is bound to {self._whom()}, not {node!r}."
         return None
+
+    def _whom(self) -> str:
+        named = ", ".join(repr(node) for node in self.bound_to[:8])
+        more = f" and {len(self.bound_to) - 8} more" if len(self.bound_to) > 8 else ""
+        return f"the node {named}" if len(self.bound_to) == 1 else f"the nodes {named}{more}"
 
 
 LEGACY = Identity(job=ANY_JOB, role="*", legacy=True)
-"""Identity of a certificate that names none, where the configuration says that this will do."""
+"""Identity of a certificate that names none, where ``require_identity`` is false."""
 
 
 def check_name(kind: str, name: str) -> None:
@@ -110,15 +138,20 @@ def parse_uri(uri: str) -> Identity:
         IdentityError: the URI is not a well-formed identity.
     """
     parts = uri.removeprefix(SCHEME).split("/")
-    if not uri.startswith(SCHEME) or len(parts) not in (2, 3):
+    of_host = parts[1:2] == ["host"] and len(parts) > 2
+    if not uri.startswith(SCHEME) or (len(parts) not in (2, 3) and not of_host):
         raise IdentityError(
-            f"{uri[:300]!r} is not an identity.", remedy="Form: muster://<job>/<role>[/<node>]."
+            f"{uri[:300]!r} is not an identity.",
+            remedy="Form: muster://<job>/<role>[/<node>], or muster://<job>/host/<node>/...",
         )
     try:
         names = [unquote(part, errors="strict") for part in parts]
     except UnicodeDecodeError:
         raise IdentityError(f"{uri[:300]!r} is not an identity: it is not UTF-8.") from None
-    identity = Identity(names[0], names[1], names[2] if len(names) == 3 else None)
+    if of_host:
+        identity = Identity(names[0], names[1], nodes=tuple(names[2:]))
+    else:
+        identity = Identity(names[0], names[1], names[2] if len(names) == 3 else None)
     if identity.uri() != uri:
         raise IdentityError(f"{uri[:300]!r} is not an identity: its canonical form is {identity.uri()}.")
     return identity

@@ -18,6 +18,7 @@ from muster.certs.pki.certificates import (
     Link,
     check_period,
     check_strength,
+    extension,
     fingerprint,
     link_of,
     name_of,
@@ -97,11 +98,12 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
     chain = parse_certificates(pem, "The peer's certificate")
     leaf = chain[0]
     try:
-        alternatives, constraints = _alternatives(leaf), _is_ca(leaf)
+        alternatives = extension(leaf, x509.SubjectAlternativeName) or x509.SubjectAlternativeName([])
+        constraints = extension(leaf, x509.BasicConstraints)
         common_names = [str(a.value) for a in leaf.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
     except UNREADABLE as error:
         raise IdentityError("The peer's certificate has malformed extensions or names.") from error
-    if constraints:
+    if constraints is not None and constraints.ca:
         raise IdentityError(f"The certificate {name_of(leaf)} is an authority's: it names nobody.")
     hosts = alternatives.get_values_for_type(x509.DNSName)
     _refuse_control_characters(leaf, [*common_names, *hosts])
@@ -119,20 +121,6 @@ def peer_of_pem(pem: bytes, *, require_identity: bool = True) -> Peer:
         addresses=tuple(str(each) for each in alternatives.get_values_for_type(x509.IPAddress)),
         links=tuple(link_of(certificate) for certificate in chain),
     )
-
-
-def _alternatives(leaf: x509.Certificate) -> x509.SubjectAlternativeName:
-    try:
-        return leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return x509.SubjectAlternativeName([])
-
-
-def _is_ca(leaf: x509.Certificate) -> bool:
-    try:
-        return leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except x509.ExtensionNotFound:
-        return False
 
 
 def _refuse_control_characters(leaf: x509.Certificate, texts: list[str]) -> None:

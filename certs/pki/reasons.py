@@ -1,4 +1,4 @@
-"""OpenSSL's verdicts and alerts in words."""
+"""Turns OpenSSL's verdicts and alerts into errors with sentences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def own_certificate(credentials: Credentials) -> str:
-    """Our own certificate, for the sentence that it was refused."""
+    """The name of our own certificate, for the sentence that it was refused."""
     return (
         f"{credentials.identity} (SHA-256 {credentials.fingerprint[:23]}..., valid until "
         f"{credentials.not_after:%Y-%m-%d})"

@@ -1,4 +1,4 @@
-"""What an authority has on record: the certificates that it issued and the lists that it signed."""
+"""Reads an authority's records: the certificates that it issued and the lists that it signed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_issued(directory: Path, nodes: Iterable[str], fingerprints: Iterable[st
     ]
     found: list[x509.Certificate] = []
     for node in nodes:
-        found += _some([each for each in kept if _node(each) == node], f"bound to the node {node!r}")
+        found += _some([each for each in kept if node in _nodes(each)], f"bound to the node {node!r}")
     for prefix in fingerprints:
         plain = prefix.replace(":", "").rstrip(".").upper()
         if len(plain) < 16:
@@ -57,5 +57,5 @@ def _some(found: list[x509.Certificate], what: str) -> list[x509.Certificate]:
     return found
 
 
-def _node(certificate: x509.Certificate) -> str | None:
-    return None if is_authority(certificate) else peer_of_pem(to_pem([certificate])).identity.node
+def _nodes(certificate: x509.Certificate) -> tuple[str, ...]:
+    return () if is_authority(certificate) else peer_of_pem(to_pem([certificate])).identity.bound_to

@@ -1,4 +1,4 @@
-"""Certificate revocation lists: loading with signature check, and look-ups. Every doubt refuses."""
+"""Certificate revocation lists: loads, verifies and searches them. Without a sound list all are refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from muster.certs.pki.certificates import (
     UNREADABLE,
     WEAK_HASHES,
     Link,
+    extension,
     link_of,
     list_number,
     printable,
@@ -23,6 +24,9 @@ from muster.certs.pki.certificates import (
 
 _BEGIN = b"-----BEGIN X509 CRL-----"
 _END = b"-----END X509 CRL-----"
+MAX_LISTS = 1024
+"""In one PEM text."""
+
 _REMEDY = "Until crl_path names good revocation lists, nobody is let in."
 
 
@@ -40,12 +44,12 @@ class RevocationList:
 
     @property
     def key(self) -> ListKey:
-        """Whose list it is: two authorities of one name have different keys."""
+        """The issuer of the list: two authorities of one name have different keys."""
         return self.issuer, self.issuer_key_id
 
     @property
     def age(self) -> tuple[int, datetime.datetime]:
-        """Greater for the newer of two lists of one authority."""
+        """A value that is greater for the newer of two lists of one authority."""
         return self.number, self.this_update
 
 
@@ -92,7 +96,7 @@ class Revocations:
             link = issuer
 
     def next_update(self) -> datetime.datetime | None:
-        """When the first of the lists goes out of date; None without lists."""
+        """The time at which the first of the lists goes out of date; None without lists."""
         return min((each.next_update for each in self.lists), default=None)
 
     def _check_link(self, link: Link, now: datetime.datetime, *, list_needed: bool) -> None:
@@ -122,7 +126,7 @@ def lists_by_key(revocations: Revocations | None) -> dict[ListKey, tuple[Revocat
 def keep_newest(
     new: Revocations, newest: Mapping[ListKey, tuple[RevocationList, ...]]
 ) -> tuple[Revocations, list[RevocationListError]]:
-    """Goes back to no older list: whoever puts an old file there would let the revoked in again.
+    """Refuses a list older than the one in force: an old file would let the revoked in again.
 
     Args:
         new: what a file has now.
@@ -164,6 +168,10 @@ def load_revocations(pem: bytes, authorities: Sequence[x509.Certificate], source
         RevocationListError: a list is unreadable, of an unknown authority, or its signature is wrong.
     """
     bodies = pem.split(_BEGIN)[1:]
+    if len(bodies) > MAX_LISTS:
+        raise RevocationListError(
+            f"{source} holds {len(bodies)} revocation lists; legal are at most {MAX_LISTS}.", remedy=_REMEDY
+        )
     if not bodies:
         raise RevocationListError(
             f"{source} holds no PEM revocation list.", remedy=f"{_REMEDY} `muster certs revoke` makes one."
@@ -221,15 +229,16 @@ def _signer(
 
 def _key_id(authority: x509.Certificate) -> bytes:
     try:
-        return authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
-    except (x509.ExtensionNotFound, *UNREADABLE):
-        return b""
+        own = extension(authority, x509.SubjectKeyIdentifier)
+    except UNREADABLE:
+        own = None
+    return own.digest if own is not None else b""
 
 
 def _covers(each: RevocationList, link: Link) -> bool:
     if each.issuer != link.issuer:
         return False
-    # Two authorities may share a name (after a change of keys): then the key identifiers tell.
+    # Two authorities may share a name (after a change of keys): then the key identifiers decide.
     return not each.issuer_key_id or link.issuer_key_id in (None, each.issuer_key_id)
 
 

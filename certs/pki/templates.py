@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from muster.certs.errors import ConfigError
+from muster.certs.pki.certificates import extension
 from muster.certs.pki.identity import ANY_JOB, Identity
 
 CLOCK_SKEW = datetime.timedelta(minutes=5)
@@ -66,7 +67,7 @@ def blank_certificate(
     start: datetime.datetime,
     end: datetime.datetime,
 ) -> x509.CertificateBuilder:
-    """What every certificate has: names, key, random serial number, dates with room for clock skew."""
+    """Begins a certificate: names, key, random serial number, dates with room for clock skew."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -80,7 +81,7 @@ def blank_certificate(
 
 
 def authority_name(name: str) -> x509.Name:
-    """An authority's name; by default one that tells it from others.
+    """An authority's name; by default one with a number, so that names differ.
 
     Raises:
         ConfigError: too long or not printable.
@@ -108,7 +109,8 @@ def authority_draft(
 
 def leaf_name(identity: Identity) -> x509.Name:
     """A common name for people; only the URI counts."""
-    parts = [identity.node, None if identity.job == ANY_JOB else identity.job, identity.role]
+    first = next(iter(identity.bound_to), None)
+    parts = [first, None if identity.job == ANY_JOB else identity.job, identity.role]
     text = ".".join(re.sub(r"[^A-Za-z0-9_.-]", "-", part) for part in parts if part)
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[-64:])])
 
@@ -121,7 +123,7 @@ def usages(role: str) -> Sequence[x509.ObjectIdentifier]:
 
 
 def key_usage(*, authority: bool) -> x509.KeyUsage:
-    """What the key of an authority, or of anybody else, may sign."""
+    """The key usage of an authority's certificate, or of any other."""
     return x509.KeyUsage(
         digital_signature=not authority,
         content_commitment=False,
@@ -136,9 +138,8 @@ def key_usage(*, authority: bool) -> x509.KeyUsage:
 
 
 def authority_key_id(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """Which key signs: tells apart authorities of one name."""
-    try:
-        own = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    except x509.ExtensionNotFound:
+    """Identifies the key that signs, where two authorities have one name."""
+    own = extension(authority, x509.SubjectKeyIdentifier)
+    if own is None:
         return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())  # type: ignore[arg-type]
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)

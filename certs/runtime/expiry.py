@@ -13,7 +13,7 @@ DAY = datetime.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """When something ends.
+    """The end of a certificate, authority or revocation list.
 
     Attributes:
         what: ``certificate``, ``authority`` or ``revocation_list``; fit for a metric's label.
@@ -31,7 +31,7 @@ class Expiry:
 
 
 def expiries(credentials: Credentials, warning_days: int) -> list[Expiry]:
-    """What ends when, of a process's own credentials.
+    """The ends of a process's own credentials.
 
     A revocation list is warned about in the last quarter of its life at the earliest: many live for days.
     """
@@ -46,18 +46,6 @@ def expiries(credentials: Credentials, warning_days: int) -> list[Expiry]:
     return found
 
 
-def expiry_warnings(
-    credentials: Credentials, warning_days: int, now: datetime.datetime | None = None
-) -> list[str]:
-    """One sentence for each thing that ends within the warning time, or has ended."""
-    now = now or utc_now()
-    return [
-        _sentence(credentials, each, now)
-        for each in expiries(credentials, warning_days)
-        if now >= each.warn_from
-    ]
-
-
 class ExpiryReminder:
     """Repeats each warning once a day; one about a renewed certificate does not wait for that."""
 
@@ -67,7 +55,7 @@ class ExpiryReminder:
     def due(
         self, credentials: Credentials, warning_days: int, now: datetime.datetime | None = None
     ) -> list[str]:
-        """The warnings that were not said within the last day.
+        """The warnings that were not given within the last day.
 
         Args:
             credentials: those in force.

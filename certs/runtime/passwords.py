@@ -1,4 +1,4 @@
-"""Where the passwords of PKCS#12 files come from: environment, file, systemd credential or prompt."""
+"""Finds the passwords of PKCS#12 files: environment, file, systemd credential or prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from muster.certs.errors import ConfigError, FileError
-from muster.certs.files import read_file
+from muster.certs.files import read_secret
 
 _VARIABLES = {
     "scheduler": "MS_SERVER_PASSWORD",
@@ -100,7 +100,7 @@ def read_password(path: str | Path, what: str) -> bytes:
         ConfigError: unreadable, empty or too long.
     """
     try:
-        data = read_file(path, f"{what}: the password file", limit=MAX_PASSWORD_BYTES + 2)
+        data = read_secret(path, f"{what}: the password file", limit=MAX_PASSWORD_BYTES + 2)
     except FileError as error:
         raise ConfigError(error.message, remedy="It needs one line with the password.") from None
     data = data[:-1] if data.endswith(b"\n") else data
@@ -118,7 +118,7 @@ def _checked(password: bytes, what: str) -> bytes:
 def forbid_core_files() -> None:
     """Makes a crash of this process leave no core file, which would hold its private key.
 
-    The hard limit stays, so that whoever needs a core file can raise the soft one again.
+    The hard limit stays, so that the soft one can be raised again where a core file is needed.
     """
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -1,7 +1,7 @@
 """A handshake with the scheduler before gRPC's own, because gRPC says only "Socket closed" when one fails.
 
 It finds out in words what is wrong on either side, checks role, job, name and revocation of the server's
-certificate, and returns exactly that certificate, so that gRPC can be told to accept no other.
+certificate, and returns exactly that certificate, so that gRPC can be made to accept no other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from muster.certs.errors import CertificateError, IdentityError, NameMismatchErr
 from muster.certs.pki.certificates import fingerprint, name_of, parse_certificates, printable
 from muster.certs.pki.peer import Peer
 from muster.certs.pki.reasons import handshake_error, own_certificate, verification_error
-from muster.certs.runtime.probe import SILENT
+from muster.certs.runtime.probe import SILENT, trusting_context
 from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.tls import client_ssl_context, peer_pem
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What a preflight found.
+    """The result of a preflight.
 
     Attributes:
         server_leaf_pem: the server's certificate; trust exactly this one.
@@ -100,17 +100,14 @@ def _left(deadline: float) -> float:
 
 
 def _shown_certificate(host: str, port: int, deadline: float) -> str:
-    """Which certificate a server shows that was refused: OpenSSL keeps it to itself, so it is asked again.
+    """Asks a server again for the certificate that was refused, which OpenSSL does not hand out.
 
     Nothing of ours is sent, and nothing but the certificate's text is used.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
     try:
         with (
             socket.create_connection((host, port), timeout=_left(deadline)) as plain,
-            context.wrap_socket(plain) as connection,
+            trusting_context().wrap_socket(plain) as connection,
         ):
             [leaf] = parse_certificates(peer_pem(connection), "It")[:1]
     except (OSError, CertificateError):
@@ -139,7 +136,7 @@ def _check(pem: bytes, credentials: Credentials, where: str, role: str, job: str
 
 
 def _await_acceptance(connection: ssl.SSLSocket, credentials: Credentials, where: str) -> None:
-    """In TLS 1.3 the client is done before the server has judged it: only the first byte tells."""
+    """Waits for the first byte: in TLS 1.3 the client is done before the server has judged it."""
     try:
         first = connection.recv(1)
     except ConnectionResetError:
@@ -159,7 +156,7 @@ def _name_override(peer: Peer, host: str, where: str) -> str | None:
     """
     known = [*peer.hosts, *peer.addresses]
     if known:
-        if _fits(host, peer):
+        if fits_host(host, peer):
             return None
         raise NameMismatchError(
             f"The server at {where} has a certificate for {', '.join(known[:8])}, not for {host!r}.",
@@ -175,7 +172,8 @@ def _name_override(peer: Peer, host: str, where: str) -> str | None:
     return None if peer.common_name.lower() == host.lower() else peer.common_name
 
 
-def _fits(host: str, peer: Peer) -> bool:
+def fits_host(host: str, peer: Peer) -> bool:
+    """Whether a certificate is for the host, as TLS compares names."""
     # An address must stand there as an address: gRPC does not look for it among the names.
     address = _address(host)
     if address is not None:

@@ -1,4 +1,4 @@
-"""What a server speaks, asked without gRPC, which says only "Socket closed" to whoever speaks the other."""
+"""Finds out whether a server speaks TLS, which gRPC does not say: its error is "Socket closed"."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0,
 _SETTINGS_FRAME, _ALERT = 4, b"\x15\x03"
 
 SILENT = "it accepts connections but does not answer"
-"""What a time-out after the connection means: a process that is stopped, say, whose system still accepts."""
+"""The sentence for a time-out after the connection: a stopped process, say, whose kernel still accepts."""
 
 
 class Spoken(enum.Enum):
-    """What a server speaks."""
+    """The protocol that a server speaks."""
 
     PLAINTEXT = "HTTP/2 without TLS"
     TLS = "TLS"
     NOTHING = "nothing: it hung up"
+
+
+def trusting_context() -> ssl.SSLContext:
+    """A TLS context that takes any certificate, for asking a server what it is; sends no secret."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
 
 
 def spoken_at(host: str, port: int, timeout_s: float) -> Spoken:
@@ -49,14 +58,10 @@ def spoken_at(host: str, port: int, timeout_s: float) -> Spoken:
 
 
 def _shakes_hands(host: str, port: int, timeout_s: float) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is sent: it is only asked whether TLS is spoken
-    context.set_alpn_protocols(["h2"])
     try:
         with (
             socket.create_connection((host, port), timeout=timeout_s) as plain,
-            context.wrap_socket(plain),
+            trusting_context().wrap_socket(plain),
         ):
             return True
     except ssl.SSLEOFError:

@@ -29,7 +29,7 @@ from muster.certs.errors import (
     TruncatedError,
     UsageError,
 )
-from muster.certs.files import read_file
+from muster.certs.files import read_file, read_secret
 from muster.certs.pki.certificates import (
     UNREADABLE,
     build_chain,
@@ -55,7 +55,7 @@ MAX_P12_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a process needs to speak TLS. The key is in memory only and never shown.
+    """A process's key, certificate and authorities for TLS. The key is in memory only and never shown.
 
     Attributes:
         key_pem: the private key, PKCS#8 PEM, not encrypted.
@@ -118,13 +118,39 @@ def load_configured(
     Raises:
         CertificateError: the kind that fits.
     """
+    password = password_for(role, env, prompt) if password is None else password
+    try:
+        return load_credentials(
+            config.cert_path(role),
+            password,
+            config.ca_cert_path,
+            crl_path=config.crl_path,
+            purpose="server" if role == "scheduler" else "client",
+            require_identity=config.require_identity,
+            cipher_list=config.cipher_list,
+        )
+    except FileError as error:
+        if error.remedy:
+            raise
+        raise type(error)(error.message, remedy=f"{config.path} names it.") from None
+
+
+def load_for_etcd(
+    config: SecurityConfig, env: Mapping[str, str], password: bytes | None = None
+) -> Credentials:
+    """Loads the scheduler's certificate and authorities for etcd, as config.json says.
+
+    Revocation lists do not count: etcd's members say nothing that a scheduler would not check.
+
+    Raises:
+        CertificateError: as :func:`load_credentials`.
+    """
     return load_credentials(
-        config.cert_path(role),
-        password_for(role, env, prompt) if password is None else password,
-        config.ca_cert_path,
-        crl_path=config.crl_path,
-        purpose="server" if role == "scheduler" else "client",
-        require_identity=config.require_identity,
+        config.etcd_cert_path or config.server_cert_path,
+        password_for("scheduler", env, None) if password is None else password,
+        config.etcd_ca_cert_path or config.ca_cert_path,
+        purpose="client",
+        require_identity=False,
         cipher_list=config.cipher_list,
     )
 
@@ -222,7 +248,7 @@ def read_p12(
     Raises:
         FileError, TruncatedError, PasswordError, MissingKeyError, KeyMismatchError: as said there.
     """
-    data = read_file(path, "The PKCS#12 file", limit=MAX_P12_BYTES)
+    data = read_secret(path, "The PKCS#12 file", limit=MAX_P12_BYTES)
     shown = f"The PKCS#12 file {os.fspath(path)!r}"
     _check_envelope(data, shown)
     try:
@@ -230,11 +256,11 @@ def read_p12(
     except UnsupportedAlgorithm as error:
         raise FileError(f"{shown} is encrypted in a way that is not supported.", remedy=_REMAKE) from error
     except ValueError as error:
-        # The library has one kind of error for both, and only the words to tell them apart.
+        # The library has one kind of error for both, and only the words differ.
         if "password" in str(error).lower():
             raise PasswordError(
                 f"{shown} does not open with this password (or is damaged).",
-                remedy="Check MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD, or the _FILE that holds it.",
+                remedy="Check --password-file, or MS_SERVER_PASSWORD or MS_CLIENT_PASSWORD and their _FILE.",
             ) from None
         raise FileError(f"{shown} is damaged, or not PKCS#12.", remedy=_REMAKE) from None
     except UNREADABLE as error:
@@ -263,7 +289,7 @@ _REMAKE = "Make it anew: `muster certs issue`, or `openssl pkcs12 -export -inkey
 
 
 def _check_envelope(data: bytes, shown: str) -> None:
-    """Tells apart what the parser calls by one name: PEM text, an empty, a foreign and a cut-off file."""
+    """Names what the parser gives one error for: PEM text, an empty, a foreign and a cut-off file."""
     if b"-----BEGIN" in data[:4096]:
         raise FileError(f"{shown} is PEM text, and PKCS#12 is needed here.", remedy=_REMAKE)
     if data[:1] != b"\x30" or len(data) < 2:
@@ -273,7 +299,7 @@ def _check_envelope(data: bytes, shown: str) -> None:
     else:
         octets = data[1] & 0x7F
         if octets == 0:
-            return  # indefinite length: only the parser can tell
+            return  # indefinite length: only the parser knows
         expected = 2 + octets + int.from_bytes(data[2 : 2 + octets], "big")
     if len(data) < expected:
         raise TruncatedError(f"{shown} is cut off: {len(data)} of {expected} bytes.", remedy="Copy it again.")

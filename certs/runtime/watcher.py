@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-from collections.abc import Mapping
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from muster.certs.config import SecurityConfig, config_warnings, load_config, settings_changes
-from muster.certs.errors import CertificateError, IdentityError, RevocationListError
+from muster.certs.errors import CertificateError, FileError, IdentityError, RevocationListError
 from muster.certs.pki.revocation import ListKey, RevocationList, Revocations, keep_newest, lists_by_key
 from muster.certs.runtime.passwords import password_for
-from muster.certs.runtime.store import Credentials, load_credentials, revocations_for
+from muster.certs.runtime.store import Credentials, load_credentials, load_for_etcd, revocations_for
 
+POLL_TIMEOUT_S = 5.0
 OLD_STAYS = "New certificates are not used, the old ones stay in force"
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What counts at a moment: the settings, and the credentials with their revocation lists."""
+    """The settings and credentials in force at a moment, with their revocation lists."""
 
     config: SecurityConfig
     credentials: Credentials
@@ -28,7 +32,7 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a poll found.
+    """The result of a poll.
 
     Attributes:
         credentials: what is in force now.
@@ -81,23 +85,24 @@ def refusal(
 
 
 def unused(error: CertificateError) -> CertificateError:
-    """The same error, saying what stays in force."""
+    """The same error with a sentence on what stays in force."""
     return type(error)(f"{OLD_STAYS}: {error.message}", remedy=error.remedy)
 
 
 def own_problem(credentials: Credentials, now: datetime.datetime | None = None) -> CertificateError | None:
-    """What is wrong with the certificate in force; None also where its lists have been complained about."""
+    """The problem of the certificate in force; None also where its lists were reported already."""
     if credentials.revocations is not None and credentials.revocations.problem:
         return None
     try:
         credentials.peer(credentials.cert_chain_pem, now)
     except CertificateError as error:
-        return error
+        words = f"Others turn this process away: its own certificate is not good any more. {error.message}"
+        return type(error)(words, remedy=error.remedy)
     return None
 
 
 def kept_under(config: SecurityConfig, credentials: Credentials) -> Credentials:
-    """The old certificate under a new configuration."""
+    """Keeps the old certificate under a new configuration."""
     return dataclasses.replace(credentials, require_identity=config.require_identity)
 
 
@@ -106,7 +111,7 @@ def _lists(credentials: Credentials) -> tuple[RevocationList, ...]:
 
 
 def change_between(before: InForce, after: InForce, problems: list[CertificateError]) -> Change | None:
-    """What to do and say about a change; None if there is nothing."""
+    """The change between two readings; None if there is none."""
     old, new = before.credentials, after.credentials
     new_certificate = not same_certificate(old, new)
     new_authorities = old.ca_pem != new.ca_pem
@@ -131,6 +136,53 @@ def change_between(before: InForce, after: InForce, problems: list[CertificateEr
         warnings=tuple(warnings),
         problems=tuple(problems),
     )
+
+
+class _Look:
+    """Reads the files in a thread of its own, because a read from a dead file server cannot be ended.
+
+    The thread stays: where all cores are busy a new one waits for milliseconds until it first runs, and one
+    that is woken does not.
+    """
+
+    def __init__(self, look: Callable[[], Change | None]) -> None:
+        self._look = look
+        self._asked: queue.SimpleQueue[Callable[[], Change | None] | None] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Change | BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._asked.put, None)
+
+    def begin(self) -> None:
+        """Looks; what it finds is yet to be taken."""
+        if self._thread is None or not self._thread.is_alive():  # a fork leaves threads behind
+            served = (self._asked, self._found)
+            self._thread = threading.Thread(target=_serve, args=served, name="muster-files", daemon=True)
+            self._thread.start()
+        self._asked.put(self._look)
+
+    def take(self, timeout_s: float) -> Change | None:
+        """Waits for what it finds.
+
+        Raises:
+            queue.Empty: it still looks.
+            Exception: the look failed with this.
+        """
+        found = self._found.get(timeout=timeout_s)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+def _serve(
+    asked: queue.SimpleQueue[Callable[[], Change | None] | None],
+    found: queue.SimpleQueue[Change | BaseException | None],
+) -> None:
+    while (look := asked.get()) is not None:
+        try:
+            found.put(look())
+        except BaseException as error:
+            found.put(error)
+        del look  # else who looks would live on for the thread, which ends with it
 
 
 _Signature = tuple[tuple[str, tuple[int, int, int, int] | None], ...]
@@ -177,14 +229,45 @@ class CredentialsWatcher:
             base = dataclasses.replace(base, revocations=revocations_for(base, self.config.crl_path))
         base.peer(base.cert_chain_pem)
         self.credentials: Credentials = base
+        self._look = _Look(self._find_change)
+        self._hangs = False
         self._newest: dict[ListKey, tuple[RevocationList, ...]] = lists_by_key(base.revocations)
 
+    def load_for_etcd(self) -> Credentials:
+        """Reads what a scheduler shows to etcd.
+
+        Raises:
+            CertificateError: it cannot be used.
+        """
+        return load_for_etcd(self.config, self._env, self._password)
+
     def poll(self) -> Change | None:
-        """Looks for changed files.
+        """Looks for changed files, for five seconds at most: a file server may give no answer.
 
         Returns:
             None if nothing that counts changed since the last call.
         """
+        hung = self._hangs
+        if not hung:
+            self._look.begin()
+        self._hangs = True
+        try:
+            found = self._look.take(0.0 if hung else POLL_TIMEOUT_S)
+        except queue.Empty:
+            return None if hung else self._unanswered()
+        except BaseException:
+            self._hangs = False
+            raise
+        self._hangs = False
+        return found
+
+    def _unanswered(self) -> Change:
+        files = ", ".join(name for name, _ in self._seen)
+        words = f"None of these files could be looked at within {POLL_TIMEOUT_S:g} s, or one of them: {files}"
+        problem = FileError(f"{words}. What they said before stays in force.", remedy="See to their disk.")
+        return Change(self.credentials, False, False, False, problems=(problem,))
+
+    def _find_change(self) -> Change | None:
         seen = _signature(self.config, self._role)
         if seen == self._seen:
             return None
@@ -251,7 +334,7 @@ class CredentialsWatcher:
 
 
 def _signature(config: SecurityConfig, role: str) -> _Signature:
-    """What tells whether a file was replaced; config.json's comes first."""
+    """What changes when a file is replaced (device, inode, size, times); config.json's comes first."""
     crls = [] if config.crl_path is None else [config.crl_path]
     files = [config.path, config.cert_path(role), config.ca_cert_path, *crls]
     return tuple((str(file), _stat(file)) for file in files)

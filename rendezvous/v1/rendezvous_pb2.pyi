@@ -129,7 +129,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., publish_unique_ids: _Optional[_Union[PublishUniqueIds, _Mapping]] = ..., built: _Optional[_Union[Built, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., suspect_peer: _Optional[_Union[SuspectPeer, _Mapping]] = ..., request_leave: _Optional[_Union[RequestLeave, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., late: _Optional[_Union[Late, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend", "probe_address")
+    __slots__ = ("protocol_version", "job_id", "node_id", "incarnation", "worker_num", "worker_min", "spare", "host", "device", "local_index", "data_address", "held_generation", "held_rank", "built", "step", "facts", "backend", "held_world_size", "last_call_s", "takes_deltas", "probe_address")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,9 @@ class Join(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    HELD_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAST_CALL_S_FIELD_NUMBER: _ClassVar[int]
+    TAKES_DELTAS_FIELD_NUMBER: _ClassVar[int]
     PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     job_id: str
@@ -172,8 +175,11 @@ class Join(_message.Message):
     step: int
     facts: _containers.ScalarMap[str, str]
     backend: str
+    held_world_size: int
+    last_call_s: float
+    takes_deltas: bool
     probe_address: str
-    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., probe_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., spare: bool = ..., host: _Optional[_Union[Host, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., local_index: _Optional[int] = ..., data_address: _Optional[str] = ..., held_generation: _Optional[int] = ..., held_rank: _Optional[int] = ..., built: bool = ..., step: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., held_world_size: _Optional[int] = ..., last_call_s: _Optional[float] = ..., takes_deltas: bool = ..., probe_address: _Optional[str] = ...) -> None: ...
 
 class PublishUniqueIds(_message.Message):
     __slots__ = ("generation", "unique_ids")
@@ -190,20 +196,26 @@ class Built(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation")
+    __slots__ = ("generation", "step", "samples_per_s", "started_step", "recent", "entered_generation", "loss", "pid", "learning_rate")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     STARTED_STEP_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
     ENTERED_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     samples_per_s: float
     started_step: int
     recent: _containers.RepeatedCompositeFieldContainer[Collective]
     entered_generation: int
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ...) -> None: ...
+    loss: float
+    pid: int
+    learning_rate: float
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., started_step: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[Collective, _Mapping]]] = ..., entered_generation: _Optional[int] = ..., loss: _Optional[float] = ..., pid: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...
 
 class Quiesced(_message.Message):
     __slots__ = ("generation", "last_started_step")
@@ -302,29 +314,35 @@ class SchedulerMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., unique_ids: _Optional[_Union[UniqueIds, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ..., quiesce: _Optional[_Union[Quiesce, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., group_built: _Optional[_Union[GroupBuilt, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("heartbeat_interval_s", "node_timeout_s", "topo_timeout_s", "spare")
+    __slots__ = ("heartbeat_interval_s", "node_timeout_s", "topo_timeout_s", "spare", "waiting_interval_s", "version")
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     NODE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     TOPO_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SPARE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     heartbeat_interval_s: float
     node_timeout_s: float
     topo_timeout_s: float
     spare: bool
-    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., node_timeout_s: _Optional[float] = ..., topo_timeout_s: _Optional[float] = ..., spare: bool = ...) -> None: ...
+    waiting_interval_s: float
+    version: str
+    def __init__(self, heartbeat_interval_s: _Optional[float] = ..., node_timeout_s: _Optional[float] = ..., topo_timeout_s: _Optional[float] = ..., spare: bool = ..., waiting_interval_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("present", "needed", "sentence")
+    __slots__ = ("present", "needed", "sentence", "finished_ranks")
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_RANKS_FIELD_NUMBER: _ClassVar[int]
     present: int
     needed: int
     sentence: str
-    def __init__(self, present: _Optional[int] = ..., needed: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
+    finished_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, present: _Optional[int] = ..., needed: _Optional[int] = ..., sentence: _Optional[str] = ..., finished_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost", "hosts", "launch", "first_loss")
+    __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost", "hosts", "launch", "first_loss", "packed", "base", "kept")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +355,9 @@ class Assignment(_message.Message):
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOSS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     rank: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
@@ -349,7 +370,10 @@ class Assignment(_message.Message):
     hosts: _containers.RepeatedCompositeFieldContainer[Host]
     launch: int
     first_loss: FirstLoss
-    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., state_source_rank: _Optional[int] = ..., newcomer_ranks: _Optional[_Iterable[int]] = ..., unique_id_count: _Optional[int] = ..., reason: _Optional[str] = ..., switch_after_step: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[_Union[Host, _Mapping]]] = ..., launch: _Optional[int] = ..., first_loss: _Optional[_Union[FirstLoss, _Mapping]] = ...) -> None: ...
+    packed: bytes
+    base: int
+    kept: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., state_source_rank: _Optional[int] = ..., newcomer_ranks: _Optional[_Iterable[int]] = ..., unique_id_count: _Optional[int] = ..., reason: _Optional[str] = ..., switch_after_step: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., hosts: _Optional[_Iterable[_Union[Host, _Mapping]]] = ..., launch: _Optional[int] = ..., first_loss: _Optional[_Union[FirstLoss, _Mapping]] = ..., packed: _Optional[bytes] = ..., base: _Optional[int] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class UniqueIds(_message.Message):
     __slots__ = ("generation", "unique_ids")
@@ -430,7 +454,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address")
+    __slots__ = ("node_id", "host_name", "host_id", "rank", "local_rank", "device", "silent_s", "step", "samples_per_s", "state", "last_collective", "topology", "address", "pid", "loss")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -444,6 +468,8 @@ class WorkerStatus(_message.Message):
     LAST_COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host_name: str
     host_id: str
@@ -457,10 +483,12 @@ class WorkerStatus(_message.Message):
     last_collective: Collective
     topology: str
     address: str
-    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    pid: int
+    loss: float
+    def __init__(self, node_id: _Optional[str] = ..., host_name: _Optional[str] = ..., host_id: _Optional[str] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., silent_s: _Optional[float] = ..., step: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., state: _Optional[str] = ..., last_collective: _Optional[_Union[Collective, _Mapping]] = ..., topology: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version")
+    __slots__ = ("job_id", "state", "generation", "worker_num", "worker_min", "workers", "missing", "reason", "uptime_s", "version", "leader")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +499,7 @@ class StatusReply(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: str
     generation: int
@@ -481,7 +510,36 @@ class StatusReply(_message.Message):
     reason: str
     uptime_s: float
     version: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
+    leader: str
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., worker_num: _Optional[int] = ..., worker_min: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., uptime_s: _Optional[float] = ..., version: _Optional[str] = ..., leader: _Optional[str] = ...) -> None: ...
+
+class JobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JobSummary(_message.Message):
+    __slots__ = ("job_id", "state", "generation", "members", "worker_num", "step")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_NUM_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    state: str
+    generation: int
+    members: int
+    worker_num: int
+    step: int
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., worker_num: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class JobsReply(_message.Message):
+    __slots__ = ("jobs", "version")
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobSummary]
+    version: str
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobSummary, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("job_id", "node_id", "reason")

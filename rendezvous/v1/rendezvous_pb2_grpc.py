@@ -49,6 +49,11 @@ class RendezvousStub(object):
                 request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
                 response_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Jobs = channel.unary_unary(
+                '/rendezvous.v1.Rendezvous/Jobs',
+                request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.JobsRequest.SerializeToString,
+                response_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.JobsReply.FromString,
+                _registered_method=True)
 
 
 class RendezvousServicer(object):
@@ -82,6 +87,13 @@ class RendezvousServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Jobs(self, request, context):
+        """The jobs of this scheduler that the caller may see, in short. Roles: as Status.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RendezvousServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -99,6 +111,11 @@ def add_RendezvousServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.FromString,
                     response_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.SerializeToString,
+            ),
+            'Jobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.Jobs,
+                    request_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.JobsRequest.FromString,
+                    response_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.JobsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +199,33 @@ class Rendezvous(object):
             '/rendezvous.v1.Rendezvous/Drain',
             muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
             muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Jobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rendezvous.v1.Rendezvous/Jobs',
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.JobsRequest.SerializeToString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.JobsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,1 +1,1 @@
-"""What a scheduler logs of refusals and failed handshakes."""
+"""The scheduler's log: refusals, failed handshakes, and the limits on how many lines they cause."""

@@ -1,4 +1,4 @@
-"""Failed TLS handshakes as gRPC's trace has them, and how many lines a log gets of them. Does no I/O."""
+"""Parses failed TLS handshakes from gRPC's trace, and limits how many lines they cause. Does no I/O."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from muster.rendezvous.grpc_stderr import Record
-from muster.rendezvous.log_lines import one_line
-from muster.rendezvous.rate_limit import OTHERS, Budget, Untold
-from muster.scheduler.serve.access import address_of
+from muster.rendezvous.log_lines import OTHERS, Budget, Suppressed, one_line
+from muster.scheduler.access import address_of
 
 HUNG_UP = "hung_up"
 TIMED_OUT = "timed_out"
@@ -79,7 +78,7 @@ class Failure:
 
 
 def explain(error: str, peer: str) -> Failure:
-    """Puts gRPC's words for a failed handshake in ours."""
+    """Turns gRPC's text on a failed handshake into a code and a sentence."""
     code = next((code for sign, code in _SIGNS.items() if sign in error), OTHER)
     return _failure(code, peer, _detail(error))
 
@@ -114,7 +113,7 @@ class TraceReader:
         self._timeouts = 0
 
     def read(self, record: Record) -> Failure | None:
-        """Reads a record; returns the failure that it tells of."""
+        """Reads a record; returns the failure that it describes."""
         if _TIMED_OUT.match(record.data):
             self._timeouts += 1
         if not record.data.startswith(_FAILED) or record.data.startswith(_FAILED + b"OK "):
@@ -149,19 +148,19 @@ class Line:
 
 
 class Thinner:
-    """Lets the first failure of an address through at once, then one line with a count in each interval."""
+    """Limits log lines: an address's first failure at once, then one line with a count in each interval."""
 
     def __init__(self) -> None:
         self._budget = Budget[Failure](lines=1, window_s=INTERVAL_S, max_callers=MAX_HOSTS)
         self.next_s = self._budget.next_s
 
     def add(self, failure: Failure, now_s: float) -> Line | None:
-        """Notes a failure; returns a line if it is to be told now. Call :meth:`due` before."""
-        told = self._budget.take(failure.host, failure.reason, failure, now_s)
-        return _single(failure) if told else None
+        """Notes a failure; returns a line if it is to be logged now. Call :meth:`due` before."""
+        is_due = self._budget.take(failure.host, failure.reason, failure, now_s)
+        return _single(failure) if is_due else None
 
     def due(self, now_s: float) -> Iterator[Line]:
-        """Ends the intervals that are over; yields what was left untold in them."""
+        """Ends the intervals that are over; yields what was suppressed in them."""
         return map(_summary, self._budget.due(now_s))
 
     def all(self) -> Iterator[Line]:
@@ -173,12 +172,12 @@ def _single(failure: Failure) -> Line:
     return Line(failure.reason, failure.peer, failure.text)
 
 
-def _summary(untold: Untold[Failure]) -> Line:
-    total = sum(untold.codes.values())
+def _summary(suppressed: Suppressed[Failure]) -> Line:
+    total = sum(suppressed.codes.values())
     if total == 1:
-        return _single(untold.last)
-    who = "other addresses" if untold.caller == OTHERS else untold.caller
-    codes = untold.codes.most_common()
+        return _single(suppressed.last)
+    who = "other addresses" if suppressed.caller == OTHERS else suppressed.caller
+    codes = suppressed.codes.most_common()
     reasons = ", ".join(f"{count} {code}" for code, count in codes)
     text = f"TLS handshakes failed: {total} more from {who} within {INTERVAL_S:.0f} s ({reasons})."
     return Line(codes[0][0], who, text, total)

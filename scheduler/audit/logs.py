@@ -13,20 +13,26 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from muster.rendezvous.files import open_regular
 from muster.rendezvous.log_lines import BoundedFormatter, one_line
+from muster.scheduler import systemd
+from muster.scheduler.access import address_of
 from muster.scheduler.audit.grpc_trace import REASONS
-from muster.scheduler.errors import SettingsError
-from muster.scheduler.serve import systemd
+from muster.scheduler.errors import SchedulerError, SettingsError, end_call
 
 if TYPE_CHECKING:
+    from muster.scheduler.access import Caller
     from muster.scheduler.audit.grpc_trace import Line
     from muster.scheduler.jobs.driver import Note
-    from muster.scheduler.serve.access import Caller
 
 LOG = logging.getLogger("scheduler")
-AUDITED = frozenset(("joined", "left", "lost", "refused", "denied", "expelled", "drained", "expired"))
+CERTS_LOG = logging.getLogger("muster.certs")
+AUDITED = frozenset(
+    ("joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended", "expired")
+)
+Follow = Callable[[str, str, str, Mapping[str, object]], None]
 FINGERPRINT_SHOWN = 23
 """Characters: 16 hexadecimal digits with colons between."""
 
@@ -34,7 +40,7 @@ _LOUD = frozenset(("lost", "refused", "denied", "expelled", "expired"))
 
 
 class LineFormatter(BoundedFormatter):
-    """``2026-01-31T12:00:00.123Z INFO text``; whatever the text is, it forges no line of its own."""
+    """Formats lines as ``2026-01-31T12:00:00.123Z INFO text``; no text can forge a second line."""
 
     def head(self, record: logging.LogRecord) -> str:
         """Time and level."""
@@ -51,7 +57,7 @@ class LineFormatter(BoundedFormatter):
 
 
 class JournalFormatter(LineFormatter):
-    """The same with a prefix by which systemd's journal tells how grave a line is."""
+    """The same with the prefix by which systemd's journal knows a line's priority."""
 
     def head(self, record: logging.LogRecord) -> str:
         """Priority, time and level."""
@@ -62,13 +68,14 @@ def set_up(level: str, env: Mapping[str, str]) -> None:
     """Sends the scheduler's log to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JournalFormatter() if systemd.is_journal(2, env) else LineFormatter())
-    LOG.handlers[:] = [handler]
-    LOG.setLevel(level)
-    LOG.propagate = False
+    for log in (LOG, CERTS_LOG):
+        log.handlers[:] = [handler]
+        log.setLevel(level)
+        log.propagate = False
 
 
 def fields(**facts: object) -> str:
-    """Renders facts as ``key=value``, quoted where blanks would blur them; leaves empty ones out."""
+    """Renders facts as ``key=value``, quoted where they hold blanks; leaves empty ones out."""
     parts = []
     for key, value in facts.items():
         text = one_line(str(value))
@@ -83,7 +90,7 @@ class AuditLog:
     """JSON lines, appended: who joined, left, was refused, expelled or drained, by which certificate, when.
 
     Args:
-        path: the file; made with mode 0600.
+        path: the file; made with mode 0600. No link is followed there.
         wall_clock: the time of day.
 
     Raises:
@@ -95,7 +102,7 @@ class AuditLog:
     ) -> None:
         self._wall_clock = wall_clock
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             raise SettingsError(
                 f"MS_AUDIT_LOG must name a file that can be written; '{path}': {error.strerror}."
@@ -116,10 +123,11 @@ class AuditLog:
 
 
 class Recorder:
-    """Takes notes: each becomes a log line, those of concern to security an audit entry, refusals a count."""
+    """Records events: each as a log line, security events also in the audit log, refusals also as a count."""
 
     def __init__(self, audit: AuditLog | None = None) -> None:
         self._audit = audit
+        self._followers: list[Follow] = []
         self.refusals: Counter[str] = Counter()
         # All keys from the begin: another thread counts, and what is being read must not grow.
         self.failed_handshakes: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
@@ -142,15 +150,43 @@ class Recorder:
         who = _who(caller) if caller is not None else {"peer": address}
         self._record("denied", sentence, code, {"call": call, **who})
 
+    async def turn_away(
+        self, call: str, context: Any, caller: Caller | None, error: BaseException
+    ) -> NoReturn:
+        """Records that a call was not let in, or failed, and ends it; always raises, for gRPC.
+
+        Args:
+            call: its method.
+            context: gRPC's context of the call.
+            caller: who calls, where that is known.
+            error: why.
+        """
+        if isinstance(error, SchedulerError):
+            self.denied(call, caller, address_of(context.peer()), error.refusal, str(error))
+        else:
+            LOG.error("fault in %s", call, exc_info=error)
+        await end_call(context, error)
+
     def drained(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
         """Records an operator's drain."""
         self._record("drained", sentence, "", {"job_id": job_id, "node_id": node_id, **_who(caller)})
+
+    def job_ended(self, job_id: str, caller: Caller, sentence: str) -> None:
+        """Records that an operator has a job end."""
+        self._record("ended", sentence, "by_operator", {"job_id": job_id, **_who(caller)})
+
+    def follow(self, follower: Follow) -> None:
+        """Calls ``follower`` with kind, text, code and facts of what is written from now on.
+
+        Of failed handshakes that is in another thread.
+        """
+        self._followers.append(follower)
 
     def handshake_failed(self, line: Line, *, quiet: bool) -> None:
         """Records TLS handshakes that failed; in a thread of its own, unlike all others.
 
         Args:
-            line: what to say; whoever counts has counted before.
+            line: what to write; the caller has counted the events.
             quiet: for debugging only: the other side just hung up, as probes and port scans do.
         """
         facts: dict[str, object] = {"call": "handshake", "peer": line.peer}
@@ -161,6 +197,11 @@ class Recorder:
         else:
             self._write("denied", line.text, line.reason, facts)
 
+    def close(self) -> None:
+        """Closes the audit log."""
+        if self._audit is not None:
+            self._audit.close()
+
     def _record(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
         if kind in ("refused", "denied", "expelled"):
             self.refusals[code or kind] += 1
@@ -170,6 +211,8 @@ class Recorder:
         level = logging.WARNING if kind in _LOUD else logging.INFO
         if LOG.isEnabledFor(level):
             LOG.log(level, "%s %s", kind, fields(code=code, **_brief(facts), text=text))
+        for follower in self._followers:
+            follower(kind, text, code, facts)
         if self._audit is not None and kind in AUDITED:
             extra = {"code": code} if code else {}
             self._audit.write(kind, {**extra, **facts, "text": one_line(text)})

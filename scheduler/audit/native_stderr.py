@@ -1,4 +1,4 @@
-"""What gRPC says to the scheduler's standard error: gRPC tells of failed handshakes only there.
+"""Reads failed TLS handshakes from the scheduler's standard error: gRPC reports them only there.
 
 Failed handshakes go to the log, the rest of that trace goes nowhere, and whatever else C code says goes to
 the log as well: escaped, few, and marked as what it is (:mod:`muster.rendezvous.grpc_stderr`).
@@ -21,7 +21,7 @@ _ASKED_LINES = 200
 def handshakes_watched(env: MutableMapping[str, str], *, tls: bool) -> Iterator[HandshakeWatch | None]:
     """Has gRPC trace handshakes, and reads what it writes, for as long as the context lasts.
 
-    Enter it before grpc is imported, which reads the environment then. Whoever set GRPC_VERBOSITY or
+    Enter it before grpc is imported, which reads the environment then. An operator who set GRPC_VERBOSITY or
     GRPC_TRACE himself gets what he asked for, escaped and marked, and no lines about handshakes. Where there
     is nothing to read it by, gRPC says nothing.
     """
@@ -54,24 +54,24 @@ class HandshakeWatch:
         self._thinners = {False: Thinner(), True: Thinner()}  # those who just hang up apart
         self._sayings = Sayings(_ASKED_LINES if asked else 1)
         self._recorder: Recorder | None = None
-        self._native = NativeStderr(self, (LOG,))
+        self.native = NativeStderr(self, (LOG,))
 
     def report_to(self, recorder: Recorder) -> None:
         """Reports to this one from now on."""
-        with self._native.lock:
+        with self.native.lock:
             self._recorder = recorder
 
     def finish_reports(self) -> None:
         """Reports what has been written until now, and no handshake afterwards."""
-        with self._native.lock:
-            self._native.drain()
+        with self.native.lock:
+            self.native.drain()
             for quiet, thinner in self._thinners.items():
                 self._tell(thinner.all(), quiet=quiet)
             self._recorder = None
 
     def close(self) -> None:
         """Puts everything back as it was; nothing that was written is lost."""
-        self._native.close()
+        self.native.close()
         self._say(self._sayings.all())
 
     def written(self, data: bytes) -> None:
@@ -101,7 +101,7 @@ class HandshakeWatch:
 
     def failed(self) -> None:
         """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
-        LOG.exception("fault while reading gRPC's trace; failed handshakes are no longer told")
+        LOG.exception("fault while reading gRPC's trace; failed handshakes are no longer logged")
 
     def _note(self, failure: Failure, now_s: float) -> None:
         if self._recorder is None:

@@ -1,13 +1,11 @@
-"""An audit log that one caller cannot flood: a few of his refusals are written, and how many more came."""
+"""Limits log and audit lines per caller: a few of its refusals are written, then how many more came."""
 
 from __future__ import annotations
 
-import datetime as dt
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
-from muster.rendezvous.rate_limit import OTHERS, Budget
-from muster.scheduler.audit.logs import AuditLog
+from muster.rendezvous.log_lines import OTHERS, Budget, Suppressed
+from muster.scheduler.audit.logs import AuditLog, Recorder
 from muster.scheduler.jobs.driver import Clock, Timer
 
 WINDOW_S = 60.0
@@ -16,59 +14,66 @@ LINES = 20
 
 MAX_CALLERS = 1024
 
+DECISIONS = 200
+"""Most sentences about one job in :data:`DECISIONS_WINDOW_S`: its workers can cause them."""
+
+DECISIONS_WINDOW_S = 10.0
+
 _WHO = ("certificate", "identity", "peer")
 
 Facts = Mapping[str, object]
 
 
 def caller_of(facts: Facts) -> str:
-    """Who was refused: a certificate wherever it comes from, or else an address with any port."""
+    """The key under which refusals are counted: the certificate, or else the address without its port."""
     return str(facts.get("certificate") or str(facts.get("peer", "")).rpartition(":")[0])
 
 
-class ThinnedAuditLog(AuditLog):
-    """An audit log in which the refusals of each caller have a budget.
+class ThinnedRecorder(Recorder):
+    """A recorder in whose log and audit log the refusals of each caller have a budget.
 
-    Failed handshakes pass: whoever reports them has thinned them, and does so from another thread.
+    Failed handshakes pass: their reporter has thinned them, and does so from another thread. What a job
+    has decided has a budget for each job, because refusals are among it.
 
     Args:
-        path: the file.
-        clock: tells the time and calls back; the event loop, from whose thread refusals come.
-        wall_clock: the time of day.
+        audit: the audit log; None for none.
+        clock: the time, and calls back; the event loop, from whose thread all but handshakes come.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        clock: Clock,
-        wall_clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
-    ) -> None:
-        super().__init__(path, wall_clock)
+    def __init__(self, audit: AuditLog | None, clock: Clock) -> None:
+        super().__init__(audit)
         self._clock = clock
-        self._budget = Budget[Facts](lines=LINES, window_s=WINDOW_S, max_callers=MAX_CALLERS)
+        self._refused = Budget[Facts](lines=LINES, window_s=WINDOW_S, max_callers=MAX_CALLERS)
+        self._decided = Budget[Facts](lines=DECISIONS, window_s=DECISIONS_WINDOW_S, max_callers=MAX_CALLERS)
         self._timer: Timer | None = None
 
-    def write(self, event: str, facts: Facts) -> None:
-        """Appends one event, unless it is a refusal beyond its caller's budget."""
-        if event not in ("refused", "denied") or facts.get("call") == "handshake":
-            super().write(event, facts)
+    def _write(self, kind: str, text: str, code: str, facts: dict[str, object]) -> None:
+        if kind == "decided":
+            budget, caller = self._decided, str(facts.get("job_id", ""))
+        elif kind in ("refused", "denied") and facts.get("call") != "handshake":
+            budget, caller = self._refused, caller_of(facts)
+        else:
+            super()._write(kind, text, code, facts)
             return
         now_s = self._clock.time()
         self._tell(now_s)
-        if self._budget.take(caller_of(facts), str(facts.get("code", "")), facts, now_s):
-            super().write(event, facts)
+        if budget.take(caller, code, {**facts, "text": text}, now_s):
+            super()._write(kind, text, code, facts)
         elif self._timer is None:
             self._wait()
 
     def close(self) -> None:
-        """Tells what is untold, and closes the file."""
+        """Logs what was suppressed, and closes the audit log."""
         if self._timer is not None:
             self._timer.cancel()
         self._tell(float("inf"))
         super().close()
 
     def _wait(self) -> None:
-        due_s = self._budget.next_s()
+        due_s = min(
+            (at for budget in (self._refused, self._decided) if (at := budget.next_s()) is not None),
+            default=None,
+        )
         self._timer = None if due_s is None else self._clock.call_at(due_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -76,11 +81,18 @@ class ThinnedAuditLog(AuditLog):
         self._wait()
 
     def _tell(self, now_s: float) -> None:
-        for untold in self._budget.due(now_s):
-            known = untold.caller != OTHERS
-            who = {key: untold.last[key] for key in _WHO if known and key in untold.last}
-            codes = untold.codes.most_common()
-            count, whose = untold.codes.total(), "of this caller" if known else "of other callers"
-            shares = ", ".join(f"{number} {code}" for code, number in codes)
-            text = f"{count} more refusals {whose} within {WINDOW_S:g} s were not written ({shares})."
-            super().write("refused", {"code": codes[0][0], "count": count, **who, "text": text})
+        for suppressed in self._refused.due(now_s):
+            self._write_suppressed(suppressed)
+        for suppressed in self._decided.due(now_s):
+            count, last = suppressed.codes.total(), suppressed.last.get("text", "")
+            text = f"{count} more within {DECISIONS_WINDOW_S:g} s were not written. The last: {last}"
+            super()._write("decided", text, "", {"job_id": suppressed.caller, "count": count})
+
+    def _write_suppressed(self, suppressed: Suppressed[Facts]) -> None:
+        known = suppressed.caller != OTHERS
+        who = {key: suppressed.last[key] for key in _WHO if known and key in suppressed.last}
+        codes = suppressed.codes.most_common()
+        count, whose = suppressed.codes.total(), "of this caller" if known else "of other callers"
+        shares = ", ".join(f"{number} {code}" for code, number in codes)
+        text = f"{count} more refusals {whose} within {WINDOW_S:g} s were not written ({shares})."
+        super()._write("refused", text, codes[0][0], {"count": count, **who})

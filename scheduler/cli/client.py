@@ -1,33 +1,43 @@
-"""A small synchronous client for the operator's commands, whose errors come in words."""
+"""A synchronous client of the scheduler for the operator's commands."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from muster.certs.config import apply_cipher_list, load_config
+from muster.rendezvous.settings import show_address
 from muster.scheduler.config import Address
 from muster.scheduler.errors import SchedulerError
-from muster.scheduler.serve.listen import show
 
 if TYPE_CHECKING:
     import grpc
 
     from muster.rendezvous.v1 import rendezvous_pb2 as pb
+    from muster.rendezvous.v1 import watch_pb2 as watch_pb
 
 SERVICE = "rendezvous.v1.Rendezvous"
+WATCHING_SERVICE = "rendezvous.v1.Watching"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 TIMEOUT_S = 10.0
+TRY_S = 2.0
+"""How long each of several schedulers may take to answer before the next one is asked, in seconds."""
+
+TAKEOVER_S = 5.0
+"""So long of several schedulers one is waited for that leads."""
+
+AGAIN_S = 0.2
 PROBE_TIMEOUT_S = 2.0
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 
 
 class UnreachableError(SchedulerError):
-    """Nobody answers at the scheduler's address."""
+    """No process answers at the scheduler's address."""
 
 
 class TlsNeededError(UnreachableError):
@@ -42,18 +52,19 @@ class RefusedByScheduler(SchedulerError):  # noqa: N818 - the scheduler's own wo
         self.code = code
 
 
-class Client:
-    """One connection to a scheduler, for a few calls.
+class Client(contextlib.AbstractContextManager["Client"]):
+    """A connection to a scheduler, for a few calls; of several schedulers to the one that leads.
 
     Args:
-        address: where it is, and the job that is meant.
+        address: where it is, or each of several, and the job that is meant.
         env: where the certificate's password is looked for.
         certificate: the PKCS#12 file to use instead of the configured one.
         role: whose configured certificate and password to use, ``operator`` or ``scheduler``.
+        wait_s: how long to look for one that leads, where there are several.
 
     Raises:
         UnreachableError: nobody listens there.
-        certs.errors.CertificateError: TLS failed on either side.
+        muster.certs.errors.CertificateError: TLS failed on either side.
     """
 
     def __init__(
@@ -63,11 +74,13 @@ class Client:
         *,
         certificate: Path | None = None,
         role: str = "operator",
+        wait_s: float = TAKEOVER_S,
     ) -> None:
         self._job_id = address.job_id
         self._address = address
-        self._where = show(address.host, address.port)
-        self._channel = self._connect(address, env, certificate, role)
+        self._host = address.hosts[0]
+        self._limit_s = TIMEOUT_S if len(address.hosts) == 1 else TRY_S
+        self._channel = self._connect_in_time(env, certificate, role, wait_s)
 
     def status(self) -> pb.StatusReply:
         """Asks for the job's state."""
@@ -75,6 +88,13 @@ class Client:
 
         request = pb.StatusRequest(job_id=self._job_id)
         reply: pb.StatusReply = self._call("Status", request, pb.StatusReply.FromString)
+        return reply
+
+    def jobs(self) -> pb.JobsReply:
+        """Asks for the jobs that this side may see."""
+        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+
+        reply: pb.JobsReply = self._call("Jobs", pb.JobsRequest(), pb.JobsReply.FromString)
         return reply
 
     def drain(self, node_id: str, reason: str) -> str:
@@ -85,6 +105,39 @@ class Client:
         reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
         return reply.sentence
 
+    def watch(self, job_id: str = "") -> Iterator[watch_pb.WatchReply]:
+        """Follows one job, or with none all that this side may see, until the scheduler goes.
+
+        Args:
+            job_id: the job.
+
+        Raises:
+            UnreachableError: the scheduler is gone.
+            RefusedByScheduler: this side may not watch, or there is no such job (any more).
+        """
+        import grpc
+
+        from muster.rendezvous.v1 import watch_pb2 as watch_pb
+
+        call = self._channel.unary_stream(
+            f"/{WATCHING_SERVICE}/Watch",
+            request_serializer=watch_pb.WatchRequest.SerializeToString,
+            response_deserializer=watch_pb.WatchReply.FromString,
+        )
+        try:
+            yield from call(watch_pb.WatchRequest(job_id=job_id))
+        except grpc.RpcError as error:
+            raise self._in_words(error) from None
+
+    def end_job(self, reason: str) -> str:
+        """Has the job end; returns the scheduler's answer."""
+        from muster.rendezvous.v1 import watch_pb2 as watch_pb
+
+        request = watch_pb.EndJobRequest(job_id=self._job_id, reason=reason)
+        parse = watch_pb.EndJobReply.FromString
+        reply: watch_pb.EndJobReply = self._call("EndJob", request, parse, WATCHING_SERVICE)
+        return reply.sentence
+
     def health(self) -> str:
         """Asks the standard gRPC health service; ``SERVING`` is the good answer."""
         from grpc_health.v1 import health_pb2
@@ -93,20 +146,58 @@ class Client:
         reply = self._call("Check", request, health_pb2.HealthCheckResponse.FromString, HEALTH_SERVICE)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
-    def __enter__(self) -> Client:
-        """Enters; leaving closes the connection."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes the connection."""
+    def close(self) -> None:
+        """Closes the connection; what is under way on it ends."""
         self._channel.close()
 
+    def __exit__(self, *_: object) -> None:
+        """Closes the connection."""
+        self.close()
+
     # ------------------------------------------------------------ inside
+
+    @property
+    def where(self) -> str:
+        """The address that is asked."""
+        return show_address(self._host, self._address.port)
+
+    def _connect_in_time(
+        self, env: Mapping[str, str], certificate: Path | None, role: str, wait_s: float
+    ) -> grpc.Channel:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return self._connect_first(env, certificate, role)
+            except UnreachableError:
+                if len(self._address.hosts) == 1 or time.monotonic() > deadline:
+                    raise
+            time.sleep(AGAIN_S)
+
+    def _connect_first(self, env: Mapping[str, str], certificate: Path | None, role: str) -> grpc.Channel:
+        failures: list[UnreachableError] = []
+        for host in self._address.hosts:
+            self._host = host
+            try:
+                if self._address.config_path is None and len(self._address.hosts) > 1:
+                    self._check_listens()
+                return self._connect(self._address, env, certificate, role)
+            except UnreachableError as error:
+                failures.append(error)
+        if len(failures) == 1:
+            raise failures[0]
+        where = ", ".join(show_address(host, self._address.port) for host in self._address.hosts)
+        raise UnreachableError(
+            f"None of the schedulers at {where} leads: {failures[-1].message}",
+            remedy="Has the job ended? Is etcd up? Without a majority of its members nobody leads; training"
+            " goes on.",
+        )
+
+    def _check_listens(self) -> None:
+        """A channel without TLS connects at the first call, when it is too late to choose."""
+        try:
+            socket.create_connection((self._host, self._address.port), self._limit_s).close()
+        except OSError as error:
+            raise self._unreachable(error.strerror or error) from None
 
     def _call(self, method: str, request: Any, parse: Callable[[bytes], Any], service: str = SERVICE) -> Any:
         import grpc
@@ -126,30 +217,30 @@ class Client:
 
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return UnreachableError(f"The scheduler at {self._where} did not answer within {TIMEOUT_S:g} s.")
+            return UnreachableError(f"The scheduler at {self.where} did not answer within {TIMEOUT_S:g} s.")
         if code is grpc.StatusCode.UNAVAILABLE:
-            reason = details.rpartition("Failed to connect to remote host: ")[2]  # gRPC tells all tries
+            reason = details.rpartition("Failed to connect to remote host: ")[2]  # gRPC lists all tries
             return self._tls_needed() or self._unreachable(reason)
         return RefusedByScheduler(details or code.name, code=code.name)
 
     def _tls_needed(self) -> TlsNeededError | None:
-        """Why a call without TLS did not get through, if that is why."""
+        """The error for a plaintext call to a scheduler that speaks TLS; None if that is not the cause."""
         from muster.certs.runtime.probe import Spoken, spoken_at
 
         address = self._address
         if address.config_path is not None:
             return None
         with contextlib.suppress(OSError):
-            if spoken_at(address.host, address.port, PROBE_TIMEOUT_S) is Spoken.TLS:
+            if spoken_at(self._host, address.port, PROBE_TIMEOUT_S) is Spoken.TLS:
                 return TlsNeededError(
-                    f"The scheduler at {self._where} speaks TLS, and no config.json is set here.",
+                    f"The scheduler at {self.where} speaks TLS, and no config.json is set here.",
                     remedy="Set MS_CONFIG_FILE, or give --config.",
                 )
         return None
 
     def _unreachable(self, reason: object) -> UnreachableError:
         return UnreachableError(
-            f"No scheduler can be reached at {self._where}: {reason}.",
+            f"No scheduler can be reached at {self.where}: {reason}.",
             remedy="Check MS_SCHED_HOST and MS_SCHED_PORT, and that both sides use TLS or neither does.",
         )
 
@@ -161,7 +252,7 @@ class Client:
         if address.config_path is None:
             import grpc
 
-            return grpc.insecure_channel(self._where, [*options, ("grpc.enable_http_proxy", 0)])
+            return grpc.insecure_channel(self.where, [*options, ("grpc.enable_http_proxy", 0)])
         config = load_config(address.config_path)
         apply_cipher_list(config)
         import dataclasses
@@ -174,17 +265,51 @@ class Client:
         credentials = load_configured(config, role, env)
         try:
             found = preflight(
-                address.host, address.port, credentials, job=address.job_id, timeout_s=TIMEOUT_S
+                self._host, address.port, credentials, job=address.job_id, timeout_s=self._limit_s
             )
         except OSError as error:
             raise self._unreachable(error.strerror or error) from None
         import grpc
 
-        from muster.certs.runtime.grpc_credentials import channel_credentials, client_options
+        from muster.certs.runtime.grpc_credentials import channel_credentials
+        from muster.rendezvous.settings import client_options
 
-        options += client_options()
+        options += client_options(schedulers=len(address.hosts))
         if found.name_override is not None:
             options.append(("grpc.ssl_target_name_override", found.name_override))
         return grpc.secure_channel(
-            self._where, channel_credentials(credentials, found.server_leaf_pem), options
+            self.where, channel_credentials(credentials, found.server_leaf_pem), options
         )
+
+
+class Following(contextlib.AbstractContextManager["Following"]):
+    """Asks again and again: of several schedulers, when the one asked is gone, the one that leads then.
+
+    Args:
+        connect: makes a connection; raises what :class:`Client` does.
+        several: whether there are several.
+    """
+
+    def __init__(self, connect: Callable[[], Client], *, several: bool) -> None:
+        self._connect = connect
+        self._several = several
+        self._client = connect()
+
+    def status(self) -> pb.StatusReply:
+        """Asks for the job's state.
+
+        Raises:
+            UnreachableError: nobody answers, nor does one of several begin to lead in time.
+        """
+        try:
+            return self._client.status()
+        except UnreachableError:
+            if not self._several:
+                raise
+        self._client.close()
+        self._client = self._connect()
+        return self._client.status()
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the connection."""
+        self._client.close()

@@ -1,103 +1,24 @@
-"""``python -m scheduler status``, ``health`` and ``drain``: ask a running scheduler, and show the answer."""
+"""Shows a scheduler's answers as tables or JSON: a job and its workers, or the jobs."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from muster.scheduler.config import Address, canonical_address, load_address
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.cli.client import UnreachableError
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from muster.rendezvous.v1 import rendezvous_pb2 as pb
 
+FILE_COLUMNS = 140
+"""Width of a table that goes into a file."""
 
-def command(arguments: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs ``status``, ``health`` or ``drain``.
+WIDE_COLUMNS = 120
+"""Terminal width in columns from which a table also has addresses, models and last heartbeats."""
 
-    Returns:
-        The exit code; of ``health``, 1 when the scheduler does not serve.
-
-    Raises:
-        SchedulerError: a setting is wrong, or the scheduler is not there or refuses.
-        certs.errors.CertificateError: TLS failed on either side; says how.
-    """
-    options = parser().parse_args(list(arguments))
-    address = load_address(env, config_path=options.config, job_id=options.job)
-    if options.host:
-        address = dataclasses.replace(address, host=canonical_address(options.host))
-    from muster.scheduler.cli.client import Client
-
-    certificate, role = _certificate(options, address), _role(options, env)
-    with Client(address, env, certificate=certificate, role=role) as client:
-        if options.command == "drain":
-            print(client.drain(options.node, options.reason))
-            return 0
-        if options.command == "health":
-            answer = client.health()
-            print(answer)
-            return 0 if answer == "SERVING" else 1
-        reply = client.status()
-    if options.json:
-        print(json.dumps(as_json(reply), indent=2))
-    else:
-        show(reply, sys.stdout)
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the commands."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--config", type=Path, metavar="FILE", help="config.json with the certificates (or MS_CONFIG_FILE)"
-    )
-    common.add_argument("--job", default="", metavar="ID", help="the job (default: MS_JOB_ID, or 'default')")
-    common.add_argument(
-        "--cert", type=Path, metavar="FILE", help="the .p12 file to use instead of client_cert_path"
-    )
-    common.add_argument("--host", default="", metavar="ADDRESS", help="ask here instead of at MS_SCHED_HOST")
-    made = argparse.ArgumentParser(prog="python -m scheduler")
-    commands = made.add_subparsers(dest="command", required=True)
-    status = commands.add_parser("status", parents=[common], description="Shows a job and its workers.")
-    status.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    commands.add_parser(
-        "health",
-        parents=[common],
-        description="For probes: exits with 0 if the scheduler serves, with 1 if not. If MS_ROLE=MS_SCHED, it"
-        " uses the scheduler's own certificate and password.",
-    )
-    drain = commands.add_parser(
-        "drain", parents=[common], description="Lets a worker finish its step and leave; the others go on."
-    )
-    drain.add_argument("node", metavar="NODE", help="the worker's node id")
-    drain.add_argument("--reason", default="drained by an operator", help="why, for the log and the workers")
-    return made
-
-
-def _role(options: argparse.Namespace, env: Mapping[str, str]) -> str:
-    """A probe beside the scheduler has nothing but the scheduler's own certificate and password."""
-    return "scheduler" if options.command == "health" and env.get("MS_ROLE") == "MS_SCHED" else "operator"
-
-
-def _certificate(options: argparse.Namespace, address: Address) -> Path | None:
-    """Draining takes the operator's certificate, which ``muster certs init`` puts beside config.json."""
-    if options.cert is not None:
-        if address.config_path is None:
-            raise SettingsError("--cert needs a config.json, by --config or MS_CONFIG_FILE.")
-        return Path(os.path.abspath(options.cert))  # noqa: PTH100 - resolve() would follow links
-    if options.command == "drain" and address.config_path is not None:
-        beside = address.config_path.parent / "operator.p12"
-        return beside if beside.exists() else None
-    return None
-
-
-# ---------------------------------------------------------------- showing
+SILENT_S = 5.0
 
 
 def as_json(reply: pb.StatusReply) -> dict[str, Any]:
@@ -113,6 +34,7 @@ def as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "reason": reply.reason,
         "uptime_s": round(reply.uptime_s, 3),
         "version": reply.version,
+        "leader": reply.leader or None,
     }
 
 
@@ -138,6 +60,8 @@ def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
         "silent_s": round(worker.silent_s, 3),
         "step": worker.step,
         "samples_per_s": round(worker.samples_per_s, 3),
+        "pid": worker.pid or None,
+        "loss": worker.loss if worker.HasField("loss") else None,
         "last_collective": {
             "sequence": last.sequence,
             "name": last.name,
@@ -151,53 +75,135 @@ def _worker_json(worker: pb.WorkerStatus) -> dict[str, Any]:
     }
 
 
-def show(reply: pb.StatusReply, out: TextIO) -> None:
-    """Shows the reply as a table."""
-    from rich.console import Console
+def job_as_json(where: str, job: pb.JobSummary) -> dict[str, Any]:
+    """A line of the list of jobs as plain values."""
+    return {
+        "scheduler": where,
+        "job_id": job.job_id,
+        "state": job.state,
+        "generation": job.generation,
+        "members": job.members,
+        "worker_num": job.worker_num,
+        "step": job.step,
+    }
+
+
+def show(reply: pb.StatusReply, out: TextIO, *, width: int | None = None) -> None:
+    """Shows a job as a table; ``width`` in columns, None: as wide as the terminal."""
+    console = _console(out, width)
+    for part in _parts(reply, console.width):
+        console.print(part)
+
+
+def show_jobs(rows: Sequence[tuple[str, pb.JobSummary]], out: TextIO, *, width: int | None = None) -> None:
+    """Shows jobs, each with the address of its scheduler, as a table."""
     from rich.table import Table
     from rich.text import Text
 
-    width = None if out.isatty() else 140
-    console = Console(file=out, width=width, highlight=False)
+    console = _console(out, width)
+    if not rows:
+        console.print("no jobs")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("job", "state"):
+        table.add_column(title, overflow="fold")
+    for title in ("generation", "workers", "step"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("scheduler", overflow="fold")
+    for where, job in rows:
+        size = f"{job.members} of {job.worker_num or '?'}"
+        cells = (job.job_id, job.state, str(job.generation), size, f"{job.step:,}", where)
+        table.add_row(*map(Text, cells))
+    console.print(table)
+
+
+def watch(ask: Callable[[], pb.StatusReply], out: TextIO, *, pause: Callable[[], None]) -> int:
+    """Shows a job anew again and again, until Ctrl-C or its end; returns the exit code.
+
+    Args:
+        ask: asks the scheduler.
+        out: where to.
+        pause: waits between two times.
+    """
+    from rich.console import Group
+    from rich.live import Live
+
+    console = _console(out, None)
+    reply = ask()
+    with Live(console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(Group(*_parts(reply, console.width)), refresh=True)
+                if reply.state == "ended":
+                    return 0
+                pause()
+                reply = ask()
+        except KeyboardInterrupt:
+            return 0
+        except UnreachableError:
+            console.print("the scheduler is gone: the job has ended, or the scheduler is started anew")
+            return 0
+
+
+def _console(out: TextIO, width: int | None) -> Console:
+    from rich.console import Console
+
+    return Console(file=out, width=width or (None if out.isatty() else FILE_COLUMNS), highlight=False)
+
+
+def _parts(reply: pb.StatusReply, width: int) -> list[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
     formed = sum(1 for worker in reply.workers if worker.rank >= 0)
     size = str(reply.worker_num) if reply.worker_num else "?"
     least = f", at least {reply.worker_min}" if reply.worker_min not in (0, reply.worker_num) else ""
-    console.print(
+    parts: list[RenderableType] = [
         Text(
             f"job {reply.job_id}: {reply.state}, generation {reply.generation}, "
             f"{formed} of {size} ranks{least}, scheduler up {_duration(reply.uptime_s)}"
+            + (f", {reply.leader} leads" if reply.leader else "")
         )
-    )
-    table = Table()
-    for title in ("rank", "node id", "host", "device", "state"):
-        table.add_column(title, overflow="fold")
-    for title in ("heard", "step", "samples/s"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for worker in reply.workers:
-        table.add_row(*(Text(cell) for cell in _row(worker)))
-    console.print(table)
-    for missing in reply.missing:
-        console.print(Text(f"missing: {missing}", style="bold red"))
+    ]
+    if reply.workers:
+        wide = width >= WIDE_COLUMNS
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for title in ("rank", "node id", "host", "device", "state"):
+            table.add_column(title, overflow="fold", no_wrap=title == "rank")
+        for title in ("pid", "step", "lag", "samples/s", "loss", *(["heard"] if wide else [])):
+            table.add_column(title, justify="right", no_wrap=True)
+        furthest = max(worker.step for worker in reply.workers)
+        for worker in reply.workers:
+            table.add_row(*map(Text, _row(worker, furthest, wide=wide)))
+        parts.append(table)
+    parts += [Text(f"missing: {missing}", style="bold red") for missing in reply.missing]
     if reply.reason:
-        console.print(Text(reply.reason))
+        parts.append(Text(reply.reason))
+    return parts
 
 
-def _row(worker: pb.WorkerStatus) -> list[str]:
+def _row(worker: pb.WorkerStatus, furthest: int, *, wide: bool) -> list[str]:
+    ranked = worker.rank >= 0
+    silent = f", silent {worker.silent_s:.0f} s" if worker.silent_s >= SILENT_S and not wide else ""
     return [
-        str(worker.rank) if worker.rank >= 0 else "-",
+        str(worker.rank) if ranked else "-",
         worker.node_id,
-        _host(worker),
-        _device(worker.device),
-        worker.state,
-        f"{worker.silent_s:.1f} s ago",
+        _host(worker) if wide else worker.host_name,
+        _device(worker.device, wide=wide),
+        worker.state + silent,
+        str(worker.pid) if worker.pid else "-",
         str(worker.step),
-        f"{worker.samples_per_s:,.1f}",
+        str(furthest - worker.step) if ranked else "-",
+        f"{worker.samples_per_s:,.1f}" if worker.samples_per_s < 100_000 else f"{worker.samples_per_s:,.0f}",
+        f"{worker.loss:.4g}" if worker.HasField("loss") else "-",
+        *([f"{worker.silent_s:.1f} s ago"] if wide else []),
     ]
 
 
-def _device(device: pb.Device) -> str:
+def _device(device: pb.Device, *, wide: bool) -> str:
     index = f":{device.index}" if device.index >= 0 else ""
-    return " ".join(filter(None, (f"{device.kind}{index}", device.pci_bus_id, device.model)))
+    more = (device.pci_bus_id, device.model) if wide else ()
+    return " ".join(filter(None, (f"{device.kind}{index}", *more)))
 
 
 def _host(worker: pb.WorkerStatus) -> str:

@@ -1,161 +1,141 @@
-"""What goes into the scheduler's state machine, and the decision that comes out."""
+"""Input and output of the scheduler's state machine: settings, events, decisions.
+
+What a worker has sent goes in as the message itself, with the number of the stream that it came on.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import cast
 
-from muster.scheduler.core.messages import Candidate, Collective, Message, SessionId
+from muster.rendezvous import messages as m
+from muster.rendezvous.messages import Value
+from muster.rendezvous.rank_table import RankTable
 from muster.scheduler.core.records import Record
+
+SessionId = int
+"""Number of one worker stream, given by the adapter; never reused within a scheduler process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A worker asks for a place, or takes up the place it held before its stream broke."""
+class Settings:
+    """What the core must know of the scheduler's settings.
+
+    ``worker_num`` 0 means: the first worker that joins this job says it. ``recovered_timeout_s`` is how long
+    workers may take to find a scheduler that was just recovered; None: ``node_timeout_s``.
+    ``breaking_pause_s`` is how long the scheduler may stand still before a worker leaves its stream for that;
+    None: a third of ``node_timeout_s``.
+    ``heartbeat_interval_s`` is the shortest: it grows where all members would be heard more than
+    ``heartbeats_per_s`` times a second.
+    """
+
+    worker_num: int
+    worker_min: int
+    spares: int
+    topo_timeout_s: float
+    node_timeout_s: float
+    heartbeat_interval_s: float
+    waiting_report_interval_s: float = 10.0
+    stall_timeout_s: float = 60.0
+    hang_timeout_s: float = 600.0
+    recovered_timeout_s: float | None = None
+    breaking_pause_s: float | None = None
+    ranks_per_unique_id: int = 128
+    rank_table: RankTable | None = None
+    heartbeats_per_s: float = 1000.0
+
+
+class OfSession(Value):
+    """Base of the events that come on a worker's stream."""
 
     session: SessionId
-    candidate: Candidate
+
+
+class Joined(OfSession):
+    """A worker asks for a place, or takes up the place it held before its stream broke."""
+
+    candidate: m.Candidate
     held_generation: int = 0
     held_rank: int = -1
     built: bool = False
     step: int = 0
     probe_address: str = ""
+    held_world_size: int = 0
+    last_call_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A heartbeat. ``generation`` is the newest that it knows of; it may still be busy in an older one."""
-
-    session: SessionId
-    generation: int
-    step: int
-    started_step: int
-    samples_per_s: float
-    recent: tuple[Collective, ...] = ()
-    entered_generation: int = 0
+class Heard(m.Heartbeat, OfSession):
+    """A worker's heartbeat; it may still be busy in an older generation than the newest that it knows of."""
 
 
-@dataclass(frozen=True, slots=True)
-class UniqueIdsPublished:
-    """Rank 0 of a generation hands in its unique ids (secret: never in a repr, record or log)."""
-
-    session: SessionId
-    generation: int
-    unique_ids: tuple[bytes, ...] = field(repr=False)
+class UniqueIdsPublished(m.PublishUniqueIds, OfSession):
+    """Rank 0 of a generation hands in its unique ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltReported:
-    """The communicator of the generation stands on this worker."""
-
-    session: SessionId
-    generation: int
+class BuiltReported(m.Built, OfSession):
+    """A worker has built its communicator."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuiescedReported:
+class QuiescedReported(m.Quiesced, OfSession):
     """A worker stops at a step boundary for a planned change."""
 
-    session: SessionId
-    generation: int
-    last_started_step: int
 
-
-@dataclass(frozen=True, slots=True)
-class PeerSuspected:
+class PeerSuspected(m.SuspectPeer, OfSession):
     """A worker saw a collective fail on a peer."""
 
-    session: SessionId
-    generation: int
-    rank: int
-    detail: str
+
+class PeerLate(m.Late, OfSession):
+    """A worker waits for its peers."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLate:
-    """A worker has waited for its peers for so long."""
-
-    session: SessionId
-    generation: int
-    seconds: float
+class Probed(m.Probed, OfSession):
+    """A worker has tried to reach others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """A worker has tried to reach others, in the round of this number.
-
-    Attributes:
-        unreached: node id and reason of each that it could not reach.
-        late: what its training thread waits for is late.
-        waits: its training thread waits for other ranks.
-        busy: what it does alone; empty: nothing.
-        seconds: for how long it has tried, or lived since it last stood still meanwhile.
-    """
-
-    session: SessionId
-    round: int
-    unreached: tuple[tuple[str, str], ...] = ()
-    late: bool = False
-    waits: bool = False
-    busy: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveRequested:
+class LeaveRequested(m.RequestLeave, OfSession):
     """A worker wants to leave at a step boundary."""
 
-    session: SessionId
-    generation: int
-    reason: str
 
-
-@dataclass(frozen=True, slots=True)
-class LeftCleanly:
+class LeftCleanly(m.Leave, OfSession):
     """A worker says goodbye."""
 
-    session: SessionId
-    generation: int
-    finished: bool
-    reason: str
-    consequence: bool = False
-    """It ends because of what others did: members changed, say, or the job ended."""
 
-    exit_code: int = 0
-    """With which its process is about to end; 0: not known."""
+class SessionLost(OfSession):
+    """A worker's stream ended without a goodbye.
 
+    ``may_return``: that says nothing of the worker, whose host's stream broke, say.
+    """
 
-@dataclass(frozen=True, slots=True)
-class SessionLost:
-    """A worker's stream ended without a goodbye."""
-
-    session: SessionId
     detail: str
+    may_return: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DrainRequested(Value):
     """An operator wants this node out at a step boundary."""
 
     node_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Expel:
+class EndRequested(Value):
+    """An operator wants the job to end."""
+
+    reason: str
+
+
+class Expel(Value):
     """This worker must go at once (its certificate was revoked, say)."""
 
     node_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Value):
     """Time has passed: the deadline that the machine asked for has come, or the driver's pulse."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoodStill:
-    """The scheduler's own process was late by so much: stopped, frozen with its machine, held by the disk.
+class StoodStill(Value):
+    """The scheduler's own process did not run for ``seconds``: stopped, frozen, or held up by the disk.
 
     It goes before whatever came meanwhile.
     """
@@ -163,9 +143,8 @@ class StoodStill:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class FellBehind:
-    """Workers would count as silent whose bytes have arrived, but are not read yet. It goes before a Tick."""
+class FellBehind(Value):
+    """The scheduler has unread bytes of workers that would count as silent. Comes before a Tick."""
 
     sessions: tuple[SessionId, ...]
 
@@ -183,11 +162,46 @@ Event = (
     | LeftCleanly
     | SessionLost
     | DrainRequested
+    | EndRequested
     | Expel
     | Tick
     | StoodStill
     | FellBehind
 )
+
+
+def event_of(session: SessionId, message: m.WorkerMessage) -> Event:
+    """The event for a message that a worker has sent."""
+    if isinstance(message, m.Join):
+        who = message.profile
+        return Joined(
+            session,
+            who.candidate(),
+            held_generation=message.held_generation,
+            held_rank=message.held_rank,
+            built=message.built,
+            step=message.step,
+            probe_address=who.probe_address,
+            last_call_s=who.last_call_s,
+            held_world_size=message.held_world_size,
+        )
+    return cast(Event, _EVENTS[type(message)](session=session, **vars(message)))
+
+
+_EVENTS = {
+    kind.__bases__[0]: kind
+    for kind in (
+        Heard,
+        UniqueIdsPublished,
+        BuiltReported,
+        QuiescedReported,
+        PeerSuspected,
+        PeerLate,
+        Probed,
+        LeaveRequested,
+        LeftCleanly,
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,5 +214,5 @@ class Decision:
     """
 
     records: tuple[Record, ...] = ()
-    messages: tuple[tuple[SessionId, Message], ...] = ()
+    messages: tuple[tuple[SessionId, m.SchedulerMessage], ...] = ()
     reason: str = ""

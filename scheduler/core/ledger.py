@@ -1,17 +1,27 @@
-"""What a scheduler must still know after a crash, and the one function that changes it.
+"""The durable state of a job, the one function that changes it, and the rules of who may join.
 
 A :class:`Ledger` is the fold of a job's records. The running machine and recovery both go through
-:meth:`Ledger.apply`; nothing else writes here.
+:meth:`Ledger.apply`; nothing else writes here. Who makes up the next generation, and who may have a place,
+with every reason for which a Join is refused, are pure questions to it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from muster.scheduler.core import messages as v
+from muster.rendezvous import messages as m
+from muster.rendezvous import versions
+from muster.rendezvous.rank_table import RankTable
+from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
+from muster.scheduler.core import workers
+from muster.scheduler.core.workers import count, listing, upper_first, who
+from muster.version import __version__
+
+T = TypeVar("T")
 
 
 class Phase(enum.Enum):
@@ -36,7 +46,7 @@ class Claim:
         leaving: why it is to leave at the next step boundary; None: it stays.
     """
 
-    candidate: v.Candidate
+    candidate: m.Candidate
     since: int = 0
     newcomer: bool = False
     leaving: str | None = None
@@ -58,6 +68,12 @@ class Ledger:
         stood: the last generation that stood; until a planned switch is made its members compute in it.
         launch: incarnation of the worker admitted first: names this launch of the job, also after a restart.
         finishing: some member of the job completed the training: nobody new is placed any more.
+        leaving: node ids of claims that are to leave.
+        unplaced: node ids of claims without a rank in the newest generation.
+        spares: node ids of claims whose worker came as a spare.
+        at: node ids of claims by name of the host, its address or id, and index of the device; in order.
+
+    The last four say what claims and ranks say already, so that nobody has to walk all claims for each event.
     """
 
     opened: r.JobOpened | None = None
@@ -77,12 +93,16 @@ class Ledger:
     stood: int = 0
     suspended: str | None = None
     outcome: r.JobEnded | None = None
+    leaving: set[str] = field(default_factory=set)
+    unplaced: set[str] = field(default_factory=set)
+    spares: set[str] = field(default_factory=set)
+    at: dict[tuple[str, int], dict[str, None]] = field(default_factory=dict)
 
     # ------------------------------------------------------------ questions
 
     @property
     def phase(self) -> Phase:
-        """The phase as far as records tell (a change being prepared is not among them)."""
+        """The phase that follows from the records (a change being prepared is not among them)."""
         if self.outcome is not None:
             return Phase.ENDED
         if self.formed is None:
@@ -98,7 +118,7 @@ class Ledger:
 
     @property
     def ever_established(self) -> bool:
-        """Whether some generation stood, so that there may be state worth handing on."""
+        """Whether some generation was established, so that there may be training state to hand on."""
         return self.stood > 0
 
     def rank_of(self, node_id: str) -> int:
@@ -115,9 +135,161 @@ class Ledger:
             if self.rank_of(member.candidate.node_id) >= 0:
                 yield self.claims[member.candidate.node_id]
 
+    @property
+    def living(self) -> int:
+        """How many members of the newest generation are neither lost nor finished."""
+        return len(self.claims) - len(self.unplaced)
+
+    def staying(self) -> Iterator[Claim]:
+        """The claims that are not about to leave."""
+        return (claim for claim in self.claims.values() if claim.leaving is None)
+
+    def leaving_members(self) -> list[Claim]:
+        """The living members that are to leave, by rank."""
+        leave = self.leaving - self.unplaced
+        return [self.claims[node_id] for node_id in sorted(leave, key=self.ranks.__getitem__)]
+
+    def is_spare(self, claim: Claim) -> bool:
+        """Whether this worker came as a spare and holds no place."""
+        return claim.candidate.spare and self.rank_of(claim.candidate.node_id) < 0
+
     def retirement(self, node_id: str, incarnation: int) -> str | None:
         """Why this worker process may not come back; None if it may."""
         return self.retired.get(node_id, {}).get(incarnation)
+
+    def snapshot(self) -> r.Snapshot:
+        """One record that makes an empty ledger what this one is; the job has not ended."""
+        return r.Snapshot(
+            opened=_maybe(self.opened),
+            claims=tuple(
+                r.Holder(one.candidate, one.since, one.newcomer, _maybe(one.leaving))
+                for one in self.claims.values()
+            ),
+            retired=tuple(
+                r.Process(node_id, incarnation, reason)
+                for node_id, processes in self.retired.items()
+                for incarnation, reason in processes.items()
+            ),
+            absent=tuple(r.Process(node_id, incarnation) for node_id, incarnation in self.absent.items()),
+            formed=_maybe(self.formed),
+            completed=tuple(r.Process(*each) for each in sorted(self.completed)),
+            lost=tuple(self.lost.items()),
+            parted=tuple(sorted(self.parted)),
+            arriving=tuple(sorted(self.arriving)),
+            finished=tuple(sorted(self.finished)),
+            launch=self.launch,
+            finishing=self.finishing,
+            established=self.established,
+            stood=self.stood,
+            suspended=_maybe(self.suspended),
+        )
+
+    # ------------------------------------------------------------ the next generation
+
+    def choose(self, settings: e.Settings, stateless: Collection[str] = frozenset()) -> list[m.Candidate]:
+        """Members of the next generation in order of rank, at most ``worker_num``.
+
+        Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
+        decides, never the order of arrival. Once the job is finishing, only survivors that hold the state go
+        on: a newcomer without it would begin the training anew.
+
+        Where none of them holds the state and a member that leaves does, the longest-lived such member stays
+        for one more generation, with room for at least one that takes the state from it.
+        """
+        assert self.opened is not None
+        worker_num = self.opened.worker_num
+        table = settings.rank_table
+        limit = worker_num + settings.spares
+
+        def ordered(claims: Iterable[Claim]) -> list[m.Candidate]:
+            return workers.in_order((claim.candidate for claim in claims), limit=limit, table=table)
+
+        survivors = [claim for claim in self.living_members() if claim.leaving is None]
+        if self.finishing:
+            survivors = [claim for claim in survivors if claim.candidate.node_id not in stateless]
+            return ordered(survivors)
+        others = [claim for claim in self.staying() if self.rank_of(claim.candidate.node_id) < 0]
+        spares = [claim for claim in others if self.is_spare(claim)]
+        ready = [claim for claim in others if not self.is_spare(claim)]
+        queue = ordered(ready) + ordered(spares)
+        chosen = _filled(ordered(survivors), queue, worker_num, table)
+        if not any(self.holds_state(claim.candidate.node_id, stateless) for claim in survivors):
+            for giver in self.leaving_holders(stateless):
+                group = _filled(ordered([*survivors, giver]), queue, max(worker_num, 2), table)
+                if len(group) > 1:
+                    chosen = group
+                    break
+        return workers.in_order(chosen, limit=limit, table=table)
+
+    def leaving_holders(self, stateless: Collection[str]) -> list[Claim]:
+        """The members that are leaving and hold the training state, the longest-lived first."""
+        holders = [claim for claim in self.leaving_members() if claim.candidate.node_id not in stateless]
+        if not self.ever_established:
+            return []
+        return sorted(holders, key=lambda claim: claim.since)  # stable: among equals the lower rank
+
+    def is_handing_over(self, stateless: Set[str]) -> bool:
+        """Whether members that leave still hold a state which none of those that stay is known to have.
+
+        Args:
+            stateless: node ids of the living newcomers that are not known to have received the state.
+        """
+        if self.finishing or not self.leaving or not self.ever_established:
+            return False
+        leave = self.leaving - self.unplaced
+        stay = self.living - len(leave)
+        return not leave <= stateless and 0 < stay == len(stateless) - len(stateless & leave)
+
+    def holds_state(self, node_id: str, stateless: Collection[str]) -> bool:
+        """Whether a worker holds the training state: it was a member before, and is not known to lack it."""
+        return self.ever_established and self.claims[node_id].since > 0 and node_id not in stateless
+
+    def next_generation(
+        self,
+        chosen: list[m.Candidate],
+        *,
+        stateless: Collection[str],
+        reason: str,
+        switch_after_step: int,
+    ) -> r.GenerationFormed:
+        """The record of the next generation.
+
+        Args:
+            chosen: its members in order of rank.
+            stateless: node ids of newcomers that are not known to have received the state.
+            reason: why it is formed.
+            switch_after_step: see :class:`~muster.rendezvous.messages.Assignment`.
+        """
+        members = workers.assign(chosen)
+        keepers = [
+            (self.claims[member.candidate.node_id].since, member.rank)
+            for member in members
+            if self.holds_state(member.candidate.node_id, stateless)
+        ]
+        source = min(keepers)[1] if keepers else -1
+        has_state = {rank for _, rank in keepers}
+        newcomers = tuple(each.rank for each in members if each.rank not in has_state) if keepers else ()
+        return r.GenerationFormed(
+            generation=self.generation + 1,
+            members=members,
+            state_source_rank=source,
+            newcomer_ranks=newcomers,
+            reason=reason,
+            switch_after_step=switch_after_step,
+        )
+
+    def wanted_change(self, settings: e.Settings) -> str | None:
+        """Why the members of a running job should change at a step boundary; None if they should not."""
+        leaving = self.leaving_members()
+        if leaving:
+            return "; ".join(f"node {c.candidate.node_id} leaves: {c.leaving}" for c in leaving)
+        assert self.opened is not None
+        if self.finishing or len(self.ranks) >= self.opened.worker_num or self.unplaced <= self.leaving:
+            return None
+        joining = [c for c in self.choose(settings) if self.rank_of(c.node_id) < 0]
+        if not joining:
+            return None
+        return f"node {', '.join(candidate.node_id for candidate in joining)} joins"
 
     # ------------------------------------------------------------ the one writer
 
@@ -130,6 +302,7 @@ class Ledger:
             self._admit(record.candidate)
         elif isinstance(record, r.LeavePlanned):
             self.claims[record.node_id].leaving = record.reason
+            self.leaving.add(record.node_id)
         elif isinstance(record, r.Removed):
             self._remove(record)
         elif isinstance(record, r.GenerationFormed):
@@ -140,20 +313,45 @@ class Ledger:
         elif isinstance(record, r.GenerationEnded):
             self.suspended = record.reason
             self.established = False
+        elif isinstance(record, r.Snapshot):
+            self._restore(record)
         else:
             self.outcome = record
 
-    def _admit(self, candidate: v.Candidate) -> None:
+    def _admit(self, candidate: m.Candidate) -> None:
         node_id = candidate.node_id
         before = self.absent.pop(node_id, candidate.incarnation)
         if before != candidate.incarnation:
-            self._retire(node_id, before, "a newer process has taken its node id")
-        self.claims[node_id] = Claim(candidate)
+            self.retire(node_id, before, "a newer process has taken its node id")
+        self._take(Claim(candidate))
+
+    def _take(self, claim: Claim) -> None:
+        node_id = claim.candidate.node_id
+        self.claims[node_id] = claim
+        if claim.leaving is not None:
+            self.leaving.add(node_id)
+        if self.rank_of(node_id) < 0:
+            self.unplaced.add(node_id)
+        if claim.candidate.spare:
+            self.spares.add(node_id)
+        for place in workers.places(claim.candidate):
+            self.at.setdefault(place, {})[node_id] = None
+
+    def _give_up(self, node_id: str) -> Claim:
+        claim = self.claims.pop(node_id)
+        for index in (self.leaving, self.unplaced, self.spares):
+            index.discard(node_id)
+        for place in workers.places(claim.candidate):
+            here = self.at[place]
+            del here[node_id]
+            if not here:
+                del self.at[place]
+        return claim
 
     def _remove(self, record: r.Removed) -> None:
-        claim = self.claims.pop(record.node_id)
+        claim = self._give_up(record.node_id)
         if claim.since:
-            self._retire(record.node_id, record.incarnation, record.reason)
+            self.retire(record.node_id, record.incarnation, record.reason)
         else:
             self.absent[record.node_id] = record.incarnation
         if record.node_id in self.ranks:
@@ -168,7 +366,8 @@ class Ledger:
                 if claim.leaving is not None and self.suspended is not None:
                     self.parted.add(record.node_id)
 
-    def _retire(self, node_id: str, incarnation: int, reason: str) -> None:
+    def retire(self, node_id: str, incarnation: int, reason: str) -> None:
+        """Notes that this process may never come back."""
         self.retired.setdefault(node_id, {})[incarnation] = reason
 
     def _form(self, record: r.GenerationFormed) -> None:
@@ -180,8 +379,294 @@ class Ledger:
         self.finished = set()
         self.established = False
         self.suspended = None
+        self.unplaced = self.claims.keys() - self.ranks.keys()
         newcomers = set(record.newcomer_ranks)
         for member in record.members:
             claim = self.claims[member.candidate.node_id]
             claim.since = claim.since or record.generation
             claim.newcomer = member.rank in newcomers
+
+    def _restore(self, kept: r.Snapshot) -> None:
+        self.opened = next(iter(kept.opened), None)
+        for each in kept.retired:
+            self.retired.setdefault(each.node_id, {})[each.incarnation] = each.reason
+        self.absent = {each.node_id: each.incarnation for each in kept.absent}
+        self.formed = next(iter(kept.formed), None)
+        if self.formed is not None:
+            self.ranks = {member.candidate.node_id: member.rank for member in self.formed.members}
+        self.completed = {(each.node_id, each.incarnation) for each in kept.completed}
+        self.lost = dict(kept.lost)
+        self.parted, self.arriving = set(kept.parted), set(kept.arriving)
+        self.finished = set(kept.finished)
+        self.launch, self.finishing = kept.launch, kept.finishing
+        self.established, self.stood = kept.established, kept.stood
+        self.suspended = next(iter(kept.suspended), None)
+        for one in kept.claims:
+            self._take(Claim(one.candidate, one.since, one.newcomer, next(iter(one.leaving), None)))
+
+
+def _maybe(value: T | None) -> tuple[T, ...]:
+    return () if value is None else (value,)
+
+
+def _filled(
+    chosen: list[m.Candidate], queue: list[m.Candidate], worker_num: int, table: RankTable | None
+) -> list[m.Candidate]:
+    """Adds workers from the queue while there is room; with a rank table, only on lines that are free."""
+    filled = list(chosen)
+    taken = {workers.table_entry(table, candidate) for candidate in chosen} if table is not None else set()
+    for candidate in queue:
+        if len(filled) >= worker_num:
+            break
+        if table is not None:
+            entry = workers.table_entry(table, candidate)
+            if entry in taken:
+                continue
+            taken.add(entry)
+        filled.append(candidate)
+    return filled
+
+
+def early_end(ledger: Ledger) -> str:
+    """Which members have finished while others still need them, in words; empty if none has."""
+    members = ledger.formed.members if ledger.formed is not None else ()
+    gone = [members[rank] for rank in sorted(ledger.ranks[node_id] for node_id in ledger.finished)]
+    if not gone:
+        return ""
+    one = len(gone) == 1
+    why = "it had fewer batches, or its script has ended early"
+    if not one:
+        why = "they had fewer batches, or their scripts have ended early"
+    names = listing([who(each.candidate, each.rank) for each in gone])
+    return f"{names} {'has' if one else 'have'} finished, while others still wait: {why}"
+
+
+# ---------------------------------------------------------------- who may have a place
+
+SOFT = "~"
+"""Begins the name of a fact whose difference is worth a warning and no more."""
+
+UNSET = "(unset)"
+
+
+def sizes(settings: e.Settings, candidate: m.Candidate) -> tuple[int, int]:
+    """``worker_num`` and ``worker_min`` of a job that this worker opens; 0 in the settings leaves it free."""
+    table_size = len(settings.rank_table.entries) if settings.rank_table is not None else 0
+    worker_num = settings.worker_num or table_size or candidate.worker_num
+    worker_min = settings.worker_min
+    if not worker_min and not settings.worker_num:
+        worker_min = candidate.worker_min
+    return worker_num, min(worker_min or worker_num, worker_num)
+
+
+def check_process(ledger: Ledger, event: e.Joined) -> m.Refused | m.Ended | None:
+    """Refuses a process that may not have a place at all; None if it may."""
+    candidate = event.candidate
+    if (candidate.node_id, candidate.incarnation) in ledger.completed:
+        return m.Ended(True, f"{upper_first(who(candidate))} has completed the training.")
+    if ledger.outcome is not None and (event.held_generation > 0 or _holds(ledger, candidate)):
+        return m.Ended(ledger.outcome.ok, ledger.outcome.reason)  # also to a spare that was away at the end
+    retirement = ledger.retirement(candidate.node_id, candidate.incarnation)
+    if retirement is not None:
+        return m.Refused(
+            m.RefusalCode.SUPERSEDED,
+            f"This process of {who(candidate)} has lost its place for good: {retirement}. "
+            "Join again under a new incarnation to get a new place.",
+        )
+    if ledger.outcome is not None:
+        return m.Refused(
+            m.RefusalCode.JOB_ENDED,
+            f"The job has ended: {ledger.outcome.reason} {upper_first(who(candidate))} came too late; "
+            "start the job anew, or under another MS_JOB_ID.",
+        )
+    if event.held_generation > 0 and not _holds(ledger, candidate):
+        return m.Refused(m.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))
+    return None
+
+
+def check_place(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+    """Refuses a new process for which the job has no place; None if it has one."""
+    return (
+        _check_sizes(ledger, settings, candidate)
+        or _check_version(candidate)
+        or _check_agreement(ledger, candidate)
+        or check_node(ledger, candidate)
+        or _check_table(ledger, settings, candidate)
+        or _check_room(ledger, settings, candidate)
+    )
+
+
+def _holds(ledger: Ledger, candidate: m.Candidate) -> bool:
+    claim = ledger.claims.get(candidate.node_id)
+    return claim is not None and claim.candidate.incarnation == candidate.incarnation
+
+
+def _unknown_place(ledger: Ledger, event: e.Joined) -> str:
+    held = f"rank {event.held_rank} of generation {event.held_generation}"
+    if event.held_generation > ledger.generation:
+        return (
+            f"{upper_first(who(event.candidate))} says it holds {held}, but this scheduler knows no "
+            f"generation after {ledger.generation}: it was started without the journal of the job. "
+            "Set MS_ENABLE_RECOVERY and MS_RECOVERY_PATH, and start the workers again."
+        )
+    return (
+        f"{upper_first(who(event.candidate))} says it holds {held}, but this process has no place in the "
+        f"job, which is in generation {ledger.generation}. Join again under a new incarnation to get a "
+        "new place."
+    )
+
+
+def _check_sizes(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+    if not candidate.node_id:
+        return m.Refused(m.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
+    if candidate.worker_num < 1 or not 0 <= candidate.worker_min <= candidate.worker_num:
+        return m.Refused(
+            m.RefusalCode.MALFORMED,
+            f"{upper_first(who(candidate))} has MS_WORKER_NUM={candidate.worker_num} and "
+            f"MS_WORKER_MIN={candidate.worker_min}; 1 <= MS_WORKER_MIN <= MS_WORKER_NUM must hold.",
+        )
+    opened = ledger.opened
+    num, least = (opened.worker_num, opened.worker_min) if opened else sizes(settings, candidate)
+    if candidate.worker_num != num:
+        return _differs(candidate, "MS_WORKER_NUM", str(candidate.worker_num), str(num), "the job")
+    if candidate.worker_min not in (0, least):
+        return _differs(candidate, "MS_WORKER_MIN", str(candidate.worker_min), str(least), "the job")
+    return None
+
+
+def _check_version(candidate: m.Candidate) -> m.Refused | None:
+    version = dict(candidate.facts).get(versions.FACT)
+    why = versions.obstacle(scheduler=__version__, worker=version) if version is not None else ""
+    if not why:
+        return None
+    return m.Refused(m.RefusalCode.SETTINGS_DIFFER, f"{upper_first(who(candidate))} is refused. {why}")
+
+
+def _check_agreement(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None:
+    other = next(iter(ledger.claims.values()), None)
+    if other is None:
+        return None
+    peer = other.candidate
+    if candidate.backend != peer.backend:
+        return _differs(candidate, "backend", candidate.backend, peer.backend, who(peer))
+    for key, mine, theirs in _differences(candidate, peer):
+        if not key.startswith(SOFT) and not (key == versions.FACT and versions.is_same_series(mine, theirs)):
+            return _differs(candidate, key, mine, theirs, who(peer))
+    return None
+
+
+def remarks(ledger: Ledger, candidate: m.Candidate) -> Iterator[tuple[str, str]]:
+    """Warnings about a worker that differs from the others, but not so that it is refused.
+
+    Yields:
+        What it is about, and a sentence.
+    """
+    peer = next(iter(ledger.claims.values())).candidate
+    differences = _differences(candidate, peer)
+    mild = [row for row in differences if row[0].startswith(SOFT) or row[0] == versions.FACT]
+    found = [(key.removeprefix(SOFT), *values) for key, *values in mild]
+    if candidate.device.model != peer.device.model:
+        found.append(("GPU model", candidate.device.model or UNSET, peer.device.model or UNSET))
+    for name, mine, theirs in found:
+        sentence = f"{upper_first(who(candidate))} has {name} {mine}, but {who(peer)} has {theirs}."
+        yield name, sentence
+
+
+def _differences(candidate: m.Candidate, peer: m.Candidate) -> list[tuple[str, str, str]]:
+    if candidate.facts == peer.facts:
+        return []
+    mine, theirs = dict(candidate.facts), dict(peer.facts)
+    return [
+        (key, mine.get(key, UNSET), theirs.get(key, UNSET))
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key)
+    ]
+
+
+def _differs(candidate: m.Candidate, name: str, mine: str, theirs: str, owner: str) -> m.Refused:
+    return m.Refused(
+        m.RefusalCode.SETTINGS_DIFFER,
+        f"{upper_first(who(candidate))} has {name}={mine}, but {owner} has {name}={theirs}; "
+        "make it the same everywhere.",
+    )
+
+
+def check_node(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None:
+    """Refuses a worker whose node id is taken; None if it is free."""
+    holder = ledger.claims.get(candidate.node_id)
+    if holder is None:
+        return None
+    return m.Refused(
+        m.RefusalCode.NODE_ID_TAKEN,
+        f"Node id {candidate.node_id} of the worker on host {candidate.host.name} is held by a living "
+        f"process on host {holder.candidate.host.name}; give each worker an MS_NODE_ID of its own, "
+        "or end the other process first.",
+    )
+
+
+def _check_table(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+    table = settings.rank_table
+    if table is None:
+        return None
+    entry = workers.table_entry(table, candidate)
+    host, device = candidate.host, candidate.device
+    index = device.index if device.index >= 0 else candidate.local_index
+    if entry is None:
+        device_words = f"device {index}" if index >= 0 else "no device: DEVICE_ID is not set"
+        return m.Refused(
+            m.RefusalCode.NOT_IN_RANK_TABLE,
+            f"{upper_first(who(candidate))} (address {host.address}, {device_words}) is not in the rank "
+            "table; add its server_id and device_id to RANK_TABLE_FILE, or start it on a listed device.",
+        )
+    for node_id in ledger.at.get((entry.server_id, entry.device_index), ()):
+        claim = ledger.claims[node_id]
+        if claim.leaving is None and not claim.candidate.spare and not candidate.spare:
+            return m.Refused(
+                m.RefusalCode.NODE_ID_TAKEN,
+                f"{upper_first(who(candidate))} fills rank {entry.rank} of the rank table (server "
+                f"{entry.server_id}, device {entry.device_index}), which {who(claim.candidate)} has taken; "
+                "start one worker per device.",
+            )
+    return None
+
+
+def _check_room(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+    worker_num = ledger.opened.worker_num if ledger.opened else sizes(settings, candidate)[0]
+    if ledger.finishing:
+        return m.Refused(
+            m.RefusalCode.JOB_FULL,
+            f"{upper_first(who(candidate))} has no place: the job is finishing, some workers have completed "
+            "the training already.",
+        )
+    if candidate.spare and ledger.formed is None:
+        return _check_spare(ledger, settings, candidate)
+    total = len(ledger.claims) - len(ledger.leaving)
+    spares = ledger.spares - ledger.leaving
+    ordinary = total - len(spares)
+    places = total - len(spares & ledger.unplaced)
+    if not candidate.spare and places < worker_num:
+        return None
+    # Where a spare has filled in for a worker that comes only now, that one waits in the spare's stead.
+    if (candidate.spare or ordinary < worker_num) and total < worker_num + settings.spares:
+        return None
+    how = (
+        f"no spare place is free (MS_SPARES={settings.spares})"
+        if candidate.spare
+        else "a worker with MS_WORKER_SPARE=1 could wait where the scheduler has MS_SPARES"
+    )
+    return m.Refused(
+        m.RefusalCode.JOB_FULL,
+        f"{upper_first(who(candidate))} has no place: all {count(worker_num, 'worker')} of the job are in "
+        f"(MS_WORKER_NUM={worker_num}), and {how}.",
+    )
+
+
+def _check_spare(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
+    """Refuses a spare beyond MS_SPARES before the first group; None if it may wait."""
+    if len((ledger.spares & ledger.unplaced) - ledger.leaving) < settings.spares:
+        return None
+    return m.Refused(
+        m.RefusalCode.JOB_FULL,
+        f"{upper_first(who(candidate))} has no place: it came as a spare, and no spare place is free "
+        f"(MS_SPARES={settings.spares}); raise that at the scheduler, or start it without MS_WORKER_SPARE.",
+    )

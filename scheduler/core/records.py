@@ -1,4 +1,4 @@
-"""What the journal keeps of a job, and the form it keeps it in."""
+"""The journal's records of a job, and their JSON form."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from muster.scheduler.core.messages import Candidate, Member
+from muster.rendezvous.messages import Candidate, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A candidate with its place in one generation, as the journal keeps it."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ class GenerationFormed:
     """The membership of a generation, in order of rank."""
 
     generation: int
-    members: tuple[Member, ...]
+    members: tuple[Placed, ...]
     state_source_rank: int
     newcomer_ranks: tuple[int, ...]
     reason: str
@@ -78,10 +89,55 @@ class GenerationEnded:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """Nobody may join any more."""
+    """The job is over."""
 
     ok: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A worker process, and what is to be said of it; ``reason`` is empty where nothing is."""
+
+    node_id: str
+    incarnation: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A claim as a snapshot keeps it."""
+
+    candidate: Candidate
+    since: int
+    newcomer: bool
+    leaving: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A job's whole ledger as one record, which replaces all before it when the journal is compacted.
+
+    It is taken only while a generation stands, so that what recovery makes of it is what the records say.
+    The fields are those of :class:`muster.scheduler.core.ledger.Ledger`; a tuple of none or one stands for
+    what may be missing.
+    """
+
+    opened: tuple[JobOpened, ...]
+    claims: tuple[Holder, ...]
+    retired: tuple[Process, ...]
+    absent: tuple[Process, ...]
+    formed: tuple[GenerationFormed, ...]
+    completed: tuple[Process, ...]
+    lost: tuple[tuple[str, str], ...]
+    parted: tuple[str, ...]
+    arriving: tuple[str, ...]
+    finished: tuple[str, ...]
+    launch: int
+    finishing: bool
+    established: bool
+    stood: int
+    suspended: tuple[str, ...]
 
 
 Record = (
@@ -93,6 +149,7 @@ Record = (
     | GroupEstablished
     | GenerationEnded
     | JobEnded
+    | Snapshot
 )
 
 
@@ -125,19 +182,21 @@ def decode_record(value: object) -> Record:
 def _encode(value: object) -> object:
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _encode(getattr(value, name)) for name in _hints(type(value))}
+    if isinstance(value, Value) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        kind: Any = type(value)
+        return {name: _encode(getattr(value, name)) for name in _hints(kind)}
     return value
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, object]:
-    return typing.get_type_hints(kind)
+def _hints(kind: Any) -> dict[str, object]:
+    hints = typing.get_type_hints(kind)
+    return {name: hints[name] for name in kind._fields} if issubclass(kind, Value) else hints
 
 
 def _decode(kind: object, value: object, where: str) -> object:
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _decode_dataclass(kind, value, where)
+    if isinstance(kind, type) and (issubclass(kind, Value) or dataclasses.is_dataclass(kind)):
+        return _decode_fields(kind, value, where)
     if typing.get_origin(kind) is tuple:
         return _decode_tuple(typing.get_args(kind), value, where)
     if not isinstance(kind, type) or type(value) is not kind:
@@ -145,7 +204,7 @@ def _decode(kind: object, value: object, where: str) -> object:
     return value
 
 
-def _decode_dataclass(kind: type, value: object, where: str) -> object:
+def _decode_fields(kind: Any, value: object, where: str) -> object:
     hints = _hints(kind)
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise RecordError(f"{where} must have exactly the fields {', '.join(hints)}")

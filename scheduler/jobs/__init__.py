@@ -1,1 +1,1 @@
-"""The jobs of a scheduler: their drivers and journals."""
+"""The jobs of a scheduler: their drivers, streams and journals."""

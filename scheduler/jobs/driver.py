@@ -1,54 +1,188 @@
-"""Runs one job's state machine: one task takes its events and carries out its decisions, in order.
+"""Runs the jobs of one scheduler: a task for each takes its events and carries out its decisions, in order.
 
 Records are made durable before any message is sent. Events that wait together are stepped together, so
-that a thousand workers who join at once cost a few commits and not a thousand.
+that a thousand workers who join at once cost a few commits and not a thousand. What leaves for a worker waits
+in its :class:`Session`; :class:`Jobs` opens, recovers and forgets the jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from muster.rendezvous import messages as m
+from muster.rendezvous.codec import AssignmentEncoder
+from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as m
-from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.members import JobView
-from muster.scheduler.errors import RequestError, SchedulerError, StoppingError
+from muster.scheduler.core.job import JobView
+from muster.scheduler.core.ledger import Ledger
+from muster.scheduler.errors import (
+    DeposedError,
+    JournalUnavailableError,
+    LimitError,
+    NotFoundError,
+    RequestError,
+    SchedulerError,
+    StoppingError,
+    TooSlowError,
+)
 from muster.scheduler.jobs.unread import unread_peers
-from muster.scheduler.serve.stream import Session
-from muster.scheduler.wire import AssignmentEncoder
+
+if TYPE_CHECKING:
+    from muster.scheduler.access import Caller
+
 
 MAX_BATCH = 1024
 LOSS_SETTLE_S = 0.01
-"""Whoever dies with others, as all workers of a host do, is lost within this time of the one before."""
+"""Workers that die together, as all of a host do, are lost within this time of one another."""
 
 PULSE_S = 0.5
-"""The machine gets an event at least so often, so that it can be told when this process stood still."""
+"""The machine gets an event at least so often, so that it learns when this process stood still."""
 
 LATE_S = 0.1
-"""By so much a pulse may be late on a machine that is merely busy."""
+"""How late a pulse may be on a machine that is merely busy, in seconds."""
 
 DOUBT_S = 0.25
-"""Who counts as silent is looked at again after this time, and lost if nothing has come meanwhile."""
+"""A worker that counts as silent is looked at again after this time, and lost if nothing has come."""
 
 LOSS_SETTLE_TIMES = 4
-"""So often at most is it waited for more losses: survivors are to be told within 100 ms."""
+"""How many times in a row the driver waits for more losses: survivors must hear within 100 ms."""
+
+
+MAX_WAITING_MESSAGES = 256
+MAX_WAITING_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    parts: tuple[bytes, ...]
+    size: int
+    of_generation: bool
+    assigns: int
+
+
+@dataclass
+class Session:
+    """A stream with its bounded queue of outgoing messages.
+
+    Nothing here waits: a peer that does not read fills its own queue and is dropped, and nobody else
+    notices.
+
+    Attributes:
+        id: the number by which the job's machine knows the stream.
+        caller: who the TLS layer says is at the other end.
+        candidate: who the worker says it is, once its Join was allowed.
+        driver: the job that must learn when the stream is lost; None before the Join and after the loss.
+        closed: what the peer gets after the last message; None within ``over`` is a good end.
+        takes_deltas: an assignment may build on the last one that was sent.
+        held: the generation of that one; 0: none was sent.
+        expiry_reported: the log has said that the peer's certificate ended.
+        over: no further message is taken; what waits is still sent.
+        dropped: set when the stream must end at once, sent or not.
+        wake: set when there is something to send, or the end has come. Sessions on one stream share both.
+    """
+
+    id: e.SessionId
+    caller: Caller
+    job_id: str = ""
+    candidate: m.Candidate | None = None
+    driver: JobDriver | None = field(default=None, repr=False)
+    generation: int = 0
+    rank: int = -1
+    takes_deltas: bool = False
+    held: int = 0
+    over: bool = False
+    expiry_reported: bool = False
+    closed: SchedulerError | None = None
+    dropped: asyncio.Event = field(default_factory=asyncio.Event)
+    wake: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    _waiting: deque[_Outgoing] = field(default_factory=deque, repr=False)
+    _waiting_bytes: int = 0
+
+    def send(self, *parts: bytes, of_generation: bool = False, assigns: int = 0) -> None:
+        """Queues one serialized message; drops the session when it is too far behind.
+
+        Args:
+            parts: the message in pieces, joined only when it leaves: receivers of the same membership
+                share the piece that holds it, so that a thousand queues do not hold it a thousand times.
+            of_generation: the message is void once a newer generation exists.
+            assigns: the generation that the message begins: void ones that still wait are dropped. 0: none.
+        """
+        if self.over:
+            return
+        if assigns:
+            self._forget_void()
+        size = sum(map(len, parts))
+        if len(self._waiting) >= MAX_WAITING_MESSAGES or self._waiting_bytes + size > MAX_WAITING_BYTES:
+            self.drop(TooSlowError(f"The worker does not read: {len(self._waiting)} messages wait for it."))
+            return
+        self._waiting.append(_Outgoing(parts, size, of_generation, assigns))
+        self._waiting_bytes += size
+        self.wake.set()
+
+    def _forget_void(self) -> None:
+        kept = [each for each in self._waiting if not each.of_generation]
+        self._waiting = deque(kept)
+        self._waiting_bytes = sum(each.size for each in kept)
+
+    def close(self, error: SchedulerError | None = None) -> None:
+        """Ends the stream once everything queued is sent; ``error`` is the status that the peer gets."""
+        if not self.over:
+            self.over, self.closed = True, error
+            self.wake.set()
+
+    def drop(self, error: SchedulerError) -> None:
+        """Ends the stream at once."""
+        self._waiting.clear()
+        self.over, self.closed = True, error
+        self.dropped.set()
+        self.wake.set()
+
+    async def has_next(self) -> bool:
+        """Waits for a message to send; False after the last."""
+        while not self._waiting:
+            if self.over:
+                return False
+            self.wake.clear()
+            await self.wake.wait()
+        return True
+
+    def next_size(self) -> int:
+        """Bytes of the next message; 0 when none waits."""
+        return self._waiting[0].size if self._waiting else 0
+
+    async def next(self) -> bytes | None:
+        """Waits for the next message to send; None after the last."""
+        if not await self.has_next():
+            return None
+        return b"".join(self.take())
+
+    def take(self) -> tuple[bytes, ...]:
+        """The next message in its pieces; empty where none waits."""
+        if not self._waiting:
+            return ()
+        outgoing = self._waiting.popleft()
+        self._waiting_bytes -= outgoing.size
+        self.held = outgoing.assigns or self.held
+        return outgoing.parts
 
 
 class Machine(Protocol):
-    """What the driver needs of :class:`muster.scheduler.core.job.Job`."""
+    """What the driver needs of :class:`muster.scheduler.core.machine.Machine`."""
 
     def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         """Takes one event and says what follows; ``more``: together with the next one."""
 
     def deadline(self) -> float | None:
-        """When the machine wants a Tick, on the clock of ``now``."""
+        """The time at which the machine wants a Tick, on the clock of ``now``."""
 
-    def overdue(self, now: float) -> Sequence[v.SessionId]:
+    def overdue(self, now: float) -> Sequence[e.SessionId]:
         """The streams whose workers the next Tick would declare lost for their silence."""
 
     def view(self, now: float) -> JobView:
@@ -56,10 +190,10 @@ class Machine(Protocol):
 
 
 class Timer(Protocol):
-    """A callback to come."""
+    """A callback that is due at a time."""
 
     def cancel(self) -> None:
-        """Makes it not come."""
+        """Cancels the callback."""
 
 
 class Clock(Protocol):
@@ -74,7 +208,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Note:
-    """Something worth a line in the log: ``kind`` is one word, ``text`` the sentence."""
+    """An event for the log: ``kind`` is one word, ``text`` the sentence."""
 
     kind: str
     job_id: str
@@ -84,7 +218,7 @@ class Note:
 
 
 class RefusedByRulesError(RequestError):
-    """The job's rules leave this worker no place; the Refused message has told it why."""
+    """The job's rules leave this worker no place; the Refused message said why."""
 
     grpc_code = "FAILED_PRECONDITION"
 
@@ -107,6 +241,10 @@ class _Item:
     done: asyncio.Future[str] | None = None
 
 
+Stepped = tuple[_Item, Decision]
+"""An event and what follows from it."""
+
+
 @dataclass
 class JobDriver:
     """Owns one job: its machine, its sessions and its timer.
@@ -116,8 +254,12 @@ class JobDriver:
         job: its machine.
         clock: the event loop, or a test's clock.
         make_durable: writes records down; returns once they would survive a crash.
-        note: told about everything worth a line.
+        note: called with everything worth a log line.
         unread: of these addresses of peers, those whose bytes have arrived and are not read yet.
+        formed: the newest generation.
+        formed_here: this process has formed it, and not one before a restart.
+        generation_over: why the newest generation is over, before another has formed; empty: it is not.
+        encoder: of what leaves.
     """
 
     job_id: str
@@ -125,19 +267,37 @@ class JobDriver:
     clock: Clock
     make_durable: Callable[[Sequence[r.Record]], Awaitable[None]]
     note: Callable[[Note], None]
-    sessions: dict[v.SessionId, Session] = field(default_factory=dict)
+    sessions: dict[e.SessionId, Session] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     ended: r.JobEnded | None = None
+    formed: r.GenerationFormed | None = None
+    formed_here: bool = False
+    generation_over: str = ""
     on_ended: Callable[[JobDriver], None] = lambda driver: None
     unread: Callable[[Collection[str]], Collection[str]] = unread_peers
+    encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
     _queue: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
     _timer: Timer | None = None
-    _encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
     _reason: str = ""
     _over: bool = False
     _awake_at: float = 0.0
-    _doubted: set[v.SessionId] = field(default_factory=set)
+    _doubted: set[e.SessionId] = field(default_factory=set)
     _doubt_until: float = 0.0
+    _watchers: list[Callable[[r.Record], None]] = field(default_factory=list)
+
+    def watch_records(self, watcher: Callable[[r.Record], None]) -> None:
+        """Calls ``watcher`` with every record from now on, once it is durable."""
+        self._watchers.append(watcher)
+
+    def admit(self, session: Session) -> None:
+        """From now on messages to this stream leave by ``session``.
+
+        Raises:
+            StoppingError: the job is carried on no longer.
+        """
+        if self._over:
+            raise StoppingError("The scheduler is stopping.")
+        self.sessions[session.id] = session
 
     def post(self, event: e.Event) -> None:
         """Enqueues an event without waiting for it."""
@@ -158,7 +318,7 @@ class JobDriver:
         return await done
 
     async def run(self) -> None:
-        """Works until cancelled; an error that leaves (disk full, a fault of the machine) ends the job."""
+        """Handles events until cancelled; an error that it raises (disk full, a fault) ends the job."""
         self._awake_at = self.clock.time()
         self._arm()
         batch: list[_Item] = []
@@ -194,13 +354,23 @@ class JobDriver:
 
     async def _handle(self, batch: list[_Item]) -> None:
         now = self.clock.time()
-        late_s, self._awake_at = now - self._awake_at - PULSE_S, now
-        if late_s > LATE_S:  # told first: what waits here may be the consequence
-            batch.insert(0, _Item(e.StoodStill(late_s)))
-        stepped: list[tuple[_Item, Decision]] = []
+        stepped = self.decide(batch, now)
+        await self.persist(stepped)
+        self.carry_out(stepped, now)
+        self._arm()
+
+    def decide(self, batch: list[_Item], now: float) -> list[Stepped]:
+        """Steps the machine with each event; records and messages are still to be written and sent."""
+        turn_s, self._awake_at = now - self._awake_at, now
+        late_s = turn_s - PULSE_S
+        if late_s > LATE_S:  # goes first: what waits here may be the consequence
+            # One that is busy was there for most of the time; one that was stopped perhaps for none of it.
+            stood_s = turn_s if late_s > PULSE_S / 2 else late_s
+            batch.insert(0, _Item(e.StoodStill(stood_s)))
+        stepped: list[Stepped] = []
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
             if isinstance(item.event, e.Tick):
-                behind, doubtful = self._look(now)
+                behind, doubtful = self.look(now)
                 if behind is not None:
                     stepped.append((_Item(behind), self.job.step(behind, now)))
                 elif doubtful:
@@ -208,26 +378,36 @@ class JobDriver:
                     continue
             stepped.append((item, self.job.step(item.event, now, more=more)))
             self._count(item.event, now)
+        return stepped
+
+    async def persist(self, stepped: Sequence[Stepped]) -> None:
+        """Makes the records durable; nothing may leave before that, or if it fails."""
         records = [record for _, decision in stepped for record in decision.records]
-        if records:
+        last_words = any(
+            isinstance(message, m.Refused | m.Ended)
+            for _, decision in stepped
+            for _, message in decision.messages
+        )
+        if records or last_words:  # of several schedulers only the one that leads may send a worker away
             await self.make_durable(records)
+
+    def carry_out(self, stepped: Sequence[Stepped], now: float) -> None:
+        """Sends and logs what was decided, and answers the callers that wait for it."""
         for item, decision in stepped:
             self._carry_out(item.event, decision, now)
             if item.done is not None and not item.done.done():
                 item.done.set_result(decision.reason)
-        self._arm()
 
-    def _look(self, now: float) -> tuple[e.FellBehind | None, bool]:
-        """Looks, before a Tick has anybody lost for silence, whether it is we who have not listened.
+    def look(self, now: float) -> tuple[e.FellBehind | None, bool]:
+        """Checks, before a Tick declares workers lost, whether this process itself is behind with reading.
 
         Returns:
             That we are behind, if so; and whether the Tick has to wait until that is clear.
         """
-        overdue = {
-            session.caller.address: session_id
-            for session_id in self.job.overdue(now)
-            if (session := self.sessions.get(session_id)) is not None
-        }
+        overdue: dict[str, list[e.SessionId]] = {}  # workers of one host may share a stream
+        for session_id in self.job.overdue(now):
+            if (session := self.sessions.get(session_id)) is not None:
+                overdue.setdefault(session.caller.address, []).append(session_id)
         if not overdue:
             self._doubted.clear()
             return None, False
@@ -235,8 +415,8 @@ class JobDriver:
             return None, True
         unread = self.unread(overdue)
         if unread:
-            return e.FellBehind(tuple(overdue[peer] for peer in unread)), False
-        known, self._doubted = self._doubted, set(overdue.values())
+            return e.FellBehind(tuple(each for peer in unread for each in overdue[peer])), False
+        known, self._doubted = self._doubted, {each for some in overdue.values() for each in some}
         if self._doubted <= known:
             return None, False
         # What was read just now is on its way through gRPC's threads. How busy they are, the look has shown.
@@ -246,9 +426,10 @@ class JobDriver:
 
     def _carry_out(self, event: e.Event, decision: Decision, now: float) -> None:
         if isinstance(event, e.SessionLost):
-            self._lost(event)
+            self._lost(event, decision)
+        held = event.held_generation if isinstance(event, e.Joined) else 0
         for record in decision.records:
-            self._observe(record, now)
+            self.observe(record, now, held)
         for session_id, message in decision.messages:
             session = self.sessions.get(session_id)
             if session is not None:
@@ -260,15 +441,15 @@ class JobDriver:
         if self.ended is not None:
             self.on_ended(self)
 
-    def _deliver(self, session: Session, message: m.Message, cause: e.Event) -> None:
+    def _deliver(self, session: Session, message: m.SchedulerMessage, cause: e.Event) -> None:
         if isinstance(message, m.Welcome):
             self.note(Note("joined", self.job_id, "as a spare" if message.spare else "", session))
         elif isinstance(message, m.Assignment):
             session.generation, session.rank = message.generation, message.rank
         session.send(
-            *self._encoder.encode_parts(message),
+            *self.encoder.encode_parts(message, session.held if session.takes_deltas else 0),
             of_generation=isinstance(message, m.Assignment | m.UniqueIds | m.GroupBuilt),
-            supersedes=isinstance(message, m.Assignment),
+            assigns=message.generation if isinstance(message, m.Assignment) else 0,
         )
         if isinstance(message, m.Refused):
             kind = "expelled" if message.code is m.RefusalCode.EXPELLED else "refused"
@@ -285,10 +466,12 @@ class JobDriver:
         session.close(error)
         self.sessions.pop(session.id, None)
 
-    def _lost(self, event: e.SessionLost) -> None:
+    def _lost(self, event: e.SessionLost, decision: Decision) -> None:
         session = self.sessions.pop(event.session, None)
         if session is not None:
-            self.note(Note("lost", self.job_id, event.detail, session))
+            is_gone = any(isinstance(record, r.Removed) for record in decision.records)
+            text = event.detail if is_gone else f"{event.detail}; its place is kept, if it has one"
+            self.note(Note("lost", self.job_id, text, session))
 
     def _count(self, event: e.Event, now: float) -> None:
         self.counters.events += 1
@@ -297,10 +480,15 @@ class JobDriver:
         elif isinstance(event, e.Joined) and self.counters.first_join_s is None:
             self.counters.first_join_s = now
 
-    def _observe(self, record: r.Record, now: float) -> None:
+    def observe(self, record: r.Record, now: float, held_generation: int = 0) -> None:
+        """Updates counters and sessions for a record."""
         counters = self.counters
         if isinstance(record, r.GenerationFormed):
             counters.formed_s = now
+            self.formed, self.generation_over = record, ""
+            self.formed_here = record.generation > held_generation  # else it was adopted from its members
+        elif isinstance(record, r.GenerationEnded):
+            self.generation_over = record.reason
         elif isinstance(record, r.GroupEstablished):
             if counters.formed_s is not None:
                 counters.build_s = now - counters.formed_s
@@ -308,6 +496,9 @@ class JobDriver:
                 counters.formation_s = now - counters.first_join_s
         elif isinstance(record, r.JobEnded):
             self.ended = record
+            self.generation_over = record.reason
+        for watcher in self._watchers:
+            watcher(record)
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -336,12 +527,257 @@ class JobDriver:
 
 
 def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
-    """Of each event, whether it is a loss and another follows it; heartbeats in between do not matter."""
+    """For each event, whether it is a loss that another one follows; heartbeats in between do not matter."""
     marks: list[bool] = []
     follows = False
     for item in reversed(batch):
-        lost = isinstance(item.event, e.SessionLost)
+        lost = isinstance(item.event, e.SessionLost | e.LeftCleanly)
         marks.append(lost and follows)
         if not isinstance(item.event, e.Heard):
             follows = lost
     return marks[::-1]
+
+
+# ---------------------------------------------------------------- the jobs of one scheduler
+
+MAX_JOBS = 256
+
+LOG = logging.getLogger("scheduler")
+
+
+class Storage(Protocol):
+    """A journal: that of :mod:`muster.scheduler.jobs.journal`, or of :mod:`muster.scheduler.etcd.journal`."""
+
+    async def load(self) -> Mapping[str, Sequence[r.Record]]:
+        """All records of each job, oldest first."""
+
+    async def append(self, job_id: str, records: Sequence[r.Record]) -> None:
+        """Makes records durable, all or none; with none, makes sure that nobody else writes here."""
+
+    async def forget(self, job_id: str) -> None:
+        """Deletes a job's records."""
+
+    async def close(self) -> None:
+        """Lets the next process write here."""
+
+
+class UnknownJobError(RequestError):
+    """This scheduler does not hold that job."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    refusal = "unknown_job"
+
+
+class Jobs:
+    """Keeps one driver per job.
+
+    Args:
+        settings: the scheduler's settings.
+        clock: the event loop.
+        note: called with everything worth a log line.
+        new_machine: makes a fresh job's machine.
+        recover_machine: makes a job's machine from its records.
+        storage: the journal; None: without recovery.
+        stood_by: whether this process waited for another to end: a job that ended with that one is over, and
+            not begun anew.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        clock: Clock,
+        note: Callable[[Note], None],
+        *,
+        new_machine: Callable[[str, e.Settings], Machine],
+        recover_machine: Callable[[str, e.Settings, Sequence[r.Record], float], Machine],
+        storage: Storage | None = None,
+        stood_by: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._settings = settings
+        self._stood_by = stood_by
+        self._clock = clock
+        self._note = note
+        self._new_machine = new_machine
+        self._recover_machine = recover_machine
+        self._storage = storage
+        self._drivers: dict[str, JobDriver] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._followers: list[Callable[[JobDriver], None]] = []
+        self.own_job_over: asyncio.Future[r.JobEnded] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> None:
+        """Opens the journal and takes up the jobs that it holds; opens the own job, unless it serves several.
+
+        Then each begins with its first worker: a daemon that idles must not run into MS_TOPO_TIMEOUT.
+        """
+        if self._storage is not None:
+            await self._recover_all(self._storage)
+        begun = self._settings.job_id in self._drivers or self.own_job_over.done()
+        if not self._settings.serve and not begun:
+            self._start(
+                self._settings.job_id, self._new_machine(self._settings.job_id, self._settings.core())
+            )
+
+    async def for_join(self, job_id: str, *, fresh: bool) -> JobDriver:
+        """Finds the job that a worker names, and opens it where that is allowed.
+
+        Args:
+            job_id: the job.
+            fresh: the worker holds no place from before, so an ended job may begin anew.
+
+        Raises:
+            UnknownJobError: this scheduler serves one other job.
+            LimitError: it holds as many jobs as it can.
+        """
+        driver = self._drivers.get(job_id)
+        if driver is not None and driver.ended and fresh and self._settings.serve and not driver.sessions:
+            await self._forget(job_id)
+            driver = None
+        if driver is not None:
+            return driver
+        if job_id != self._settings.job_id and not self._settings.serve:
+            raise UnknownJobError(
+                f"This scheduler serves the job {self._settings.job_id!r} alone, not {job_id!r}.",
+                remedy="Set the same MS_JOB_ID everywhere, or start the scheduler with --serve.",
+            )
+        await self._make_room()
+        if job_id in self._drivers:  # another stream may have opened it meanwhile
+            return self._drivers[job_id]
+        settings = self._settings.core(own_job=job_id == self._settings.job_id)
+        return self._start(job_id, self._new_machine(job_id, settings))
+
+    def get(self, job_id: str) -> JobDriver:
+        """Finds a job for status or drain.
+
+        Raises:
+            NotFoundError: there is no such job.
+        """
+        driver = self._drivers.get(job_id or self._settings.job_id)
+        if driver is None:
+            named = job_id or self._settings.job_id
+            why = "; its first worker opens it" if self._settings.serve else ""
+            raise NotFoundError(f"There is no job {named!r} on this scheduler{why}.")
+        return driver
+
+    def all(self) -> list[JobDriver]:
+        """All jobs."""
+        return list(self._drivers.values())
+
+    def follow(self, follower: Callable[[JobDriver], None]) -> None:
+        """Calls ``follower`` with each job that there is, and with each that is opened from now on."""
+        self._followers.append(follower)
+        for driver in self._drivers.values():
+            follower(driver)
+
+    async def close(self) -> None:
+        """Stops all jobs; their workers learn that the scheduler is stopping."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            await storage.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _start(self, job_id: str, machine: Machine) -> JobDriver:
+        driver = JobDriver(
+            job_id,
+            machine,
+            self._clock,
+            make_durable=lambda records: self._make_durable(job_id, records),
+            note=self._note,
+            on_ended=self._ended,
+        )
+        self._drivers[job_id] = driver
+        for follower in self._followers:
+            follower(driver)
+        task = asyncio.ensure_future(driver.run())
+        task.add_done_callback(lambda done: self._stopped(driver, done))
+        self._tasks[job_id] = task
+        return driver
+
+    async def _recover_all(self, storage: Storage) -> None:
+        try:
+            jobs = await storage.load()
+        except DeposedError:
+            raise
+        except Exception as error:  # whatever a storage may raise: without it nothing may be promised
+            raise JournalUnavailableError(str(error)) from error
+        for job_id, records in jobs.items():
+            await self._recover(storage, job_id, records)
+
+    async def _recover(self, storage: Storage, job_id: str, records: Sequence[r.Record]) -> None:
+        own = job_id == self._settings.job_id
+        if not own and not self._settings.serve:
+            LOG.warning("the journal also holds job %s, which this scheduler leaves alone", job_id)
+            return
+        ended = next((record for record in records if isinstance(record, r.JobEnded)), None)
+        if ended is not None and own and not self._settings.serve and self._stood_by():
+            self.own_job_over.set_result(ended)
+            return
+        if ended is not None:  # a scheduler that starts again after the end means a new run
+            await storage.forget(job_id)
+            return
+        settings = self._settings.core(own_job=own)
+        try:
+            machine = self._recover_machine(job_id, settings, records, self._clock.time())
+        except ValueError as error:
+            raise JournalUnavailableError(
+                f"The journal does not fit: {error}.",
+                remedy="Set the variables as they were, or move MS_RECOVERY_PATH away to begin anew.",
+            ) from error
+        driver = self._start(job_id, machine)
+        ledger = Ledger()
+        for record in records:
+            ledger.apply(record)
+        driver.formed, driver.generation_over = ledger.formed, ledger.suspended or ""
+        generation = driver.view().generation
+        self._note(Note("recovered", job_id, f"{len(records)} records, generation {generation}"))
+
+    async def _make_durable(self, job_id: str, records: Sequence[r.Record]) -> None:
+        if self._storage is None:
+            return
+        try:
+            await self._storage.append(job_id, records)
+        except DeposedError:
+            raise
+        except Exception as error:
+            raise JournalUnavailableError(
+                f"{error} Job {job_id} cannot be kept safe.",
+                remedy="Start the scheduler again once that is repaired; training goes on meanwhile.",
+            ) from error
+
+    async def _make_room(self) -> None:
+        if len(self._drivers) < MAX_JOBS:
+            return
+        for job_id, driver in list(self._drivers.items()):
+            if driver.ended and not driver.sessions and job_id != self._settings.job_id:
+                await self._forget(job_id)
+                return
+        raise LimitError(f"The scheduler already holds {MAX_JOBS} jobs.", remedy="End one, or start another.")
+
+    async def _forget(self, job_id: str) -> None:
+        self._drivers.pop(job_id)
+        self._tasks.pop(job_id).cancel()
+        if self._storage is not None:
+            await self._storage.forget(job_id)
+
+    def _ended(self, driver: JobDriver) -> None:
+        if driver.job_id == self._settings.job_id and driver.ended and not self.own_job_over.done():
+            self.own_job_over.set_result(driver.ended)
+
+    def _stopped(self, driver: JobDriver, task: asyncio.Task[None]) -> None:
+        """Handles the end of a driver's task, which is always an error: logs it and ends the job."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        text = str(error) if isinstance(error, SchedulerError) else f"fault in the scheduler: {error!r}"
+        LOG.error("job %s stopped: %s", driver.job_id, text, exc_info=error)
+        if driver.job_id == self._settings.job_id and not self.own_job_over.done():
+            fault = (
+                error if isinstance(error, SchedulerError) else SchedulerError(f"Job {driver.job_id}: {text}")
+            )
+            self.own_job_over.set_exception(fault)
+            self.own_job_over.exception()  # serving several jobs, nobody else looks at it

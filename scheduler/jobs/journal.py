@@ -1,9 +1,15 @@
-"""The journal: what must survive a restart of the scheduler, in one SQLite file.
+"""The journal: the records of all jobs in one SQLite file, from which a scheduler restarts.
 
 Every call of :meth:`Journal.append` is one transaction, on the disk when it returns (``synchronous=FULL``).
 A scheduler killed between two commits finds exactly the commits that returned (and perhaps the one under
 way, whole). SQLite's rollback journal is used, not its write-ahead log: what was committed lies in the file
 itself, where damage shows, while a damaged log is passed over without a word, and its commits with it.
+
+Each record's checksum covers those before it, and the last one of a job is kept apart: a record that was
+changed, moved, repeated or lost shows. After :data:`COMPACT_RECORDS` records of a job a snapshot of what they
+come to stands in their place.
+
+A journal of version 0.1 (format 1) is rewritten when it is opened; the old file stays beside it.
 
 The file is opened exclusively, so that two schedulers never write one journal. Whatever is wrong with it is
 found before anything is written: the checks run on a copy.
@@ -11,34 +17,57 @@ found before anything is written: the checks run on a copy.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import functools
+import hashlib
 import json
+import logging
 import os
 import shutil
 import sqlite3
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
+from typing import ParamSpec, Protocol, TypeVar
 
+from muster.rendezvous.files import beside, open_regular, remove_left
+from muster.rendezvous.versions import BEFORE_VERSIONS, is_later_series
+from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
 from muster.scheduler.errors import SchedulerError
+from muster.version import __version__
+
+LOG = logging.getLogger("scheduler")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 APPLICATION_ID = 0x4D757374
 """Marks the file as a Muster journal (SQLite's application_id): "Must" in ASCII."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+OLD_VERSION = 1
+"""The format of version 0.1: the same records, each with a CRC-32 of its own."""
+
+COMPACT_RECORDS = 256
+"""Number of a job's records after which one snapshot replaces them."""
 
 _SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE records (
     number INTEGER PRIMARY KEY,
     job_id TEXT NOT NULL,
     record TEXT NOT NULL,
-    checksum INTEGER NOT NULL
+    checksum TEXT NOT NULL
 );
+CREATE TABLE heads (
+    job_id TEXT PRIMARY KEY,
+    number INTEGER NOT NULL,
+    checksum TEXT NOT NULL
+) WITHOUT ROWID;
 """
 
 
@@ -76,7 +105,65 @@ class JournalOwnerError(JournalError):
     """The journal is that of another scheduler's job."""
 
 
-class Journal:
+class Files(Protocol):
+    """The blocking journal that :class:`InThread` runs."""
+
+    def append(self, job_id: str, records: Sequence[Record]) -> None:
+        """Makes records durable, all or none."""
+
+    def load(self, job_id: str) -> Sequence[Record]:
+        """All records of a job, oldest first."""
+
+    def job_ids(self) -> Sequence[str]:
+        """The jobs that have records."""
+
+    def forget(self, job_id: str) -> None:
+        """Deletes a job's records."""
+
+    def close(self) -> None:
+        """Closes the files."""
+
+
+class InThread:
+    """Runs a blocking journal in a thread of its own.
+
+    Args:
+        open_files: opens it, in that thread.
+    """
+
+    def __init__(self, open_files: Callable[[], Files]) -> None:
+        self._open_files = open_files
+        self._files: Files | None = None
+        self._thread = ThreadPoolExecutor(1, "journal")
+
+    async def load(self) -> Mapping[str, Sequence[Record]]:
+        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        self._files = files = await self._run(self._open_files)
+        return {job_id: await self._run(files.load, job_id) for job_id in await self._run(files.job_ids)}
+
+    async def append(self, job_id: str, records: Sequence[Record]) -> None:
+        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        if records:
+            assert self._files is not None
+            await self._run(self._files.append, job_id, records)
+
+    async def forget(self, job_id: str) -> None:
+        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        assert self._files is not None
+        await self._run(self._files.forget, job_id)
+
+    async def close(self) -> None:
+        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        if self._files is not None:
+            self._thread.submit(self._files.close)
+        self._thread.shutdown(wait=True)
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+class Journal(contextlib.AbstractContextManager["Journal"]):
     """Records of jobs, durable. May be used from any thread, by one at a time.
 
     Args:
@@ -94,8 +181,13 @@ class Journal:
                 self._create(owner)
             self._lock = self._take_lock()
             try:
+                remove_left(self.path.parent)
+                if self._version() == OLD_VERSION:
+                    self._upgrade(owner)
                 self._inspect(owner)
                 self._connection = self._open()
+                self._note_version()
+                self._appended = {job_id: len(kept) for job_id, kept in self._read(self._connection).items()}
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -106,9 +198,13 @@ class Journal:
         Raises:
             JournalError: nothing of them was written (disk full, say).
         """
-        rows = [_row(job_id, record) for record in records]
-        with self._as_journal_errors(), self._transaction() as connection:
-            connection.executemany("INSERT INTO records (job_id, record, checksum) VALUES (?, ?, ?)", rows)
+        texts = [_text(record) for record in records]
+        with self._as_journal_errors():
+            with self._transaction() as connection:
+                _insert(connection, job_id, texts)
+            self._appended[job_id] = self._appended.get(job_id, 0) + len(texts)
+            if self._appended[job_id] >= COMPACT_RECORDS:
+                self._compact(job_id)
 
     def load(self, job_id: str) -> list[Record]:
         """All records of a job, in the order in which they were appended.
@@ -127,7 +223,8 @@ class Journal:
     def forget(self, job_id: str) -> None:
         """Drops all records of a job, so that a job of that name can begin anew."""
         with self._as_journal_errors(), self._transaction() as connection:
-            connection.execute("DELETE FROM records WHERE job_id = ?", (job_id,))
+            _delete(connection, job_id)
+        self._appended.pop(job_id, None)
 
     def close(self) -> None:
         """Closes the file; the journal cannot be used any more."""
@@ -136,39 +233,67 @@ class Journal:
             os.close(self._lock)
             self._lock = -1
 
-    def __enter__(self) -> Journal:
-        """Returns itself, to be closed at the end of the block."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Closes the file."""
         self.close()
 
     # ------------------------------------------------------------ opening
 
     def _create(self, owner: str) -> None:
-        """Makes an empty journal beside the path and moves it there, so that none is ever half made."""
+        """Makes an empty journal, unless another scheduler is faster; the lock decides between the two."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        os.close(handle)
+        with contextlib.suppress(FileExistsError), self._made(owner, {}, __version__) as name:
+            os.link(name, self.path)
+        self._sync_folder()
+
+    @contextlib.contextmanager
+    def _made(self, owner: str, texts: Mapping[str, Sequence[str]], version: str) -> Iterator[Path]:
+        """Writes a journal beside the path, to be moved there, so that none is ever half made."""
+        name = beside(self.path)
+        os.close(open_regular(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         try:
             connection = sqlite3.connect(name, isolation_level=None)
             with contextlib.closing(connection):
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 connection.executescript(_SCHEMA)
-                connection.execute("INSERT INTO meta VALUES ('owner', ?)", (owner,))
-            os.link(name, self.path)
-        except FileExistsError:
-            pass  # another scheduler was faster; the lock decides between the two
+                meta = {"owner": owner, "version": version}
+                rows = [(key, value, chained_checksum("", key, value)) for key, value in meta.items()]
+                connection.executemany("INSERT INTO meta VALUES (?, ?, ?)", rows)
+                for job_id, kept in texts.items():
+                    _insert(connection, job_id, kept)
+            yield name
         finally:
-            Path(name).unlink()
-        self._sync_folder()
+            name.unlink(missing_ok=True)
+
+    def _upgrade(self, owner: str) -> None:
+        """Puts a journal of the present format in the place of one of version 0.1, which stays beside it."""
+        with self._copy() as connection:
+            [whose] = connection.execute("SELECT value FROM meta WHERE key = 'owner'").fetchone() or (None,)
+            self._check_whose(whose, owner)
+            texts = self._old_texts(connection)
+        with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")  # rolls back what a scheduler that was killed had begun
+            connection.execute("COMMIT")
+        kept = self.path.with_name(f"{self.path.name}.format-{OLD_VERSION}")
+        kept.unlink(missing_ok=True)
+        os.link(self.path, kept)
+        with self._made(str(whose), texts, BEFORE_VERSIONS) as name:
+            name.replace(self.path)
+            self._sync_folder()
+        old, self._lock = self._lock, self._take_lock()
+        os.close(old)
+
+    def _old_texts(self, connection: sqlite3.Connection) -> dict[str, list[str]]:
+        """The records of a journal of version 0.1, as text, by job."""
+        texts: dict[str, list[str]] = {}
+        rows = connection.execute("SELECT number, job_id, record, checksum FROM records ORDER BY number")
+        for number, job_id, text, checksum in rows:
+            if zlib.crc32(f"{job_id}\0{text}".encode()) != checksum:
+                raise self._damaged(f"record {number} does not match its checksum")
+            self._decoded(number, str(text))
+            texts.setdefault(job_id, []).append(str(text))
+        return texts
 
     def _sync_folder(self) -> None:
         folder = os.open(self.path.parent, os.O_RDONLY)
@@ -179,7 +304,7 @@ class Journal:
 
     def _take_lock(self) -> int:
         # Held until close(): closing any descriptor of the file would drop SQLite's own locks.
-        lock = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        lock = open_regular(self.path, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -193,6 +318,14 @@ class Journal:
 
     def _inspect(self, owner: str) -> None:
         """Checks a copy of the journal, as SQLite would change the original by merely closing it."""
+        with self._copy() as connection:
+            self._check_owner(connection, owner)
+            self._check_writer(_writer(connection))
+            self._read(connection)
+
+    @contextlib.contextmanager
+    def _copy(self) -> Iterator[sqlite3.Connection]:
+        """Opens a copy of the journal, whose pages are sound."""
         self._check_header()
         with tempfile.TemporaryDirectory(prefix="muster-journal-") as folder:
             copy = Path(folder) / "copy"
@@ -204,8 +337,11 @@ class Journal:
                 faults = [row[0] for row in connection.execute("PRAGMA integrity_check")]
                 if faults != ["ok"]:
                     raise self._damaged(str(faults[0]))
-                self._check_owner(connection, owner)
-                self._read(connection)
+                yield connection
+
+    def _version(self) -> int:
+        with self.path.open("rb") as file:
+            return int.from_bytes(file.read(64)[60:], "big")
 
     def _check_header(self) -> None:
         with self.path.open("rb") as file:
@@ -215,7 +351,7 @@ class Journal:
         if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
             raise self._damaged("it is an SQLite file, but not a journal of Muster")
         version = int.from_bytes(header[60:64], "big")
-        if version != SCHEMA_VERSION:
+        if version not in (OLD_VERSION, SCHEMA_VERSION):
             raise JournalVersionError(
                 self.path,
                 f"its format is version {version}, this scheduler reads version {SCHEMA_VERSION}",
@@ -223,13 +359,39 @@ class Journal:
             )
 
     def _check_owner(self, connection: sqlite3.Connection, owner: str) -> None:
-        row = connection.execute("SELECT value FROM meta WHERE key = 'owner'").fetchone()
-        if row is None:
+        row = connection.execute("SELECT value, checksum FROM meta WHERE key = 'owner'").fetchone()
+        if row is not None and row[1] != chained_checksum("", "owner", str(row[0])):
+            raise self._damaged("its owner's name does not match its checksum")
+        self._check_whose(row[0] if row is not None else None, owner)
+
+    def _check_writer(self, version: str) -> None:
+        """Refuses what a later version has written, whose records may mean what this one does not know."""
+        if is_later_series(version, __version__):
+            raise JournalVersionError(
+                self.path,
+                f"Muster {version} has written it, and this scheduler is of version {__version__}",
+                "Run that version or a later one, or choose another MS_RECOVERY_PATH.",
+            )
+
+    def _note_version(self) -> None:
+        """Notes which version writes from now on; logs it where another one did before."""
+        before = _writer(self._connection)
+        if before != __version__:
+            if before:
+                LOG.info(
+                    "journal %s was written by Muster %s, and goes on with %s", self.path, before, __version__
+                )
+            row = ("version", __version__, chained_checksum("", "version", __version__))
+            with self._transaction() as connection:
+                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", row)
+
+    def _check_whose(self, whose: str | None, owner: str) -> None:
+        if whose is None:
             raise self._damaged("it does not say whose it is")
-        if owner and row[0] and row[0] != owner:
+        if owner and whose and whose != owner:
             raise JournalOwnerError(
                 self.path,
-                f"it is that of job {row[0]}, not of job {owner}",
+                f"it is that of job {whose}, not of job {owner}",
                 "Set MS_JOB_ID to that job, or give this one another MS_RECOVERY_PATH.",
             )
 
@@ -259,15 +421,37 @@ class Journal:
 
     def _read(self, connection: sqlite3.Connection) -> dict[str, list[Record]]:
         jobs: dict[str, list[Record]] = {}
+        heads: dict[str, tuple[int, str]] = {}
         rows = connection.execute("SELECT number, job_id, record, checksum FROM records ORDER BY number")
         for number, job_id, text, checksum in rows:
-            if _checksum(job_id, text) != checksum:
+            count, before = heads.get(job_id, (0, ""))
+            if chained_checksum(before, job_id, str(text)) != checksum:
                 raise self._damaged(f"record {number} does not match its checksum")
-            try:
-                jobs.setdefault(job_id, []).append(decode_record(json.loads(text)))
-            except (RecordError, ValueError) as error:
-                raise self._damaged(f"record {number}: {error}") from error
+            heads[job_id] = count + 1, checksum
+            jobs.setdefault(job_id, []).append(self._decoded(number, str(text)))
+        if not heads_agree(connection, heads):
+            raise self._damaged("records at its end are missing")
         return jobs
+
+    def _decoded(self, number: int, text: str) -> Record:
+        try:
+            return decode_record(json.loads(text))
+        except (RecordError, ValueError) as error:
+            raise self._damaged(f"record {number}: {error}") from error
+
+    def _compact(self, job_id: str) -> None:
+        """Puts one snapshot in the place of a job's records, if its generation stands and they make sense."""
+        self._appended[job_id] = 0
+        ledger = Ledger()
+        try:
+            for record in self._read(self._connection)[job_id]:
+                ledger.apply(record)
+        except (KeyError, AttributeError, TypeError):
+            return  # recovery says so; nothing may be lost here
+        if ledger.established and ledger.outcome is None:
+            with self._transaction() as connection:
+                _delete(connection, job_id)
+                _insert(connection, job_id, [_text(ledger.snapshot())])
 
     def _damaged(self, what: str) -> JournalDamagedError:
         return JournalDamagedError(
@@ -295,10 +479,38 @@ class Journal:
         )
 
 
-def _row(job_id: str, record: Record) -> tuple[str, str, int]:
-    text = json.dumps(encode_record(record), separators=(",", ":"), ensure_ascii=False)
-    return job_id, text, _checksum(job_id, text)
+def _writer(connection: sqlite3.Connection) -> str:
+    """The version that wrote a journal last; empty: it is not noted."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+    return str(row[0]) if row is not None else ""
 
 
-def _checksum(job_id: str, text: str) -> int:
-    return zlib.crc32(f"{job_id}\0{text}".encode())
+def _text(record: Record) -> str:
+    return json.dumps(encode_record(record), separators=(",", ":"), ensure_ascii=False)
+
+
+def _insert(connection: sqlite3.Connection, job_id: str, texts: Sequence[str]) -> None:
+    head = connection.execute("SELECT number, checksum FROM heads WHERE job_id = ?", (job_id,)).fetchone()
+    count, checksum = head or (0, "")
+    rows = []
+    for text in texts:
+        count, checksum = count + 1, chained_checksum(checksum, job_id, text)
+        rows.append((job_id, text, checksum))
+    connection.executemany("INSERT INTO records (job_id, record, checksum) VALUES (?, ?, ?)", rows)
+    connection.execute("INSERT OR REPLACE INTO heads VALUES (?, ?, ?)", (job_id, count, checksum))
+
+
+def heads_agree(connection: sqlite3.Connection, heads: dict[str, tuple[int, str]]) -> bool:
+    """Whether each job's number of records and last checksum are those that were written."""
+    kept = connection.execute("SELECT job_id, number, checksum FROM heads")
+    return heads == {job_id: (number, checksum) for job_id, number, checksum in kept}
+
+
+def _delete(connection: sqlite3.Connection, job_id: str) -> None:
+    connection.execute("DELETE FROM records WHERE job_id = ?", (job_id,))
+    connection.execute("DELETE FROM heads WHERE job_id = ?", (job_id,))
+
+
+def chained_checksum(before: str, job_id: str, text: str) -> str:
+    """The checksum of a record and of the checksum of the one before it."""
+    return hashlib.blake2b("\0".join((before, job_id, text)).encode(), digest_size=8).hexdigest()

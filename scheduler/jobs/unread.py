@@ -26,7 +26,7 @@ _TIMEOUT_S = 1.0
 
 
 def unread_peers(peers: Collection[str]) -> list[str]:
-    """Those of ``peers`` on whose connections unread bytes wait; none where the system does not tell.
+    """Those of ``peers`` on whose connections unread bytes wait; none where the system does not show it.
 
     Args:
         peers: addresses of the other ends, ``1.2.3.4:5`` or ``[::1]:5``.
@@ -62,7 +62,7 @@ def _with_unread(family: int) -> Iterator[bytes]:
 
 
 def _plain(address: bytes) -> bytes:
-    """IPv4 inside IPv6 is IPv4."""
+    """The address without its IPv6 form, where it is an IPv4 one."""
     return address[12:] if len(address) == 16 and address.startswith(bytes(10) + b"\xff\xff") else address
 
 

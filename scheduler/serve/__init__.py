@@ -1,1 +1,1 @@
-"""The scheduler's servers: gRPC, health, metrics, systemd."""
+"""The scheduler's servers: gRPC, health and metrics."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from grpc_health.v1 import health
 
+from muster.scheduler.access import Access, address_of
 from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.errors import UnauthenticatedError, status_of
-from muster.scheduler.serve.access import Access, address_of
 
 
 class GuardedHealth(health.aio.HealthServicer):

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
+from collections.abc import Sequence
 
+from muster.rendezvous.settings import show_address
 from muster.scheduler.errors import BindError, SettingsError
 
 
-def show(host: str, port: int) -> str:
-    """Writes an address for people: IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def resolve(host: str) -> list[str]:
-    """Turns a host name or address into the numeric addresses to listen on.
+def resolve(hosts: Sequence[str]) -> list[str]:
+    """Turns host names or addresses into the numeric addresses to listen on.
 
     Raises:
-        SettingsError: the name is not known.
+        SettingsError: a name is not known; of several, none is.
     """
+    found: list[str] = []
+    failure: SettingsError | None = None
+    for host in hosts:
+        try:
+            found += _addresses(host)
+        except SettingsError as error:
+            failure = error
+    if failure is not None and not found:
+        raise failure
+    return list(dict.fromkeys(found))
+
+
+def _addresses(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(f"MS_SCHED_HOST {host!r} cannot be resolved: {reason}.") from error
-    return list(dict.fromkeys(str(address[4][0]) for address in found))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address."""
-    return ipaddress.ip_address(address.split("%", 1)[0]).is_loopback
+    return [str(address[4][0]) for address in found]
 
 
 def usable(addresses: list[str], port: int) -> list[str]:
@@ -46,7 +50,7 @@ def usable(addresses: list[str], port: int) -> list[str]:
     foreign: list[str] = []
     for address in addresses:
         code = _try(address, port)
-        where = show(address, port)
+        where = show_address(address, port)
         if code == errno.EADDRINUSE:
             raise BindError(
                 f"Another process already listens on {where}.",

@@ -4,54 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
+from muster.rendezvous.settings import show_address
 from muster.scheduler import __version__
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.errors import BindError
-from muster.scheduler.serve.listen import show
 
 if TYPE_CHECKING:
+    from muster.certs.runtime.follower import Follower
     from muster.scheduler.audit.logs import Recorder
-    from muster.scheduler.jobs.driver import JobDriver
-    from muster.scheduler.jobs.jobs import Jobs
-    from muster.scheduler.serve.credentials import Security
-    from muster.scheduler.serve.service import Service
+    from muster.scheduler.core.job import JobView
+    from muster.scheduler.jobs.driver import Counters, JobDriver, Jobs
+    from muster.scheduler.serve.sessions import Sessions
 
 JOB_STATES = ("forming", "building", "running", "quiescing", "suspended", "ended")
-SNAPSHOT_TIMEOUT_S = 5.0
+LAGS_SHOWN = 8
+"""How many ranks' lags each job shows: a series for each rank would be too many."""
+
+MAX_CONNECTIONS = 32
+"""Most connections at once; further ones are closed."""
+
+MAX_REQUEST_BYTES = 8192
+SHARE = 0.02
+"""Of its time the event loop spends so much with snapshots at the most, however often it is asked, ..."""
+
+CHEAP_S = 0.002
+"""... but for those that take less of the processor than this."""
+
+LONGEST_REUSE_S = 1.0
+EXCHANGE_TIMEOUT_S = 5.0
+"""For request and answer together."""
 
 
 class SchedulerCollector:
-    """Collects what the scheduler knows, in its event loop, when Prometheus asks in a thread of its own."""
+    """Collects all metrics in the scheduler's event loop, where nothing changes meanwhile."""
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         jobs: Jobs,
-        service: Service,
+        sessions: Sessions,
         recorder: Recorder,
-        security: Security | None,
+        security: Follower | None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._loop = loop
         self._jobs = jobs
-        self._service = service
+        self._leads = leads
+        self._sessions = sessions
         self._recorder = recorder
         self._security = security
         self._started = time.monotonic()
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> list[Metric]:
         """Returns all metric families."""
-        return asyncio.run_coroutine_threadsafe(self.snapshot(), self._loop).result(SNAPSHOT_TIMEOUT_S)
-
-    async def snapshot(self) -> list[Metric]:
-        """Builds all metric families; runs in the event loop, where nothing changes meanwhile."""
         drivers = self._jobs.all()
         return [*self._process(), *_job_metrics(drivers), *_worker_metrics(drivers), *self._expiry()]
 
@@ -60,17 +72,23 @@ class SchedulerCollector:
         yield GaugeMetricFamily(
             "muster_uptime_seconds", "Since the scheduler started.", time.monotonic() - self._started
         )
-        yield GaugeMetricFamily("muster_sessions", "Open worker streams.", len(self._service.sessions))
-        refusals = CounterMetricFamily("muster_refusals", "Workers and calls turned away.", labels=["code"])
-        for code, count in sorted(self._recorder.refusals.items()):
-            refusals.add_metric([code], count)
-        yield refusals
-        handshakes = CounterMetricFamily(
-            "muster_failed_handshakes", "TLS handshakes that failed.", labels=["reason"]
+        yield GaugeMetricFamily(
+            "muster_leader", "1 if this scheduler leads, 0 if it stands by for another.", float(self._leads())
         )
-        for reason, count in sorted(self._recorder.failed_handshakes.items()):
-            handshakes.add_metric([reason], count)
-        yield handshakes
+        yield GaugeMetricFamily("muster_sessions", "Open worker streams.", len(self._sessions.all))
+        for name, meaning, label, counts in (
+            ("muster_refusals", "Workers and calls turned away.", "code", self._recorder.refusals),
+            (
+                "muster_failed_handshakes",
+                "TLS handshakes that failed.",
+                "reason",
+                self._recorder.failed_handshakes,
+            ),
+        ):
+            family = CounterMetricFamily(name, meaning, labels=[label])
+            for value, count in sorted(counts.items()):
+                family.add_metric([value], count)
+            yield family
 
     def _expiry(self) -> Iterator[Metric]:
         if self._security is None:
@@ -84,69 +102,201 @@ class SchedulerCollector:
         yield family
 
 
+_JOB_METRICS: tuple[tuple[type[Any], str, str, Callable[[JobView, Counters], float | None]], ...] = (
+    (GaugeMetricFamily, "generation", "Number of the membership.", lambda view, _: view.generation),
+    (GaugeMetricFamily, "workers_wanted", "MS_WORKER_NUM.", lambda view, _: view.worker_num),
+    (CounterMetricFamily, "heartbeats", "Heartbeats received.", lambda _, seen: seen.heartbeats),
+    (CounterMetricFamily, "events", "Events handled.", lambda _, seen: seen.events),
+    (
+        GaugeMetricFamily,
+        "formation_seconds",
+        "From the first join to the first built group.",
+        lambda _, seen: seen.formation_s,
+    ),
+    (
+        GaugeMetricFamily,
+        "build_seconds",
+        "From the last membership to its built group.",
+        lambda _, seen: seen.build_s,
+    ),
+)
+"""Each metric of a job: its kind, name, meaning, and how to get it; None: there is no value yet."""
+
+
 def _job_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
     state = GaugeMetricFamily("muster_job_state", "1 for the state the job is in.", labels=["job", "state"])
-    generation = GaugeMetricFamily("muster_generation", "Number of the membership.", labels=["job"])
-    wanted = GaugeMetricFamily("muster_workers_wanted", "MS_WORKER_NUM.", labels=["job"])
-    beats = CounterMetricFamily("muster_heartbeats", "Heartbeats received.", labels=["job"])
-    events = CounterMetricFamily("muster_events", "Events handled.", labels=["job"])
-    formation = GaugeMetricFamily(
-        "muster_formation_seconds", "From the first join to the first built group.", labels=["job"]
-    )
-    build = GaugeMetricFamily(
-        "muster_build_seconds", "From the last membership to its built group.", labels=["job"]
-    )
-    for driver in drivers:
-        job, view, counters = [driver.job_id], driver.view(), driver.counters
+    views = [(driver.job_id, driver.view(), driver.counters) for driver in drivers]
+    for job_id, view, _ in views:
         for name in JOB_STATES:
-            state.add_metric([driver.job_id, name], float(view.state == name))
-        generation.add_metric(job, view.generation)
-        wanted.add_metric(job, view.worker_num)
-        beats.add_metric(job, counters.heartbeats)
-        events.add_metric(job, counters.events)
-        if counters.formation_s is not None:
-            formation.add_metric(job, counters.formation_s)
-        if counters.build_s is not None:
-            build.add_metric(job, counters.build_s)
-    yield from (state, generation, wanted, beats, events, formation, build)
+            state.add_metric([job_id, name], float(view.state == name))
+    yield state
+    for kind, name, meaning, figure in _JOB_METRICS:
+        family = kind(f"muster_{name}", meaning, labels=["job"])
+        for job_id, view, counters in views:
+            value = figure(view, counters)
+            if value is not None:
+                family.add_metric([job_id], value)
+        yield family
 
 
 def _worker_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
     workers = GaugeMetricFamily("muster_workers", "Workers by state.", labels=["job", "state"])
     rate = GaugeMetricFamily("muster_samples_per_second", "Sum over the job's workers.", labels=["job"])
     step = GaugeMetricFamily("muster_step", "The step that all workers have finished.", labels=["job"])
+    missing = GaugeMetricFamily("muster_workers_missing", "Wanted, and without a rank.", labels=["job"])
+    lag = GaugeMetricFamily(
+        "muster_rank_lag_steps",
+        f"Steps behind the furthest rank, of the {LAGS_SHOWN} ranks that are furthest behind.",
+        labels=["job", "rank"],
+    )
+    silent = GaugeMetricFamily(
+        "muster_longest_silence_seconds", "Since the rank was heard that is silent longest.", labels=["job"]
+    )
     for driver in drivers:
         view = driver.view()
         ranked = [worker for worker in view.workers if worker.rank >= 0]
+        gone = max(0, view.worker_num - len(ranked)) if view.state != "ended" else 0
+        missing.add_metric([driver.job_id], gone)
+        silent.add_metric([driver.job_id], max((worker.silent_s for worker in ranked), default=0.0))
+        furthest = max((worker.step for worker in ranked), default=0)
+        for worker in heapq.nsmallest(LAGS_SHOWN, ranked, key=lambda worker: worker.step):
+            lag.add_metric([driver.job_id, str(worker.rank)], furthest - worker.step)
         for state, count in sorted(Counter(worker.state for worker in view.workers).items()):
             workers.add_metric([driver.job_id, state], count)
         rate.add_metric([driver.job_id], sum(worker.samples_per_s for worker in ranked))
         step.add_metric([driver.job_id], min((worker.step for worker in ranked), default=0))
-    yield from (workers, rate, step)
+    yield from (workers, rate, step, missing, silent, lag)
 
 
-def start_metrics(
-    settings: SchedulerSettings, jobs: Jobs, service: Service, recorder: Recorder, security: Security | None
+class MetricsServer:
+    """Answers ``GET /metrics`` in the event loop: few connections, each for a few seconds.
+
+    ``GET /leader`` is for probes: 200 if this scheduler leads, 503 if it stands by for another.
+
+    Args:
+        snapshot: makes the metrics of the moment.
+        leads: whether this scheduler leads.
+    """
+
+    def __init__(
+        self, snapshot: Callable[[], Iterable[Metric]], leads: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._snapshot = snapshot
+        self._leads = leads
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._taken = _Taken([])
+        self._taken_until_s = 0.0
+        self._encoded: dict[str, asyncio.Future[bytes]] = {}
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listens.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._server = await asyncio.start_server(self._connected, host, port, limit=MAX_REQUEST_BYTES)
+
+    def close(self) -> None:
+        """Stops listening, and ends what is under way."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None or len(self._tasks) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._tasks.add(task)
+        try:
+            async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
+                writer.write(await self._answer(reader))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # the other side is too slow, too loud, or gone
+        finally:
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    def _leader(self) -> bytes:
+        if self._leads():
+            return _response("200 OK", "text/plain", b"leads\n")
+        return _response("503 Service Unavailable", "text/plain", b"stands by\n")
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, _, rest = head[0].partition(" ")
+        if method != "GET":
+            return _response("405 Method Not Allowed", "text/plain", b"GET /metrics is all there is.\n")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if path == "/leader":
+            return self._leader()
+        if path not in ("/", "/metrics"):
+            return _response(
+                "404 Not Found", "text/plain", b"GET /metrics and GET /leader are all there is.\n"
+            )
+        headers = dict(line.lower().partition(":")[::2] for line in head[1:])
+        encode, content_type = choose_encoder(headers.get("accept", "").strip())
+        return _response("200 OK", content_type, await self._written(encode, content_type))
+
+    async def _written(self, encode: Callable[[Any], bytes], content_type: str) -> bytes:
+        """The metrics: who asks ever again, and so would keep the event loop busy, gets what others got."""
+        loop, began = asyncio.get_running_loop(), time.thread_time()
+        if loop.time() >= self._taken_until_s:
+            self._taken, self._encoded = _Taken(list(self._snapshot())), {}
+            took_s = time.thread_time() - began
+            rest_s = 0.0 if took_s < CHEAP_S else min(LONGEST_REUSE_S, took_s / SHARE)
+            self._taken_until_s = loop.time() + rest_s
+        written = self._encoded.get(content_type)
+        if written is None:
+            # Nothing changes while the snapshot is taken; writing it down takes longer, and goes elsewhere.
+            written = self._encoded[content_type] = loop.run_in_executor(None, encode, self._taken)
+        return await asyncio.shield(written)
+
+
+class _Taken:
+    """Collected metrics in the form in which a registry takes them."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        """See :class:`prometheus_client.registry.Collector`."""
+        return self._metrics
+
+
+def _response(status: str, content_type: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + body
+
+
+async def start_metrics(
+    settings: SchedulerSettings,
+    jobs: Jobs,
+    sessions: Sessions,
+    recorder: Recorder,
+    security: Follower | None,
+    leads: Callable[[], bool] = lambda: True,
 ) -> Callable[[], None]:
     """Serves ``/metrics``; returns what stops it.
 
     Raises:
         BindError: MS_METRICS_PORT cannot be bound.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    collector = SchedulerCollector(asyncio.get_running_loop(), jobs, service, recorder, security)
     port = settings.metrics_port or 0
+    server = MetricsServer(SchedulerCollector(jobs, sessions, recorder, security, leads).collect, leads)
     try:
-        server, _thread = start_http_server(port, settings.metrics_host, registry)
+        await server.start(settings.metrics_host, port)
     except OSError as error:
         raise BindError(
-            f"The metrics cannot be served on {show(settings.metrics_host, port)}: {error.strerror}.",
+            f"The metrics cannot be served on {show_address(settings.metrics_host, port)}: {error.strerror}.",
             remedy="Choose another MS_METRICS_PORT.",
         ) from error
-    registry.register(collector)
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return stop
+    return server.close

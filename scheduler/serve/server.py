@@ -1,43 +1,63 @@
-"""Runs the scheduler: binds, serves, stops, and says how it ended."""
+"""Runs the scheduler: binds, serves, stops, and returns the exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import resource
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from muster.certs.config import config_warnings
-from muster.certs.runtime.grpc_credentials import RotatingServerCredentials, server_options
-from muster.certs.runtime.watcher import Change
-from muster.scheduler.audit.logs import LOG, Recorder
+from muster.certs.runtime.follower import Follower
+from muster.certs.runtime.grpc_credentials import RotatingServerCredentials
+from muster.rendezvous.settings import server_options, show_address
+from muster.scheduler import systemd
+from muster.scheduler.access import Access
+from muster.scheduler.audit.logs import LOG, AuditLog, Recorder
 from muster.scheduler.audit.native_stderr import HandshakeWatch
-from muster.scheduler.audit.refusals import ThinnedAuditLog
+from muster.scheduler.audit.refusals import ThinnedRecorder
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.core import records as r
-from muster.scheduler.core.job import Job
-from muster.scheduler.core.wording import count
+from muster.scheduler.core.workers import count
 from muster.scheduler.errors import BindError, JobFailedError
-from muster.scheduler.jobs.jobs import Jobs, Storage
-from muster.scheduler.serve import listen, systemd
-from muster.scheduler.serve.access import Access
-from muster.scheduler.serve.credentials import Security, check_may_listen
+from muster.scheduler.jobs.adoption import AdoptingJob
+from muster.scheduler.jobs.driver import Jobs, Storage
+from muster.scheduler.serve import listen
+from muster.scheduler.serve.credentials import check_may_listen
 from muster.scheduler.serve.health import GuardedHealth
-from muster.scheduler.serve.service import SERVICE, Limits, Service
+from muster.scheduler.serve.host_stream import HostStreams
+from muster.scheduler.serve.service import SERVICE, Service
+from muster.scheduler.serve.sessions import Limits, Sessions
+from muster.scheduler.store.service import StoreService
+from muster.scheduler.watch.service import WatchService
+
+if TYPE_CHECKING:
+    from muster.scheduler.etcd.leadership import Leadership
 
 MAX_REQUEST_BYTES = 1024 * 1024
+COLLECT_AFTER = (50_000, 50, 100)
+"""Thresholds of Python's garbage collector: sessions live long, there are thousands of them, and a look at
+all of them finds nothing. With 5,000 workers the collector's own took 7 % of the scheduler's time."""
+
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
-EXIT_LIMIT_S = 10
+EXIT_LIMIT_S = 60
+"""How long the shutdown may take, in seconds: tens of seconds on a busy machine."""
+
+EXIT_WARNING_S = 10
+"""How long before :data:`EXIT_LIMIT_S` a warning is logged, because SIGALRM itself logs nothing."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -59,7 +79,7 @@ def grpc_options(node_timeout_s: float) -> Sequence[tuple[str, int]]:
 
 
 async def run(
-    settings: SchedulerSettings, security: Security | None, watch: HandshakeWatch | None = None
+    settings: SchedulerSettings, security: Follower | None, watch: HandshakeWatch | None = None
 ) -> int:
     """Serves until the own job is over or a signal comes.
 
@@ -79,63 +99,100 @@ async def run(
     stop: asyncio.Future[int] = loop.create_future()
     for number in _STOPPING:
         loop.add_signal_handler(number, functools.partial(_on_signal, stop, number))
-    addresses = await loop.run_in_executor(None, listen.resolve, settings.bind_host)
+    hosts = (settings.bind_host,) if settings.bind_host else settings.hosts
+    addresses = await loop.run_in_executor(None, listen.resolve, hosts)
     if check_may_listen(settings, addresses, tls=security is not None):
-        LOG.warning("INSECURE: no TLS beyond loopback; whoever reaches this port can join and read the ids")
+        LOG.warning("INSECURE: no TLS beyond loopback; all who reach this port can join and read the ids")
     _raise_file_limit()
-    audit = ThinnedAuditLog(settings.audit_log_path, loop) if settings.audit_log_path else None
-    recorder = Recorder(audit)
-    jobs = _jobs(settings, loop, recorder)
-    await jobs.open()
+    audit = AuditLog(settings.audit_log_path) if settings.audit_log_path else None
+    recorder = ThinnedRecorder(audit, loop)
+    leadership = _leadership(settings, security, loop)
+    jobs = _jobs(settings, loop, recorder, leadership)
     if watch is not None:
         watch.report_to(recorder)
     try:
-        return await _serve(settings, security, addresses, jobs, recorder, stop)
+        return await _serve(settings, security, addresses, jobs, recorder, stop, leadership)
     finally:
         await jobs.close()
         if watch is not None:
             watch.finish_reports()
-        if audit is not None:
-            audit.close()
+        recorder.close()
         _keep_exit_code()
 
 
 def _keep_exit_code() -> None:
-    """From here on no signal replaces the exit code, and an end that hangs is cut short."""
+    """Keeps signals from replacing the exit code, and cuts short a shutdown that hangs."""
     loop = asyncio.get_running_loop()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(EXIT_LIMIT_S)
+    if signal.alarm(EXIT_LIMIT_S):
+        return  # done already
+    late = f"The scheduler's work is done, but its end takes long: SIGALRM ends it in {EXIT_WARNING_S} s."
+    warning = threading.Timer(EXIT_LIMIT_S - EXIT_WARNING_S, LOG.error, (late,))
+    warning.daemon = True
+    warning.start()
     for number in _STOPPING:
         loop.remove_signal_handler(number)  # the loop's own end would put the default back
         signal.signal(number, signal.SIG_IGN)
 
 
-def _jobs(settings: SchedulerSettings, loop: asyncio.AbstractEventLoop, recorder: Recorder) -> Jobs:
+def _leadership(
+    settings: SchedulerSettings, security: Follower | None, loop: asyncio.AbstractEventLoop
+) -> Leadership | None:
+    """This process's claim to lead; None where there is one scheduler."""
+    if settings.etcd is None:
+        return None
+    from muster.scheduler.etcd.calls import EtcdCalls
+    from muster.scheduler.etcd.leadership import Leadership
+
+    own = settings.bind_host or (settings.hosts[0] if len(settings.hosts) == 1 else socket.gethostname())
+    name = f"{show_address(own, settings.port)} (pid {os.getpid()} on {socket.gethostname()})"
+    if security is not None:
+        security.etcd()  # what is wrong with it shows at the start
+    calls = EtcdCalls(settings.etcd.endpoints, security.etcd if security is not None else None)
+    addresses = [show_address(host, settings.port) for host in settings.hosts]
+    return Leadership(calls, settings.etcd.prefix.encode(), name, loop, addresses)
+
+
+def _storage(settings: SchedulerSettings, leadership: Leadership | None) -> Storage | None:
     path = settings.recovery_path
+    if leadership is not None:
+        from muster.scheduler.etcd.journal import EtcdJournal
 
-    def open_storage() -> Storage:
-        from muster.scheduler.jobs.journal import Journal
+        return EtcdJournal(leadership)
+    if path is None:
+        return None
 
-        assert path is not None
-        return Journal(path / f"scheduler-{settings.job_id}.sqlite", owner=settings.job_id)
+    from muster.scheduler.jobs.journal import InThread, Journal
 
+    name = f"scheduler-{settings.job_id}.sqlite"
+    return InThread(lambda: Journal(path / name, owner=settings.job_id))
+
+
+def _jobs(
+    settings: SchedulerSettings,
+    loop: asyncio.AbstractEventLoop,
+    recorder: Recorder,
+    leadership: Leadership | None,
+) -> Jobs:
     return Jobs(
         settings,
         loop,
         recorder.note,
-        new_machine=Job,
-        recover_machine=Job.recover,
-        open_storage=open_storage if path is not None else None,
+        new_machine=lambda job_id, core: AdoptingJob(job_id, core, (), 0.0, adopt=settings.adopt),
+        recover_machine=functools.partial(AdoptingJob, adopt=settings.adopt),
+        storage=_storage(settings, leadership),
+        stood_by=lambda: leadership is not None and leadership.stood_by,
     )
 
 
 async def _serve(
     settings: SchedulerSettings,
-    security: Security | None,
+    security: Follower | None,
     addresses: list[str],
     jobs: Jobs,
     recorder: Recorder,
     stop: asyncio.Future[int],
+    leadership: Leadership | None,
 ) -> int:
     access = Access(
         tls=security is not None,
@@ -143,50 +200,90 @@ async def _serve(
         revocations=security.revocations if security is not None else lambda: None,
     )
     limits = Limits(sessions_per_host=settings.max_streams_per_host)
-    service = Service(jobs, access, recorder, settings.job_id, limits)
+    leader = leadership.name if leadership is not None else ""
+    sessions = Sessions(jobs, access, recorder, limits)
+    service = Service(jobs, access, recorder, settings.job_id, sessions, leader=leader)
     tls = RotatingServerCredentials(security.credentials) if security is not None else None
     async with contextlib.AsyncExitStack() as at_end:
+        if settings.metrics_port is not None:
+            at_end.callback(await _start_metrics(settings, jobs, sessions, recorder, security, leadership))
+        informing = asyncio.ensure_future(_keep_systemd_informed())
+        at_end.callback(informing.cancel)
+        if leadership is not None:
+            listen.usable(
+                addresses, settings.port
+            )  # what is wrong with the address shows before it is needed
+            if not await _stand_by(leadership, security, stop):
+                return 0 if settings.serve else 128 + stop.result()
+            at_end.callback(asyncio.ensure_future(leadership.keep()).cancel)
+        await jobs.open()
         server = grpc.aio.server(options=grpc_options(settings.node_timeout_s))
         at_end.push_async_callback(server.stop, 0.1)
-        server.add_generic_rpc_handlers((service.handler(),))
+        store = StoreService(jobs, access, recorder)
+        watching = WatchService(jobs, access, recorder, settings.job_id, security)
+        handlers = (service.handler(), HostStreams(sessions).handler(), store.handler(), watching.handler())
+        server.add_generic_rpc_handlers(handlers)
+        at_end.callback(store.close)
         health_servicer = GuardedHealth(access, recorder)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         port = _bind(server, addresses, settings.port, tls)
-        if settings.metrics_port is not None:
-            at_end.callback(_start_metrics(settings, jobs, service, recorder, security))
         await server.start()
         await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        at_end.push_async_callback(_say_goodbye, health_servicer, jobs, service)
-        at_end.callback(asyncio.ensure_future(_keep_systemd_informed()).cancel)
+        at_end.push_async_callback(_say_goodbye, health_servicer, jobs, sessions)
+        at_end.push_async_callback(watching.close)
         if security is not None and tls is not None:
-            at_end.callback(asyncio.ensure_future(_follow_files(security, tls, service)).cancel)
+            at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         _say_ready(settings, security, port)
-        return await _until_over(settings, jobs, service, stop)
+        return await _until_over(settings, jobs, sessions, stop, leadership)
 
 
-async def _say_goodbye(health_servicer: GuardedHealth, jobs: Jobs, service: Service) -> None:
+async def _stand_by(leadership: Leadership, security: Follower | None, stop: asyncio.Future[int]) -> bool:
+    """Waits until this process leads; False: it was asked to stop before."""
+    campaign = asyncio.ensure_future(leadership.campaign())
+    waits: set[asyncio.Future[Any]] = {campaign, stop}
+    print(f"scheduler stands by as {leadership.name}", flush=True)
+    while not campaign.done() and not stop.done():
+        await asyncio.wait(waits, timeout=FOLLOW_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+        if security is not None:  # renewed certificates and lists count when it leads
+            security()
+    if campaign.done():
+        campaign.result()
+        return True
+    campaign.cancel()
+    return False
+
+
+async def _say_goodbye(health_servicer: GuardedHealth, jobs: Jobs, sessions: Sessions) -> None:
     """Tells systemd, health checkers and workers that the scheduler is stopping."""
     systemd.notify(systemd.STOPPING, os.environ)
     await health_servicer.enter_graceful_shutdown()
     await jobs.close()
     with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(service.idle.wait(), FAREWELL_S)
+        await asyncio.wait_for(sessions.idle.wait(), FAREWELL_S)
 
 
 async def _until_over(
-    settings: SchedulerSettings, jobs: Jobs, service: Service, stop: asyncio.Future[int]
+    settings: SchedulerSettings,
+    jobs: Jobs,
+    sessions: Sessions,
+    stop: asyncio.Future[int],
+    leadership: Leadership | None,
 ) -> int:
     waits: set[asyncio.Future[Any]] = {stop} if settings.serve else {stop, jobs.own_job_over}
+    if leadership is not None:
+        waits.add(leadership.deposed)
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not settings.serve and jobs.own_job_over.done():
         _keep_exit_code()
         ended: r.JobEnded = jobs.own_job_over.result()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(service.idle.wait(), FAREWELL_S)
+            await asyncio.wait_for(sessions.idle.wait(), FAREWELL_S)
         if not ended.ok:
             raise JobFailedError(f"Job {settings.job_id} failed: {ended.reason}")
         LOG.info("job %s ended: %s", settings.job_id, ended.reason)
         return 0
+    if leadership is not None and leadership.deposed.done():
+        raise leadership.depose(leadership.deposed.result())
     number = stop.result()
     LOG.info("stopping on %s; workers that train go on by themselves", signal.Signals(number).name)
     return 0 if settings.serve else 128 + number
@@ -202,7 +299,7 @@ def _bind(
     server: grpc.aio.Server, addresses: list[str], port: int, tls: RotatingServerCredentials | None
 ) -> int:
     for address in listen.usable(addresses, port):
-        where = listen.show(address, port)
+        where = show_address(address, port)
         try:
             if tls is None:
                 port = server.add_insecure_port(where)
@@ -213,10 +310,10 @@ def _bind(
     return port
 
 
-def _say_ready(settings: SchedulerSettings, security: Security | None, port: int) -> None:
+def _say_ready(settings: SchedulerSettings, security: Follower | None, port: int) -> None:
     size = count(settings.worker_num, "worker") if settings.worker_num else "any number of workers"
     transport = "mutual TLS" if security is not None else "NO TLS"
-    where = listen.show(settings.bind_host, port)
+    where = show_address(settings.bind_host or ",".join(settings.hosts), port)
     print(f"scheduler ready on {where} (job {settings.job_id}, {size}, {transport})", flush=True)
     if security is not None:
         for sentence in config_warnings(security.config):
@@ -225,7 +322,7 @@ def _say_ready(settings: SchedulerSettings, security: Security | None, port: int
 
 
 async def _keep_systemd_informed() -> None:
-    """Says ready once, and alive for as long as the event loop turns."""
+    """Reports ready to systemd once, and alive for as long as the event loop turns."""
     systemd.notify(systemd.READY, os.environ)
     interval_s = systemd.watchdog_interval_s(os.environ)
     while interval_s is not None:
@@ -233,46 +330,36 @@ async def _keep_systemd_informed() -> None:
         await asyncio.sleep(interval_s)
 
 
-async def _follow_files(security: Security, tls: RotatingServerCredentials, service: Service) -> None:
-    """Puts renewed certificates and revocation lists in force while streams live on."""
+async def keep_in_force(security: Follower, tls: RotatingServerCredentials, sessions: Sessions) -> None:
+    """Puts renewed certificates in force; a new revocation list ends the streams of those that it names."""
     loop = asyncio.get_running_loop()
     while True:
-        try:
-            change = await loop.run_in_executor(None, security.poll)
-        except Exception:
-            LOG.exception("fault while reading the certificates; those in force stay")
-            change = None
-        if change is not None:
-            await _put_in_force(change, tls, service)
-        for sentence in security.expiry_warnings():
-            LOG.warning("%s", sentence)
-        service.report_expired()
+        change = await loop.run_in_executor(None, security.poll)
+        if change is not None and (change.new_certificate or change.new_authorities):
+            tls.update(change.credentials)
+        security.log_change(change)
+        if change is not None and change.new_revocations:
+            await sessions.expel_revoked()
+        sessions.report_expired()
         await asyncio.sleep(FOLLOW_INTERVAL_S)
 
 
-async def _put_in_force(change: Change, tls: RotatingServerCredentials, service: Service) -> None:
-    if change.new_certificate or change.new_authorities:
-        tls.update(change.credentials)
-    for problem in change.problems:
-        LOG.error("%s", problem)
-    for sentence in change.warnings:
-        LOG.warning("%s", sentence)
-    for sentence in change.notes:
-        LOG.info("%s", sentence)
-    if change.new_revocations:
-        await service.expel_revoked()
-
-
-def _start_metrics(
-    settings: SchedulerSettings, jobs: Jobs, service: Service, recorder: Recorder, security: Security | None
+async def _start_metrics(
+    settings: SchedulerSettings,
+    jobs: Jobs,
+    sessions: Sessions,
+    recorder: Recorder,
+    security: Follower | None,
+    leadership: Leadership | None,
 ) -> Callable[[], None]:
     from muster.scheduler.serve.metrics import start_metrics
 
-    return start_metrics(settings, jobs, service, recorder, security)
+    leads = (lambda: leadership.leads) if leadership is not None else lambda: True
+    return await start_metrics(settings, jobs, sessions, recorder, security, leads)
 
 
 def _raise_file_limit() -> None:
-    """Each worker takes a file descriptor; the soft limit of 1,024 is a relic."""
+    """Raises the soft limit of open files: each worker takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -280,8 +367,10 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def main(settings: SchedulerSettings, security: Security | None, watch: HandshakeWatch | None = None) -> int:
+def main(settings: SchedulerSettings, security: Follower | None, watch: HandshakeWatch | None = None) -> int:
     """Runs the scheduler in this process; see :func:`run`."""
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
     try:
         return asyncio.run(run(settings, security, watch))
     finally:

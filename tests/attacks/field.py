@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ class Field:
         memory_after: and after the last one.
         memory_peak: and at its peak.
         attacks: the names of the tests that were run on this job until now.
+        metrics_port: where the scheduler serves its metrics.
     """
 
     directory: Path
@@ -52,6 +54,7 @@ class Field:
     memory_after: int = 0
     memory_peak: int = 0
     attacks: set[str] = dataclasses.field(default_factory=set)
+    metrics_port: int = 0
 
     @property
     def port(self) -> int:
@@ -119,6 +122,14 @@ def _sockets(pid: int) -> set[str]:
     return found
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def make_pki(directory: Path) -> Pki:
     """The job's certificates, and those of insiders."""
     directory.mkdir()
@@ -126,6 +137,8 @@ def make_pki(directory: Path) -> Pki:
     pki.issue("other-job", Identity("other", "worker"))
     pki.issue("other-operator", Identity("other", "operator"))
     pki.issue("node-7", Identity("default", "worker", "node-7"))
+    pki.issue("host", Identity("default", "host", nodes=("node-7", "node-8")))
+    pki.issue("other-host", Identity("other", "host", nodes=("victim-0",)))
     pki.issue("revoked", Identity("default", "worker"))
     pki.issue("unlucky", Identity("default", "worker"))
     revoked = x509.load_pem_x509_certificate(pki.credentials("revoked").leaf_pem).serial_number
@@ -178,12 +191,14 @@ def field(directory: Path) -> Iterator[Field]:
         "MS_RECOVERY_PATH": str(directory / "journal"),
         "MS_SPARES": "1",
         "MS_NODE_TIMEOUT": "20",
+        "MS_METRICS_PORT": str(free_port()),
     }
     with scheduler(**env, **more) as running:
         proxy = Proxy(running.port)
         victims = start_victims(directory, env, proxy.port, 1_000_000, 0.03)
         try:
             made = Field(directory, pki, running, proxy, victims)
+            made.metrics_port = int(more["MS_METRICS_PORT"])
             running.await_log("Generation 1 stands with 3 members")
             made.memory_before = made.memory()
             yield made

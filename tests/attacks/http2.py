@@ -16,6 +16,7 @@ from muster.certs.runtime.tls import client_ssl_context
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
+MOST_IN_A_FRAME = 16_384
 SESSION = "/rendezvous.v1.Rendezvous/Session"
 
 
@@ -49,10 +50,11 @@ def request(stream: int, path: str = SESSION, extra: tuple[tuple[str, str], ...]
     return frame(HEADERS, END_HEADERS, stream, block)
 
 
-def message(stream: int, data: bytes, claimed: int | None = None) -> bytes:
-    """A gRPC message; ``claimed`` is the length that it is said to have."""
-    head = b"\0" + struct.pack("!I", len(data) if claimed is None else claimed)
-    return frame(DATA, 0, stream, head + data)
+def message(stream: int, data: bytes, claimed: int | None = None, *, packed: bool = False) -> bytes:
+    """A gRPC message; ``claimed`` is the length that it is said to have, ``packed``: it is compressed."""
+    whole = bytes((packed,)) + struct.pack("!I", len(data) if claimed is None else claimed) + data
+    parts = (whole[at : at + MOST_IN_A_FRAME] for at in range(0, len(whole), MOST_IN_A_FRAME))
+    return b"".join(frame(DATA, 0, stream, part) for part in parts)
 
 
 def _text(value: str) -> bytes:

@@ -22,7 +22,7 @@ class Proxy:
     """
 
     def __init__(self, port: int, change: Change | None = None, *, to_server_only: bool = False) -> None:
-        self._target = ("127.0.0.1", port)
+        self.target = ("127.0.0.1", port)
         self._change = change
         self._to_server_only = to_server_only
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
@@ -53,7 +53,7 @@ class Proxy:
             while True:
                 client, _ = self._listener.accept()
                 try:
-                    server = socket.create_connection(self._target)
+                    server = socket.create_connection(self.target)
                 except OSError:
                     client.close()
                     continue

@@ -56,7 +56,7 @@ def half_hellos(port: int) -> int:
     for sock in sockets:
         sock.sendall(b"\x0c")
         sock.setblocking(False)
-    time.sleep(8)
+    time.sleep(8)  # longer than a store would wait that has a deadline
     still = 0
     for sock in sockets:
         with contextlib.suppress(ConnectionError):

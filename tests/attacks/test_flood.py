@@ -1,4 +1,4 @@
-"""A flood of TLS handshakes beside a job that trains: nobody is lost, and whoever joins gets in."""
+"""A flood of TLS handshakes beside a job that trains: nobody is lost, and a newcomer gets in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member of the job under attack. It steps until told to stop and writes down its losses.
+"""A member of the job under attack. It steps until it is asked to stop and writes down its losses.
 
 ``python -m tests.attacks.victim DIRECTORY STEPS PAUSE``. What passes its data port is recorded, and what
 must stay secret is written where the test looks for it; nothing else may ever hold it.
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import muster
-from muster.worker.communicators.tcp.backend import TcpBackend
+from muster.worker.communicators.tcp.communicator import TcpBackend
 from tests.attacks.proxy import Proxy
 
 SIZE = 4096

@@ -16,6 +16,12 @@ def test_gpus(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert capsys.readouterr().err == "bench: 2 GPUs are asked for and this host has 1.\n"
 
 
+def test_gpus_of_recovery(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("muster.bench.gpu_fleet.count_gpus", lambda: 1)
+    assert main(["recovery", "--backend", "nccl", "--gpus", "4", "--ranks-per-gpu", "2"]) == 1
+    assert capsys.readouterr().err == "bench: 2 GPUs are asked for and this host has 1.\n"
+
+
 def test_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "nccl", None)
     assert main(["start"]) == 1

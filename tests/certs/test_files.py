@@ -8,6 +8,11 @@ import pytest
 
 from muster.certs.errors import FileError
 from muster.certs.files import read_file, write_file
+from muster.certs.pki.authority import create_authority, open_authority
+from muster.certs.pki.identity import Identity
+from muster.certs.runtime.passwords import read_password
+from muster.certs.runtime.store import load_credentials
+from tests.certs.making import PASSWORD
 
 
 def test_a_file_is_private_from_the_first_byte_and_whole(tmp_path: Path) -> None:
@@ -45,3 +50,31 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(11))
     with pytest.raises(FileError, match="more than 10 bytes"):
         read_file(tmp_path / "x", "The thing", limit=10)
+
+
+def test_a_secret_that_others_may_read_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Passwords, PKCS#12 files and authorities' keys alike."""
+    create_authority(tmp_path, PASSWORD)
+    worker = open_authority(tmp_path, PASSWORD).issue(Identity("job", "worker"))
+    write_file(tmp_path / "client.p12", worker.p12(PASSWORD))
+    write_file(tmp_path / "password", PASSWORD + b"\n")
+
+    def read_all() -> None:
+        open_authority(tmp_path, PASSWORD)
+        password = read_password(tmp_path / "password", "MS_CLIENT_PASSWORD_FILE")
+        load_credentials(tmp_path / "client.p12", password, tmp_path / "ca.crt")
+
+    read_all()
+    assert caplog.messages == []
+    for name in ("ca.key", "password", "client.p12"):
+        (tmp_path / name).chmod(0o644)
+    read_all()
+    read_all()
+    remedy = "may be read by every user of this host (mode 0644): chmod 600 it."
+    assert caplog.messages == [
+        f"The authority's key {tmp_path / 'ca.key'} {remedy}",
+        f"MS_CLIENT_PASSWORD_FILE: the password file {tmp_path / 'password'} {remedy}",
+        f"The PKCS#12 file {tmp_path / 'client.p12'} {remedy}",
+    ]

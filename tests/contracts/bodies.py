@@ -159,7 +159,7 @@ def asynchronous(place: Place, count: int) -> None:
 
 def barriers(place: Place) -> list[float]:
     """Times around a barrier: nobody leaves before the last has come."""
-    time.sleep(0.05 * place.comm.rank)
+    time.sleep(0.05 * place.comm.rank)  # so that ranks come one after the other
     came = time.monotonic()
     place.comm.barrier()
     return [came, time.monotonic()]
@@ -230,7 +230,7 @@ def aborted_while_waiting(place: Place, size: int) -> tuple[str, str, str]:
     """Rank 0 hangs in a collective that nobody joins, and another thread aborts it."""
     comm = place.comm
     if comm.rank != 0:
-        threading.Event().wait(0.3)  # stays, but does not join in
+        threading.Event().wait(0.3)  # stays for as long as rank 0 hangs, but does not join in
         return "", "", ""
     change = MembershipChanged("node-1 left", generation=place.membership.generation)
     thread = threading.Timer(0.05, lambda: comm.abort(change))
@@ -280,3 +280,120 @@ def splits(place: Place) -> list[Any]:
         group.close()
     comm.barrier()
     return found
+
+
+# ---------------------------------------------------------------- torch
+
+
+def torch_values(rank: int, size: int, dtype: str) -> Any:
+    """Numbers of a rank whose sums and products need more digits than the dtype has; float32 has enough."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7 * size + rank)
+    eighths = torch.randint(-64, 64, (size,), generator=generator)
+    return (eighths * 2.0**-3 + torch.randint(0, 2, (size,), generator=generator)).to(getattr(torch, dtype))
+
+
+def torch_reference(op: ReduceOp, parts: list[Any]) -> Any:
+    """What torch makes of all ranks' values: combined in float32 or wider, and rounded once."""
+    import torch
+
+    dtype = parts[0].dtype
+    wide = torch.stack(parts).to(torch.float64)
+    found = {
+        ReduceOp.SUM: lambda: wide.sum(0),
+        ReduceOp.MEAN: lambda: wide.sum(0).float() / len(parts),
+        ReduceOp.MIN: lambda: wide.amin(0),
+        ReduceOp.MAX: lambda: wide.amax(0),
+        ReduceOp.PROD: lambda: wide.prod(0),
+    }[op]()
+    return found.float().to(dtype)
+
+
+def on_torch(place: Place, dtype: str, sizes: tuple[int, ...]) -> list[list[float]]:
+    """Every collective on torch's tensors, in place and not, against torch's own arithmetic."""
+    import torch
+
+    torch.set_num_threads(1)
+    comm, rank, n = place.comm, place.comm.rank, place.comm.world_size
+    shown = []
+
+    def same(found: Any, wanted: Any, what: str) -> None:
+        assert torch.equal(found, wanted), f"{what} of {wanted.numel()} {dtype} on rank {rank}"
+
+    for size in sizes:
+        parts = [torch_values(r, size, dtype) for r in range(n)]
+        wide = [torch_values(r, size * n, dtype).view(n, -1) for r in range(n)]
+        mine, everything = slice(rank, rank + 1), torch.cat(parts)
+        for number, op in enumerate(ReduceOp):
+            recv = torch.zeros_like(parts[rank])
+            comm.all_reduce(parts[rank], recv, op).wait()
+            same(recv, torch_reference(op, parts), f"all_reduce {op}")
+            shown.append(recv[:50].tolist())
+            buffer = parts[rank].clone()
+            comm.all_reduce(buffer, buffer, op, async_op=True).wait()
+            same(buffer, recv, f"all_reduce in place {op}")
+            part = torch.zeros(1, size, dtype=recv.dtype)
+            comm.reduce_scatter(wide[rank], part, op).wait()
+            same(part, torch_reference(op, wide)[mine], f"reduce_scatter {op}")
+            total = torch.zeros_like(recv) if rank == number % n else None
+            comm.reduce(parts[rank], total, op, number % n).wait()
+            if total is not None:
+                same(total, recv, f"reduce {op}")
+        recv = torch.zeros_like(everything)
+        comm.all_gather(parts[rank], recv).wait()
+        same(recv, everything, "all_gather")
+        recv = torch.zeros_like(wide[rank])
+        comm.all_to_all(wide[rank], recv).wait()
+        same(recv, torch.cat([each[mine] for each in wide]), "all_to_all")
+        for root in range(n):
+            buffer = parts[rank].clone()
+            comm.broadcast(buffer, root).wait()
+            same(buffer, parts[root], "broadcast")
+            recv = torch.zeros_like(everything) if rank == root else None
+            comm.gather(parts[rank], recv, root).wait()
+            if recv is not None:
+                same(recv, everything, "gather")
+            part = torch.zeros_like(parts[rank])
+            comm.scatter(everything if rank == root else None, part, root).wait()
+            same(part, parts[rank], "scatter")
+        got = torch.zeros_like(parts[rank])
+        left, right = (rank - 1) % n, (rank + 1) % n
+        sent = comm.send(parts[rank], right, async_op=True) if rank % 2 == 0 else None
+        comm.recv(got, left).wait()
+        if sent is not None:
+            sent.wait()
+        else:
+            comm.send(parts[rank], right).wait()
+        same(got, parts[left], "send and recv")
+    return shown
+
+
+def half_means(place: Place, size: int) -> list[float]:
+    """A mean that is a float16 although the sum is none, by NumPy's arrays."""
+    send = place.kit.array(np.full(size, 60000, "f2"))
+    place.comm.all_reduce(send, send, ReduceOp.MEAN).wait()
+    part = place.kit.array(np.zeros(size // place.comm.world_size, "f2"))
+    place.comm.reduce_scatter(send, part, ReduceOp.MEAN).wait()
+    return sorted({*place.kit.numpy(send).tolist(), *place.kit.numpy(part).tolist()})
+
+
+def data_parallel_in_bfloat16(place: Place) -> list[list[float]]:
+    """One step of a model whose gradients travel in bfloat16; returns gradients and their float32 mean."""
+    import torch
+
+    from muster.worker.pytorch.data_parallel import DataParallel
+
+    torch.manual_seed(1)
+    bare = torch.nn.Linear(300, 200)
+    inputs = torch.randn(place.comm.world_size, 4, 300)
+    model = DataParallel(bare, communicator=place.comm, compression="bf16")
+    model(inputs[place.comm.rank]).square().mean().backward()
+    found = bare.weight.grad.clone()
+    parts = []
+    for batch in inputs:
+        bare.zero_grad()
+        bare(batch).square().mean().backward()
+        parts.append(bare.weight.grad.to(torch.bfloat16).float())
+    mean = (torch.stack(parts).sum(0) / len(parts)).to(torch.bfloat16).float()
+    return [found.view(-1).tolist(), mean.view(-1).tolist()]

@@ -15,7 +15,7 @@ MAX_WORLD_SIZE = 4
 
 @pytest.fixture(scope="session")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
-    """Four processes that run what tests tell them."""
+    """Four processes that run what tests send them."""
     directory = tmp_path_factory.mktemp("contract-certificates")
     write_certificates(directory)
     pool = Agents(MAX_WORLD_SIZE, directory)

@@ -37,6 +37,7 @@ class Kit:
         tells_mismatch: whether calls that disagree are detected on every rank.
         max_world_size: processes it can run here.
         divides_last: whether a mean is the sum, divided; otherwise it is rounded in another way.
+        on_device: whether its arrays are on a GPU.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Kit:
     tells_mismatch: bool = True
     max_world_size: int = 4
     divides_last: bool = True
+    on_device: bool = False
 
     def create(self, certificates: Path, rank: int) -> Backend:
         """Makes the backend in the process of a rank."""

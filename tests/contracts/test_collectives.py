@@ -70,3 +70,33 @@ def test_split_makes_groups_that_work_beside_their_parent(agents: Agents, backen
         members = [r for r in range(size) if r % 2 == rank % 2]
         assert (backwards, whole) == (total, total)
         assert part == sum(r + 1 for r in members)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_collective_takes_torchs_tensors_in_the_hosts_memory(
+    agents: Agents, backend: Kit, dtype: str
+) -> None:
+    """Short floats are combined in float32 and rounded once, the same on all ranks."""
+    pytest.importorskip("torch")
+    if backend.on_device:
+        pytest.skip("nccl takes tensors on a GPU")
+    for world in (2, 3):
+        shown = agents.run(backend.name, world, bodies.on_torch, dtype, (7, 40_001))
+        assert all(each == shown[0] for each in shown)
+
+
+@pytest.mark.parametrize("elements", [12, 60_000])
+def test_a_mean_of_halves_does_not_overflow_where_it_is_a_half(
+    agents: Agents, backend: Kit, size: int, elements: int
+) -> None:
+    if backend.on_device:
+        pytest.skip("nccl scales each rank's part before it adds them")
+    assert agents.run(backend.name, size, bodies.half_means, elements) == [[60000.0]] * size
+
+
+def test_gradients_travel_in_bfloat16(agents: Agents, backend: Kit) -> None:
+    pytest.importorskip("torch")
+    if backend.on_device:
+        pytest.skip("nccl takes tensors on a GPU")
+    for found, wanted in agents.run(backend.name, 3, bodies.data_parallel_in_bfloat16):
+        assert found == pytest.approx(wanted, rel=1e-2, abs=1e-4)

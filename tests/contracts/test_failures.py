@@ -41,7 +41,7 @@ def test_calls_that_disagree_fail_on_every_rank(
     plan = [(usual,)] * (world - 1) + [(odd,)]
     shown = agents.fresh(strict.name, world, bodies.caught, per_rank=plan, may_fail=True)
     for result in shown:
-        # A rank may be told while it still waits for the last round of the connection itself.
+        # A rank may hear of it while it still waits for the last round of the connection itself.
         kind, text = (result.kind, result.text) if isinstance(result, Failure) else result
         assert kind == "CollectiveMismatchError", text
         assert words in text

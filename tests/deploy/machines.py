@@ -104,7 +104,7 @@ class Machine:
 
         Args:
             command: the program with its arguments.
-            user: what setpriv is told; empty for root.
+            user: setpriv's arguments; empty for root.
             env: the environment, besides the least.
             mounts: further directories of the machine, and what they are.
             cwd: the working directory.
@@ -156,7 +156,7 @@ class Machine:
 
 
 def as_user(user: str, *kept: str) -> tuple[str, ...]:
-    """What setpriv is told so that a command runs as a user, with no capability but some for root."""
+    """Setpriv's arguments by which a command runs as a user, with no capability but some for root."""
     group = "nogroup" if user == "nobody" else user
     bounds = ",".join(["-all", *[f"+{each}" for each in kept]])
     return (

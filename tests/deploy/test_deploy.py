@@ -16,7 +16,7 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 from muster.scheduler.__main__ import parser as server_parser
-from muster.scheduler.cli.status import parser as status_parser
+from muster.scheduler.cli.command import parser as status_parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -126,6 +126,14 @@ def test_the_job_has_as_many_workers_as_the_scheduler_waits_for() -> None:
     job = named("Job", "muster-workers")["spec"]
     worker_num = int(named("ConfigMap", "muster-job")["data"]["MS_WORKER_NUM"])
     assert job["completions"] == job["parallelism"] == worker_num
+
+
+def test_a_worker_that_is_evicted_counts_as_no_failure() -> None:
+    rules = named("Job", "muster-workers")["spec"]["podFailurePolicy"]["rules"]
+    ignored = [
+        rule["onPodConditions"] for rule in rules if rule["action"] == "Ignore" and "onPodConditions" in rule
+    ]
+    assert ignored == [[{"type": "DisruptionTarget", "status": "True"}]]
 
 
 def test_the_network_policy_lets_only_workers_reach_the_rendezvous_port() -> None:

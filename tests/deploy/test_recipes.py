@@ -94,7 +94,8 @@ def start_unit(
     for line in settings["LoadCredential"]:
         name, source = line.split(":")
         shutil.copy(machine.directory / source.lstrip("/"), credentials / name)
-        (credentials / name).chmod(0o444)
+        (credentials / name).chmod(0o400)
+        shutil.chown(credentials / name, owner)
     env = {"HOME": "/var/lib/muster"}
     for file in settings["EnvironmentFile"]:
         lines = (machine.directory / file.lstrip("/")).read_text().splitlines()
@@ -125,7 +126,11 @@ def installed(make: Make) -> Machine:
     machine.shell("\n".join(line for line in lines if ".venv" not in line), cwd="/srv")
     port = str(free_port("127.0.0.1"))
     for host, role in (("scheduler", "scheduler"), ("node1", "worker")):
-        text = block(SYSTEMD, f"{role}.env").replace("6667", port).replace("WORKER_NUM=8", "WORKER_NUM=2")
+        text = (
+            block(SYSTEMD, f"/etc/muster/{role}.env")
+            .replace("6667", port)
+            .replace("WORKER_NUM=8", "WORKER_NUM=2")
+        )
         machine.shell(text, cwd=f"/srv/hosts/root@{host}.example.org/muster")
     return machine
 
@@ -159,7 +164,7 @@ def test_systemd_renewed_certificates_are_installed_and_open_with_the_old_passwo
     installed.shell(block("Certificates", "certs renew"), cwd="/srv")
     installed.shell(block(SYSTEMD, "scp -p"), cwd="/srv")
     for host, role, file in (("scheduler", "scheduler", "server.p12"), ("node1", "worker", "client.p12")):
-        first = block(SYSTEMD, f"{role}.env").splitlines()[0]
+        first = block(SYSTEMD, f"/etc/muster/{role}.env").splitlines()[0]
         installed.shell(first, cwd=f"/srv/hosts/root@{host}.example.org/muster")
         assert (installed.directory / "etc/muster" / file).read_bytes() != before[file]
         loads = ("python", "-c", LOADS, role)

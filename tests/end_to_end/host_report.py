@@ -1,4 +1,4 @@
-"""A worker that tells where it is: one line of JSON. Run by the tests of several hosts."""
+"""A worker that prints where it is: one line of JSON. Run by the tests of several hosts."""
 
 import json
 import os

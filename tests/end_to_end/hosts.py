@@ -130,7 +130,7 @@ class Cluster:
         ip("-n", host.namespace, "link", "set", inside, "up")
 
     def unplug(self, name: str) -> None:
-        """Cuts a host off every network; nobody is told, as when a switch fails behind another."""
+        """Cuts a host off every network; nobody is notified, as when a switch fails behind another."""
         for network in range(self._networks):
             ip("-n", self._switch, "link", "set", f"port{self[name].number}-{network}", "nomaster")
 

@@ -1,4 +1,4 @@
-"""A worker process that does what it is told on stdin, one line of Python at a time, and answers.
+"""A worker process that carries out its stdin, one line of Python at a time, and answers.
 
 It answers ``ok VALUE`` or ``error TYPE SENTENCE``. The first answer is that of ``muster.init()``.
 """

@@ -73,7 +73,7 @@ def test_members_change_while_strangers_flood_the_workers_ports(tmp_path: Path, 
         job.begin()
         with flooded(job, figures) as flood:
             while flood.poll() is None:
-                time.sleep(CHANGES_APART_S)
+                time.sleep(CHANGES_APART_S)  # of the flood, between two changes
                 changes.append(kill_one(job, chance))
         before = max(worker.steps()[-1]["step"] for worker in job.living())
         job.wait(

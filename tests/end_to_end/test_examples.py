@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muster.certs.files import write_file
+from muster.worker.launch.devices import count_gpus
 from muster.worker.training import datasets
 from tests.scheduler.processes import PASSWORD, ROOT, Pki, environment
 from tests.worker.launch.launching import free_port
@@ -47,7 +49,7 @@ def run(directory: Path, script: str, *arguments: str, **env: str) -> subprocess
     return subprocess.run(
         ["sh", str(EXAMPLES / script), *arguments],
         cwd=directory,
-        env=environment(PYTHON=sys.executable, SCRIPT=TRAIN, MS_TOPO_TIMEOUT="40", **env),
+        env=environment(**{"PYTHON": sys.executable, "SCRIPT": TRAIN, "MS_TOPO_TIMEOUT": "40", **env}),
         capture_output=True,
         text=True,
         check=False,
@@ -56,28 +58,32 @@ def run(directory: Path, script: str, *arguments: str, **env: str) -> subprocess
 
 
 def test_run_gpu_trains_on_one_host(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "device").mkdir()  # the user's own: logs go to muster-runs
     done = run(tmp_path, "run_gpu.sh", str(data), *ARGUMENTS, WORKERS="2")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "device").is_dir()
     assert done.stdout.startswith("start training\n")
     assert LOSS.search(done.stdout)
-    assert sorted(path.name for path in (tmp_path / "device").iterdir()) == [
+    logs = tmp_path / "muster-runs" / "latest"
+    assert sorted(path.name for path in logs.glob("*.log")) == [
         "scheduler.log",
         "worker_0.log",
         "worker_1.log",
     ]
-    assert "mutual TLS" in (tmp_path / "device" / "scheduler.log").read_text()
+    assert "mutual TLS" in (logs / "scheduler.log").read_text()
 
 
 def test_run_gpu_cluster_needs_nothing_but_the_variables(data: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").mkdir()
     pki = Pki.make(tmp_path / "keys")
-    (pki.directory / "password").write_bytes(PASSWORD)
+    write_file(pki.directory / "password", PASSWORD)
     env = {"KEYS": str(pki.directory), "MS_WORKER_NUM": "2", "ARGS": " ".join(ARGUMENTS[:-2])}
     port = free_port("127.0.0.1")
     done = run(tmp_path, "run_gpu_cluster.sh", str(data), "127.0.0.1", "scheduler", MS_SCHED_PORT=port, **env)
     logs = {path.name: path.read_text() for path in (tmp_path / "device").iterdir()}
     assert done.returncode == 0, (done.stderr, logs)
     assert sorted(logs) == ["scheduler.log", "worker_0.log", "worker_1.log"]
+    assert not any(path.stat().st_mode & 0o077 for path in (tmp_path / "device").iterdir())
     assert LOSS.search(logs["worker_0.log"])
     assert "has completed the training" in logs["scheduler.log"]
 
@@ -104,10 +110,30 @@ def test_run_gpu_cluster_needs_no_more_files_than_it_says(data: Path, tmp_path: 
     assert done.returncode == 0, (done.stderr, [path.read_text() for path in (tmp_path / "device").iterdir()])
 
 
+@pytest.mark.parametrize(
+    ("script", "env", "words"),
+    [
+        ("run_gpu.sh", {"PYTHON": "false", "WORKERS": "1"}, "false cannot run Muster"),
+        ("run_gpu.sh", {"SCRIPT": "-c pass"}, "has no GPU: say with WORKERS"),
+        ("run_gpu_cluster.sh", {"PYTHON": "false"}, "false cannot run Muster"),
+        ("run_gpu_cluster.sh", {"KEYS": "nowhere"}, "'nowhere' holds no config.json: name the folder"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_starts(
+    tmp_path: Path, script: str, env: dict[str, str], words: str
+) -> None:
+    done = run(tmp_path, script, str(tmp_path), "127.0.0.1", **env)
+    if "GPU" in words and count_gpus():
+        return
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("script", ["run_gpu.sh", "run_gpu_cluster.sh"])
 def test_without_arguments_the_usage_is_shown(tmp_path: Path, script: str) -> None:
     done = run(tmp_path, script)
     assert done.returncode == 2
     assert f"sh examples/{script} DATA_PATH" in done.stderr
     assert "set -eu" not in done.stderr
-    assert not (tmp_path / "device").exists()
+    assert not list(tmp_path.iterdir())

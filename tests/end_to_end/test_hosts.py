@@ -123,7 +123,7 @@ def test_two_hosts_train_the_digits_over_mutual_tls(
     accuracies = [float(text) for text in re.findall(r"test accuracy: ([0-9.]+)", output)]
     assert accuracies and min(accuracies) > 0.9
     assert "mutual TLS" in job.scheduler_log
-    # Whoever came first: the ranks of one host are neighbours, and hosts go by name.
+    # Arrival does not count: the ranks of one host are neighbours, and hosts go by name.
     places = re.findall(r"rank (\d) of 4 in generation 1", (tmp_path / "alpha.log").read_text())
     assert sorted(set(places)) == ["0", "1"]
 

@@ -92,7 +92,7 @@ def test_the_majority_goes_on_and_the_cut_side_ends(trained: Trained) -> None:
     assert max(event["t"] for event in told) - cut < NODE_TIMEOUT_S + 2
     assert "(node 2 on host beta) is lost" in trained.scheduler_log.read_text()
 
-    # No split brain: whoever is cut off ends with the reason, and has finished no step by itself.
+    # No split brain: a worker that is cut off ends with the reason, and has finished no step by itself.
     assert [worker.process.wait(WAIT_S) for worker in trained.beta] == [1, 1], trained.logs()
     for worker in trained.beta:
         assert "seems to be cut off" in worker.log.read_text().splitlines()[-1]

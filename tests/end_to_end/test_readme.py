@@ -1,4 +1,4 @@
-"""The README's Python, run as it stands there by two workers, and what comes out."""
+"""The Python of the README and of the site, run as it stands there by two workers, and what comes out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import pytest
 
 from tests.scheduler.processes import ROOT, environment
 
-README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 
 
-def snippet(section: str) -> str:
-    """The first Python block of a section."""
-    [_, text] = README.split(f"\n## {section}\n")
-    blocks: list[str] = re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+def snippet(page: str) -> str:
+    """The first Python block of a page."""
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
     return blocks[0]
 
 
@@ -40,11 +39,18 @@ def run_by_two(directory: Path, *parts: str) -> None:
     assert done.stdout.count("] checked") == 2, done.stdout
 
 
-def test_all_python_of_the_readme_can_be_read_by_python() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) >= 3
-    for block in blocks:
-        compile(block, "README.md", "exec")
+@pytest.mark.parametrize("page", sorted(name for name in PAGES if "```python" in PAGES[name]))
+def test_all_python_of_a_page_can_be_read_by_python(page: str) -> None:
+    for block in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL):
+        compile(block, page, "exec")
+
+
+def test_the_readme_is_short() -> None:
+    assert PAGES["README.md"].count("\n") <= 120
+
+
+def test_the_readme_s_job_finds_the_weights(tmp_path: Path) -> None:
+    run_by_two(tmp_path, snippet("README.md"), "assert np.allclose(weights, [1, 2, 3], atol=0.05), weights")
 
 
 def test_the_script_of_your_own_averages_its_gradient(tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ own = gradient = np.arange(3.0) * (1 + 2 * int(os.environ["MS_LOCAL_INDEX"]))
 assert gradient.tolist() == [0, 2, 4], gradient
 assert own.tolist() == [0, 1, 2] or own.tolist() == [0, 3, 6], own
 """
-    run_by_two(tmp_path, before, snippet("In your own training script"), after)
+    run_by_two(tmp_path, before, snippet("training.md"), after)
 
 
 IN_PLACE = """
@@ -81,9 +87,9 @@ with muster.init():
 """
 
 
-def test_what_is_in_place_is_what_the_readme_says(tmp_path: Path) -> None:
+def test_what_is_in_place_is_what_the_page_says(tmp_path: Path) -> None:
     words = "Only `broadcast` and `recv` change the array that they are given"
-    assert words in README
+    assert words in PAGES["training.md"]
     run_by_two(tmp_path, IN_PLACE)
 
 
@@ -94,6 +100,7 @@ import copy
 import torch
 generator = torch.Generator().manual_seed(0)
 images, labels = torch.randn(128, 6, generator=generator), torch.randint(0, 3, (128,), generator=generator)
+dataset = torch.utils.data.TensorDataset(images, labels)
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
 alone = copy.deepcopy(net)
@@ -113,4 +120,4 @@ for _ in range(20):
 for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 """
-    run_by_two(tmp_path, before, snippet("With torch"), after)
+    run_by_two(tmp_path, before, snippet("torch_training.md"), after)

@@ -275,7 +275,7 @@ def test_sigterm_lets_a_worker_leave_at_a_step_boundary(pki: Pki, tmp_path: Path
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sigterm_without_a_scheduler_saves_and_leaves(pki: Pki, tmp_path: Path, workers: int) -> None:
-    """Alone it trains on meanwhile; of two, one waits to be told that the other is dead."""
+    """Alone it trains on meanwhile; of two, one waits to hear that the other is dead."""
     with training(tmp_path, pki, workers) as job:
         leaver, *others = [job.start(str(rank), "--epochs", "100000") for rank in range(workers)]
         for trainer in (leaver, *others):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
-from muster.scheduler import wire as scheduler_wire
+from muster.rendezvous import codec
+from muster.rendezvous import messages as m
 from muster.scheduler.core import events as se
-from muster.scheduler.core import messages as v
+from muster.scheduler.core import machine as core
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import Job
 from muster.scheduler.core.records import decode_record, encode_record
-from muster.scheduler.errors import MalformedError
-from muster.worker.control import messages as m
-from muster.worker.control import wire as worker_wire
+from muster.scheduler.serve.status import encode_status
 from tests.fuzzing.shapes import parts
 from tests.worker.control.machine import Machine, assignment
 
-SETTINGS = v.Settings(
+SETTINGS = se.Settings(
     worker_num=2,
     worker_min=1,
     spares=1,
@@ -31,29 +29,28 @@ def talk_to_job(data: bytes) -> None:
 
     Streams from 200 on stand for what is no message: a lost stream, the clock, an operator.
     """
-    job, encoder, joined, now = Job("default", SETTINGS), scheduler_wire.AssignmentEncoder(), set[int](), 0.0
+    job, encoder, joined, now = core.Machine("default", SETTINGS), codec.AssignmentEncoder(), set[int](), 0.0
     for stream, piece in parts(data):
         now += 0.25
         try:
             event = _event(stream, piece)
-        except MalformedError:
+        except codec.WireError:
             continue
-        if isinstance(event, scheduler_wire.JoinRequest):
+        if isinstance(event, se.Joined):
             if stream in joined:
                 continue  # the service refuses a second Join
             joined.add(stream)
-            event = event.event
         elif 0 < getattr(event, "session", 0) < 200 and stream not in joined:
             continue  # and everything before the first
         if isinstance(event, se.Tick):
             now = max(now, job.deadline() or 0.0)
         _check(job.step(event, now), encoder)
-        scheduler_wire.encode_status(job.view(now), uptime_s=1.0, version="0")
+        encode_status(job.view(now), uptime_s=1.0, version="0")
 
 
-def _event(stream: int, piece: bytes) -> scheduler_wire.JoinRequest | se.Event:
+def _event(stream: int, piece: bytes) -> se.Event:
     if stream < 200:
-        return scheduler_wire.decode_worker_message(piece, stream)
+        return se.event_of(stream, codec.decode_worker_message(piece))
     if stream < 210:
         return se.SessionLost(stream - 200, "lost")
     if stream < 220:
@@ -63,12 +60,12 @@ def _event(stream: int, piece: bytes) -> scheduler_wire.JoinRequest | se.Event:
     return se.Tick()
 
 
-def _check(decision: Decision, encoder: scheduler_wire.AssignmentEncoder) -> None:
+def _check(decision: Decision, encoder: codec.AssignmentEncoder) -> None:
     for record in decision.records:
         assert decode_record(encode_record(record)) == record
         assert "unique" not in repr(encode_record(record))
     for _, message in decision.messages:
-        worker_wire.decode(encoder.encode(message))
+        codec.decode_scheduler_message(encoder.encode(message))
     assert decision.reason.isprintable(), "a caller can forge lines of the log"
 
 
@@ -78,8 +75,8 @@ def talk_to_worker(data: bytes) -> None:
     for stream, piece in parts(data):
         if stream > 200:
             machine.hear(assignment(stream - 200, 0 if stream % 2 else -1))
-        with contextlib.suppress(worker_wire.WireError):
-            machine.hear(worker_wire.decode(piece))
+        with contextlib.suppress(codec.WireError):
+            machine.hear(codec.decode_scheduler_message(piece))
         if stream == 255:
             machine.hear(m.UniqueIds(55, (b"id",)))
         if machine.core.deadline() is not None:

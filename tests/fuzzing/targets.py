@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
+import inspect
 import json
 import os
 import random
+import re
 import socket
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,20 @@ from muster.certs.pki.peer import peer_of_pem
 from muster.certs.pki.revocation import load_revocations
 from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import load_credentials
+from muster.rendezvous import codec
+from muster.rendezvous import messages as m
+from muster.rendezvous import settings as rendezvous_settings
 from muster.rendezvous.grpc_stderr import WINDOW_S, Sayings, record_of
+from muster.rendezvous.rank_table import RankTableError, parse_rank_table, ranks_of
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.scheduler import wire as scheduler_wire
+from muster.scheduler import config as scheduler_config
 from muster.scheduler.audit.grpc_trace import TraceReader
 from muster.scheduler.config import load_settings
-from muster.scheduler.core.rank_table import parse_rank_table
 from muster.scheduler.core.records import RecordError, decode_record
-from muster.scheduler.errors import MalformedError, SettingsError
+from muster.scheduler.errors import SettingsError
+from muster.worker import config as worker_config
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError, FrameIn
 from muster.worker.communicators.tcp.frames import (
     PROOF,
     REPLY,
@@ -47,17 +54,16 @@ from muster.worker.communicators.tcp.frames import (
     read_goodbye,
 )
 from muster.worker.communicators.tcp.handshake import Lobby, accept
-from muster.worker.communicators.tcp.seal import BrokenSealError, Sealer
-from muster.worker.communicators.tcp.transfer import FrameIn
+from muster.worker.communicators.tcp.records import RecordLayer, RecordLayerError
 from muster.worker.config import visible_devices
-from muster.worker.control import wire as worker_wire
 from muster.worker.errors import CommunicatorError, WorkerError
 from muster.worker.errors import SettingsError as WorkerSettingsError
 from muster.worker.launch.parsing import parse_address, parse_hostfile, parse_hosts, parse_numbers
 from muster.worker.launch.rank_table import merge_files, read_json, to_text
-from muster.worker.launch.rank_table_file import make_table, parse_interval, ranks_of
+from muster.worker.launch.rank_table_file import make_table, parse_interval
 from tests.fuzzing.conversations import talk_to_job, talk_to_worker
 from tests.fuzzing.engine import Target
+from tests.fuzzing.records import talk_in_records
 from tests.fuzzing.shapes import changed_json_bytes, conversation, filled
 
 PASSWORD = b"fuzz"
@@ -130,36 +136,42 @@ def _wire() -> list[Target]:
     assignment = pb.Assignment(
         generation=1,
         members=[pb.Member(node_id="n0", local_world_size=1)],
+        hosts=[pb.Host(id="h", name="host")],
         unique_id_count=1,
         reason="r",
     )
+    members = pb.Assignment(members=assignment.members, hosts=assignment.hosts).SerializeToString()
+    packed = pb.Assignment(generation=1, unique_id_count=1, packed=zlib.compress(members))
+    delta = pb.Assignment(generation=2, unique_id_count=1, base=1, kept=(0, len(assignment.members)))
+    held = codec.decode_scheduler_message(reply(assignment=assignment).SerializeToString())
+    assert isinstance(held, m.Assignment)
     return [
         Target(
             "messages to the scheduler",
-            lambda data: scheduler_wire.decode_worker_message(data, 1),
-            (MalformedError,),
+            codec.decode_worker_message,
+            (codec.WireError,),
             (join(), worker(heartbeat=pb.Heartbeat(generation=1, step=3)).SerializeToString()),
             lambda chance: _message(worker, chance),
         ),
         Target(
             "status requests",
-            scheduler_wire.decode_status_request,
-            (MalformedError,),
+            codec.decode_status_request,
+            (codec.WireError,),
             (pb.StatusRequest(job_id="default").SerializeToString(),),
             lambda chance: _message(pb.StatusRequest, chance),
         ),
         Target(
             "drain requests",
-            scheduler_wire.decode_drain_request,
-            (MalformedError,),
+            codec.decode_drain_request,
+            (codec.WireError,),
             (pb.DrainRequest(job_id="default", node_id="n").SerializeToString(),),
             lambda chance: _message(pb.DrainRequest, chance),
         ),
         Target(
             "messages to the worker",
-            worker_wire.decode,
-            (worker_wire.WireError,),
-            (reply(assignment=assignment).SerializeToString(),),
+            functools.partial(codec.decode_scheduler_message, held=held),
+            (codec.WireError,),
+            tuple(reply(assignment=each).SerializeToString() for each in (assignment, packed, delta)),
             lambda chance: _message(reply, chance),
         ),
         Target(
@@ -255,8 +267,8 @@ def _files(directory: Path) -> list[Target]:
         ),
         Target(
             "rank tables to look ranks up in",
-            from_file(lambda path: ranks_of(read_json(path), ("10.0.0.1", "a"), range(4))),
-            (WorkerSettingsError,),
+            from_file(lambda path: ranks_of(parse_rank_table(read_json(path)), ("10.0.0.1", "a"), range(4))),
+            (WorkerSettingsError, RankTableError),
             (json.dumps(TABLE).encode(), json.dumps(GROUPS).encode()),
             lambda chance: changed_json_bytes(chance.choice((TABLE, GROUPS)), chance),
         ),
@@ -279,6 +291,65 @@ def _files(directory: Path) -> list[Target]:
 def _merged(files: list[Path]) -> object:
     """A merged table; the scheduler takes whatever is written."""
     return parse_rank_table(json.loads(to_text(merge_files(files))))
+
+
+NAMES = sorted(
+    {
+        name
+        for module in (rendezvous_settings, scheduler_config, worker_config)
+        for name in re.findall(r'"((?:MS_|RANK_|DEVICE_|MINDSPORE_)[A-Z_]+)"', inspect.getsource(module))
+    }
+)
+"""Every variable that a scheduler or a worker reads its settings from."""
+
+VALUES = (
+    *("", "0", "1", "-1", "4", "nan", "inf", "1e999", "0x10", "9" * 5000, "MS_WORKER", "MS_SCHED", "tcp"),
+    *(
+        "127.0.0.1",
+        "::1",
+        "[::1]:1",
+        "a b",
+        "x\n2026 ERROR forged",
+        "\x1b[2J",
+        "\u0664",
+        "\udcff",
+        "/dev/zero",
+    ),
+    *("/proc/self/mem", "/", "~nobody-here/x", "../../etc/shadow", "a" * 200, "%s%n", "[0,8)", "10.0.0.1:8"),
+)
+OPEN_SESAME = "open-sesame-4711"
+
+
+def _settings(directory: Path) -> list[Target]:
+    """Somebody who sets a process's environment, or writes the rank table that it names."""
+    table = directory / "table.json"
+    table.write_text(json.dumps(TABLE))
+    good = {"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2", "MS_SCHED_PORT": "7", "RANK_TABLE_FILE": str(table)}
+
+    def text_of(env: dict[str, str]) -> bytes:
+        return "\0".join(f"{name}={value}" for name, value in env.items()).encode("utf-8", "surrogateescape")
+
+    def hostile(chance: random.Random) -> bytes:
+        role = chance.choice(("MS_SCHED", "MS_WORKER"))
+        names = chance.sample(NAMES, chance.randint(1, 4))
+        return text_of({**good, "MS_ROLE": role} | {name: chance.choice(VALUES) for name in names})
+
+    def load(data: bytes) -> object:
+        pairs = (each.partition("=") for each in data.decode("utf-8", "surrogateescape").split("\0"))
+        env = {name: value for name, _, value in pairs if name}
+        env |= {"MS_SERVER_PASSWORD": OPEN_SESAME, "MS_CLIENT_PASSWORD": OPEN_SESAME}
+        loader = worker_config.load_settings if env.get("MS_ROLE") == "MS_WORKER" else load_settings
+        try:
+            return loader(env)
+        except (SettingsError, WorkerSettingsError) as error:
+            said = str(error)
+            assert said.isprintable(), "a setting can forge lines of the log"
+            assert len(said) < 5000, f"{len(said)} characters of error"
+            assert OPEN_SESAME not in said, "an error shows a password"
+            raise
+
+    seeds = (text_of(good), text_of({**good, "MS_ROLE": "MS_WORKER"}))
+    return [Target("settings", load, (SettingsError, WorkerSettingsError), seeds, hostile)]
 
 
 def _words() -> list[Target]:
@@ -441,26 +512,26 @@ def _frames(data: bytes) -> None:
     _fed(data, use)
 
 
-def _sealed(data: bytes) -> None:
+def _records(data: bytes) -> None:
     view = memoryview(bytearray(4096))
 
     def use(sock: socket.socket) -> None:
-        sealer = Sealer(sock, b"1" * 32, b"2" * 32)
+        layer = RecordLayer(sock, b"1" * 32, b"2" * 32)
         for _ in range(20):
-            if not sealer.read(view):
+            if not layer.read(view):
                 return
 
     _fed(data, use)
 
 
 @functools.cache
-def _sealed_seed() -> bytes:
+def _records_seed() -> bytes:
     near, far = socket.socketpair()
     with near, far:
         near.setblocking(False)
-        sealer = Sealer(near, b"2" * 32, b"1" * 32)
+        layer = RecordLayer(near, b"2" * 32, b"1" * 32)
         for size in (1, 100, 5000):
-            sealer.write(memoryview(os.urandom(size)))
+            layer.write(memoryview(os.urandom(size)))
         return far.recv(1 << 16)
 
 
@@ -473,9 +544,9 @@ def _proven_hello(generation: int, key: bytes) -> bytes:
 
 
 def _communicator() -> list[Target]:
-    call = Call("all_reduce", "f4", "sum", -1, 10).encode()
+    call = Call("all_reduce", "float32", "sum", -1, 10).encode()
     frames = blocks_frame(FrameKind.CALLS, [(call, b"p" * 40)])
-    broken = (CommunicatorError, EndOfStreamError, BrokenSealError, WorkerError, BlockingIOError)
+    broken = (CommunicatorError, EndOfStreamError, RecordLayerError, WorkerError, BlockingIOError)
     return [
         Target(
             "the communicator's handshake",
@@ -492,7 +563,7 @@ def _communicator() -> list[Target]:
                 ).encode()
                 + chance.randbytes(chance.choice((0, 63, 64, 65, 500)))
             ),
-            tokens=(_LABEL, b"Mus1"),
+            tokens=(_LABEL, b"Mus2"),
         ),
         Target(
             "the communicator's frames",
@@ -501,7 +572,14 @@ def _communicator() -> list[Target]:
             (frames, frames + frames, goodbye(Reason.FAILED, "because")),
             tokens=(b"Mus1", call),
         ),
-        Target("sealed records", _sealed, broken, (_sealed_seed(),)),
+        Target("records", _records, broken, (_records_seed(),)),
+        Target(
+            "records by script",
+            talk_in_records,
+            (RecordLayerError,),
+            (bytes(40), bytes(range(80)), b"\1" + bytes(range(80)), b"\2" + bytes(range(80))),
+            lambda chance: chance.randbytes(chance.choice((4, 30, 150))),
+        ),
         Target(
             "goodbyes",
             lambda data: _one_line(read_goodbye(data)),
@@ -567,6 +645,7 @@ def all_targets(directory: Path) -> list[Target]:
     return [
         *_wire(),
         *_files(directory),
+        *_settings(directory),
         *_words(),
         *_certificates(directory),
         *_grpcs_words(),

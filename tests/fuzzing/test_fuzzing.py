@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+import socket
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from muster.worker.communicators.tcp.records import LARGE_RECORD_SIZE_LIMIT, RecordLayer, RecordLayerError
 from tests.fuzzing.engine import Target, fuzz
+from tests.fuzzing.records import OURS, THEIRS, PlainKey, plain_record
 from tests.fuzzing.targets import all_targets
 
 CASES = {"a job's conversation": 60, "a worker's conversation": 60, "peers' certificates": 150}
@@ -26,6 +30,7 @@ NAMES = (
     "rank tables to look ranks up in",
     "journal records",
     "password files",
+    "settings",
     "device intervals",
     "host lists",
     "hostfiles",
@@ -41,7 +46,8 @@ NAMES = (
     "gRPC's records",
     "the communicator's handshake",
     "the communicator's frames",
-    "sealed records",
+    "records",
+    "records by script",
     "goodbyes",
 )
 
@@ -91,3 +97,27 @@ def test_the_same_seed_makes_the_same_cases() -> None:
         target = Target("x", each.append, (), (b"seed",), lambda chance: random.Random(1).randbytes(3))
         fuzz(target, seed=3, cases=50)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("harm", ["none", "first byte", "last byte", "header", "cut", "one byte more"])
+def test_records_as_large_as_they_may_be_open_whole_or_not_at_all(harm: str) -> None:
+    """512 KiB at once, as collectives send them; a byte more, or another byte, and nothing comes out."""
+    content = random.Random(1).randbytes(LARGE_RECORD_SIZE_LIMIT - 1)
+    first, second = PlainKey(THEIRS), b"second"
+    longer = content + b"x" if harm == "one byte more" else content
+    wire = bytearray(plain_record(first, LARGE_RECORD_SIZE_LIMIT, longer))
+    whole = len(wire)
+    wire += plain_record(first, LARGE_RECORD_SIZE_LIMIT, second)
+    if harm in ("first byte", "last byte", "header"):
+        wire[{"first byte": 4, "last byte": whole - 1, "header": 3}[harm]] ^= 1
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        layer, view, found = RecordLayer(near, OURS, THEIRS), memoryview(bytearray(1 << 16)), b""
+        with contextlib.suppress(RecordLayerError):
+            for start in range(0, whole - 100 if harm == "cut" else len(wire), 1 << 15):
+                far.send(wire[start : min(start + (1 << 15), whole - 100 if harm == "cut" else len(wire))])
+                with contextlib.suppress(BlockingIOError):
+                    while count := layer.read(view):
+                        found += view[:count]
+    assert found == (content + second if harm == "none" else b"")

@@ -1,4 +1,4 @@
-"""NCCL in the contract suite: CuPy arrays, one process per GPU unless told otherwise."""
+"""NCCL in the contract suite: CuPy arrays, one process per GPU unless a variable says otherwise."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ DTYPES = ("f2", "f4", "f8", "i1", "i4", "i8", "u1", "u4", "u8")
 
 
 class NcclKit(Kit):
-    """As many ranks as GPUs allow; NCCL cannot tell that ranks disagree."""
+    """As many ranks as GPUs allow; NCCL does not notice that ranks disagree."""
 
     def __init__(self) -> None:
         cupy = importlib.import_module("cupy")
         count = int(cupy.cuda.runtime.getDeviceCount())
         # NCCL's mean scales each rank's part before it adds them.
         super().__init__(
-            "nccl", "nccl", DTYPES, tells_mismatch=False, max_world_size=ranks_on(count), divides_last=False
+            "nccl",
+            "nccl",
+            DTYPES,
+            tells_mismatch=False,
+            max_world_size=ranks_on(count),
+            divides_last=False,
+            on_device=True,
         )
 
     def create(self, certificates: Path, rank: int) -> Backend:
         """On the rank's GPU; array and communicator must be on one device."""
-        from muster.worker.communicators.nccl.backend import NcclBackend
+        from muster.worker.communicators.nccl.communicator import NcclBackend
 
         if RANKS_PER_GPU > 1:
             os.environ.update(sharing_environment(rank))

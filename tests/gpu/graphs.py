@@ -123,8 +123,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", cuda_rules.synchronise)
     for name in ("reduce", "all_gather", "all_reduce"):
         monkeypatch.setattr(Lane, name, _unseen(getattr(Lane, name)))
-    monkeypatch.setattr(capture, "_free_generator", lambda device: None)
-    monkeypatch.setattr(capture.TrainingStep, "_obstacle", lambda step: None)
+    monkeypatch.setattr(capture, "free_generator", lambda device: None)
+    monkeypatch.setattr(capture.TrainingStep, "obstacle", lambda step: None)
     monkeypatch.setattr(Lane, "capturing", lambda lane: getattr(_here, "graph", None) is not None)
 
 

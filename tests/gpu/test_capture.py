@@ -66,7 +66,7 @@ def test_accumulating_ranks_reduce_once_and_get_the_mean_over_all_samples() -> N
         before = len(communicator.calls)
         step(images[mine], labels[mine])
         reductions = [name for name, _ in communicator.calls[before:]].count("all_reduce")
-        return reductions, len(model._buckets), [p.detach().clone() for p in model.parameters()]
+        return reductions, len(model.buckets), [p.detach().clone() for p in model.parameters()]
 
     for reductions, buckets, parameters in run_ranks(2, one):
         assert reductions == buckets

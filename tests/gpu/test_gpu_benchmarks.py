@@ -13,7 +13,12 @@ from muster.bench.training import loss_curve
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = ("nccl-allreduce", "train", "scaling")
-REPORTS = sorted(path for kind in KINDS for path in RESULTS.glob(f"{kind}-*.json"))
+REPORTS = sorted(
+    path
+    for kind in KINDS
+    for path in RESULTS.glob(f"{kind}-*.json")
+    if not path.name.startswith("train-cpu-")
+)
 
 
 def test_bus_bandwidth_is_nccl_tests() -> None:

@@ -73,7 +73,7 @@ def test_the_main_job_trains_on_cupy(keys: Path, tmp_path: Path) -> None:
     output = launch(keys, tmp_path, "--tail=all", "--", sys.executable, str(ROOT / "train.py"))
     accuracies = [float(text) for text in re.findall(r"test accuracy: ([\d.]+)", output)]
     assert accuracies and min(accuracies) > 0.95, output  # digits: 0.96 on CPUs
-    head = (tmp_path / "device" / "worker_0.log").read_text()
+    head = (tmp_path / "muster-runs" / "latest" / "worker_0.log").read_text()
     assert "MS_BACKEND" not in head or "MS_BACKEND=nccl" in head
 
 
@@ -167,3 +167,26 @@ def test_the_resnet_example_is_captured_on_synthetic_images_after_rank_0_was_rep
     assert generations >= 2, output
     assert speed > 0 and (captured, steps) == (30 - WARM_UP * generations, 30), output
     assert " synthetic images/s on " in output
+
+
+def test_the_gpt2_example_learns_is_captured_and_resumes_bit_for_bit(keys: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the same words again and again. " * 2000)
+    shape = ("--layers=2", "--heads=4", "--width=128", "--context=64", "--batch-size=8", "--sample=40")
+    arguments = ("-m", "examples.gpt2", str(text), *shape, "--steps=40", "--print-every=1", "--save-every=20")
+
+    def train(directory: str, *more: str) -> str:
+        return launch(
+            keys, tmp_path, "--", sys.executable, *arguments, f"--checkpoint-dir={directory}", *more
+        )
+
+    def losses_in(output: str) -> list[str]:
+        return re.findall(r"step (\d+ of 40: loss [0-9.]+),", output)
+
+    whole = train("whole")
+    assert f"40 steps, captured: {40 - WARM_UP} (a CUDA graph)" in whole, whole
+    found = losses_in(whole)
+    assert len(found) == 40 and float(found[-1].split()[-1]) < float(found[0].split()[-1]) - 1, whole
+    last = max((tmp_path / "whole").glob("step_*"))
+    last.unlink()
+    assert losses_in(train("whole", "--resume")) == found[20:]

@@ -42,6 +42,7 @@ def fleet(request: Any) -> Iterator[Fleet]:
         checks.check_data_parallel,
         checks.check_compression,
         checks.check_sharded_optimizer,
+        checks.check_sparse_gradients,
         checks.check_capture,
         checks.check_sync_batch_norm,
         checks.check_a_rank_that_goes_on_after_an_error,
@@ -55,7 +56,8 @@ def test_on_every_rank(fleet: Fleet, check: Any) -> None:
 
 
 def test_a_collective_that_others_do_not_call_ends_at_its_deadline(fleet: Fleet) -> None:
-    message = fleet.run(checks.check_timeout)[0]
+    message = fleet.run(checks.check_timeout, ranks=[0])[0]
+    fleet.run(checks.come_late)
     assert "waited for rank 1 (gpu1 on here)" in message
 
 
@@ -75,7 +77,9 @@ def test_formation_is_given_up_when_another_generation_comes(fleet: Fleet) -> No
 
 def test_an_abort_frees_a_rank_that_hangs_in_a_captured_step() -> None:
     with Fleet(2, timeout_s=90, ranks_per_gpu=RANKS_PER_GPU) as fleet:
-        assert fleet.run(checks.check_abort_with_graph)[0] < 5
+        fleet.run(checks.capture_a_step)
+        assert fleet.run(checks.check_abort_with_graph, ranks=[0])[0] < 5
+        fleet.run(checks.abort, ranks=[1])
 
 
 def test_an_abort_frees_a_rank_whose_close_hangs() -> None:
@@ -85,6 +89,6 @@ def test_an_abort_frees_a_rank_whose_close_hangs() -> None:
 
 
 def _fresh_ids() -> tuple[bytes, ...]:
-    from muster.worker.communicators.nccl.backend import NcclBackend
+    from muster.worker.communicators.nccl.communicator import NcclBackend
 
     return NcclBackend(device_index=0).mint_unique_ids(1)

@@ -130,14 +130,14 @@ def part_of(x: Any, communicator: Any, dataset: Any) -> Any:
 def whole_gradients(model: ParallelModule) -> dict[str, Any]:
     """The gradients as weights would be gathered."""
     grads = {}
-    for held in model._held.values():
+    for held in model.held_parameters.values():
         parameter = held.parameter
         grads[held.name] = parameter.detach().clone()
         with torch.no_grad():
             parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
     whole = model.full_state_dict()
     with torch.no_grad():
-        for held in model._held.values():
+        for held in model.held_parameters.values():
             held.parameter.copy_(grads[held.name])
     return whole
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from muster.worker.__main__ import main
+from muster.__main__ import main
 from muster.worker.parallel.command import load_machine
 from muster.worker.parallel.measure import measure
 from tests.parallel.ranks import RankCommunicator, run_ranks
@@ -67,9 +67,17 @@ def test_what_is_fixed_on_the_command_line(models: Path, capsys: pytest.CaptureF
     assert "linear ((1, 2), (1, 2), (1))" in capsys.readouterr().out
 
 
+def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "models:make", "--gpus", "8"]) == 0
+    assert "if rank 0 is lost, parts of " in capsys.readouterr().out
+    assert main(["plan", "models:make", "--gpus", "8", "--survive", "1", "--hosts", "2"]) == 0
+    assert "if any one host is lost, the others hold every part of the state" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["models:make", "--survive", "1", "--hosts", "3"], "which share 8 GPUs evenly"),
         (["models:none"], "models:none cannot be found"),
         (["models"], "a model is named MODULE:FUNCTION, not 'models'"),
         (["models:make", "--strategy", "fc"], "--strategy is NAME=SLICES"),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import muster
-from muster.worker.errors import ArrayError, SettingsError
+from muster.worker.errors import ArrayError, CollectiveMismatchError, SettingsError
 from muster.worker.parallel.module import ParallelModule
 from muster.worker.parallel.operators import Run, keep_mask
 from tests.parallel.models import MODELS, Bert, Lstm, ids, make
@@ -56,6 +56,27 @@ def test_clipping_counts_each_part_once() -> None:
             close(name, got_grads[name], grad, 1e-8)
 
 
+def test_a_captured_step_clips_by_the_norm_of_all_parts() -> None:
+    reference = make("mlp")
+    optimizer = torch.optim.SGD(reference.parameters(), 1.0)
+    batch = MODELS["mlp"][1](1)
+    muster.capture_step(lambda *x: 100 * reference(*x), reference, optimizer, clip_norm=0.5)(*batch)
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, strategies=MIXED, machine=SLOW)
+        sgd = torch.optim.SGD(model.parameters(), 1.0)
+        step = muster.capture_step(lambda *x: 100 * model(*x), model, sgd, clip_norm=0.5)
+        step(*parts(communicator, batch))
+        dims = {name: p.dim() for name, p in model.named_parameters()}
+        assert any(state.sharded for state in model.plan.states)
+        assert dims == {name: p.dim() for name, p in reference.named_parameters()}  # scripts sort by them
+        return model.full_state_dict()
+
+    for got in run_ranks(4, train):
+        for name, value in reference.state_dict().items():
+            close(name, got[name], value, TOLERANCE)
+
+
 @pytest.mark.parametrize("quiet", [True, False])
 def test_gradients_accumulate_over_passes(quiet: bool) -> None:
     reference = make("mlp")
@@ -84,6 +105,30 @@ def test_gradients_accumulate_over_passes(quiet: bool) -> None:
             close(name, got[name], grad, TOLERANCE)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_has_accumulated_is_cleared_by_the_optimizer(set_to_none: bool) -> None:
+    """As where an epoch ends amid an accumulation, or a batch is skipped."""
+    reference = make("mlp")
+    first, batch = (MODELS["mlp"][1](seed) for seed in range(2))
+    reference(*batch).backward()
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = build("mlp", communicator, strategies=MIXED, machine=SLOW)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        with model.no_sync():
+            model(*parts(communicator, first)).backward()
+            sgd.zero_grad(set_to_none)
+            model(*parts(communicator, first)).backward()
+        sgd.zero_grad(set_to_none)
+        model(*parts(communicator, batch)).backward()
+        assert any(state.sharded for state in model.plan.states)
+        return whole_gradients(model)
+
+    for grads in run_ranks(2, train):
+        for name, p in reference.named_parameters():
+            close(name, grads[name], p.grad, TOLERANCE)
+
+
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,6 +136,24 @@ class Dropped(nn.Module):
 
     def forward(self, x: Any, y: Any) -> Any:
         return F.mse_loss(self.fc(F.dropout(x, 0.4, self.training)), y)
+
+
+@pytest.mark.parametrize(("name", "draws"), [("gpt", False), ("dropped", True)])
+def test_only_what_draws_random_numbers_keeps_a_step_from_being_captured(name: str, draws: bool) -> None:
+    """Attention may draw; without dropout it does not."""
+
+    def one(communicator: RankCommunicator) -> str | None:
+        if not draws:
+            obstacle: str | None = build(name, communicator).capture_obstacle
+            return obstacle
+        x = torch.rand(4, 8).double()
+        found: str | None = muster.parallelize(
+            Dropped().double(), (x, x), communicator=communicator, seed=1
+        ).capture_obstacle
+        return found
+
+    for obstacle in run_ranks(2, one):
+        assert (obstacle is not None) == draws, obstacle
 
 
 @pytest.mark.parametrize("fed", ["data_parallel", "full_batch"])
@@ -159,6 +222,18 @@ def test_dropout_within_operators_is_alike_on_replicas(kind: str) -> None:
         close(name, second[1][name], grad, 1e-12)
 
 
+def test_each_pass_draws_anew_without_gradients_too() -> None:
+    """As samples are drawn to see how sure a model is."""
+
+    def train(communicator: RankCommunicator) -> Any:
+        x = torch.ones(4, 8)
+        model = muster.parallelize(Dropped(), (x, x), communicator=communicator, machine=SLOW)
+        with torch.no_grad():
+            return {model(x, x).item() for _ in range(5)}
+
+    assert [len(seen) for seen in run_ranks(2, train)] == [5, 5]
+
+
 def test_gradients_may_be_summed_over_the_parts_of_the_batch() -> None:
     reference = make("mlp")
     batch = MODELS["mlp"][1](0)
@@ -175,6 +250,85 @@ def test_gradients_may_be_summed_over_the_parts_of_the_batch() -> None:
         assert loss == pytest.approx(reference(*batch).item(), abs=1e-12)
         for name, p in reference.named_parameters():
             close(name, grads[name], 2 * p.grad, TOLERANCE)
+
+
+class Weighed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8).double()
+
+    def forward(self, weight: Any, x: Any, y: Any) -> Any:
+        return weight * F.mse_loss(self.fc(x), y)
+
+
+@pytest.mark.parametrize(("dataset", "times"), [("data_parallel", 2), ("full_batch", 1)])
+@pytest.mark.parametrize("mode", ["auto", "data_parallel"])
+def test_how_many_parts_are_summed_does_not_depend_on_an_input_without_a_batch(
+    dataset: str, times: int, mode: str
+) -> None:
+    net, reference = Weighed(), Weighed()
+    reference.load_state_dict(net.state_dict())
+    weight, x, y = torch.tensor(3.0).double(), torch.rand(8, 8).double(), torch.rand(8, 8).double()
+    reference(weight, x, y).backward()
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = (weight, part_of(x, communicator, dataset), part_of(y, communicator, dataset))
+        model = muster.parallelize(
+            copy.deepcopy(net),
+            mine,
+            communicator=communicator,
+            mode=mode,
+            dataset_strategy=dataset,
+            gradients_mean=False,
+        )
+        model(*mine).backward()
+        return [p.grad for p in model.parameters()]
+
+    for grads in run_ranks(2, train):
+        for grad, p in zip(grads, reference.parameters(), strict=True):
+            close("gradient", grad, times * p.grad, TOLERANCE)
+
+
+class Projected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, out: Any, y: Any) -> Any:
+        return F.mse_loss(self.proj(out), y)
+
+
+@pytest.mark.parametrize("mode", ["auto", "data_parallel"])
+def test_a_loss_with_parameters_begins_alike_on_all_ranks(mode: str) -> None:
+    losses = [Projected() for _ in range(2)]
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = parts(communicator, (torch.ones(8, 16), torch.ones(8, 8)))
+        loss = losses[communicator.rank]
+        model = muster.parallelize(Scores(), mine, communicator=communicator, loss=loss, mode=mode)
+        return [p.detach() for name, p in model.named_parameters() if "proj" in name]
+
+    for first, second in zip(*run_ranks(2, train), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_loss_whose_parameters_have_names_of_the_modules_own_is_refused() -> None:
+    class Own(Scores):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = nn.Linear(8, 8)
+
+    def train(communicator: RankCommunicator) -> None:
+        mine = parts(communicator, (torch.ones(8, 16), torch.ones(8, 8)))
+        muster.parallelize(Own(), mine, communicator=communicator, loss=Projected())
+
+    with pytest.raises(SettingsError, match="net has a part that is called loss"):
+        run_ranks(2, train)
+
+
+def test_ranks_that_would_draw_differently_are_refused() -> None:
+    with pytest.raises(CollectiveMismatchError, match=r"The ranks \[1\] came to another plan"):
+        run_ranks(2, lambda communicator: build("mlp", communicator, seed=communicator.rank))
 
 
 class Scores(nn.Module):
@@ -275,6 +429,24 @@ def test_local_batch_norm_is_data_parallels() -> None:
     assert results[0][0] == pytest.approx(sum(reference for _, reference in results) / 2, abs=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{"batch_norm": "synchronised"}, {"autocast": torch.bfloat16}])
+def test_data_parallelism_does_what_else_is_asked_for(settings: dict[str, Any]) -> None:
+    batch = [x.float() if x.is_floating_point() else x for x in MODELS["residual"][1](0)]
+    reference = make("residual").float()
+    with torch.autocast("cpu", settings.get("autocast", torch.bfloat16), enabled="autocast" in settings):
+        want = reference(*batch).item()
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine, net = parts(communicator, batch), make("residual").float()
+        settings.setdefault("batch_norm", "synchronised")
+        model = muster.parallelize(net, mine, communicator=communicator, mode="data_parallel", **settings)
+        assert model.plan.is_data_parallel
+        return model(*mine).item()
+
+    for loss in run_ranks(2, train):
+        assert loss == pytest.approx(want, rel=1e-3 if "autocast" in settings else 1e-5)
+
+
 def test_autocast() -> None:
     batch = [x.float() for x in MODELS["mlp"][1](0)]
     reference = make("mlp").float()(*batch).item()
@@ -304,6 +476,22 @@ def test_weights_in_bfloat16() -> None:
         return {p.grad.dtype for p in model.parameters()}
 
     assert run_ranks(2, train)[0] == {torch.bfloat16}
+
+
+def test_a_loss_in_float16_may_sum_up_to_more_than_float16_holds() -> None:
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 64, bias=False).half()
+
+        def forward(self, x: Any, y: Any) -> Any:
+            return F.cross_entropy(self.fc(x), y)
+
+    def train(communicator: RankCommunicator) -> Any:
+        mine = torch.zeros(2**14, 4).half(), torch.zeros(2**14, dtype=torch.long)
+        return muster.parallelize(Classes(), mine, communicator=communicator)(*mine).item()
+
+    assert run_ranks(2, train) == [pytest.approx(math.log(64), abs=0.01)] * 2
 
 
 def test_a_batch_of_another_shape_is_refused_in_words() -> None:
@@ -353,10 +541,10 @@ def test_a_broken_backward_pass_is_forgotten() -> None:
             broken.backward()
         model.forget_backward()
         loss = model(*parts(communicator, batch))
-        start, model._fabric.start_all_reduce = model._fabric.start_all_reduce, fail
+        start, model.fabric.start_all_reduce = model.fabric.start_all_reduce, fail
         with pytest.raises(RuntimeError, match="cut"):
             loss.backward()
-        model._fabric.start_all_reduce = start
+        model.fabric.start_all_reduce = start
         with pytest.raises(muster.WorkerError, match="the backward pass before this one broke off"):
             model(*parts(communicator, batch)).backward()
         model.forget_backward()

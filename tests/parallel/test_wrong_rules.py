@@ -90,18 +90,18 @@ WRONG: dict[str, tuple[str, str, str, Change]] = {
 
 def break_more(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong elsewhere than in the axes."""
-    local: Any = operators._Local
+    local: Any = operators.LocalFunction
     if which == "a mean that is a sum":
         before = local.choose
 
         def choose(self: Any) -> Any:
-            return self._plain if self.node.op == "mean" else before(self)
+            return self.plain if self.node.op == "mean" else before(self)
 
         monkeypatch.setattr(local, "choose", choose)
     if which == "a bias that goes in with each part":
-        monkeypatch.setattr(local, "_with_bias", local._plain)
+        monkeypatch.setattr(local, "with_bias", local.plain)
     if which == "an embedding whose rows are not shifted":
-        monkeypatch.setattr(local, "_embedding", lambda self, t: self.function(t[0], t[1] % t[0].shape[0]))
+        monkeypatch.setattr(local, "embedding", lambda self, t: self.function(t[0], t[1] % t[0].shape[0]))
     if which == "the statistics of one rank's samples":
         before_norm = operators.local_function
         from muster.worker.parallel import module

@@ -1,10 +1,10 @@
-"""Nobody's events flood a log, and what is not told is counted."""
+"""Nobody's events flood a log, and what is not logged is counted."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from muster.rendezvous.rate_limit import OTHERS, Budget, Untold
+from muster.rendezvous.log_lines import OTHERS, Budget, Suppressed
 
 
 def budget() -> Budget[int]:
@@ -24,7 +24,7 @@ def test_a_window_that_is_over_tells_what_it_did_not_let_through() -> None:
         one.take("a", code, number, 1.0)
     one.take("b", "full", 0, 2.0)
     assert list(one.due(60.9)) == []
-    assert list(one.due(61.0)) == [Untold("a", Counter(full=2, malformed=1), 5)]
+    assert list(one.due(61.0)) == [Suppressed("a", Counter(full=2, malformed=1), 5)]
     assert one.next_s() is None
 
 
@@ -50,5 +50,5 @@ def test_callers_beyond_the_most_share_one_budget() -> None:
     assert one.take("a", "full", 0, 0.0) and one.take("b", "full", 0, 0.0)
     assert [one.take(f"new {number}", "full", number, 0.0) for number in range(5)] == [True] * 3 + [False] * 2
     assert one.take("a", "full", 1, 0.0)
-    assert list(one.due(float("inf"))) == [Untold(OTHERS, Counter(full=2), 4)]
+    assert list(one.due(float("inf"))) == [Suppressed(OTHERS, Counter(full=2), 4)]
     assert one.next_s() is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from muster.rendezvous.value import Value
+from muster.rendezvous.messages import Value
 
 
 class Point(Value):
@@ -64,3 +64,25 @@ def test_secrets_do_not_show() -> None:
     assert repr(Key("k", b"geheim")) == "Key(name='k')"
     assert repr(Point(1)) == "Point(x=1, y=2)"
     assert Key("k", b"a") != Key("k", b"b")
+
+
+class Base(Value):
+    one: int
+    two: int = 2
+
+
+class Secret(Value):
+    secret_fields = ("key",)
+
+    key: str
+
+
+class Both(Base, Secret):
+    three: int = 3
+
+
+def test_fields_are_inherited_in_the_order_of_dataclasses() -> None:
+    value = Both("k", 1, three=4)
+    assert (value.key, value.one, value.two, value.three) == ("k", 1, 2, 4)
+    assert repr(value) == "Both(one=1, two=2, three=4)"
+    assert value.replaced(one=5) == Both("k", 5, 2, 4)

@@ -7,29 +7,35 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as v
+from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.members import JobView
+from muster.scheduler.core.job import JobView, as_sent
 
 
-def candidate(node_id: str = "node-a", **changes: object) -> v.Candidate:
+def candidate(node_id: str = "node-a", **changes: object) -> m.Candidate:
     """A worker as its Join would describe it."""
     facts: dict[str, object] = {
         "node_id": node_id,
         "incarnation": 7,
-        "host": v.Host("host-id", "host", "10.0.0.1", "rack-1"),
-        "device": v.Device("cpu", 0),
+        "host": m.Host("host-id", "host", "10.0.0.1", "rack-1"),
+        "device": m.Device("cpu", 0),
         "worker_num": 2,
         "worker_min": 2,
         "backend": "tcp",
     }
-    return v.Candidate(**(facts | changes))  # type: ignore[arg-type]
+    return m.Candidate(**(facts | changes))  # type: ignore[arg-type]
 
 
-def member(rank: int, node_id: str) -> v.Member:
-    """A member of a generation."""
-    return v.Member(rank, rank, 2, candidate(node_id))
+def placed(rank: int, node_id: str) -> r.Placed:
+    """A member of a generation, as recorded."""
+    return r.Placed(rank, rank, 2, candidate(node_id))
+
+
+def member(rank: int, node_id: str) -> m.Member:
+    """A member of a generation, as sent."""
+    return as_sent(placed(rank, node_id))
 
 
 @dataclass
@@ -77,7 +83,7 @@ class FakeJob:
     due: float | None = None
     seen: list[tuple[float, e.Event]] = field(default_factory=list)
     postponed: list[e.Event] = field(default_factory=list)
-    silent: tuple[v.SessionId, ...] = ()
+    silent: tuple[e.SessionId, ...] = ()
 
     def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         self.seen.append((now, event))
@@ -87,7 +93,7 @@ class FakeJob:
     def deadline(self) -> float | None:
         return self.due
 
-    def overdue(self, now: float) -> Sequence[v.SessionId]:
+    def overdue(self, now: float) -> Sequence[e.SessionId]:
         return self.silent
 
     def view(self, now: float) -> JobView:

@@ -39,7 +39,7 @@ class Pki:
     @classmethod
     def make(cls, directory: Path, **config: object) -> Pki:
         pki = cls(directory, create_authority(directory, PASSWORD))
-        pki.issue("server", Identity("default", "scheduler"), ("127.0.0.1", "localhost", "::1"))
+        pki.issue("server", Identity("default", "scheduler"), ("127.0.0.1", "127.0.0.2", "localhost", "::1"))
         pki.issue("client", Identity("default", "worker"))
         pki.issue("operator", Identity("default", "operator"))
         pki.write_config(**config)
@@ -52,6 +52,7 @@ class Pki:
     def issue(self, name: str, identity: Identity, hosts: tuple[str, ...] = ()) -> Path:
         path = self.directory / f"{name}.p12"
         path.write_bytes(self.authority.issue(identity, hosts).p12(PASSWORD))
+        path.chmod(0o600)
         return path
 
     def write_config(self, **changes: object) -> None:
@@ -85,7 +86,8 @@ def environment(**changes: str) -> dict[str, str]:
     """
     dropped = ("MS_", "GRPC_VERBOSITY", "GRPC_TRACE")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-    return kept | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | changes
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | changes
 
 
 @dataclass

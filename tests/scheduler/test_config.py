@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.certs.runtime.grpc_credentials import client_options, server_options
+from muster.rendezvous.settings import client_options, server_options
 from muster.scheduler.__main__ import main
 from muster.scheduler.config import load_address, load_settings
 from muster.scheduler.errors import SettingsError
@@ -20,10 +20,10 @@ GOOD = {"MS_WORKER_NUM": "4"}
 
 def test_defaults() -> None:
     loaded = load_settings(GOOD)
-    assert (loaded.job_id, loaded.host, loaded.bind_host, loaded.port) == (
+    assert (loaded.job_id, loaded.hosts, loaded.bind_host, loaded.port) == (
         "default",
-        "127.0.0.1",
-        "127.0.0.1",
+        ("127.0.0.1",),
+        "",
         6667,
     )
     assert (loaded.worker_num, loaded.worker_min, loaded.spares) == (4, 4, 0)
@@ -82,6 +82,7 @@ def test_a_foreign_jobs_size_is_not_the_own_jobs() -> None:
         ("MS_NODE_TIMEOUT", "0.1", ("MS_NODE_TIMEOUT", "0.5 to 3600 seconds", "'0.1'")),
         ("MS_NODE_TIMEOUT", "inf", ("MS_NODE_TIMEOUT", "'inf'")),
         ("MS_STALL_TIMEOUT", "0", ("MS_STALL_TIMEOUT", "1 to 604800 seconds", "'0'")),
+        ("MS_COLLECTIVE_TIMEOUT", "0", ("MS_COLLECTIVE_TIMEOUT", "0.1 to 604800 seconds", "'0'")),
         ("MS_HANG_TIMEOUT", "0", ("MS_HANG_TIMEOUT", "1 to 604800 seconds", "'0'")),
         ("MS_ENABLE_RECOVERY", "yes", ("MS_ENABLE_RECOVERY", "0 or 1", "'yes'")),
         ("MS_ENABLE_RECOVERY", "1", ("MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY=1")),
@@ -114,6 +115,19 @@ def test_the_number_of_workers_may_be_left_out_only_when_serving_several_jobs() 
     assert load_settings({}, serve=True).worker_num == 0
 
 
+@pytest.mark.parametrize(
+    ("env", "seconds"),
+    [
+        ({}, 600.0),
+        ({"MS_COLLECTIVE_TIMEOUT": "90"}, 90.0),
+        ({"MS_COLLECTIVE_TIMEOUT": "0.5"}, 1.0),
+        ({"MS_COLLECTIVE_TIMEOUT": "90", "MS_HANG_TIMEOUT": "30"}, 30.0),
+    ],
+)
+def test_a_rank_hangs_for_as_long_as_a_collective_may_take(env: dict[str, str], seconds: float) -> None:
+    assert load_settings(GOOD | env).core().hang_timeout_s == seconds
+
+
 def test_an_empty_variable_counts_as_unset() -> None:
     loaded = load_settings(GOOD | {"MS_SCHED_PORT": "", "MS_NODE_TIMEOUT": " ", "MS_SERVER_NUM": ""})
     assert (loaded.port, loaded.node_timeout_s) == (6667, 5.0)
@@ -123,7 +137,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
     ("given", "host"), [("::1", "::1"), ("[fe80::1]", "fe80::1"), ("sched.example.org", "sched.example.org")]
 )
 def test_hosts(given: str, host: str) -> None:
-    assert load_settings(GOOD | {"MS_SCHED_HOST": given}).host == host
+    assert load_settings(GOOD | {"MS_SCHED_HOST": given}).hosts == (host,)
 
 
 def test_recovery_needs_a_directory(tmp_path: Path) -> None:
@@ -144,12 +158,12 @@ def test_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
         bind_host="0.0.0.0",
     )
     assert (loaded.config_path, loaded.port, loaded.bind_host) == (tmp_path, 0, "0.0.0.0")
-    assert loaded.host == "127.0.0.1"
+    assert loaded.hosts == ("127.0.0.1",)
 
 
 def test_operators_address() -> None:
     address = load_address({"MS_SCHED_HOST": "::1", "MS_SCHED_PORT": "7001", "MS_JOB_ID": "a"}, job_id="b")
-    assert (address.host, address.port, address.job_id) == ("::1", 7001, "b")
+    assert (address.hosts, address.port, address.job_id) == (("::1",), 7001, "b")
 
 
 def _server_list(ranks: int) -> str:
@@ -201,6 +215,7 @@ VARIABLES = (
     "MS_NODE_TIMEOUT",
     "MS_STALL_TIMEOUT",
     "MS_HANG_TIMEOUT",
+    "MS_COLLECTIVE_TIMEOUT",
     "MS_ENABLE_RECOVERY",
     "MS_ALLOW_INSECURE",
     "MS_METRICS_PORT",
@@ -262,4 +277,45 @@ def test_whatever_stands_in_a_rank_table_the_error_is_typed(
 
 @pytest.mark.parametrize("written", ["FD77:0:0:0::1", "[fd77::1]", "fd77::0001"])
 def test_an_ipv6_address_is_taken_in_its_one_form(written: str) -> None:
-    assert load_address({"MS_SCHED_HOST": written}).host == "fd77::1"
+    assert load_address({"MS_SCHED_HOST": written}).hosts == ("fd77::1",)
+
+
+def test_a_journal_in_etcd() -> None:
+    found = load_settings(
+        GOOD | {"MS_RECOVERY_PATH": "etcd://a,b:2380,[fd77::1]:1/muster/", "MS_JOB_ID": "j"}
+    )
+    assert found.recovery_path is None
+    assert found.etcd is not None
+    assert found.etcd.endpoints == (("a", 2379), ("b", 2380), ("fd77::1", 1))
+    assert found.etcd.prefix == "/muster/j"
+    assert (
+        load_settings(GOOD | {"MS_RECOVERY_PATH": "etcd://a/muster", "MS_ENABLE_RECOVERY": "0"}).etcd is None
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "etcd://",
+        "etcd://a:2379",
+        "etcd://a:0/x",
+        "etcd://a:70000/x",
+        "etcd://a:b/x",
+        "etcd:///x",
+        "etcd://a,,b/x",
+        "etcd://fd77::1/x",
+        "etcd://a/x y",
+        "etcd://a/" + "x" * 200,
+        "etcd://u@a/x",
+    ],
+)
+def test_a_wrong_address_of_etcd_is_named(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="MS_RECOVERY_PATH"):
+        load_settings(GOOD | {"MS_RECOVERY_PATH": wrong})
+
+
+def test_several_schedulers_need_a_journal_in_common() -> None:
+    several = GOOD | {"MS_SCHED_HOST": "a,b"}
+    assert load_settings(several | {"MS_RECOVERY_PATH": "etcd://e/muster"}).hosts == ("a", "b")
+    with pytest.raises(SettingsError, match="no journal in common"):
+        load_settings(several)

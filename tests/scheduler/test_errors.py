@@ -1,4 +1,4 @@
-"""Errors: each kind has its gRPC code, and a fault of ours tells a caller nothing."""
+"""Errors: each kind has its gRPC code, and a fault of ours reveals nothing to a caller."""
 
 from __future__ import annotations
 

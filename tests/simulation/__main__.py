@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
+from collections.abc import Callable, Mapping
 
-from tests.simulation.mutants import MUTANTS, hunt
+from tests.simulation.cluster import play_cluster
+from tests.simulation.cluster_mutants import CLUSTER_MUTANTS
+from tests.simulation.mutants import MUTANTS, Mutant, hunt
 from tests.simulation.world import play
+
+Play = Callable[..., str]
 
 
 def main() -> int:
@@ -16,20 +22,23 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and print what happens")
     parser.add_argument("--mutants", action="store_true", help="prove that each planted bug is caught")
+    parser.add_argument("--schedulers", action="store_true", help="with three schedulers on a simulated etcd")
     parser.add_argument("--only", help="with --mutants or --replay: this mutant alone")
     options = parser.parse_args()
+    logging.getLogger("scheduler").setLevel(logging.CRITICAL)
+    mutants, run = (CLUSTER_MUTANTS, play_cluster) if options.schedulers else (MUTANTS, play)
     if options.mutants:
-        return _mutants(options.seeds, options.only)
+        return _mutants(options.seeds, options.only, mutants, run)
     if options.replay is not None:
-        return _replay(options.replay, options.only)
-    return _play_all(options.first, options.seeds)
+        return _replay(options.replay, options.only, mutants, run)
+    return _play_all(options.first, options.seeds, run)
 
 
-def _play_all(first: int, count: int) -> int:
+def _play_all(first: int, count: int, run: Play) -> int:
     began = time.perf_counter()
     broken = 0
     for seed in range(first, first + count):
-        told = play(seed)
+        told = run(seed)
         if told:
             broken += 1
             print(f"seed {seed}: {told}", flush=True)
@@ -38,24 +47,24 @@ def _play_all(first: int, count: int) -> int:
     return 1 if broken else 0
 
 
-def _replay(seed: int, mutant: str | None) -> int:
+def _replay(seed: int, mutant: str | None, mutants: Mapping[str, Mutant], run: Play) -> int:
     trace: list[str] = []
     if mutant:
-        with MUTANTS[mutant].planted():
-            told = play(seed, trace)
+        with mutants[mutant].planted():
+            told = run(seed, trace)
     else:
-        told = play(seed, trace)
+        told = run(seed, trace)
     print("\n".join(trace))
     return 1 if told else 0
 
 
-def _mutants(limit: int, only: str | None) -> int:
+def _mutants(limit: int, only: str | None, mutants: Mapping[str, Mutant], run: Play) -> int:
     missed = 0
-    for name in [only] if only else MUTANTS:
-        seed, told = hunt(name, limit)
+    for name in [only] if only else mutants:
+        seed, told = hunt(mutants[name], limit, run)
         missed += seed < 0
         print(f"{name:40} " + (f"seed {seed}: {told}" if seed >= 0 else "NOT CAUGHT"), flush=True)
-    print(f"{len(MUTANTS) if not only else 1} mutants, {missed} not caught")
+    print(f"{len(mutants) if not only else 1} mutants, {missed} not caught")
     return 1 if missed else 0
 
 

@@ -48,10 +48,12 @@ class DataPlane:
         for member in present:
             self.world.loop.after(duration + self.world.rng.random() * 0.02, member.met, key)
 
-    def leave(self, worker: Worker) -> None:
-        """The worker aborts, or dies: its peers may notice, or hang."""
+    def leave(self, worker: Worker, *, broken: bool = True) -> None:
+        """Its collective is over; broken, because it aborts or dies, its peers may notice, or hang."""
         key, place = worker.waiting_for, worker.place
         worker.waiting_for = None
+        if not broken:
+            return
         if key in self.meetings and worker in self.meetings[key]:
             self.meetings[key].remove(worker)
         if place is None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from muster.scheduler.core import events as se
-from muster.worker.control import events as e
-from muster.worker.control.leave import UNFORMED_S
-from tests.simulation.scenario import HEARTBEAT_S, PAUSE_S, TOPO_TIMEOUT_S
+from tests.simulation.network import HUNG_S
+from tests.simulation.scenario import PAUSE_S, TOPO_TIMEOUT_S, WAITING_HEARTBEAT_S
+from tests.simulation.scheduler import FAILED_AND_WRITTEN
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
 FROZEN_PING_S = 2.5
-"""So soon at the earliest a ping ends the stream of a worker that is frozen."""
+"""So soon at the earliest a ping ends the stream of a member that is frozen: a stream that ends within two
+heartbeats is that of one that was killed."""
+
+WAITING_PING_S = 2 * WAITING_HEARTBEAT_S + 0.5
+"""The same of a worker that is heard less often, because it has no place yet."""
+
+UPLINKS = 0.25
+"""The share of seeds in which workers have an uplink that dies, or stands still."""
 
 Fault = Callable[["World", "Worker"], None]
 
@@ -36,11 +44,15 @@ def freeze(world: World, worker: Worker) -> None:
     if now < max(worker.stopped_until, worker.calm_until):
         return
     worker.stopped_until = now + world.rng.uniform(1.0, PAUSE_S)
-    worker.calm_until = worker.stopped_until + HEARTBEAT_S + 1.0  # until it has been heard again
+    worker.calm_until = worker.stopped_until + WAITING_HEARTBEAT_S + 1.0  # until it has been heard again
     world.judge.disturbed(worker.stopped_until)
     stream = worker.stream
     is_reading = now >= world.scheduler.deaf_until
-    first, last = now + FROZEN_PING_S, worker.stopped_until - 0.4  # it comes through before the worker does
+    heard = world.judge.is_heard_as_member((worker.node_id, worker.incarnation))
+    first, last = (
+        now + (FROZEN_PING_S if heard else WAITING_PING_S),
+        worker.stopped_until - 0.4,
+    )  # it comes through before the worker does
     if stream is not None and is_reading and first < last and world.rng.random() < 0.7:
         world.loop.at(world.rng.uniform(first, last), world.network.break_up, stream, "ping timeout")
 
@@ -61,7 +73,7 @@ def hang(world: World, worker: Worker) -> None:
         worker.busy = world.rng.choice(("", "", "evaluation"))
     very_long = 80.0 if world.scenario.kind == "cuts" and world.judge.ever_established else longest
     lasts = world.rng.choice((5.0, 20.0, longest, very_long))
-    worker.busy_until = world.loop.now + lasts
+    worker.busy_until = max(worker.busy_until, world.loop.now + lasts)  # who sleeps already is not woken
     world.judge.disturbed(worker.busy_until)
     world.loop.at(worker.busy_until - 0.1, world.judge.hung, worker, worker.busy_until)
 
@@ -111,6 +123,34 @@ def blip(world: World, worker: Worker) -> None:
         world.network.break_up(worker.stream, "broken pipe")
 
 
+def uplink_dies(world: World, worker: Worker) -> None:
+    """One process carries the streams of all workers of a host, and is killed."""
+    for each in _on_a_calm_host(world, worker):
+        if each.stream is not None:
+            world.network.uplink_dies(each.stream)
+
+
+def uplink_stands_still(world: World, worker: Worker) -> None:
+    """SIGSTOP of that process, and SIGCONT after a while: workers connect directly meanwhile."""
+    lasts = world.rng.choice((1.0, 3.0, 9.0))
+    for each in _on_a_calm_host(world, worker):
+        if each.stream is not None:
+            world.network.uplink_stands_still(each.stream, world.loop.now + lasts)
+
+
+def _on_a_calm_host(world: World, worker: Worker) -> list[Worker]:
+    """The workers of this one's host; none where one has just been silent for another reason."""
+    now, host = world.loop.now, world.host(worker.node_id)
+    here = [each for each in world.living() if world.host(each.node_id) == host]
+    busy = max(world.scheduler.deaf_until, world.scheduler.paused_until)
+    if now < busy or any(now < max(each.calm_until, each.stopped_until, each.cut_until) for each in here):
+        return []
+    for each in here:
+        each.calm_until = now + HUNG_S + WAITING_HEARTBEAT_S + 1.0
+    world.judge.disturbed(now + HUNG_S)
+    return here
+
+
 def crash(world: World, worker: Worker) -> None:
     if world.scheduler.crashes_left > 0:
         world.scheduler.crash("just so")
@@ -122,6 +162,16 @@ def pause(world: World, worker: Worker) -> None:
         world.scheduler.pause(world.rng.choice((1.0, 8.0, 9.0)))
 
 
+def full_disk(world: World, worker: Worker) -> None:
+    """The scheduler's disk is full for a while: it ends with its first write, as often as it is started."""
+    world.scheduler.fill_disk(world.rng.choice((0.3, 2.0, 5.0)))
+
+
+def failing_write(world: World, worker: Worker) -> None:
+    """The next write fails; the records may be on the disk nevertheless, all of them or none."""
+    world.scheduler.next_write = world.rng.choice(("the disk says no", FAILED_AND_WRITTEN))
+
+
 def drain(world: World, worker: Worker) -> None:
     world.leavers.add(worker.node_id)
     if world.scheduler.up:
@@ -130,16 +180,7 @@ def drain(world: World, worker: Worker) -> None:
 
 def request_leave(world: World, worker: Worker) -> None:
     """SIGTERM: it is told at once; who waits too long for a generation to form saves and goes by itself."""
-    world.leavers.add(worker.node_id)
-    worker.post(e.LeaveRequested("SIGTERM"))
-    world.loop.after(UNFORMED_S, _go_alone, world, worker)
-
-
-def _go_alone(world: World, worker: Worker) -> None:
-    if worker.alive and worker.doing in ("entering", "building", "standing"):
-        world.went_between_steps.add((worker.node_id, worker.incarnation))
-        world.judge.disturbed()
-        worker.say_goodbye(finished=False)
+    worker.terminate()
 
 
 def evict(world: World, worker: Worker) -> None:
@@ -186,10 +227,12 @@ EVERYTHING: tuple[Fault, ...] = (
     flap,
     freeze,
     flood,
+    full_disk,
+    failing_write,
 )  # fmt: skip
 BY_KIND: dict[str, tuple[Fault, ...]] = {
     "calm": (),
-    "crashes": (crash, pause, pause),
+    "crashes": (crash, pause, pause, full_disk, failing_write),
     "pauses": (freeze, freeze, flood),
     "elastic": (drain, request_leave, drain, request_leave, evict, extra),
     "trouble": (peer_trouble,),
@@ -205,6 +248,11 @@ def plan_faults(world: World) -> None:
     for _ in range(world.scenario.faults if kinds else 0):
         fault = world.rng.choice(kinds)
         world.loop.at(world.rng.uniform(0.0, world.scenario.fault_end), _happen, world, fault)
+    # By numbers of their own, so that all other seeds play as they did before there were uplinks.
+    uplinks = random.Random(f"uplinks {world.seed}")
+    if kinds and uplinks.random() < UPLINKS:
+        fault = uplinks.choice((uplink_dies, uplink_stands_still))
+        world.loop.at(uplinks.uniform(0.0, world.scenario.fault_end), _happen, world, fault)
     world.loop.at(world.scenario.fault_end, _calm_down, world)
 
 

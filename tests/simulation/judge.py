@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, NoReturn
 
+from muster.rendezvous import messages as sm
 from muster.scheduler.core import events as se
-from muster.scheduler.core import messages as sm
-from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import Job
+from muster.scheduler.core.job import Job, as_sent
+from muster.scheduler.core.machine import Machine
 from muster.worker.control import events as e
-from tests.simulation.scenario import HANG_TIMEOUT_S, HEARTBEAT_S, NODE_TIMEOUT_S
+from tests.simulation.scenario import (
+    HANG_TIMEOUT_S,
+    HEARTBEAT_S,
+    NODE_TIMEOUT_S,
+    TOPO_TIMEOUT_S,
+    WAITING_HEARTBEAT_S,
+)
 
 if TYPE_CHECKING:
-    from muster.worker.control import messages as m
+    from muster.rendezvous import messages as m
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
@@ -24,6 +31,12 @@ Process = tuple[str, int]
 TWO_ROUNDS_S = 12.0
 """A round of probes that began just before a cut was over still finds it, in 3 s; the next begins when
 somebody is late again, 4 s later, and takes 3 s if others cannot reach each other still."""
+
+STARTED_AGAIN_S = 5.0
+"""A process that ends is started again within so long, and has joined."""
+
+STOPPED_S = 10.0
+"""A member may have been stopped for so long, by SIGSTOP, before its training thread stands still."""
 
 
 class Violation(AssertionError):  # noqa: N818 - what the simulator looks for
@@ -39,9 +52,11 @@ class Judge:
         self.admitted: dict[str, set[int]] = {}
         self.retired: set[Process] = set()
         self.since: dict[Process, int] = {}
+        self.placed_at: dict[Process, float] = {}
         self.newcomers: set[Process] = set()
         self.leaving: set[Process] = set()
         self.formed: r.GenerationFormed | None = None
+        self.history: dict[int, r.GenerationFormed] = {}
         self.established = False
         self.ever_established = False
         self.suspended = False
@@ -63,6 +78,7 @@ class Judge:
         self.barred: dict[str, float] = {}
         self.torn = False  # too few workers reached each other when the job ended
         self.held_up = False  # a member hung until its group's time to build was over
+        self.stuck = False  # too many stood still while a group was waited for
         self.formed_at = 0.0
 
     def fault(self, what: str) -> NoReturn:
@@ -104,7 +120,7 @@ class Judge:
         if removed:
             self._check_most_stay(removed)
 
-    def _admitted(self, candidate: v.Candidate) -> None:
+    def _admitted(self, candidate: m.Candidate) -> None:
         node_id, incarnation = candidate.node_id, candidate.incarnation
         self._check_taken_in(candidate.host.id)
         self.expect(node_id not in self.claims, f"node {node_id} was admitted beside a living holder")
@@ -220,14 +236,16 @@ class Judge:
         self.went = False
         self.anew = self.anew or (record.state_source_rank < 0 and self.formed is not None)
         self.formed, self.finished = record, set()
+        self.history[record.generation] = record
         self.formed_at = self.world.loop.now
         self.established = self.suspended = False
         now = {(x.candidate.node_id, x.candidate.incarnation): x.rank for x in members}
         self.since = {p: self.since.get(p, record.generation) for p in (*self.since, *now)}
+        self.placed_at = {p: self.placed_at.get(p, self.formed_at) for p in (*self.placed_at, *now)}
         self.newcomers = {process for process, rank in now.items() if rank in record.newcomer_ranks}
 
-    def _check_local_ranks(self, members: tuple[v.Member, ...]) -> None:
-        hosts: dict[str, list[v.Member]] = {}
+    def _check_local_ranks(self, members: tuple[r.Placed, ...]) -> None:
+        hosts: dict[str, list[r.Placed]] = {}
         for member in members:
             hosts.setdefault(member.candidate.host.id, []).append(member)
         for here in hosts.values():
@@ -237,8 +255,12 @@ class Judge:
     def _check_member(self, process: Process) -> None:
         self.expect(process not in self.retired, f"{process} was superseded, and is ranked")
         self.expect(self.claims.get(process[0]) == process[1], f"{process} is ranked without a claim")
-        dead_for = self.world.dead_for(process)
-        self.expect(dead_for < NODE_TIMEOUT_S + 3.0, f"{process} is ranked, dead for {dead_for:.1f} s")
+        dead_for, settings = self.world.dead_for(process), self.world.scenario.settings
+        # After a takeover silence counts only when workers have had time to find the new leader.
+        grace_s = max(0.0, (settings.recovered_timeout_s or 0.0) - settings.node_timeout_s)
+        self.expect(
+            dead_for < NODE_TIMEOUT_S + 4.5 + grace_s, f"{process} is ranked, dead for {dead_for:.1f} s"
+        )
 
     def _check_source(self, record: r.GenerationFormed) -> None:
         source = record.state_source_rank
@@ -266,7 +288,7 @@ class Judge:
             other = (member.candidate.node_id, member.candidate.incarnation)
             self.expect(other in self.since or rank in record.newcomer_ranks, f"{other} is not seen as new")
 
-    def _check_givers(self, record: r.GenerationFormed, givers: list[v.Member]) -> None:
+    def _check_givers(self, record: r.GenerationFormed, givers: list[r.Placed]) -> None:
         """Who leaves stays for a generation more if, and only if, nobody else could hand on the state."""
         for giver in givers:
             self.expect([giver.rank] == [record.state_source_rank], f"{giver} is not let go without need")
@@ -306,15 +328,27 @@ class Judge:
             hung = any(w.busy_until > recently for w in self.world.living() if w.node_id in nodes)
             in_time = "was not built in time" not in record.reason
             self.held_up = hung and not in_time and not self.ever_established
+            self.stuck = self._others_stood_still()
+
+    def _others_stood_still(self) -> bool:
+        """Whether those that are missing could not come back, because their training threads stood still.
+
+        Whoever has lost its place, or has been let go, ends when its training thread comes to learn of it;
+        nobody kills it before, if no SIGTERM came, and only then is its node started again.
+        """
+        world = self.world
+        missing = [w for node_id, w in world.newest.items() if node_id not in self.claims]
+        stuck = [w for w in missing if w.stood_still_for(STARTED_AGAIN_S) > TOPO_TIMEOUT_S - STOPPED_S]
+        return len(self.claims) < world.scenario.worker_min <= len(self.claims) + len(stuck)
 
     # ------------------------------------------------------------ messages
 
-    def identify(self, session: int, candidate: v.Candidate) -> None:
+    def identify(self, session: int, candidate: m.Candidate) -> None:
         process = (candidate.node_id, candidate.incarnation)
         self.identity[session] = process
         self.newest_stream[process] = session
 
-    def sending(self, session: int, message: sm.Message) -> None:
+    def sending(self, session: int, message: sm.SchedulerMessage) -> None:
         self.expect(session not in self.closed, f"a message follows the last one on session {session}")
         if isinstance(message, sm.Refused | sm.Ended):
             self.closed.add(session)
@@ -322,25 +356,29 @@ class Judge:
                 bool(message.sentence if isinstance(message, sm.Refused) else message.reason), "no reason"
             )
         elif isinstance(message, sm.UniqueIds):
-            self.expect(self.formed is not None and message.generation == self.formed.generation, "stale ids")
-            self.expect(self.identity[session] in self._members(), "an id goes to a worker that is no member")
+            self.expect(message.generation in self.history, "ids of a generation that is not on the disk")
+            members = self._members(message.generation)
+            self.expect(self.identity[session] in members, "an id goes to a worker that is no member")
         elif isinstance(message, sm.Assignment):
             self._assigned(self.identity[session], message)
 
-    def _members(self) -> list[Process]:
-        members = self.formed.members if self.formed else ()
+    def _members(self, generation: int) -> list[Process]:
+        members = self.history[generation].members
         return [(x.candidate.node_id, x.candidate.incarnation) for x in members]
 
     def _assigned(self, process: Process, message: sm.Assignment) -> None:
-        if self.formed is None:
+        formed = self.history.get(message.generation)
+        if formed is None:
             self.fault("an assignment of a generation that is not on the disk")
-        self.expect(message.generation == self.formed.generation, "an assignment of a stale generation")
-        members = self._members()
+        members = self._members(message.generation)
         if message.rank < 0:
             self.expect(process not in members, f"{process} is a member and told to leave")
         else:
             self.expect(members[message.rank] == process, f"{process} is told another's rank {message.rank}")
-        self.expect(message.members == self.formed.members, "an assignment differs from the record")
+        self.expect(
+            message.members == tuple(map(as_sent, formed.members)),
+            "an assignment differs from the record",
+        )
 
     def arriving(self, event: se.Event) -> None:
         """Before each step of the scheduler."""
@@ -350,11 +388,11 @@ class Judge:
         if session in self.identity and not isinstance(event, se.SessionLost):
             self.heard_at[self.identity[session]] = self.world.loop.now
 
-    def stepped(self, event: se.Event, decision: Decision, job: Job) -> None:
-        """After each step of the scheduler."""
+    def stepped(self, event: se.Event, decision: Decision, *, alone: bool) -> None:
+        """After each step of the scheduler, once that is carried out; ``alone``: not along with others."""
         suspended = [(s, told.save) for s, told in decision.messages if isinstance(told, sm.Suspended)]
         ended = decision.records[-1:]  # a next generation may have been formed at once
-        if ended and isinstance(ended[0], r.GenerationEnded) and self.ever_established:
+        if alone and ended and isinstance(ended[0], r.GenerationEnded) and self.ever_established:
             savers = [session for session, save in suspended if save]
             self.expect(len(savers) <= 1, "several are told to save")
             holders = [s for s, _ in suspended if self.identity[s] not in self.newcomers]
@@ -363,7 +401,10 @@ class Judge:
             process = self.identity.get(event.session)
             if process is not None and self.newest_stream.get(process) == event.session:
                 silent_s = self.world.loop.now - self.heard_at.get(process, 0.0)
-                may_live = self.world.scheduler.forgives() or silent_s > 2 * HEARTBEAT_S
+                waits = self.heard_at.get(process, 0.0) < self.placed_at.get(process, math.inf)
+                often = WAITING_HEARTBEAT_S if waits else HEARTBEAT_S
+                may_return = isinstance(event, se.SessionLost) and event.may_return
+                may_live = may_return or self.world.scheduler.forgives() or silent_s > 2 * often
                 gone = self.claims.get(process[0]) != process[1]
                 self.expect(gone or may_live, f"{process} is gone, and keeps its claim")
 
@@ -379,10 +420,39 @@ class Judge:
             limit = self.world.scenario.settings.stall_timeout_s + 3.0
             self.expect(held_up_for < limit, f"a planned change is held up for {held_up_for:.1f} s")
 
-    def check_recovery(self, job: Job, records: list[r.Record]) -> None:
+    def check_recovery(self, machine: Machine, records: list[r.Record]) -> None:
         """What the disk says is what the machine knew."""
-        again = Job.recover("job", self.world.scenario.settings, records, self.world.loop.now)
-        self.expect(again._ledger == job._ledger, "what was recovered is not what was")
+        again = Machine.recover("job", self.world.scenario.settings, records, self.world.loop.now)
+        self.expect(again.job.ledger == machine.job.ledger, "what was recovered is not what was")
+
+    def is_heard_as_member(self, process: Process) -> bool:
+        """Whether it is heard as often as members are."""
+        return self.heard_at.get(process, 0.0) > self.placed_at.get(process, math.inf)
+
+    def check_indexes(self, job: Job) -> None:
+        """What is kept beside claims and contacts, so that nobody has to walk them, says what they say."""
+        ledger, members = job.ledger, job.members
+        living = {claim.candidate.node_id: claim for claim in ledger.living_members()}
+        contacts = members.by_node
+        words, early = members.words, members.early
+        heard = [[contact.last_heard for contact in group.values()] for group in (words, early)]
+        agree = {
+            "leaving": ledger.leaving == {n for n, each in ledger.claims.items() if each.leaving is not None},
+            "unplaced": ledger.unplaced == {n for n in ledger.claims if ledger.rank_of(n) < 0},
+            "living": ledger.living == len(living),
+            "spares": ledger.spares == {n for n, each in ledger.claims.items() if each.candidate.spare},
+            "at": {n for here in ledger.at.values() for n in here} == set(ledger.claims),
+            "lacking": members.lacking
+            == {n for n, each in living.items() if each.newcomer and not contacts[n].has_moved},
+            "quiesced": members.quiesced == {n for n in living if contacts[n].quiesced is not None},
+            "words": {**words, **early} == contacts and heard == [sorted(group) for group in heard],
+            "one order": len(words) + len(early) == len(contacts),
+            "waits": all(c.waits == (n in early) and c.waits | c.placed for n, c in contacts.items()),
+            "placed": all(c.placed == (ledger.claims[n].since > 0) for n, c in contacts.items()),
+            "nodes": set(members.nodes.values()) == {n for n, c in contacts.items() if c.session is not None},
+        }
+        wrong = [name for name, holds in agree.items() if not holds]
+        self.expect(not wrong, f"{', '.join(wrong)} do not agree with claims and contacts")
 
     def check_secrecy(self, lines: list[str]) -> None:
         """No unique id is on the disk."""
@@ -432,14 +502,14 @@ class Judge:
     def final(self) -> None:
         """When all is over."""
         world, scenario = self.world, self.world.scenario
-        self.expect(
-            self.outcome is not None, f"the job has not ended; it is {world.scheduler.job.phase.value}"
-        )
+        phase = world.scheduler.job.machine.job.phase
+        self.expect(self.outcome is not None, f"the job has not ended; it is {phase.value}")
         assert self.outcome is not None
         alive = [str(worker) for worker in world.processes if worker.alive]
         self.expect(not alive, f"the job has ended, and {', '.join(alive)} do not know it")
         if scenario.supervised and not self.outcome.ok:
             why = "while the others finished" in self.outcome.reason or self.torn or self.held_up
+            why = why or (self.stuck and "No group could be formed again in time" in self.outcome.reason)
             self.expect(why, f"ended: {self.outcome.reason}")
         if scenario.kind in ("calm", "crashes", "pauses", "elastic"):
             # A scheduler that is away for as long as a goodbye is tried takes its sender for lost.

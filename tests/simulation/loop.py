@@ -1,10 +1,11 @@
-"""Simulated time: a queue of what happens next."""
+"""Simulated time: a queue of what happens next, and processes whose asyncio runs on it."""
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 Action = Callable[..., object]
 
@@ -32,3 +33,79 @@ class Loop:
         while queue and queue[0][0] <= until and not over():
             self.now, _, action, arguments = heapq.heappop(queue)
             action(*arguments)
+
+
+class Callback:
+    """Something that a process is to do."""
+
+    __slots__ = ("action", "arguments", "process")
+
+    def __init__(self, process: Process, action: Action | None, arguments: tuple[Any, ...]) -> None:
+        self.process, self.action, self.arguments = process, action, arguments
+
+    def cancel(self) -> None:
+        """It is not done."""
+        self.action = None
+
+    def run(self) -> None:
+        """Does it, unless the process is dead; later, if it is stopped."""
+        process, action = self.process, self.action
+        if action is None or not process.alive:
+            return
+        if process.loop.now < process.stopped_until:
+            process.loop.at(process.stopped_until, self.run)
+            return
+        asyncio._set_running_loop(process.asyncio)
+        try:
+            action(*self.arguments)
+        finally:
+            asyncio._set_running_loop(None)
+        if process.error is not None:
+            raise process.error
+
+
+class Process:
+    """The asyncio event loop of one simulated process: enough for tasks, futures, sleeps and timers.
+
+    Attributes:
+        alive: what a dead one was to do is never done.
+        stopped_until: until then it stands still.
+        error: what broke, to be raised where the simulation runs.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.asyncio = cast(asyncio.AbstractEventLoop, self)
+        self.alive = True
+        self.stopped_until = 0.0
+        self.error: BaseException | None = None
+
+    def time(self) -> float:
+        return self.loop.now
+
+    def call_soon(self, callback: Action, *args: Any, context: Any = None) -> Callback:
+        return self.call_at(self.loop.now, callback, *args)
+
+    def call_later(self, delay: float, callback: Action, *args: Any, context: Any = None) -> Callback:
+        return self.call_at(self.loop.now + delay, callback, *args)
+
+    def call_at(self, when: float, callback: Action, *args: Any, context: Any = None) -> Callback:
+        planned = Callback(self, callback, args)
+        if self.alive:  # the collector of garbage may come across what is left of a dead one at any time
+            self.loop.at(when, planned.run)
+        return planned
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self.asyncio)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """A process that was killed leaves its tasks undone."""

@@ -12,32 +12,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from muster.scheduler.core import admission, job, ledger, planning, ranks, reachability
+from muster.rendezvous import codec
+from muster.rendezvous import messages as m
 from muster.scheduler.core import events as se
-from muster.scheduler.core import job as probing
-from muster.scheduler.core import job as reception
-from muster.scheduler.core import members as contacts
-from muster.scheduler.core import messages as sm
-from muster.scheduler.core import messages as v
-from muster.scheduler.core import phases as machine
+from muster.scheduler.core import job, ledger, machine, probing, workers
 from muster.scheduler.core import records as r
-from muster.scheduler.wire import decode as scheduler_decode
-from muster.scheduler.wire import encode as scheduler_encode
-from muster.worker.control import machine as membership
-from muster.worker.control import messages as m
-from tests.simulation import scheduler as simulated
+from muster.scheduler.errors import JournalUnavailableError
+from muster.scheduler.jobs.driver import JobDriver, Stepped
+from muster.worker.control import client
+from tests.simulation import network
 from tests.simulation.world import play
 
+Job = job.Job
 Make = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted bug: in ``owner``, ``name`` is replaced by what ``make`` makes of the right one."""
+    """One planted bug: in ``owner``, ``name`` is replaced by what ``make`` makes of the right one.
+
+    ``seed`` is one that shows it, where those are rare.
+    """
 
     owner: Any
     name: str
     make: Make
+    seed: int = 0
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ def nothing(*arguments: Any, **options: Any) -> None:
 # ---------------------------------------------------------------- ranks
 
 
-def by_arrival(candidates: Any, **options: Any) -> list[v.Candidate]:
+def by_arrival(candidates: Any, **options: Any) -> list[m.Candidate]:
     return list(candidates)
 
 
@@ -74,7 +74,7 @@ def two_with_rank_0(right: Any) -> Any:
 
 def local_ranks_by_host_name(right: Any) -> Any:
     def assign(ordered: Any) -> Any:
-        twins = [replace(c, host=replace(c.host, id=c.host.name)) for c in ordered]
+        twins = [c.replaced(host=c.host.replaced(id=c.host.name)) for c in ordered]
         return tuple(replace(member, candidate=c) for member, c in zip(right(twins), ordered, strict=True))
 
     return assign
@@ -85,7 +85,7 @@ def local_ranks_by_host_name(right: Any) -> Any:
 
 def unrecorded(kind: type) -> Make:
     def make(right: Any) -> Any:
-        def commit(self: machine.Machine, record: r.Record) -> None:
+        def commit(self: Job, record: r.Record) -> None:
             if isinstance(record, kind):
                 self.apply(record)
             else:
@@ -96,66 +96,125 @@ def unrecorded(kind: type) -> Make:
     return make
 
 
+def sends_first(right: Any) -> Any:
+    async def persist(self: JobDriver, stepped: list[Stepped]) -> None:
+        self.carry_out(stepped, self.clock.time())
+        await right(self, stepped)
+
+    return persist
+
+
+def passes_failures_over(right: Any) -> Any:
+    async def persist(self: JobDriver, stepped: list[Stepped]) -> None:
+        with contextlib.suppress(JournalUnavailableError):
+            await right(self, stepped)
+
+    return persist
+
+
+def writes_one(right: Any) -> Any:
+    async def persist(self: JobDriver, stepped: list[Stepped]) -> None:
+        await right(self, [each for each in stepped if each[1].records][:1])
+
+    return persist
+
+
 def unapplied_unless_running(right: Any) -> Any:
     """State that is written beside apply(): recovery does not see it."""
 
-    def plan_leave(self: job.Job, claim: ledger.Claim, reason: str) -> None:
+    def plan_leave(job: Job, claim: ledger.Claim, reason: str) -> None:
         claim.leaving = reason
 
     return plan_leave
 
 
+def forgets_the_claim_alone(right: Any) -> Any:
+    def forget(self: job.Members, node_id: str) -> None:
+        order = self.words.copy()
+        right(self, node_id)
+        self.words = order
+
+    return forget
+
+
+def speaks_out_of_turn(right: Any) -> Any:
+    def has_spoken(self: job.Members, node_id: str, now: float) -> None:
+        self.by_node[node_id].last_heard = now
+
+    return has_spoken
+
+
 def no_grace(right: Any) -> Any:
-    def recover(cls: type[job.Job], job_id: str, settings: Any, records: Any, now: float) -> Any:
+    def recover(cls: type[machine.Machine], job_id: str, settings: Any, records: Any, now: float) -> Any:
         recovered = right.__func__(cls, job_id, settings, records, now)
-        for contact in recovered._contacts.by_node.values():
+        for contact in recovered.job.members.by_node.values():
             contact.last_heard = now - settings.node_timeout_s
-        recovered._silence_due = now
         return recovered
 
     return classmethod(recover)
 
 
 def greets_with_welcome_alone(right: Any) -> Any:
-    def greet(self: reception.Reception, node_id: str, now: float) -> None:
-        self._tell(node_id, sm.Welcome(2.0, 6.0, 30.0))
+    def greet(job: Job, node_id: str, now: float) -> None:
+        job.send(node_id, m.Welcome(2.0, 6.0, 30.0))
 
     return greet
 
 
 def pauses_cost_the_place(right: Any) -> Any:
-    def session_lost(self: job.Job, event: se.SessionLost, now: float) -> None:
-        settings = self.settings
-        self.settings = replace(settings, heartbeat_interval_s=settings.node_timeout_s)
+    def session_lost(job: Job, event: se.SessionLost, now: float) -> None:
+        settings = job.settings
+        job.settings = replace(settings, heartbeat_interval_s=settings.node_timeout_s)
         try:
-            right(self, event, now)
+            right(job, event, now)
         finally:
-            self.settings = settings
+            job.settings = settings
 
     return session_lost
 
 
+def uplinks_cost_the_places(right: Any) -> Any:
+    return lambda job, event, now: right(job, event.replaced(may_return=False), now)
+
+
 def only_long_absences_count(right: Any) -> Any:
-    def excuse(self: contacts.Contacts, seconds: float, now: float) -> None:
+    def excuse(self: job.Members, seconds: float, now: float) -> None:
         if seconds == math.inf:
             right(self, seconds, now)
 
     return excuse
 
 
+def ends_count_as_those_of_members(right: Any) -> Any:
+    def session_lost(job: Job, event: se.SessionLost, now: float) -> None:
+        contact = job.members.by_node.get(job.members.nodes.get(event.session, ""))
+        waits = contact is not None and contact.waits
+        if contact is not None:
+            contact.waits = False
+        right(job, event, now)
+        if contact is not None:
+            contact.waits = waits
+
+    return session_lost
+
+
+def once_in_a_node_timeout(right: Any) -> Any:
+    return property(lambda self: self.settings.node_timeout_s)
+
+
 def forgives_silence_alone(right: Any) -> Any:
-    def fell_behind(self: job.Job, event: se.FellBehind, now: float) -> None:
-        until = self._forgiving_until
-        right(self, event, now)
-        self._forgiving_until = until
+    def fell_behind(job: Job, event: se.FellBehind, now: float) -> None:
+        until = job.deadlines.forgiving_until
+        right(job, event, now)
+        job.deadlines.forgiving_until = until
 
     return fell_behind
 
 
 def late_turns_do_not_add_up(right: Any) -> Any:
-    def stood_still(self: job.Job, event: se.StoodStill, now: float) -> None:
-        self._late_s = 0.0
-        right(self, event, now)
+    def stood_still(job: Job, event: se.StoodStill, now: float) -> None:
+        job.deadlines.late_s = 0.0
+        right(job, event, now)
 
     return stood_still
 
@@ -163,29 +222,34 @@ def late_turns_do_not_add_up(right: Any) -> Any:
 # ---------------------------------------------------------------- generations
 
 
+def forgets_held_back(job: Job) -> list[se.Joined]:
+    job.door.held_back.clear()
+    return []
+
+
 def of_any_generation(right: Any) -> Any:
-    def member_behind(self: job.Job, session: int, generation: int, now: float) -> Any:
-        return right(self, session, self._ledger.generation, now)
+    def member_behind(job: Job, session: int, generation: int, now: float) -> Any:
+        return right(job, session, job.ledger.generation, now)
 
     return member_behind
 
 
 def keeps_ids_and_built(right: Any) -> Any:
-    def apply(self: machine.Machine, record: r.Record) -> None:
-        ids, built = self._unique_ids, set(self._built)
+    def apply(self: Job, record: r.Record) -> None:
+        ids, built = self.current.unique_ids, set(self.current.built)
         right(self, record)
         if isinstance(record, r.GenerationFormed):
-            self._unique_ids, self._built = ids, built
+            self.current.unique_ids, self.current.built = ids, built
 
     return apply
 
 
 def ids_to_everybody(right: Any) -> Any:
-    def tell_members(self: machine.Machine, message: sm.Message) -> None:
-        for node_id in self._ledger.claims:
-            self._tell(node_id, message)
+    def send_to_members(self: Job, message: m.SchedulerMessage) -> None:
+        for node_id in self.ledger.claims:
+            self.send(node_id, message)
 
-    return tell_members
+    return send_to_members
 
 
 def same_number_again(right: Any) -> Any:
@@ -208,28 +272,28 @@ def state_from(choice: Any) -> Make:
 
 
 def ignores_worker_min(right: Any) -> Any:
-    def regroup(self: machine.Machine, now: float, reason: str, switch_after_step: int = -1) -> bool:
-        opened = self._ledger.opened
+    def regroup(job: Job, now: float, reason: str, switch_after_step: int = -1) -> bool:
+        opened = job.ledger.opened
         assert opened is not None
-        self._ledger.opened = replace(opened, worker_min=1)
+        job.ledger.opened = replace(opened, worker_min=1)
         try:
-            return bool(right(self, now, reason, switch_after_step))
+            return bool(right(job, now, reason, switch_after_step))
         finally:
-            self._ledger.opened = opened
+            job.ledger.opened = opened
 
     return regroup
 
 
 def always_well(right: Any) -> Any:
-    return lambda self, ok, reason: right(self, self._ledger.formed is not None, reason)
+    return lambda job, ok, reason: right(job, job.ledger.formed is not None, reason)
 
 
 def no_switch_overdue(right: Any) -> Any:
-    return lambda self: None
+    return lambda job: None
 
 
 def quiesced_when_one_has(right: Any) -> Any:
-    def all_quiesced(self: contacts.Contacts, known: ledger.Ledger) -> bool:
+    def all_quiesced(self: job.Members, known: ledger.Ledger) -> bool:
         living = [claim.candidate.node_id for claim in known.living_members()]
         return any(self.by_node[node_id].quiesced is not None for node_id in living)
 
@@ -237,7 +301,7 @@ def quiesced_when_one_has(right: Any) -> Any:
 
 
 def earliest_step(right: Any) -> Any:
-    def last_started_step(self: contacts.Contacts) -> int:
+    def last_started_step(self: job.Members) -> int:
         steps = [c.quiesced for c in self.by_node.values() if c.quiesced is not None]
         return max(0, min(steps, default=0) - 1)
 
@@ -249,81 +313,121 @@ def newcomers_may_begin_anew(right: Any) -> Any:
 
 
 def regroups_at_ticks(right: Any) -> Any:
-    def tick(self: job.Job, event: se.Tick, now: float) -> None:
-        right(self, event, now)
-        if self.phase is ledger.Phase.RUNNING and not self._ledger.finishing and now > 9.0:
-            self._regroup(now, "for no reason")
+    def tick(job: Job, event: se.Tick, now: float) -> None:
+        right(job, event, now)
+        if job.phase is ledger.Phase.RUNNING and not job.ledger.finishing and now > 9.0:
+            machine.regroup(job, now, "for no reason")
 
     return tick
 
 
 def speaks_after_the_end(right: Any) -> Any:
-    def left(self: job.Job, event: se.LeftCleanly, now: float) -> None:
-        right(self, event, now)
-        self._messages.append((event.session, sm.GroupBuilt(1)))
+    def left(job: Job, event: se.LeftCleanly, now: float) -> None:
+        right(job, event, now)
+        job.outbox.send(event.session, m.GroupBuilt(1))
 
     return left
 
 
 def every_goodbye_is_finished(right: Any) -> Any:
-    return lambda self, event, now: right(self, replace(event, finished=True), now)
+    return lambda job, event, now: right(job, event.replaced(finished=True), now)
 
 
 def leave_as_end(right: Any) -> Any:
-    return staticmethod(lambda reason: sm.Ended(True, reason))
+    return staticmethod(lambda reason: m.Ended(True, reason))
 
 
 # ---------------------------------------------------------------- codecs and workers
 
 
 def rank_off_by_one(right: Any) -> Any:
-    def encode(self: Any, message: sm.Message) -> bytes:
-        if isinstance(message, sm.Assignment) and message.rank > 0:
-            message = replace(message, rank=message.rank - 1)
-        return bytes(right(self, message))
+    def encode_parts(self: Any, message: m.SchedulerMessage, held: int = 0) -> Any:
+        if isinstance(message, m.Assignment) and message.rank > 0:
+            message = message.replaced(rank=message.rank - 1)
+        return right(self, message, held)
 
-    return encode
-
-
-def loses_held_generation(right: Any) -> Any:
-    def join(body: Any, session: int) -> Any:
-        request = right(body, session)
-        return replace(request, event=replace(request.event, candidate=replace(
-            request.event.candidate, incarnation=request.event.candidate.incarnation & 0xFF
-        )))  # fmt: skip
-
-    return join
+    return encode_parts
 
 
-def worker_publishes_once(right: Any) -> Any:
-    def mint_or_publish(self: membership.Membership, assignment: m.Assignment) -> None:
-        if self._minted is None:
-            right(self, assignment)
+def trusts_in_the_generation_before(right: Any) -> Any:
+    def encode_parts(self: Any, message: m.SchedulerMessage, held: int = 0) -> Any:
+        return right(self, message, message.generation - 1 if isinstance(message, m.Assignment) else 0)
 
-    return mint_or_publish
+    return encode_parts
 
 
-def worker_joins_as_new(right: Any) -> Any:
-    def on_stream_opened(self: membership.Membership, event: Any) -> None:
-        self.profile = self.profile.replaced(incarnation=self.profile.incarnation + 1)
-        right(self, event)
+def cuts_incarnations(right: Any) -> Any:
+    def decode(data: bytes) -> m.WorkerMessage:
+        message: m.WorkerMessage = right(data)
+        if isinstance(message, m.Join):
+            cut = message.profile.replaced(incarnation=message.profile.incarnation & 0xFF)
+            return message.replaced(profile=cut)
+        return message
 
-    return on_stream_opened
+    return decode
+
+
+def unsent(*kinds: type) -> Make:
+    """Workers keep these words to themselves."""
+
+    def make(right: Any) -> Any:
+        def send_up(self: network.Network, worker: Any, message: m.WorkerMessage) -> None:
+            if not isinstance(message, kinds):
+                right(self, worker, message)
+
+        return send_up
+
+    return make
+
+
+def publishes_once(right: Any) -> Any:
+    def send_up(self: network.Network, worker: Any, message: m.WorkerMessage) -> None:
+        if isinstance(message, m.PublishUniqueIds):
+            if getattr(worker, "published", 0) == message.generation:
+                return
+            worker.published = message.generation
+        right(self, worker, message)
+
+    return send_up
+
+
+def joins_as_another(right: Any) -> Any:
+    def send_up(self: network.Network, worker: Any, message: m.WorkerMessage) -> None:
+        if isinstance(message, m.Join):
+            worker.joins = getattr(worker, "joins", 0) + 1
+            other = message.profile.replaced(incarnation=message.profile.incarnation + worker.joins)
+            message = message.replaced(profile=other)
+        right(self, worker, message)
+
+    return send_up
+
+
+def gives_up_at_once(right: Any) -> Any:
+    """A broken collective ends the worker, whatever the scheduler would say."""
+    return lambda self, generation, rank, error: error
+
+
+def sees_later_ends_alone(right: Any) -> Any:
+
+    def over(self: client.Client, generation: int) -> Any:
+        return right(self, generation + 1)
+
+    return over
 
 
 def hangs_are_due(right: Any) -> Any:
-    def deal(self: probing.Probing, now: float, waiting: int) -> None:
-        right(self, now + 1000.0, waiting)
+    def deal(job: Job, now: float, waiting: int) -> None:
+        right(job, now + 1000.0, waiting)
 
     return deal
 
 
 def busy_unheard(right: Any) -> Any:
-    return lambda self, event, now: right(self, replace(event, busy=""), now)
+    return lambda job, event, now: right(job, event.replaced(busy=""), now)
 
 
 def proven_by_one_side(right: Any) -> Any:
-    return lambda self, current, session: session in current.answers
+    return lambda job, current, session: session in current.answers
 
 
 def everybody_broken_goes(right: Any) -> Any:
@@ -344,104 +448,119 @@ def smallest_stays(right: Any) -> Any:
 
 
 def all_save(right: Any) -> Any:
-    def tell(self: machine.Machine, node_id: str, message: sm.Message) -> None:
-        right(self, node_id, replace(message, save=True) if isinstance(message, sm.Suspended) else message)
+    def send(self: Job, node_id: str, message: m.SchedulerMessage) -> None:
+        right(self, node_id, message.replaced(save=True) if isinstance(message, m.Suspended) else message)
 
-    return tell
+    return send
 
 
 def none_saves(right: Any) -> Any:
-    def tell(self: machine.Machine, node_id: str, message: sm.Message) -> None:
-        right(self, node_id, replace(message, save=False) if isinstance(message, sm.Suspended) else message)
+    def send(self: Job, node_id: str, message: m.SchedulerMessage) -> None:
+        right(self, node_id, message.replaced(save=False) if isinstance(message, m.Suspended) else message)
 
-    return tell
+    return send
 
 
 MUTANTS: dict[str, Mutant] = {
-    "ranks by arrival": Mutant(ranks, "in_order", instead(by_arrival)),
-    "two members with rank 0": Mutant(ranks, "assign", two_with_rank_0),
-    "local ranks by host name": Mutant(ranks, "assign", local_ranks_by_host_name),
-    "retired incarnations forgotten": Mutant(ledger.Ledger, "retirement", instead(lambda *a: None)),
-    "replaced incarnations not retired": Mutant(ledger.Ledger, "_retire", instead(nothing)),
-    "node id taken while the holder lives": Mutant(admission, "_check_node", instead(nothing)),
-    "removals not recorded": Mutant(machine.Machine, "_commit", unrecorded(r.Removed)),
-    "group established not recorded": Mutant(machine.Machine, "_commit", unrecorded(r.GroupEstablished)),
-    "generations not recorded": Mutant(machine.Machine, "_commit", unrecorded(r.GenerationFormed)),
-    "leave planned beside the records": Mutant(job.Job, "_plan_leave", unapplied_unless_running),
-    "messages before records": Mutant(simulated, "SEND_FIRST", instead(True)),
-    "no grace after a restart": Mutant(job.Job, "recover", no_grace),
-    "assignment not told again": Mutant(reception.Reception, "_greet", greets_with_welcome_alone),
-    "stale generations count": Mutant(job.Job, "_member_behind", of_any_generation),
-    "ids and built outlive the generation": Mutant(machine.Machine, "apply", keeps_ids_and_built),
-    "ids go to everybody": Mutant(machine.Machine, "_tell_members", ids_to_everybody),
-    "generation number reused": Mutant(planning, "next_generation", same_number_again),
+    "ranks by arrival": Mutant(workers, "in_order", instead(by_arrival)),
+    "two members with rank 0": Mutant(workers, "assign", two_with_rank_0),
+    "local ranks by host name": Mutant(workers, "assign", local_ranks_by_host_name),
+    "retired incarnations forgotten": Mutant(ledger.Ledger, "retirement", instead(lambda *a: None), 136),
+    "replaced incarnations not retired": Mutant(ledger.Ledger, "retire", instead(nothing), 136),
+    "node id taken while the holder lives": Mutant(ledger, "check_node", instead(nothing), 188),
+    "removals not recorded": Mutant(Job, "commit", unrecorded(r.Removed)),
+    "group established not recorded": Mutant(Job, "commit", unrecorded(r.GroupEstablished)),
+    "generations not recorded": Mutant(Job, "commit", unrecorded(r.GenerationFormed)),
+    "leave planned beside the records": Mutant(machine, "plan_leave", unapplied_unless_running, 128),
+    "messages before records": Mutant(JobDriver, "persist", sends_first),
+    "a write that failed is passed over": Mutant(JobDriver, "persist", passes_failures_over),
+    "of several decisions one is written": Mutant(JobDriver, "persist", writes_one, 0),
+    "not looked before silence is judged": Mutant(
+        JobDriver, "look", instead(lambda self, now: (None, False))
+    ),
+    "no grace after a restart": Mutant(machine.Machine, "recover", no_grace),
+    "assignment not told again": Mutant(machine, "greet", greets_with_welcome_alone),
+    "stale generations count": Mutant(machine, "member_behind", of_any_generation, 762),
+    "ids and built outlive the generation": Mutant(Job, "apply", keeps_ids_and_built),
+    "ids go to everybody": Mutant(Job, "send_to_members", ids_to_everybody),
+    "generation number reused": Mutant(ledger.Ledger, "next_generation", same_number_again),
     "state from the youngest": Mutant(
-        planning,
+        ledger.Ledger,
         "next_generation",
         state_from(lambda formed: max(formed.newcomer_ranks, default=formed.state_source_rank)),
     ),
-    "state never handed on": Mutant(planning, "next_generation", state_from(lambda formed: -1)),
-    "newcomers trusted at once": Mutant(contacts.Contacts, "stateless", instead(lambda *a: iter(()))),
-    "a newcomer begins anew at the end": Mutant(planning, "choose", newcomers_may_begin_anew),
-    "leavers take the state with them": Mutant(planning, "leaving_holders", instead(lambda *a: [])),
+    "state never handed on": Mutant(ledger.Ledger, "next_generation", state_from(lambda formed: -1)),
+    "newcomers trusted at once": Mutant(job.Members, "stateless", instead(lambda *a: frozenset())),
+    "a newcomer begins anew at the end": Mutant(ledger.Ledger, "choose", newcomers_may_begin_anew),
+    "leavers take the state with them": Mutant(ledger.Ledger, "leaving_holders", instead(lambda *a: []), 346),
     "a leave does not wait for the hand-over": Mutant(
-        planning, "is_handing_over", instead(lambda *a: False)
-    ),
-    "worker_min ignored": Mutant(machine.Machine, "_regroup", ignores_worker_min),
-    "job always ends well": Mutant(machine.Machine, "_end", always_well),
-    "lost streams ignored": Mutant(job.Job, "_session_lost", instead(nothing)),
-    "its own absence unnoticed": Mutant(job.Job, "_stood_still", instead(nothing)),
-    "a pause costs the place": Mutant(job.Job, "_session_lost", pauses_cost_the_place),
-    "unread words count as silence": Mutant(job.Job, "_fell_behind", instead(nothing)),
-    "late turns count as silence": Mutant(contacts.Contacts, "excuse", only_long_absences_count),
-    "streams may not break while it is behind": Mutant(job.Job, "_fell_behind", forgives_silence_alone),
-    "late turns do not add up": Mutant(job.Job, "_stood_still", late_turns_do_not_add_up),
-    "silence ignored": Mutant(contacts.Contacts, "silent", instead(lambda *a: [])),
-    "switch at the earliest step": Mutant(contacts.Contacts, "last_started_step", earliest_step),
-    "quiesced when one has": Mutant(contacts.Contacts, "all_quiesced", quiesced_when_one_has),
-    "planned change never overdue": Mutant(machine.Machine, "_switch_due", no_switch_overdue),
+        ledger.Ledger, "is_handing_over", instead(lambda *a: False), 346),
+    "worker_min ignored": Mutant(machine, "regroup", ignores_worker_min),
+    "job always ends well": Mutant(machine, "end", always_well, 103),
+    "lost streams ignored": Mutant(machine, "session_lost", instead(nothing)),
+    "its own absence unnoticed": Mutant(machine, "stood_still", instead(nothing)),
+    "a pause costs the place": Mutant(machine, "session_lost", pauses_cost_the_place),
+    "the end of a host's stream costs the places": Mutant(machine, "session_lost", uplinks_cost_the_places),
+    "unread words count as silence": Mutant(machine, "fell_behind", instead(nothing), 79),
+    "late turns count as silence": Mutant(job.Members, "excuse", only_long_absences_count, 380),
+    "streams may not break while it is behind": Mutant(machine, "fell_behind", forgives_silence_alone, 860),
+    "late turns do not add up": Mutant(machine, "stood_still", late_turns_do_not_add_up, 1377),
+    "what is unread takes the time to build": Mutant(job.Deadlines, "excuse", instead(nothing), 60417),
+    "who is gone is still listened for": Mutant(job.Members, "forget", forgets_the_claim_alone),
+    "the order of words is not kept": Mutant(job.Members, "has_spoken", speaks_out_of_turn),
+    "a killed worker that was rarely heard is waited for": Mutant(
+        machine, "session_lost", ends_count_as_those_of_members, 630),
+    "members are heard once in a node timeout": Mutant(Job, "heartbeat_interval_s", once_in_a_node_timeout),
+    "silence ignored": Mutant(job.Members, "silent", instead(lambda *a: [])),
+    "switch at the earliest step": Mutant(job.Members, "last_started_step", earliest_step),
+    "quiesced when one has": Mutant(job.Members, "all_quiesced", quiesced_when_one_has),
+    "planned change never overdue": Mutant(machine, "switch_due", no_switch_overdue, 2915),
     "busy members end the job": Mutant(machine, "absent", instead(lambda *a: [])),
-    "suspicions ignored": Mutant(job.Job, "_peer_suspected", instead(nothing)),
-    "regroups for no reason": Mutant(job.Job, "_tick", regroups_at_ticks),
-    "time-outs ignored": Mutant(machine.Machine, "_timed_out", instead(lambda *a: False)),
-    "a message after the last one": Mutant(job.Job, "_left", speaks_after_the_end),
-    "every goodbye counts as finished": Mutant(job.Job, "_left", every_goodbye_is_finished),
-    "a leave told as the job's end": Mutant(machine.Machine, "_farewell", leave_as_end),
-    "held-back joins forgotten": Mutant(reception.Reception, "_retry_held_back", instead(nothing)),
+    "suspicions ignored": Mutant(machine, "peer_suspected", instead(nothing)),
+    "regroups for no reason": Mutant(machine, "tick", regroups_at_ticks),
+    "time-outs ignored": Mutant(machine, "timed_out", instead(lambda *a: False)),
+    "a message after the last one": Mutant(machine, "left", speaks_after_the_end),
+    "every goodbye counts as finished": Mutant(machine, "left", every_goodbye_is_finished, seed=878),
+    "a leave told as the job's end": Mutant(Job, "farewell", leave_as_end),
+    "held-back joins forgotten": Mutant(machine, "held_back", instead(forgets_held_back)),
     "rank off by one on the wire": Mutant(
-        scheduler_encode.AssignmentEncoder, "encode", rank_off_by_one
+        codec.AssignmentEncoder, "encode_parts", rank_off_by_one
     ),
-    "incarnation cut on the wire": Mutant(scheduler_decode, "_join", loses_held_generation),
-    "worker publishes the ids only once": Mutant(
-        membership.Membership, "_mint_or_publish", worker_publishes_once
+    "deltas for who does not hold the base": Mutant(
+        codec.AssignmentEncoder, "encode_parts", trusts_in_the_generation_before
     ),
-    "cuts ignored": Mutant(probing.Probing, "_expel_unreachable", instead(lambda *a: False)),
-    "all that are in a broken pair go": Mutant(reachability, "_best", everybody_broken_goes),
-    "one direction is not enough": Mutant(reachability, "leaving", both_must_accuse),
-    "the smallest set stays": Mutant(reachability, "_worth", smallest_stays),
+    "incarnation cut on the wire": Mutant(codec, "decode_worker_message", cuts_incarnations),
+    "worker publishes the ids only once": Mutant(network.Network, "send_up", publishes_once),
+    "a broken collective is nobody's but its own": Mutant(client.Client, "verdict", gives_up_at_once),
+    "hanging collectives are not aborted": Mutant(client.LiveCommunicators, "abort", instead(nothing)),
+    "the end of a generation is not seen": Mutant(client.Client, "over", sees_later_ends_alone),
+    "cuts ignored": Mutant(probing, "expel_unreachable", instead(lambda *a: False)),
+    "all that are in a broken pair go": Mutant(probing, "best", everybody_broken_goes),
+    "one direction is not enough": Mutant(probing, "leaving", both_must_accuse),
+    "the smallest set stays": Mutant(probing, "worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(
-        probing.Probing, "_may_expel", instead(lambda *a: True)
+        probing, "may_expel", instead(lambda *a: True)
     ),
-    "expelled and taken in at once": Mutant(probing.Probing, "_is_barred", instead(lambda *a: False)),
-    "taken in without a probe of the members": Mutant(probing.Probing, "_is_proven", proven_by_one_side),
-    "who stands still counts as cut off": Mutant(probing, "TOGETHER_S", instead(1e9)),
-    "busy ranks hang": Mutant(job.Job, "_probed", busy_unheard),
-    "hanging ranks go at once": Mutant(probing.Probing, "_deal_with_hangs", hangs_are_due),
-    "hanging ranks never go": Mutant(probing.Probing, "_deal_with_hangs", instead(nothing)),
-    "lateness untold": Mutant(membership.Membership, "_on_peers_late", instead(nothing)),
-    "probes unanswered": Mutant(membership.Membership, "_on_probes_done", instead(nothing)),
-    "all save at a suspension": Mutant(machine.Machine, "_tell", all_save),
-    "none saves at a suspension": Mutant(machine.Machine, "_tell", none_saves),
-    "worker comes back as another": Mutant(membership.Membership, "_on_stream_opened", worker_joins_as_new),
+    "expelled and taken in at once": Mutant(job.Rounds, "bars", instead(lambda *a: False)),
+    "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
+    "who stands still counts as cut off": Mutant(job, "TOGETHER_S", instead(1e9), 3761),
+    "busy ranks hang": Mutant(machine, "probed", busy_unheard),
+    "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due),
+    "hanging ranks never go": Mutant(probing, "deal_with_hangs", instead(nothing)),
+    "lateness untold": Mutant(network.Network, "send_up", unsent(m.Late)),
+    "probes unanswered": Mutant(network.Network, "send_up", unsent(m.Probed)),
+    "all save at a suspension": Mutant(Job, "send", all_save),
+    "none saves at a suspension": Mutant(Job, "send", none_saves),
+    "worker comes back as another": Mutant(network.Network, "send_up", joins_as_another),
 }  # fmt: skip
 
 
-def hunt(name: str, limit: int) -> tuple[int, str]:
+def hunt(mutant: Mutant, limit: int, run: Callable[[int], str] = play) -> tuple[int, str]:
     """The first seed that catches the mutant, and what it broke; -1 if none below ``limit`` does."""
-    with MUTANTS[name].planted():
-        for seed in range(limit):
+    with mutant.planted():
+        for seed in (mutant.seed, *range(limit)):
             try:
-                told = play(seed)
+                told = run(seed)
             except Exception as error:  # a machine that breaks down is caught as well
                 told = f"{type(error).__name__}: {error}"
             if told:

@@ -5,34 +5,70 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from muster.rendezvous import codec
+from muster.rendezvous import messages as m
+from muster.rendezvous import messages as sm
+from muster.scheduler.access import Caller
 from muster.scheduler.core import events as se
-from muster.scheduler.core import messages as sm
-from muster.scheduler.wire import AssignmentEncoder, JoinRequest, decode_worker_message
+from muster.scheduler.errors import SchedulerError
 from muster.worker.control import events as e
-from muster.worker.control import messages as m
-from muster.worker.control.wire import decode, encode
-from tests.scheduler.core.transcript import show_message
+from tests.scheduler.core.transcript import show_message, words
 
 if TYPE_CHECKING:
+    from tests.simulation.scheduler import Scheduler
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
 
 CONNECT_TIMEOUT_S = 2.0
+HUNG_S = 1.5
+"""After so long without a sign of life of its uplink a worker connects directly."""
 
 
 class Stream:
-    """One stream. Each side learns of its end by itself."""
+    """One stream. Each side learns of its end by itself. The scheduler's driver knows it as its session."""
 
-    def __init__(self, session: int, worker: Worker, number: int) -> None:
-        self.session = session
+    def __init__(
+        self, network: Network, session: int, worker: Worker, number: int, scheduler: Scheduler
+    ) -> None:
+        self.network = network
+        self.scheduler = scheduler
+        self.session = self.id = session
+        self.caller = Caller(f"10.0.0.1:{session}")
+        self.generation = 0
+        self.rank = -1
+        self.takes_deltas = True
+        self.held = 0
+        self.last: m.Assignment | None = None
         self.worker = worker
         self.number = number
         self.server_open = True
         self.worker_open = True
         self.up_at = 0.0
         self.down_at = 0.0
-        self.unread = 0
+        self.held_up: list[bytes] = []
+        self.held_down: list[m.SchedulerMessage] = []
+        self.end_unread = False
+        self.stuck_until = 0.0
+        self.may_return = False
+
+    @property
+    def unread(self) -> int:
+        """How much of it has arrived at the scheduler's machine and was not read."""
+        deaf = self.network.world.loop.now < self.scheduler.deaf_until
+        return self.end_unread + (len(self.held_up) if deaf and not self.worker.is_cut() else 0)
+
+    def send(self, *parts: bytes, of_generation: bool = False, assigns: int = 0) -> None:
+        """The driver sends a message, in pieces."""
+        if self.server_open and self.scheduler.sending():
+            self.held = assigns or self.held
+            self.network.send_down(self, b"".join(parts))
+
+    def close(self, error: SchedulerError | None = None) -> None:
+        """The driver has nothing more to say."""
+        if self.server_open and self.scheduler.up:
+            self.scheduler.streams.pop(self.session, None)
+            self.network.closed_by_scheduler(self, "it closed the stream")
 
 
 class Network:
@@ -41,7 +77,6 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.sessions = 0
-        self.encoder = AssignmentEncoder()
 
     def delay(self) -> float:
         rng = self.world.rng
@@ -70,7 +105,7 @@ class Network:
             self.world.loop.after(pause, worker.post, e.StreamLost(number, "no answer"))
             return
         self.sessions += 1
-        stream = Stream(self.sessions, worker, number)
+        stream = Stream(self, self.sessions, worker, number, self.world.scheduler)
         self.world.scheduler.streams[stream.session] = stream
         worker.stream = stream
         worker.post(e.StreamOpened(number))
@@ -88,6 +123,21 @@ class Network:
         if worker_too:
             self.world.loop.after(self.delay(), self._worker_sees_end, stream, detail)
 
+    def uplink_dies(self, stream: Stream) -> None:
+        """The worker's uplink is killed, which says nothing of the worker."""
+        stream.may_return = True
+        self.break_up(stream, "its host's stream ended")
+
+    def uplink_stands_still(self, stream: Stream, until: float) -> None:
+        """The worker soon goes on by another stream; what it has sent on this comes late, as its end does."""
+        loop = self.world.loop
+        stream.stuck_until, stream.may_return = until, True
+        if until < loop.now + HUNG_S:
+            return
+        loop.at(loop.now + HUNG_S, self._worker_sees_end, stream, "no sign of life")
+        stream.up_at = max(stream.up_at, until)
+        self._after_up(stream, self._server_sees_end, stream, "its host's stream ended")
+
     def closed_by_scheduler(self, stream: Stream, detail: str) -> None:
         """The scheduler closes a stream (after a final message), or is gone."""
         stream.server_open = False
@@ -95,21 +145,21 @@ class Network:
         self.world.loop.at(when, self._worker_sees_end, stream, detail)
 
     def _server_sees_end(self, stream: Stream, detail: str) -> None:
-        if self.world.loop.now < self.world.scheduler.paused_until:
-            self.world.loop.at(self.world.scheduler.paused_until, self._server_sees_end, stream, detail)
+        if self.world.loop.now < stream.scheduler.paused_until:
+            self.world.loop.at(stream.scheduler.paused_until, self._server_sees_end, stream, detail)
             return
-        if self.world.loop.now < self.world.scheduler.deaf_until:
-            stream.unread += 1
-            self.world.loop.at(self.world.scheduler.deaf_until, self._server_reads_end, stream, detail)
+        if self.world.loop.now < stream.scheduler.deaf_until:
+            stream.end_unread = True
+            self.world.loop.at(stream.scheduler.deaf_until, self._server_reads_end, stream, detail)
             return
         if stream.worker.is_cut():
             return  # silence tells
         if stream.server_open:
             stream.server_open = False
-            self.world.scheduler.lost(stream, detail)
+            stream.scheduler.lost(stream, detail, may_return=stream.may_return)
 
     def _server_reads_end(self, stream: Stream, detail: str) -> None:
-        stream.unread -= 1
+        stream.end_unread = False
         self._server_sees_end(stream, detail)
 
     def _worker_sees_end(self, stream: Stream, detail: str) -> None:
@@ -119,11 +169,11 @@ class Network:
 
     # ------------------------------------------------------------ messages
 
-    def send_up(self, worker: Worker, message: m.Outgoing) -> None:
+    def send_up(self, worker: Worker, message: m.WorkerMessage) -> None:
         stream = worker.stream
         if stream is None or not stream.worker_open:
             return
-        data = encode(message)
+        data = codec.encode(message)
         times = 2 if self.world.rng.random() < self.world.scenario.repeat else 1
         for _ in range(times):
             self._after_up(stream, self._deliver_up, stream, data)
@@ -133,45 +183,57 @@ class Network:
         self.world.loop.at(stream.up_at, action, *arguments)
 
     def _deliver_up(self, stream: Stream, data: bytes) -> None:
-        worker = stream.worker
-        if worker.is_cut():
-            self.world.loop.at(worker.cut_until, self._deliver_up, stream, data)
-            return
-        if not stream.server_open or not self.world.scheduler.up:
-            return
-        if self.world.loop.now < self.world.scheduler.paused_until:
-            self.world.loop.at(self.world.scheduler.paused_until, self._deliver_up, stream, data)
-            return
-        if self.world.loop.now < self.world.scheduler.deaf_until:
-            stream.unread += 1
-            self.world.loop.at(self.world.scheduler.deaf_until, self._read_up, stream, data)
-            return
-        decoded = decode_worker_message(data, stream.session)
-        event = decoded.event if isinstance(decoded, JoinRequest) else decoded
-        if isinstance(event, se.Joined):
-            self.world.judge.identify(stream.session, event.candidate)
-        self.world.scheduler.feed(event)
+        stream.held_up.append(data)
+        if len(stream.held_up) == 1:
+            self._release_up(stream)
 
-    def _read_up(self, stream: Stream, data: bytes) -> None:
-        stream.unread -= 1
-        self._deliver_up(stream, data)
+    def _release_up(self, stream: Stream) -> None:
+        """Delivers what was held, in order, until something holds it again."""
+        while stream.held_up:
+            until = self._holds_up_until(stream)
+            if self.world.loop.now < until:
+                self.world.loop.at(until, self._release_up, stream)
+                return
+            event = se.event_of(stream.session, codec.decode_worker_message(stream.held_up.pop(0)))
+            if not stream.server_open or not stream.scheduler.up:
+                continue
+            if isinstance(event, se.Joined):
+                self.world.judge.identify(stream.session, event.candidate)
+            stream.scheduler.feed(event)
 
-    def send_down(self, stream: Stream, message: sm.Message) -> None:
-        data = self.encoder.encode(message)
+    def _holds_up_until(self, stream: Stream) -> float:
+        if stream.worker.is_cut():
+            return stream.worker.cut_until
+        if not stream.server_open or not stream.scheduler.up:
+            return 0.0
+        return max(stream.scheduler.paused_until, stream.scheduler.deaf_until, stream.stuck_until)
+
+    def send_down(self, stream: Stream, data: bytes) -> None:
+        message = codec.decode_scheduler_message(data, stream.last)
+        stream.last = message if isinstance(message, m.Assignment) else stream.last
+        self.world.judge.sending(stream.session, message)
         final = isinstance(message, sm.Refused | sm.Ended)
         times = 2 if not final and self.world.rng.random() < self.world.scenario.repeat else 1
         for _ in range(times):
             stream.down_at = max(self.world.loop.now + self.delay(), stream.down_at)
-            self.world.loop.at(stream.down_at, self._deliver_down, stream, data)
+            self.world.loop.at(stream.down_at, self._deliver_down, stream, message)
         if self.world.trace is not None:
-            self.world.note(f"scheduler -> {stream.worker} {show_message(message)}")
-        if final:
-            self.world.scheduler.streams.pop(stream.session, None)
-            self.closed_by_scheduler(stream, "it closed the stream")
+            self.world.note(f"scheduler -> {stream.worker} {show_message(message)} {words(message)}")
 
-    def _deliver_down(self, stream: Stream, data: bytes) -> None:
+    def _deliver_down(self, stream: Stream, message: sm.SchedulerMessage) -> None:
+        stream.held_down.append(message)
+        if len(stream.held_down) == 1:
+            self._release_down(stream)
+
+    def _release_down(self, stream: Stream) -> None:
         worker = stream.worker
-        if worker.is_cut():
-            self.world.loop.at(worker.cut_until, self._deliver_down, stream, data)
-        elif stream.worker_open and worker.alive:
-            worker.post(e.Received(stream.number, decode(data)))
+        while stream.held_down:
+            if worker.is_cut():
+                self.world.loop.at(worker.cut_until, self._release_down, stream)
+                return
+            if self.world.loop.now < stream.stuck_until:
+                self.world.loop.at(stream.stuck_until, self._release_down, stream)
+                return
+            message = stream.held_down.pop(0)
+            if stream.worker_open and worker.alive:
+                worker.post(e.Received(stream.number, message))

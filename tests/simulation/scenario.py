@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from muster.scheduler.core.messages import Settings
+from muster.scheduler.core.events import Settings
 
 NODE_TIMEOUT_S = 6.0
 HEARTBEAT_S = 1.0
+HEARTBEATS_PER_S = 3.5
+"""Four members and more are heard less often than once in HEARTBEAT_S."""
+WAITING_HEARTBEAT_S = NODE_TIMEOUT_S / 3
+"""So often a worker without a place is heard."""
 PAUSE_S = 4.0
 """A pause so long is shorter than MS_NODE_TIMEOUT, to which the scheduler adds 1.5 heartbeats."""
 TOPO_TIMEOUT_S = 30.0
@@ -67,6 +71,7 @@ class Scenario:
             topo_timeout_s=TOPO_TIMEOUT_S,
             node_timeout_s=NODE_TIMEOUT_S,
             heartbeat_interval_s=HEARTBEAT_S,
+            heartbeats_per_s=HEARTBEATS_PER_S,
             waiting_report_interval_s=10.0,
             stall_timeout_s=10.0,
             hang_timeout_s=HANG_TIMEOUT_S,

@@ -1,19 +1,27 @@
-"""The scheduler of the simulation: the real job, a disk, and crashes at every commit."""
+"""The scheduler of the simulation: the real machine and its real driver, a disk that fails, and death."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from muster.rendezvous import codec
+from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as m
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import Job
+from muster.scheduler.core.job import JobView
+from muster.scheduler.core.machine import Machine
 from muster.scheduler.core.records import decode_record, encode_record
+from muster.scheduler.errors import JournalUnavailableError, SchedulerError
+from muster.scheduler.jobs.adoption import AdoptingJob
+from muster.scheduler.jobs.driver import JobDriver
 from tests.scheduler.core.transcript import show_record
+from tests.simulation.loop import Process
 from tests.simulation.network import Stream
-from tests.simulation.scenario import NODE_TIMEOUT_S
+from tests.simulation.scenario import HEARTBEAT_S, NODE_TIMEOUT_S, WAITING_HEARTBEAT_S
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -24,127 +32,211 @@ BROKEN_AFTER_S = 4.0
 DROWNED_PING_S = 2 * NODE_TIMEOUT_S
 """So long a worker waits for the answer to its ping."""
 
+LOOKS_AGAIN_S = NODE_TIMEOUT_S + 1.5 * (WAITING_HEARTBEAT_S - HEARTBEAT_S) + 1.5 * HEARTBEAT_S
+"""Of one that was behind it is known at the latest then whether it still is: so long workers without a place
+may be silent."""
+
 LATE_TURN_S = 1.0
-"""How late each turn of the event loop is in a flood; alone it is too short to break a stream."""
+"""How long each turn of the event loop takes in a flood; alone it is too short to break a stream."""
 
-SEND_FIRST = False
-"""A mutant sets this: messages leave before the records are on disk."""
+FAILED_AND_WRITTEN = "the disk says no, and has it"
+
+SPINS = 20
+"""So many Ticks at one and the same time are too many."""
 
 
-class Scheduler:
-    """Carries out what the job decides, as the driver does: records first, then messages, in order."""
+class Watched:
+    """The machine as its driver sees it; the judge looks on."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.job = Job("job", world.scenario.settings)
-        self.disk: list[r.Record] = []
-        self.streams: dict[int, Stream] = {}
-        self.up = True
-        self.up_since = 0.0
-        self.crashes_left = 3
-        self.paused_until = 0.0
-        self.deaf_until = 0.0
-        self.is_late = False
-        self.forgave_at = 0.0
-        self.quiet = False
-        self._epoch = 0
-        self._ticks = 0
-        self._armed: float | None = None
+    def __init__(self, scheduler: Scheduler, job: AdoptingJob) -> None:
+        self.scheduler = scheduler
+        self.world = scheduler.world
+        self.job = job
+        self.stepped: list[tuple[e.Event, Decision]] = []
+        self.over: set[int] = set()
+        self._ticks = (0.0, 0)
 
-    # ------------------------------------------------------------ events
+    @property
+    def machine(self) -> Machine:
+        return self.job.machine
 
-    def feed(self, event: e.Event) -> None:
-        """One event, all the way."""
+    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         world = self.world
-        if world.loop.now < self.paused_until:
-            world.loop.at(self.paused_until, self._feed_late, self._epoch, event)
-            return
         world.judge.arriving(event)
-        decision = self.job.step(event, world.loop.now)
+        if isinstance(event, e.FellBehind):
+            self.scheduler.forgave_at = now
+        settings = world.scenario.settings
+        breaking_s = settings.breaking_pause_s or settings.node_timeout_s / 3
+        if isinstance(event, e.StoodStill) and event.seconds >= breaking_s:
+            self.scheduler.excused_at = now
+        if isinstance(event, e.Tick):
+            at, times = self._ticks
+            self._ticks = (now, times + 1 if at == now else 1)
+            if self._ticks[1] > SPINS:
+                world.judge.fault("the deadline stays in the past: the scheduler would spin")
+        decision = self.job.step(event, now, more=more)
         if world.trace is not None and (type(event) is not e.Heard or decision.reason):
             world.note(f"scheduler <- {_show_event(event)}")
             for record in decision.records:
                 world.note(f"           * {show_record(record)}")
             if decision.reason:
                 world.note(f"           = {decision.reason}")
-        crash = self._crash_point(decision)
-        if SEND_FIRST:
-            self._send(decision.messages)
+        for session, message in decision.messages:
+            final = isinstance(message, m.Refused | m.Ended)  # two goodbyes at once have two answers
+            world.judge.expect(final or session not in self.over, f"a message follows the last on {session}")
+            if final:
+                self.over.add(session)
+        self.stepped.append((event, decision))
+        return decision
+
+    def deadline(self) -> float | None:
+        """The driver asks for it when all is carried out."""
+        stepped, self.stepped = self.stepped, []
+        if self.scheduler.up:
+            if self.machine.outcome is None:
+                self.world.judge.check_indexes(self.machine.job)
+            for event, decision in stepped:
+                self.world.judge.stepped(event, decision, alone=len(stepped) == 1)
+        return self.job.deadline()
+
+    def overdue(self, now: float) -> Sequence[e.SessionId]:
+        return self.job.overdue(now)
+
+    def view(self, now: float) -> JobView:
+        return self.job.view(now)
+
+
+class Scheduler:
+    """A process with the driver of one job, and what survives it: the disk."""
+
+    watched = Watched
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.disk: list[r.Record] = []
+        self.streams: dict[int, Stream] = {}
+        self.up = False
+        self.up_since = 0.0
+        self.excused_at = 0.0
+        self.crashes_left = 3
+        self.paused_until = 0.0
+        self.deaf_until = 0.0
+        self.is_late = False
+        self.forgave_at = 0.0
+        self.quiet = False
+        self.full_until = 0.0
+        self.next_write = ""
+        self._dies_after: int | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # of the dead as well: what is left of them stays quiet
+
+    def start(self) -> None:
+        """Comes up for the first time."""
+        self._begin(())
+
+    def _begin(self, records: Sequence[r.Record]) -> None:
+        self.process = Process(self.world.loop)
+        self._drive(records)
+
+    def _drive(self, records: Sequence[r.Record]) -> None:
+        """Starts the driver of a job with these records, in this process."""
+        job = AdoptingJob("job", self.world.scenario.settings, records, self.world.loop.now, adopt=False)
+        self.job = self.watched(self, job)
+        self.driver = JobDriver(
+            "job",
+            self.job,
+            self.process,
+            self._write,
+            lambda note: None,
+            unread=self._unread,
+            encoder=codec.AssignmentEncoder(delta_from=1),
+        )
+        self.up = True
+        self.writing = False
+        self._dies_after = None
+        task = asyncio.Task(self.driver.run(), loop=self.process.asyncio)
+        self._tasks.append(task)
+        task.add_done_callback(self._stopped)
+
+    # ------------------------------------------------------------ events
+
+    def feed(self, event: e.Event) -> None:
+        """An event arrives."""
+        if isinstance(event, e.Joined) and event.session in self.streams:
+            self.driver.sessions[event.session] = self.streams[event.session]  # type: ignore[assignment]
+        asyncio._set_running_loop(self.process.asyncio)
+        try:
+            self.driver.post(event)
+        finally:
+            asyncio._set_running_loop(None)
+
+    def lost(self, stream: Stream, detail: str, *, may_return: bool = False) -> None:
+        """The end of a stream has come through."""
+        known = self.up and self.streams.pop(stream.session, None) is not None
+        if known and stream.session in self.driver.sessions:
+            self.feed(e.SessionLost(stream.session, detail, may_return))
+
+    def sending(self) -> bool:
+        """Whether the process lives to send one more message."""
+        if self._dies_after is not None:
+            self._dies_after -= 1
+            if self._dies_after < 0:
+                self.crash("between two messages")
+        return self.up
+
+    # ------------------------------------------------------------ the disk
+
+    async def _write(self, records: Sequence[r.Record]) -> None:
+        world, process = self.world, self.process
+        if not records:  # one scheduler need not make sure that it leads
+            return
+        crash = self._crash_point()
+        self.writing = True
         if crash == "before the commit":
             self.crash(crash)
+        await asyncio.sleep(world.network.delay())
+        if not process.alive:
             return
-        if decision.records:
-            self.disk += decision.records
-            world.judge.committed(decision.records)
-        if crash != "after the commit" and not SEND_FIRST:
-            self._send(decision.messages if not crash else decision.messages[: len(decision.messages) // 2])
-        world.judge.stepped(event, decision, self.job)
-        if crash:
+        failure, self.next_write = self.next_write, ""
+        if world.loop.now < self.full_until:
+            failure = "the disk is full"
+        if not failure or failure == FAILED_AND_WRITTEN:
+            self.disk += records
+            world.judge.committed(tuple(records))
+        if failure:
+            raise JournalUnavailableError(failure)
+        self.writing = False
+        if crash == "after the commit":
             self.crash(crash)
-        else:
-            self.arm()
+        elif crash:
+            self._dies_after = world.rng.randint(1, 4)
 
-    def _feed_late(self, epoch: int, event: e.Event) -> None:
-        if self.up and epoch == self._epoch:
-            self.feed(event)
-
-    def _crash_point(self, decision: Decision) -> str:
+    def _crash_point(self) -> str:
         rng = self.world.rng
-        if not decision.records or self.crashes_left <= 0 or self.quiet:
-            return ""
-        if rng.random() >= self.world.scenario.commit_crash:
+        if self.crashes_left <= 0 or self.quiet or rng.random() >= self.world.scenario.commit_crash:
             return ""
         return rng.choice(("before the commit", "after the commit", "between two messages"))
 
-    def _send(self, messages: tuple[tuple[int, m.Message], ...]) -> None:
-        for session, message in messages:
-            self.world.judge.sending(session, message)
-            stream = self.streams.get(session)
-            if stream is not None and stream.server_open:
-                self.world.network.send_down(stream, message)
+    def fill_disk(self, seconds: float) -> None:
+        """Nothing can be written for so long."""
+        self.full_until = max(self.full_until, self.world.loop.now + seconds)
+        self.world.judge.disturbed(self.full_until)
 
-    def lost(self, stream: Stream, detail: str) -> None:
-        """The end of a stream has come through."""
-        if self.up and self.streams.pop(stream.session, None) is not None:
-            self.feed(e.SessionLost(stream.session, detail))
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """The driver has ended: without a journal the process goes; a fault of its own is one of ours."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, SchedulerError):
+            self._die(f"because {error}", check=False)
+        elif error is not None:
+            self.process.error = error
 
     # ------------------------------------------------------------ time
 
-    def arm(self) -> None:
-        """Plans the next Tick, if the deadline is not covered by one that is planned."""
-        due = self.job.deadline()
-        if due is not None and (self._armed is None or due < self._armed):
-            self._armed = due
-            self.world.loop.at(due, self._tick, self._epoch, due)
-
-    def _tick(self, epoch: int, due: float) -> None:
-        if not self.up or epoch != self._epoch or self._armed != due:
-            return
-        now = self.world.loop.now
-        if now < self.paused_until:  # among what came meanwhile, at any place
-            when = self.paused_until + self.world.rng.random() * 0.01
-            self.world.loop.at(when, self._tick, epoch, due)
-            return
-        self._armed = None
-        deadline = self.job.deadline()
-        if deadline is None or deadline > now:
-            self.arm()
-            return
-        unread = tuple(session for session in self.job.overdue(now) if self._is_unread(session))
-        if unread:
-            self.forgave_at = now
-            self.feed(e.FellBehind(unread))
-        self.feed(e.Tick())
-        after = self.job.deadline() if self.up else None
-        self._ticks = self._ticks + 1 if after is not None and after <= now else 0
-        if self._ticks > 5:
-            self.world.judge.fault("the deadline stays in the past: the scheduler would spin")
-
-    def _is_unread(self, session: int) -> bool:
-        stream = self.streams.get(session)
-        return stream is not None and stream.unread > 0 and not self.is_late
-
-    # ------------------------------------------------------------ death
+    def _unread(self, addresses: Collection[str]) -> Collection[str]:
+        """What the kernel says; where turns are late the words have been read from it."""
+        if self.is_late and self.world.loop.now < self.deaf_until:
+            return []
+        by_address = {stream.caller.address: stream for stream in self.streams.values()}
+        return [each for each in addresses if each in by_address and by_address[each].unread]
 
     def pause(self, seconds: float) -> None:
         """It stands still: what comes waits, and workers give their streams up after a while."""
@@ -152,10 +244,9 @@ class Scheduler:
         now = world.loop.now
         if now < self.paused_until:
             return
-        self.paused_until = now + seconds
+        self.paused_until = self.process.stopped_until = now + seconds
         self.up_since = max(self.up_since, self.paused_until)
         world.judge.disturbed(self.paused_until)
-        world.loop.at(self.paused_until, self._feed_late, self._epoch, e.StoodStill(seconds))
         for stream in self.streams.values():
             if seconds > BROKEN_AFTER_S and world.rng.random() < 0.7:
                 when = now + world.rng.uniform(BROKEN_AFTER_S, seconds)
@@ -172,48 +263,53 @@ class Scheduler:
         self.up_since = max(self.up_since, self.deaf_until)
         world.judge.disturbed(self.deaf_until)
         if late:
-            world.loop.after(LATE_TURN_S, self._turn_late, self._epoch)
+            self._turn_late(self.process)
         for stream in self.streams.values():
             if seconds > DROWNED_PING_S and world.rng.random() < 0.7:
                 when = now + world.rng.uniform(DROWNED_PING_S, seconds)
                 world.loop.at(when, world.network.break_up, stream, "ping timeout")
 
-    def _turn_late(self, epoch: int) -> None:
-        if self.up and epoch == self._epoch and self.world.loop.now < self.deaf_until:
-            self.feed(e.StoodStill(LATE_TURN_S))
-            self.world.loop.after(LATE_TURN_S, self._turn_late, epoch)
+    def _turn_late(self, process: Process) -> None:
+        """One turn of the loop: whatever is due comes at its end."""
+        now = self.world.loop.now
+        if process.alive and now < self.deaf_until:
+            process.stopped_until = max(process.stopped_until, now + LATE_TURN_S)
+            self.world.loop.at(process.stopped_until + 0.001, self._turn_late, process)
 
     def forgives(self) -> bool:
         """Whether a stream that ends now may have broken while the scheduler stood still, or was behind."""
-        since = max(self.paused_until, self.deaf_until, self.forgave_at)
-        return since > 0.0 and self.world.loop.now <= since + NODE_TIMEOUT_S
+        since, now = max(self.paused_until, self.deaf_until, self.excused_at), self.world.loop.now
+        was_behind = self.forgave_at > 0.0 and now <= self.forgave_at + LOOKS_AGAIN_S
+        return was_behind or (since > 0.0 and now <= since + NODE_TIMEOUT_S)
+
+    # ------------------------------------------------------------ death
 
     def crash(self, when: str) -> None:
         """SIGKILL: memory and streams are gone, the disk stays."""
+        self.crashes_left -= 1
+        self._die(when, check=not self.writing and not self.job.stepped)
+
+    def _die(self, why: str, *, check: bool) -> None:
         if not self.up:
             return
         world = self.world
-        self.crashes_left -= 1
-        world.note(f"!! scheduler dies {when}")
-        if when != "before the commit":
-            world.judge.check_recovery(self.job, self._records())
-        self.up = False
-        self._epoch += 1
-        self._armed = None
-        self.paused_until = self.deaf_until = self.forgave_at = 0.0
+        world.note(f"!! scheduler dies {why}")
+        if check:
+            world.judge.check_recovery(self.job.machine, self._records())
+        self.up = self.process.alive = False
+        self.paused_until = self.deaf_until = self.forgave_at = self.excused_at = 0.0
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             world.network.closed_by_scheduler(stream, "connection reset")
+        world.judge.disturbed()
         world.loop.after(world.rng.choice((0.05, 0.5, 2.0)), self.restart)
 
     def restart(self) -> None:
         """Comes up again on the same disk."""
         world = self.world
         world.note("!! scheduler starts again")
-        self.job = Job.recover("job", world.scenario.settings, self._records(), world.loop.now)
-        self.up = True
         self.up_since = world.loop.now
-        self.arm()
+        self._begin(self._records())
 
     def _records(self) -> list[r.Record]:
         """What the disk holds, through the journal's codec."""
@@ -223,11 +319,10 @@ class Scheduler:
 
 
 def _show_event(event: e.Event) -> str:
-    text = repr(event)
     if isinstance(event, e.Joined):
         candidate = event.candidate
         return (
             f"Joined({event.session}, {candidate.node_id}#{candidate.incarnation}, "
             f"held {event.held_generation}/{event.held_rank}, built={event.built}, step={event.step})"
         )
-    return text
+    return repr(event)

@@ -16,25 +16,29 @@ QUICKLY_CAUGHT = (
     "node id taken while the holder lives",
     "removals not recorded",
     "messages before records",
+    "a write that failed is passed over",
+    "of several decisions one is written",
     "no grace after a restart",
     "assignment not told again",
     "ids go to everybody",
     "generation number reused",
     "state from the youngest",
-    "leavers take the state with them",
     "a leave does not wait for the hand-over",
     "worker_min ignored",
     "job always ends well",
     "lost streams ignored",
-    "its own absence unnoticed",
     "a pause costs the place",
+    "the end of a host's stream costs the places",
+    "deltas for who does not hold the base",
     "unread words count as silence",
-    "late turns count as silence",
     "silence ignored",
     "suspicions ignored",
     "a message after the last one",
     "every goodbye counts as finished",
     "a leave told as the job's end",
+    "a broken collective is nobody's but its own",
+    "hanging collectives are not aborted",
+    "the end of a generation is not seen",
     "cuts ignored",
     "worker_min does not hold expulsions back",
     "expelled and taken in at once",
@@ -61,41 +65,29 @@ def test_a_seed_decides_everything() -> None:
     assert len(one) > 50
 
 
-def test_the_slice_plays_every_kind_of_scenario_and_many_faults() -> None:
+FAULTS = {
+    *("kill", "stop", "freeze", "flood", "pause", "cut", "blip", "drain", "request_leave", "twin", "extra"),
+    *("scheduler", "cut_pair", "flap", "hang", "full_disk", "failing_write"),
+    *("uplink_dies", "uplink_stands_still"),
+}
+
+
+def test_a_few_hundred_seeds_play_every_kind_of_scenario_and_all_faults() -> None:
     kinds: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    for seed in range(120):
+    for seed in range(600):
         trace: list[str] = []
         kinds[World(seed).scenario.kind] += 1
         play(seed, trace)
         faults.update(line.split("!! ")[1].split()[0] for line in trace if "!! " in line)
-    assert set(kinds) == set(KINDS)
-    assert {
-        "kill",
-        "stop",
-        "freeze",
-        "flood",
-        "pause",
-        "cut",
-        "blip",
-        "drain",
-        "request_leave",
-        "twin",
-        "extra",
-        "scheduler",
-        "cut_pair",
-        "flap",
-        "hang",
-    } <= set(faults)
+        if set(KINDS) <= set(kinds) and set(faults) >= FAULTS:
+            return
+    raise AssertionError(f"never seen: {(set(KINDS) - set(kinds)) | (FAULTS - set(faults))}")
 
 
 @pytest.mark.parametrize("name", QUICKLY_CAUGHT)
 def test_a_planted_bug_is_caught(name: str) -> None:
-    seed, told = hunt(name, 600)
+    seed, told = hunt(MUTANTS[name], 600)
     assert seed >= 0, "no checker saw it"
     assert told
     assert play(seed) == "", "the seed is broken without the bug as well"
-
-
-def test_there_are_many_planted_bugs() -> None:
-    assert len(MUTANTS) >= 15

@@ -1,13 +1,17 @@
-"""A worker process of the simulation: the real membership machine and a training thread in a few states."""
+"""A worker process of the simulation: the real client with its threads, and a training thread beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import TYPE_CHECKING, Any
 
+from muster.rendezvous import codec
+from muster.rendezvous import messages as m
 from muster.worker.control import events as e
-from muster.worker.control import messages as m
-from muster.worker.control.machine import Membership
+from muster.worker.control.client import Client
+from muster.worker.control.machine import LoneLeave, Membership, Pace
+from muster.worker.errors import LeaveGranted, MembershipChanged, PeerLostError, WorkerError
+from tests.simulation.fibers import Fibers
 from tests.simulation.network import Stream
 from tests.simulation.scenario import LATE_S
 
@@ -15,14 +19,95 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TIMING = e.Timing(topo_timeout_s=60.0, reconnect_timeout_s=20.0, goodbye_timeout_s=15.0, late_again_s=LATE_S)
-_QUIET = (e.StepGranted, e.StepHeld, e.Tell)
+LEAVE_TIMEOUT_S = 20.0
+GRACE_S = LEAVE_TIMEOUT_S / 0.8
+"""How long after SIGTERM the launcher sends SIGKILL: it sets MS_LEAVE_TIMEOUT to 0.8 times its grace."""
+
+
+class Watched(Membership):
+    """The machine, and who looks on."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.profile, worker.world.timing or TIMING, worker.world.rng.random)
+        self._worker = worker
+
+    def step(self, event: e.Event, now: float) -> e.Decision:
+        worker, world = self._worker, self._worker.world
+        decision = super().step(event, now)
+        if world.trace is not None and not isinstance(event, e.Tick):
+            world.note(f"{worker} <- {event!r}")
+        for notice in decision.notices:
+            if world.trace is not None and not isinstance(notice, e.LogLine):
+                world.note(f"{worker} :  {notice!r}")
+            worker.noticed(notice)
+        return decision
+
+
+class Line:
+    """The worker's side of the network."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._network = worker.world.network
+        self.post: Any = None
+
+    def open(self, number: int) -> None:
+        self._network.connect(self._worker, number)
+
+    def send(self, data: bytes) -> None:
+        self._network.send_up(self._worker, codec.decode_worker_message(data))
+
+    def close(self, number: int) -> None:
+        self._network.disconnect(self._worker, number)
+
+    def close_all(self) -> None:
+        if self._worker.stream is not None:
+            self.close(self._worker.stream.number)
+
+
+class Group:
+    """The communicator of one generation."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._results = worker.threads.queue()
+        self._error: Exception | None = None
+
+    def meet(self, doing: str, *key: object) -> None:
+        """Calls a collective and waits for it.
+
+        Raises:
+            PeerLostError: a peer's connection broke.
+            MembershipChanged: the generation is over.
+        """
+        worker = self._worker
+        if self._error is not None:
+            raise self._error
+        worker.doing = doing
+        worker.waiting_for, worker.waiting_since = key, worker.world.loop.now
+        worker.world.data_plane.enter(worker, key)
+        error = self._results.get()
+        if error is not None:
+            raise error
+
+    def ended(self, error: Exception | None) -> None:
+        """The collective under way is over."""
+        self._worker.world.data_plane.leave(self._worker, broken=error is not None)
+        self._results.put(error)
+
+    def abort(self, error: Exception) -> None:
+        self._error = self._error or error
+        if self._worker.waiting_for is not None:
+            self.ended(error)
+        else:
+            self._worker.world.data_plane.leave(self._worker)
 
 
 class Worker:
     """One process. ``doing`` is what its training thread is in.
 
-    ``doing``: entering, building, standing (waits for the others), syncing, boundary, held, stepping,
-    verdict (a collective failed), leaving, gone.
+    ``doing``: entering, building, standing (waits for the others), syncing, boundary, stepping, verdict (a
+    collective failed), leaving, gone. ``stood_still``: from when until when the training thread did so last.
     """
 
     def __init__(self, world: World, node_id: str, incarnation: int, *, spare: bool = False) -> None:
@@ -30,7 +115,6 @@ class Worker:
         self.node_id = node_id
         self.incarnation = incarnation
         self.profile = world.profile(node_id, incarnation, spare=spare)
-        self.core = Membership(self.profile, TIMING, world.rng.random)
         self.alive = True
         self.stream: Stream | None = None
         self.cut_until = 0.0
@@ -43,13 +127,27 @@ class Worker:
         self.waiting_since = 0.0
         self.busy = ""
         self.busy_since = 0.0
+        self.stood_still = (0.0, 0.0)
         self.step = 0
         self.has_state = False
         self.finished = False
         self.unheard = False
-        self.dismissed = False
         self.ended_by = ""
-        self._armed: float | None = None
+        self._minting = 0
+        self._group: Group | None = None
+        self.threads = Fibers(world, lambda: self.stopped_until)
+        self.client = Client(
+            Watched(self),
+            Line(self),
+            mint=lambda count: world.mint(self._minting, count, self),
+            lone_leave=LoneLeave(unfinished_s=LEAVE_TIMEOUT_S),
+            hanging_s=self._waited_s,
+            late_s=self._waited_s,
+            waits=lambda: self.waiting_for is not None,
+            probe_all=self._probe_all,
+            pace=Pace(least_s=LATE_S - 0.5),
+            threads=self.threads,
+        )
 
     def __str__(self) -> str:
         return f"{self.node_id}#{self.incarnation}"
@@ -59,213 +157,133 @@ class Worker:
         return self.world.loop.now < self.cut_until
 
     def start(self) -> None:
-        self.post(e.Started())
-        self.post(e.EntryRequested())
-
-    # ------------------------------------------------------------ the machine
+        self.client.start()
+        self.threads.start("training", self._live)
 
     def post(self, event: e.Event) -> None:
-        """Feeds the machine and carries out what it says."""
-        world = self.world
-        if not self.alive:
-            return
-        if world.loop.now < self.stopped_until:
-            world.loop.at(self.stopped_until, self.post, event)
-            return
-        decision = self.core.step(event, world.loop.now)
-        if world.trace is not None and not isinstance(event, e.Tick):
-            world.note(f"{self} <- {event!r}")
-        for notice in decision.notices:
-            if self.alive:
-                self._carry_out(notice)
-        for message in decision.messages:
-            world.network.send_up(self, message)
-        if self.alive:
-            self._arm()
-
-    def _arm(self) -> None:
-        due = self.core.deadline()
-        if due is not None and (self._armed is None or due < self._armed):
-            self._armed = due
-            self.world.loop.at(due, self._tick, due)
-
-    def _tick(self, due: float) -> None:
-        if not self.alive or self._armed != due:
-            return
-        self._armed = None
-        deadline = self.core.deadline()
-        if deadline is not None and deadline <= self.world.loop.now:
-            self.post(e.Tick())
-        else:
-            self._arm()
-
-    def _carry_out(self, notice: e.Notice) -> None:
-        if self.world.trace is not None and not isinstance(notice, e.Tell):
-            self.world.note(f"{self} :  {notice!r}")
-        handler = _HANDLERS.get(type(notice))
-        if handler is not None:
-            handler(self, notice)
-        if self.doing == "held" and not isinstance(notice, _QUIET):
-            self.doing = "boundary"
-            self._soon(self._ask_again)
-
-    def _ask_again(self) -> None:
-        if self.doing == "boundary":  # not interrupted meanwhile
-            self.at_boundary()
-
-    def _soon(self, action: Callable[[], None]) -> None:
-        self.world.loop.after(self.world.rng.random() * 0.01, self._unless_stopped, action)
-
-    def _unless_stopped(self, action: Callable[[], None]) -> None:
-        until = max(self.stopped_until, self.busy_until)
-        if self.world.loop.now < until:
-            self.world.loop.at(until, self._unless_stopped, action)
+        """What the network has for it."""
+        if self.world.loop.now < self.stopped_until:
+            self.world.loop.at(self.stopped_until, self.post, event)
         elif self.alive:
-            action()
+            self.client.post(event)
 
-    # ------------------------------------------------------------ notices
-
-    def _connect(self, notice: e.Connect) -> None:
-        self.world.network.connect(self, notice.stream)
-
-    def _disconnect(self, notice: e.Disconnect) -> None:
-        self.world.network.disconnect(self, notice.stream)
-
-    def _mint(self, notice: e.MintUniqueIds) -> None:
-        ids = self.world.mint(notice.generation, notice.count, self)
-        minted = e.UniqueIdsMinted(notice.generation, ids)  # by a thread that is not the training's
-        self.world.loop.after(self.world.network.delay(), self.post, minted)
-
-    def _build(self, notice: e.Build) -> None:
-        place = notice.assignment
-        self.place = place
-        self.world.judge.building(self, place, notice.unique_ids)
-        self._meet("building", "build", place.generation, notice.unique_ids)
-
-    def _running(self, notice: e.Running) -> None:
-        if self.place is not None and self.doing == "standing" and notice.generation == self.place.generation:
-            self._meet("syncing", "sync", notice.generation)
-
-    def _interrupt(self, notice: e.Interrupt) -> None:
-        if self.doing in ("leaving", "gone"):
-            return
-        self.world.data_plane.leave(self)
-        if self.dismissed:
-            self._soon(lambda: self.say_goodbye(finished=False))
-            return
-        self.doing = "entering"
-        self._soon(self._enter)
-
-    def _enter(self) -> None:
-        if self.doing == "entering":
-            self.post(e.EntryRequested())
-
-    def _dismiss(self, notice: e.Dismissed) -> None:
-        self.dismissed = True
-        self.world.judge.parting(self, notice)
-        if self.doing == "entering":
-            self._soon(lambda: self.say_goodbye(finished=False))
-
-    def _granted(self, notice: e.StepGranted) -> None:
-        assert self.place is not None
-        self._meet("stepping", "step", self.place.generation, self.step)
-
-    def _held(self, notice: e.StepHeld) -> None:
-        self.doing = "held"
-
-    def _no_verdict(self, notice: e.NoVerdict) -> None:
-        if self.doing == "verdict":
-            self.say_goodbye(finished=False)
-
-    def _failed(self, notice: e.Failed) -> None:
-        self.world.judge.failed(self, notice)
-        self.ended_by = f"{notice.kind.value}: {notice.sentence}"
-        self.exit()
-
-    def _left(self, notice: e.Left) -> None:
-        self.unheard = not notice.heard
-        self.ended_by = "left"
-        self.exit()
+    def noticed(self, notice: e.Notice) -> None:
+        """What the machine has decided."""
+        if isinstance(notice, e.MintUniqueIds):
+            self._minting = notice.generation
+        elif isinstance(notice, e.Dismissed):
+            self.world.judge.parting(self, notice)
+        elif isinstance(notice, e.Failed):
+            self.world.judge.failed(self, notice)
+            self.ended_by = f"{notice.kind.value}: {notice.sentence}"
+        elif isinstance(notice, e.Left) and not self.ended_by:
+            self.unheard = not notice.heard
+            self.ended_by = "left"
 
     # ------------------------------------------------------------ the training thread
 
+    def _live(self) -> None:
+        try:
+            while not self.finished:
+                self._train()
+        except LeaveGranted as granted:
+            if granted.alone and self.doing in ("entering", "building", "standing"):
+                self.world.went_between_steps.add((self.node_id, self.incarnation))
+                self.world.judge.disturbed()
+        except WorkerError:
+            pass
+        self.doing = "leaving"
+        self.world.data_plane.leave(self)
+        self.client.leave(finished=self.finished, reason="finished" if self.finished else "gives up")
+        self.exit()
+
+    def _train(self) -> None:
+        """One generation."""
+        self.doing = "entering"
+        self._stand_still()
+        try:
+            build = self.client.next_build()
+            place = self.place = build.assignment
+            generation = place.generation
+            self.world.judge.building(self, place, build.unique_ids)
+            group = self._group = Group(self)
+            self.client.adopt(generation, group)  # type: ignore[arg-type]
+            self._meet("building", "build", generation, build.unique_ids)
+            self.doing = "standing"
+            if not self.client.built(generation):
+                self.client.check(generation)
+            self._meet("syncing", "sync", generation)
+            self.has_state = True
+            while self.step < self.world.scenario.steps:
+                self.doing = "boundary"
+                self._stand_still()
+                self.client.start_step(self.step, generation)
+                self._meet("stepping", "step", generation, self.step)
+                self.world.judge.step_met(self, generation, self.step)
+                self.step += 1
+                self.client.post(e.Progress(self.step, 1.0))
+            self.finished = True
+        except MembershipChanged:
+            self.doing = "entering"
+            self.client.communicators.end(lambda _: self.world.data_plane.leave(self))
+
     def _meet(self, doing: str, *key: object) -> None:
-        self.doing = doing
-        self.waiting_for, self.waiting_since = key, self.world.loop.now
-        self.world.loop.after(LATE_S, self._look, key)
-        self.world.data_plane.enter(self, key)
+        assert self._group is not None and self.place is not None
+        try:
+            self._group.meet(doing, *key)
+        except PeerLostError as error:
+            self.doing = "verdict"
+            raise self.client.verdict(self.place.generation, error.rank, error) from error
 
-    def _look(self, key: tuple[object, ...]) -> None:
-        """What the watcher does: says that this worker waits for too long."""
-        if self.alive and self.waiting_for == key:
-            self.post(e.PeersLate(self.world.loop.now - self.waiting_since))
-            self.world.loop.after(LATE_S, self._look, key)
+    def _stand_still(self) -> None:
+        since = self.world.loop.now
+        while self.world.loop.now < self.busy_until:
+            self.stood_still = (since, math.inf)
+            busy = self.busy
+            if busy:
+                self.client.begin_busy(busy)
+            self.threads.sleep(self.busy_until - self.world.loop.now)
+            if busy:
+                self.client.end_busy(busy)
+            self.stood_still = (since, self.world.loop.now)
 
-    def _probe(self, notice: e.ProbeWanted) -> None:
-        found = {node_id: self.world.cables.probe(self, address) for node_id, address in notice.targets}
-        took = max((seconds for seconds, _ in found.values()), default=0.0)
-        unreached = tuple((node_id, why) for node_id, (_, why) in found.items() if why)
-        began = self.world.loop.now
-        self.world.loop.after(took + 0.01, self._probed, notice.round, unreached, began)
-
-    def _probed(self, number: int, unreached: tuple[tuple[str, str], ...], began: float) -> None:
+    def stood_still_for(self, ago_s: float) -> float:
+        """For how long the training thread stood still, in seconds; 0: not within the last ``ago_s``."""
+        since, until = self.stood_still
         now = self.world.loop.now
-        if now < self.stopped_until:
-            self.world.loop.at(self.stopped_until, self._probed, number, unreached, began)
-            return
-        late = self.waiting_for is not None and now - self.waiting_since >= LATE_S
-        waits = self.waiting_for is not None or now >= self.busy_until
-        busy = self.busy if now < self.busy_until else ""
-        lived_since = max(began, self.stopped_until)
-        self.post(e.ProbesDone(number, unreached, late, waits, busy, now - lived_since))
+        until = min(until, now, self.world.died_at.get((self.node_id, self.incarnation), now))
+        return until - since if until > now - ago_s else 0.0
 
     def met(self, key: tuple[object, ...]) -> None:
         """The collective ``key`` has completed here."""
-        if self.waiting_for != key or not self.alive:
-            return
-        if self.world.loop.now < self.stopped_until:
-            self.world.loop.at(self.stopped_until, self.met, key)
-            return
-        assert self.place is not None
-        self.waiting_for = None
-        if key[0] == "build":
-            self.doing = "standing"
-            self.post(e.CommunicatorBuilt(self.place.generation))
-        elif key[0] == "sync":
-            self.has_state = True
-            self.at_boundary()
-        else:
-            self.world.judge.step_met(self, self.place.generation, self.step)
-            self.step += 1
-            self.post(e.Progress(self.step, 1.0))
-            self.at_boundary()
-
-    def at_boundary(self) -> None:
-        """Between two steps."""
-        if self.doing in ("leaving", "gone", "entering") or not self.alive:
-            return
-        self.doing = "boundary"
-        if self.step >= self.world.scenario.steps:
-            self.finished = True
-            self.say_goodbye(finished=True)
-        elif self.world.loop.now < self.busy_until:
-            self.world.loop.at(self.busy_until, self._ask_again)
-        else:
-            self.post(e.StepStarting(self.step))
+        if self.alive and self.waiting_for == key and self._group is not None:
+            self._group.ended(None)
 
     def collective_fails(self, key: tuple[object, ...], rank: int) -> None:
         """A peer's connection broke while this worker waited in ``key``."""
-        if self.waiting_for != key or self.place is None or not self.alive:
-            return
-        self.world.data_plane.leave(self)
-        self.doing = "verdict"
-        self.post(e.CommunicatorFailed(self.place.generation, rank, "connection reset"))
+        if self.alive and self.waiting_for == key and self._group is not None:
+            self._group.ended(PeerLostError("connection reset", rank=rank))
 
-    def say_goodbye(self, *, finished: bool) -> None:
-        if self.doing not in ("leaving", "gone"):
-            self.doing = "leaving"
-            self.world.data_plane.leave(self)
-            self.post(e.Goodbye(finished, "finished" if finished else "gives up"))
+    def _waited_s(self) -> float:
+        return 0.0 if self.waiting_for is None else self.world.loop.now - self.waiting_since
+
+    def _probe_all(self, targets: dict[str, str]) -> dict[str, str]:
+        found = {node_id: self.world.cables.probe(self, address) for node_id, address in targets.items()}
+        self.threads.sleep(max((seconds for seconds, _ in found.values()), default=0.0) + 0.01)
+        return {node_id: why for node_id, (_, why) in found.items() if why}
+
+    # ------------------------------------------------------------ the end
+
+    def terminate(self) -> None:
+        """SIGTERM, and SIGKILL if it has not gone within the grace time."""
+        self.world.leavers.add(self.node_id)
+        self.client.expect_leave("SIGTERM")
+        self.world.loop.after(GRACE_S, self._kill_late)
+
+    def _kill_late(self) -> None:
+        if self.alive:
+            self.world.note(f"!! {self} did not end within {GRACE_S:g} s of SIGTERM and is killed")
+            self.kill()
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -284,20 +302,4 @@ class Worker:
             if self.stream is not None and self.ended_by != "killed":
                 self.world.network.disconnect(self, self.stream.number)
             self.world.ended(self)
-
-
-_HANDLERS: dict[type, Callable[[Worker, Any], None]] = {
-    e.Connect: Worker._connect,
-    e.Disconnect: Worker._disconnect,
-    e.MintUniqueIds: Worker._mint,
-    e.Build: Worker._build,
-    e.Running: Worker._running,
-    e.Interrupt: Worker._interrupt,
-    e.Dismissed: Worker._dismiss,
-    e.StepGranted: Worker._granted,
-    e.StepHeld: Worker._held,
-    e.ProbeWanted: Worker._probe,
-    e.NoVerdict: Worker._no_verdict,
-    e.Failed: Worker._failed,
-    e.Left: Worker._left,
-}
+            self.threads.kill()

@@ -1,4 +1,4 @@
-"""One simulated job: the real scheduler core, real worker cores and both real codecs on a seeded queue.
+"""One simulated job: the real scheduler with its driver, real workers' clients and codec, a seeded queue.
 
 Everything that happens comes from one seed. Checkers (:mod:`tests.simulation.judge`) look on from outside;
 planted bugs (:mod:`tests.simulation.mutants`) prove that they bite.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 
-from muster.worker.control import messages as m
+from muster.rendezvous import messages as m
+from muster.worker.control import events as e
 from tests.simulation.data_plane import Cables, DataPlane
 from tests.simulation.faults import plan_faults
 from tests.simulation.judge import Judge, Violation
@@ -46,6 +47,9 @@ class World:
         self.restarts = 0
         self.cut_for_good = False
         self.note(f"seed {seed}: {self.scenario}")
+
+    timing: e.Timing | None = None
+    """The workers' deadlines, where they are not those of one scheduler."""
 
     def note(self, line: str) -> None:
         """Writes a line of the transcript."""
@@ -90,7 +94,7 @@ class World:
         """For how long the scheduler could have known that a process is dead."""
         if process not in self.died_at:
             return 0.0
-        return self.loop.now - max(self.died_at[process], self.scheduler.up_since)
+        return self.loop.now - max(self.died_at[process], self.scheduler.up_since, self.scheduler.excused_at)
 
     def has_state(self, process: tuple[str, int]) -> bool:
         return any((w.node_id, w.incarnation) == process and w.has_state for w in self.processes)
@@ -138,7 +142,7 @@ class World:
             Violation: a promise was broken.
         """
         scenario = self.scenario
-        self.scheduler.arm()
+        self.scheduler.start()
         for number in range(scenario.worker_num):
             self.loop.at(self.rng.uniform(0.0, 2.0), self.start, self.node(number))
         for number in range(scenario.spares):
@@ -146,9 +150,13 @@ class World:
             self.loop.at(at, lambda n=number: self.start(self.node(scenario.worker_num + n), spare=True))
         plan_faults(self)
         limit = scenario.fault_end + 4 * TOPO_TIMEOUT_S
-        self.loop.run(limit, self._over)
-        self.note(f"ended: {self.judge.outcome}")
-        self.judge.final()
+        try:
+            self.loop.run(limit, self._over)
+            self.note(f"ended: {self.judge.outcome}")
+            self.judge.final()
+        finally:
+            for worker in self.processes:
+                worker.threads.kill()
 
     def _over(self) -> bool:
         return self.judge.outcome is not None and not any(worker.alive for worker in self.processes)

@@ -18,8 +18,8 @@ from tests.worker.control.scripted import StubCommunicator, stub_communicator
 class StubSession:
     """As much of a session as the functions need: rank 1 of 2."""
 
-    local_rank = 1
-    local_world_size = 2
+    rank, world_size = 1, 2
+    local_rank, local_world_size = 1, 2
     released = False
 
     def __init__(self) -> None:
@@ -34,14 +34,14 @@ class StubSession:
 @pytest.fixture
 def session() -> Iterator[StubSession]:
     made: Any = StubSession()
-    process._process.session = made
+    process.process.session = made
     yield made
-    process._process.session = None
+    process.process.session = None
 
 
 def test_without_a_session_everything_says_so() -> None:
     for call in (muster.get_rank, muster.barrier, muster.get_local_rank):
-        with pytest.raises(NotInitializedError, match=r"worker\.init\(\)"):
+        with pytest.raises(NotInitializedError, match=r"muster\.init\(\)"):
             call()
 
 
@@ -152,7 +152,7 @@ class Convertible(Capsule):
         ),
         (lambda: muster.reduce(X, op=muster.PreMultipliedSum(0.5)), "knows no PreMultipliedSum"),
         (lambda: muster.reduce_scatter(X, op=muster.PreMultipliedSum(2)), "knows no PreMultipliedSum"),
-        (lambda: muster.all_reduce(OnGpu()), r"x is a tests\.OnGpu, and .*\"stub\" takes NumPy .*need NCCL"),
+        (lambda: muster.all_reduce(OnGpu()), r"x is a tests\.OnGpu on a GPU, and .*\"stub\" .*need NCCL"),
         (lambda: muster.broadcast(Capsule()), r"x is a tests\.Capsule"),
         (lambda: muster.recv(OnGpu(), 0), r"out is a tests\.OnGpu"),
         (lambda: muster.all_reduce(X, out=Capsule()), r"out is a tests\.Capsule"),
@@ -189,7 +189,7 @@ def test_several_collectives_in_one_launch_need_nccl(session: StubSession) -> No
 
 def test_ranks_and_groups(session: StubSession) -> None:
     assert (muster.get_rank(), muster.get_group_size()) == (1, 2)
-    assert (muster.get_local_rank(), muster.get_local_rank_size()) == (1, 2)
+    assert (muster.get_local_rank(), muster.get_local_rank_size(), muster.get_local_size()) == (1, 2, 2)
     muster.create_group("swapped", [1, 0])
     assert muster.get_rank("swapped") == 0
     assert muster.get_world_rank_from_group_rank("swapped", 0) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.worker.config import SecurityContext, Settings, is_loopback, load_settings
+from muster.worker.config import SecurityContext, Settings, load_settings
 from muster.worker.errors import SettingsError
 
 BASE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}
@@ -27,7 +27,7 @@ def test_defaults() -> None:
     ("variable", "value", "field", "expected"),
     [
         ("MS_WORKER_MIN", "2", "worker_min", 2),
-        ("MS_SCHED_HOST", "localhost", "scheduler_host", "localhost"),
+        ("MS_SCHED_HOST", "localhost", "scheduler_hosts", ("localhost",)),
         ("MS_SCHED_HOST", "[::1]", "scheduler_address", "[::1]:6667"),
         ("MS_SCHED_PORT", "65535", "scheduler_port", 65535),
         ("MS_JOB_ID", "resnet-50_a.b", "job_id", "resnet-50_a.b"),
@@ -37,6 +37,7 @@ def test_defaults() -> None:
         ("MS_COLLECTIVE_TIMEOUT", "7", "collective_timeout_s", 7.0),
         ("MS_RECONNECT_TIMEOUT", "7", "reconnect_timeout_s", 7.0),
         ("MS_LEAVE_TIMEOUT", "7", "leave_timeout_s", 7.0),
+        ("MS_LAST_CALL_TIMEOUT", "8", "last_call_s", 8.0),
         ("MS_LOCAL_INDEX", "3", "local_index", 3),
         ("DEVICE_ID", "0", "device_id", 0),
         ("MS_BACKEND", "TCP", "backend", "tcp"),
@@ -78,7 +79,7 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
         ("MS_NODE_ID", "x" * 129, "128 characters"),
         ("MS_NODE_ID", "*", "must be a name"),
         ("MS_NODE_ID", "a\tb", "printable"),
-        ("MS_WORKER_SPARE", "yes", "0, 1"),
+        ("MS_WORKER_SPARE", "yes", "0 or 1"),
         ("MS_TOPO_TIMEOUT", "0", "from 1 to 604800 seconds"),
         ("MS_TOPO_TIMEOUT", "nan", "from 1 to 604800 seconds"),
         ("MS_NODE_TIMEOUT", "soon", "from 0.5 to 3600 seconds"),
@@ -108,22 +109,6 @@ def test_plaintext_stays_on_this_machine_unless_asked_for() -> None:
     assert load(MS_SCHED_HOST="10.0.0.1", MS_CONFIG_FILE="/etc/muster/config.json").config_path
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.8.8", True),
-        ("::1", True),
-        ("localhost", True),
-        ("10.0.0.1", False),
-        ("localhost.example.com", False),
-        ("0.0.0.0", False),
-    ],
-)
-def test_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
-
-
 def test_the_scripts_security_context_wins_over_the_environment() -> None:
     env = {**BASE, "MS_CONFIG_FILE": "/etc/a.json"}
     assert load_settings(env).config_path == Path("/etc/a.json")
@@ -150,4 +135,15 @@ def test_passwords_do_not_show() -> None:
 @pytest.mark.parametrize("written", ["FD77:0:0:0::1", "[fd77::1]", "fd77::0001"])
 def test_an_ipv6_address_is_taken_in_its_one_form(written: str) -> None:
     env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_SCHED_HOST": written, "MS_ALLOW_INSECURE": "1"}
-    assert load_settings(env).scheduler_host == "fd77::1"
+    assert load_settings(env).scheduler_hosts == ("fd77::1",)
+
+
+def test_several_schedulers_are_named_with_commas_between() -> None:
+    settings = load(MS_SCHED_HOST="127.0.0.1, 127.0.0.2,127.0.0.1", MS_SCHED_PORT="7000")
+    assert settings.scheduler_hosts == ("127.0.0.1", "127.0.0.2")
+    assert settings.scheduler_address == "127.0.0.1:7000,127.0.0.2:7000"
+    for wrong in ("a,,b", "a,b,c,d,e,f", ",a"):
+        with pytest.raises(SettingsError, match="MS_SCHED_HOST"):
+            load(MS_SCHED_HOST=wrong)
+    with pytest.raises(SettingsError, match="loopback"):
+        load(MS_SCHED_HOST="127.0.0.1,10.0.0.1")

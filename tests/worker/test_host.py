@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from muster.rendezvous.messages import Device, Host
 from muster.worker.config import Settings
-from muster.worker.control.messages import Device, Host
 from muster.worker.errors import SettingsError
 from muster.worker.host import DeviceChoice, choose_device, describe_host, host_identity, node_identity
 
@@ -93,7 +93,7 @@ def test_the_hosts_identity_is_stable_and_says_nothing() -> None:
 @pytest.mark.parametrize("name", ["a..b", "x" * 64 + ".example"])
 def test_a_name_that_no_host_can_have_is_refused_at_once(name: str) -> None:
     with pytest.raises(SettingsError, match=r"MS_SCHED_HOST must be .* 1 to 63") as caught:
-        describe_host(settings(scheduler_host=name))
+        describe_host(settings(scheduler_hosts=(name,)))
     assert type(caught.value) is SettingsError  # the kind that is not tried again
 
 
@@ -112,7 +112,7 @@ def test_two_machines_with_one_name_have_different_node_ids() -> None:
 
 
 def test_the_address_is_the_one_on_the_way_to_the_scheduler() -> None:
-    assert describe_host(settings(scheduler_host="127.0.0.1")).address == "127.0.0.1"
+    assert describe_host(settings(scheduler_hosts=("127.0.0.1",))).address == "127.0.0.1"
     assert describe_host(settings(worker_address="10.1.2.3")).address == "10.1.2.3"
     assert describe_host(settings(interface="lo")).address == "127.0.0.1"
     assert describe_host(settings(host_id="mine", topology="rack 4")).id == "mine"
@@ -125,4 +125,4 @@ def test_an_unknown_interface_is_refused_naming_those_there_are() -> None:
 
 def test_an_unknown_scheduler_is_refused_naming_it() -> None:
     with pytest.raises(SettingsError, match=r"MS_SCHED_HOST is 'no\.such\.host\.invalid'"):
-        describe_host(settings(scheduler_host="no.such.host.invalid"))
+        describe_host(settings(scheduler_hosts=("no.such.host.invalid",)))

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import muster
-from muster.worker import errors
-from muster.worker import runtime as process
+from muster.worker import errors, runtime
 from muster.worker.check.command import check
 from muster.worker.config import SecurityContext, Settings
-from muster.worker.control.credentials import load_keyring
+from muster.worker.control.connection import load_keyring
 from muster.worker.errors import (
     JobEndedError,
     LeaveGranted,
@@ -30,14 +29,14 @@ from tests.scheduler.processes import environment
 
 NEED_TORCH = {
     *("CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"),
-    *("layerwise", "parallelize"),
+    *("ParallelTrainingState", "layerwise", "load_divided", "parallelize", "save_divided"),
 }
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     yield
-    process._process.context = SecurityContext()
+    runtime.process.context = SecurityContext()
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +73,7 @@ def test_every_public_name_is_there() -> None:
 def test_what_set_ps_context_gives_adds_up() -> None:
     muster.set_ps_context(config_file_path="/etc/a.json", enable_ssl=True)
     muster.set_ps_context(client_password="geheim", server_password="x")
-    assert process._process.context == SecurityContext("/etc/a.json", True, "geheim", "x")
+    assert runtime.process.context == SecurityContext("/etc/a.json", True, "geheim", "x")
 
 
 def test_set_ps_context_checks_its_arguments() -> None:
@@ -127,7 +126,7 @@ def test_what_may_pass_is_tried_again() -> None:
             raise failures.pop()
         return "there"
 
-    found = process.retried(attempt, SettingsError, pauses_s=(1.0, 2.0, 4.0), sleep=slept.append)
+    found = runtime.retried(attempt, SettingsError, pauses_s=(1.0, 2.0, 4.0), sleep=slept.append)
     assert (found, slept) == ("there", [1.0, 2.0])
 
 
@@ -137,7 +136,7 @@ def test_what_does_not_pass_is_raised_in_the_end() -> None:
 
     slept: list[float] = []
     with pytest.raises(SettingsError, match="never"):
-        process.retried(attempt, SettingsError, pauses_s=(1.0, 2.0), sleep=slept.append)
+        runtime.retried(attempt, SettingsError, pauses_s=(1.0, 2.0), sleep=slept.append)
     assert slept == [1.0, 2.0]
 
 
@@ -146,7 +145,7 @@ def test_what_cannot_pass_is_raised_at_once() -> None:
         raise SecurityError("no")
 
     with pytest.raises(SecurityError):
-        process.retried(attempt, SettingsError, sleep=lambda _: pytest.fail("it slept"))
+        runtime.retried(attempt, SettingsError, sleep=lambda _: pytest.fail("it slept"))
 
 
 def test_a_failed_init_leaves_nothing_behind() -> None:
@@ -197,9 +196,9 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
     def begin(wait: Callable[[], object]) -> Opening:
         session = Opening(wait)
-        monkeypatch.setattr(process, "open_session", lambda *_, sleep: session)
-        monkeypatch.setattr(process, "_hook_exit", lambda: None)
-        monkeypatch.setattr(process._process, "session", None)
+        monkeypatch.setattr(runtime, "open_session", lambda *_, sleep: session)
+        monkeypatch.setattr(runtime, "watch_the_end", lambda *_: None)
+        monkeypatch.setattr(runtime.process, "session", None)
         return session
 
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -226,7 +225,7 @@ def test_the_same_sigterm_to_process_and_group_is_one(
     opening: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = opening(sigterm)
-    monkeypatch.setattr("muster.worker.sigterm._pause", sigterm)
+    monkeypatch.setattr("muster.worker.ending.pause_for_twin", sigterm)
     with pytest.raises(SystemExit) as caught:
         muster.init()
     assert caught.value.code == 143
@@ -249,7 +248,7 @@ def test_sigterm_raises_nothing_amid_what_init_does(opening: Begin) -> None:
 
 
 def test_sigterm_ends_a_pause_before_the_next_attempt() -> None:
-    leaving = process._Leaving()
+    leaving = runtime.Leaving()
     leaving.ask()
     with pytest.raises(LeaveNow):
         leaving.sleep(1000.0)
@@ -316,17 +315,23 @@ def test_a_check_that_is_ended_while_it_waits_does_not_say_that_all_agree(
         check(argparse.Namespace(size_mib=1, partners=1))
 
 
-def test_an_interpreter_that_does_not_end_is_ended() -> None:
-    script = """
-import atexit, threading
-from muster.worker.runtime import limit_exit
-
-class Endless:
-    def __del__(self):
-        threading.Event().wait()
-
-endless = Endless()
-atexit.register(limit_exit, 1)
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
-    assert done.returncode == -signal.SIGALRM
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("sys.exit(1)", "this process ends with exit code 1, as <string>, line 4, asks"),
+        ("exit(1)", "this process ends with exit code 1, as <string>, line 4, asks"),
+        ("sys.exit('because of this')", "because of this"),
+        ("raise ValueError('because of that')", "ValueError: because of that"),
+        ("raise muster.WorkerError('in words')", "muster: <string>, line 4: in words"),
+        ("sys.exit(3)", ""),
+        ("exec(compile('sys.exit(1)', muster.worker.store.agent.__file__, 'exec'))", None),
+    ],
+)
+def test_every_exit_of_1_carries_its_cause(end: str, said: str | None) -> None:
+    """An agent's is that of its script, which has said why."""
+    watch = "from muster.worker.ending import watch_the_end\nwatch_the_end(lambda error: None, lambda: False)"
+    script = f"import sys, muster, muster.worker.store.agent\n{watch}\n{end}\n"
+    done = run(script)
+    assert done.returncode == (3 if said == "" else 1)
+    assert (said or "") in done.stderr
+    assert ("exit code 1" in done.stderr) == (said or "").startswith("this process")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from muster.worker.sigterm import on_sigterm
+from muster.worker.ending import on_sigterm
 from tests.worker.control.scripted import Thread
 
 

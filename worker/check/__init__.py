@@ -1,1 +1,1 @@
-"""``muster check``: what would keep hosts from training together."""
+"""``muster check``: finds what would keep hosts from training together."""

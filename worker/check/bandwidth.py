@@ -1,7 +1,8 @@
-"""The data planes that the check measures: the embedded one always, NCCL where every rank has a GPU."""
+"""Measures the data planes for ``muster check``: ``tcp`` always, NCCL where every rank has a GPU."""
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,29 +21,40 @@ CONNECT_TIMEOUT_S = 60.0
 MIB = 1024 * 1024
 
 
-class Plane:
-    """A data plane under test.
+@dataclass(frozen=True)
+class Arrays:
+    """How a plane's arrays are made from NumPy's, read, and waited for."""
+
+    make: Callable[[Any], Any] = lambda values: values
+    read: Callable[[Any], Any] = lambda array: array
+    wait: Callable[[], None] = lambda: None
+
+
+class Plane(abc.ABC):
+    """A communicator backend under test.
 
     Args:
-        session: the job; its own communicator carries what the ranks tell one another.
+        session: the job; its own communicator carries what the ranks send one another.
         name: for people.
+        arrays: how they are made for its communicators.
     """
 
-    def __init__(self, session: Session, name: str) -> None:
+    def __init__(self, session: Session, name: str, arrays: Arrays) -> None:
         self.session = session
         self.name = name
+        self.arrays = arrays
 
     def wrong_ranks(self, size_mib: int) -> list[int]:
         """Ranks on which an AllReduce of all gives a wrong number."""
         world = list(range(self.session.world_size))
         communicator = self.enter([world], "all")
         pattern = np.arange(size_mib * MIB // 4, dtype=np.float32) % 97
-        source = self.array(pattern + self.session.rank)
-        result = self.array(np.zeros_like(pattern))
+        source = self.arrays.make(pattern + self.session.rank)
+        result = self.arrays.make(np.zeros_like(pattern))
         assert communicator is not None
         communicator.all_reduce(source, result, ReduceOp.SUM).wait()
         expected = pattern * len(world) + sum(world)
-        wrong = bool((self.numbers(result) != expected).any())
+        wrong = bool((self.arrays.read(result) != expected).any())
         self.leave(communicator)
         return [rank for rank, each in enumerate(all_gather(np.array([wrong])).ravel()) if each]
 
@@ -54,8 +66,8 @@ class Plane:
         communicator = self.enter([list(pair) for pair in pairs], "pair")
         best_s = 0.0
         if communicator is not None:
-            source = self.array(np.ones(size_mib * MIB // 4, np.float32))
-            result = self.array(np.zeros(size_mib * MIB // 4, np.float32))
+            source = self.arrays.make(np.ones(size_mib * MIB // 4, np.float32))
+            result = self.arrays.make(np.zeros(size_mib * MIB // 4, np.float32))
             best_s = min(self._time(communicator, source, result) for _ in range(repeats + 1))
             self.leave(communicator)
         own = size_mib * MIB / best_s / 1e9 if best_s else 0.0
@@ -64,39 +76,29 @@ class Plane:
     def _time(self, communicator: Communicator, source: Any, result: Any) -> float:
         begun = time.perf_counter()
         communicator.all_reduce(source, result, ReduceOp.SUM).wait()
-        self.settle()
+        self.arrays.wait()
         return time.perf_counter() - begun
 
     # ------------------------------------------------------------ what differs from plane to plane
 
+    @abc.abstractmethod
     def enter(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """Makes a communicator for each group of ranks; returns that of this rank, if it is in one."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def leave(self, communicator: Communicator) -> None:
-        """Ends what :meth:`enter` gave."""
-        raise NotImplementedError
-
-    def array(self, values: Any) -> Any:
-        """An array of this plane's kind with these values."""
-        return values
-
-    def numbers(self, array: Any) -> Any:
-        """The values of such an array, for NumPy."""
-        return array
-
-    def settle(self) -> None:
-        """Waits until what was issued is done."""
+        """Ends the communicator that :meth:`enter` returned."""
 
     def close(self) -> None:
         """Frees everything."""
+        return
 
 
 class Embedded(Plane):
-    """The embedded communicator, over the session's own connections."""
+    """The ``tcp`` communicator of the session itself."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session, session.backend.name)
+        super().__init__(session, session.backend.name, Arrays())
         self._made: list[str] = []
 
     def enter(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
@@ -111,20 +113,11 @@ class Embedded(Plane):
         return found
 
     def leave(self, communicator: Communicator) -> None:
-        """The session ends its groups itself."""
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """How a plane's arrays are made from NumPy's, read, and waited for."""
-
-    make: Callable[[Any], Any] = lambda values: values
-    read: Callable[[Any], Any] = lambda array: array
-    wait: Callable[[], None] = lambda: None
+        """Does nothing: the session ends its groups itself."""
 
 
 class Beside(Plane):
-    """A backend beside the session, as NCCL: its unique ids travel over the session's communicator.
+    """Another backend, such as NCCL; its unique ids travel over the session's communicator.
 
     Args:
         session: the job.
@@ -133,9 +126,8 @@ class Beside(Plane):
     """
 
     def __init__(self, session: Session, backend: Backend, arrays: Arrays) -> None:
-        super().__init__(session, backend.name)
+        super().__init__(session, backend.name, arrays)
         self._backend = backend
-        self._arrays = arrays
         self._count = 0
         endpoint = backend.open_endpoint(session.me.host.address).encode().ljust(ENDPOINT_BYTES)
         everyone = all_gather(np.frombuffer(endpoint, np.uint8)).reshape(-1, ENDPOINT_BYTES)
@@ -178,18 +170,6 @@ class Beside(Plane):
     def leave(self, communicator: Communicator) -> None:
         """See :meth:`Plane.leave`."""
         communicator.close()
-
-    def array(self, values: Any) -> Any:
-        """See :meth:`Plane.array`."""
-        return self._arrays.make(values)
-
-    def numbers(self, array: Any) -> Any:
-        """See :meth:`Plane.numbers`."""
-        return self._arrays.read(array)
-
-    def settle(self) -> None:
-        """See :meth:`Plane.settle`."""
-        self._arrays.wait()
 
     def close(self) -> None:
         """Frees everything."""

@@ -1,6 +1,6 @@
-"""``muster check``: do all ranks agree, do the numbers come out right, and which host is slow?
+"""``muster check``: whether all ranks agree, compute right numbers, and which host is slow.
 
-Run by each worker of a job that does nothing else; rank 0 tells. Facts travel over the embedded
+Run by each worker of a job that does nothing else; rank 0 prints the result. Facts travel over the embedded
 communicator, which is there before NCCL is: NCCL itself may hang on what is to be found here.
 """
 
@@ -19,7 +19,7 @@ from muster.worker.check import rules as rules
 from muster.worker.config import translate
 from muster.worker.errors import SettingsError, WorkerError
 from muster.worker.launch import fork as launch_fork
-from muster.worker.launch.process import say
+from muster.worker.launch.screen import say
 
 if TYPE_CHECKING:
     from muster.worker.check.bandwidth import Plane
@@ -40,7 +40,7 @@ Exit code: 0 all agree (warnings apart), 1 not, 2 a mistake in the options."""
 
 @dataclass
 class Result:
-    """What the check has found; the same on every rank.
+    """The result of the check; the same on every rank.
 
     Attributes:
         findings: facts in which ranks differ.
@@ -64,10 +64,10 @@ class Result:
 
 def main(argv: Sequence[str]) -> int:
     """Launches the workers that check, or is one of them; returns the exit code."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(list(argv))
+    own_parser = parser()
+    options, rest = own_parser.parse_known_args(list(argv))
     if not 1 <= options.size_mib <= 4096 or options.partners < 1:
-        parser.error("--size-mib must be from 1 to 4096, and --partners at least 1")
+        own_parser.error("--size-mib must be from 1 to 4096, and --partners at least 1")
     # One task of srun on each node may well be a launcher: then it has options that only a launcher has.
     if os.environ.get("MS_ROLE") != "MS_WORKER" and (rest or not translate(os.environ)):
         from muster.worker.launch import command as launch_command
@@ -89,29 +89,30 @@ def _as_worker(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of ``muster check``."""
+    made = argparse.ArgumentParser(
         prog="muster check",
         description="Checks a job's hosts before it is trained on: versions, settings, clocks, AllReduce.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
+    made.add_argument(
         "--size-mib", type=int, default=16, metavar="N", help="size of the AllReduce in MiB (16)"
     )
-    parser.add_argument(
+    made.add_argument(
         "--partners",
         type=int,
         default=16,
         metavar="N",
         help="other hosts with which each host is measured, at most (16)",
     )
-    return parser
+    return made
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the check as one worker of the job; rank 0 tells."""
+    """Runs the check as one worker of the job; rank 0 prints the result."""
     from muster.worker import runtime as process
 
     os.environ.setdefault("MS_COLLECTIVE_TIMEOUT", str(COLLECTIVE_TIMEOUT_S))
@@ -125,7 +126,7 @@ def check(options: argparse.Namespace) -> int:
         if not result.failed:
             _measure(session, options, result)
         if session.rank == 0:
-            tell(session, facts, result)
+            show(session, facts, result)
         if result.failed:
             _fail_together(session)
     except BaseException as error:
@@ -136,7 +137,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _fail_together(session: Session) -> None:
-    """Lets nobody fail before rank 0 has told why: a launcher ends its workers with the first that fails."""
+    """Keeps ranks from failing before rank 0 has printed why: the first failure ends all workers."""
     from muster.worker.collectives import barrier
 
     barrier()
@@ -151,8 +152,8 @@ def _gather_facts(session: Session) -> list[dict[str, str]]:
     """The facts of all ranks, in order of rank, over the embedded communicator."""
     import numpy as np
 
-    from muster.worker.check.facts import all_facts
     from muster.worker.collectives import all_gather, all_reduce
+    from muster.worker.host import all_facts
 
     own = json.dumps(all_facts(os.environ)).encode()
     length = int(all_reduce(np.array([len(own)]), op="max")[0])
@@ -232,7 +233,7 @@ def _pair_speeds(
 # ---------------------------------------------------------------- telling
 
 
-def tell(session: Session, facts: Sequence[Mapping[str, str]], result: Result) -> None:
+def show(session: Session, facts: Sequence[Mapping[str, str]], result: Result) -> None:
     """Shows the result on the terminal."""
     from rich.console import Console
     from rich.table import Table

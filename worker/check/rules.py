@@ -1,11 +1,11 @@
-"""What the check before training concludes from the facts and measurements of all ranks. Values only."""
+"""The rules of ``muster check``: from facts and measurements of all ranks to sentences. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.worker.control.compatibility import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
+from muster.worker.host import MUST_AGREE_LIBRARIES, MUST_AGREE_NCCL
 
 MUST_AGREE = frozenset({"muster", "nccl", "architecture", *MUST_AGREE_LIBRARIES, *MUST_AGREE_NCCL})
 UNSET = "(unset)"
@@ -49,7 +49,7 @@ def compare(facts: Sequence[Mapping[str, str]]) -> list[Finding]:
 
 
 def name_clashes(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Sentences on machines that share a name.
+    """Returns sentences on machines that share a name.
 
     Args:
         hosts: of each rank, the host's identity and name.
@@ -67,7 +67,7 @@ def name_clashes(hosts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def clock_skews(offsets_s: Sequence[float], uncertainty_s: float) -> list[str]:
-    """Sentences on ranks whose clock is off.
+    """Returns sentences on ranks whose clock is off.
 
     Args:
         offsets_s: of each rank, its time of day minus rank 0's, as read at one moment.
@@ -85,7 +85,7 @@ def clock_skews(offsets_s: Sequence[float], uncertainty_s: float) -> list[str]:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Meetings of each of ``count`` with each other one, as rounds of disjoint pairs (the circle method)."""
+    """Returns all pairs of ``count`` ranks, in rounds of disjoint pairs (the circle method)."""
     places: list[int] = list(range(count + count % 2))
     found = []
     for _ in range(len(places) - 1):
@@ -114,13 +114,13 @@ def slow_sentences(names: Sequence[str], speeds: Mapping[tuple[int, int], float]
         for host in range(len(names))
         if (own := [pair for pair in speeds if host in pair]) and all(pair in slow for pair in own)
     ]
-    told = [
+    sentences = [
         f"Host {names[host]} is slow: at most "
         f"{max(speed for pair, speed in slow.items() if host in pair):.2f} GB/s with each other host, "
         f"where {usual:.2f} GB/s is usual."
         for host in hosts
     ]
-    return told + [
+    return sentences + [
         f"The link between {names[one]} and {names[other]} is slow: {speed:.2f} GB/s, where {usual:.2f} GB/s "
         "is usual."
         for (one, other), speed in slow.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from muster.worker.errors import SettingsError
 
@@ -12,9 +12,78 @@ if TYPE_CHECKING:
 
     from muster.certs.runtime.store import Credentials
     from muster.worker.communicators.base import Backend
+    from muster.worker.communicators.nccl.warmup import WarmUp
     from muster.worker.communicators.tcp.handshake import TlsPolicy
 
-BACKENDS = ("tcp", "gloo", "nccl")
+
+class _Needs(NamedTuple):
+    """The arguments from which a backend is made."""
+
+    policies: Callable[[], TlsPolicy] | None
+    allow_insecure: bool
+    warm_up: WarmUp | None
+
+
+def _tcp(needs: _Needs) -> Backend:
+    from muster.worker.communicators.tcp.communicator import TcpBackend
+
+    return TcpBackend(tls=needs.policies, allow_insecure=needs.allow_insecure)
+
+
+def _gloo(needs: _Needs) -> Backend:
+    from muster.worker.communicators.gloo.backend import GlooBackend
+
+    return GlooBackend(allow_insecure=needs.allow_insecure)
+
+
+def _nccl(needs: _Needs) -> Backend:
+    from muster.worker.communicators.nccl.communicator import NcclBackend
+
+    return NcclBackend(warm_up=needs.warm_up)
+
+
+def _outside(needs: _Needs) -> Backend:
+    from muster.worker.communicators.outside import OutsideBackend
+
+    return OutsideBackend()
+
+
+def _warm_up_nccl(ordinal: int) -> WarmUp:
+    from muster.worker.communicators.nccl.warmup import WarmUp
+
+    return WarmUp(ordinal)
+
+
+class _Kind(NamedTuple):
+    """A registered backend.
+
+    Attributes:
+        make: makes it; what it needs is imported then, and nothing else.
+        extra: of the package, which brings what it needs.
+        warm_up: begins what takes long with a GPU.
+    """
+
+    make: Callable[[_Needs], Backend]
+    extra: str = ""
+    warm_up: Callable[[int], WarmUp] | None = None
+
+
+BACKENDS = {"nccl": _Kind(_nccl, "cuda12", _warm_up_nccl), "tcp": _Kind(_tcp), "gloo": _Kind(_gloo, "torch")}
+"""The backends by name; a new one is registered here."""
+
+
+_OUTSIDE = _Kind(_outside)
+
+
+def warm_up(name: str, ordinal: int) -> WarmUp | None:
+    """Begins the GPU's warm-up before anything else is loaded; None: this backend needs none.
+
+    Args:
+        name: of the backend.
+        ordinal: this worker's GPU as CUDA counts in this process; -1: not known yet.
+    """
+    begin = BACKENDS[name].warm_up if name in BACKENDS else None
+    return None if begin is None else begin(ordinal)
 
 
 def create_backend(
@@ -24,40 +93,32 @@ def create_backend(
     job_id: str = "default",
     allow_insecure: bool = False,
     seal: bool = True,
+    warm_up: WarmUp | None = None,
 ) -> Backend:
-    """Makes the backend of that name; what it needs is imported now, and nothing else.
+    """Makes the backend of that name; imports what it needs, and nothing else.
 
     Args:
-        name: "tcp" (NumPy, authenticated), "gloo" (NumPy through torch) or "nccl" (GPUs).
+        name: "tcp" (the host's memory, authenticated), "gloo" (the same through torch) or "nccl" (GPUs);
+            "torch": none, for programs that communicate by torch.distributed.
         tls: this worker's credentials, or what gives those that are in force; None where TLS is off.
         job_id: the job, which the peers' certificates must be for.
         allow_insecure: lets sockets that are not authenticated leave loopback (MS_ALLOW_INSECURE).
         seal: whether tcp's data goes in sealed records keyed inside TLS, or in TLS's own records.
+        warm_up: what :func:`warm_up` began for this worker's GPU.
 
     Raises:
         SettingsError: no such backend, or its library is not installed; says which extra to install.
     """
-    if name == "tcp":
-        from muster.worker.communicators.tcp.backend import TcpBackend
-
-        policy = None if tls is None else tls_policies(tls, job_id, seal)
-        return TcpBackend(tls=policy, allow_insecure=allow_insecure)
-    if name not in BACKENDS:
+    if name not in (*BACKENDS, "torch"):
         raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
+    policies = None if tls is None else tls_policies(tls, job_id, seal)
+    kind = BACKENDS.get(name, _OUTSIDE)
     try:
-        if name == "gloo":
-            from muster.worker.communicators.gloo.backend import GlooBackend
-
-            return GlooBackend(allow_insecure=allow_insecure)
-        from muster.worker.communicators.nccl import backend as nccl
-
-        backend: Backend = nccl.NcclBackend()
-        return backend
+        return kind.make(_Needs(policies, allow_insecure, warm_up))
     except ImportError as error:
-        extra = "torch" if name == "gloo" else "cuda12 (or cuda13)"
         raise SettingsError(
             f"The backend {name!r} needs {error.name or 'a library'}, which is not installed here.",
-            remedy=f"Install the extra: pip install 'muster-rendezvous[{extra.split()[0]}]'; or use 'tcp'.",
+            remedy=f"Install the extra: pip install 'muster-rendezvous[{kind.extra}]'; or use 'tcp'.",
         ) from None
 
 

@@ -1,23 +1,28 @@
-"""What a communicator is: the data plane of one generation, for one group of ranks.
+"""The interfaces of communicators and backends: collectives of one group of ranks in one generation.
 
 Backends (``tcp``, ``gloo``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
 contract suite (``tests/contracts``) runs on all of them.
 
-Arrays here are C-contiguous buffers that the backend takes (NumPy for ``tcp`` and ``gloo``; CuPy, torch
-or anything with ``__cuda_array_interface__`` for ``nccl``). ``send`` and ``recv`` may be the same array
-where the collective allows it (in place). Results are written into ``recv``.
+Arrays here are C-contiguous buffers where the communicator works (NumPy arrays and torch tensors in the
+host's memory for ``tcp`` and ``gloo``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
+for ``nccl``), or what :func:`~muster.worker.communicators.arrays.describe` made of them. ``send`` and
+``recv`` may be the same array where the collective allows it (in place). Results are written into ``recv``.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from muster.worker.errors import ArrayError, CommunicatorError
+
 Array = Any
-"""An array of the backend's kind."""
+"""An array of the backend's kind, or its description."""
 
 
 class ReduceOp(str, enum.Enum):
@@ -29,10 +34,36 @@ class ReduceOp(str, enum.Enum):
     MAX = "max"
     PROD = "prod"
 
+    @classmethod
+    def of(cls, name: Any) -> ReduceOp:
+        """The operation of this name.
+
+        Raises:
+            ArrayError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            legal = ", ".join(each.value for each in cls)
+            raise ArrayError(f"op must be one of {legal}; it is {name!r}.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class PreMultipliedSum:
+    """An operation for the reducing collectives of NCCL: each rank's values times ``factor``, summed.
+
+    ``muster.all_reduce(gradient, op=muster.PreMultipliedSum(0.5))``; for floating-point dtypes.
+
+    Attributes:
+        factor: rounded to the arrays' dtype before it is multiplied.
+    """
+
+    factor: float
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One rank of a group as its communicator sees it. ``rank`` is the rank within the group."""
+    """A rank of a group as its communicator sees it. ``rank`` is the rank within the group."""
 
     rank: int
     node_id: str
@@ -45,7 +76,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who takes part in a communicator, and as whom this process does.
+    """The ranks of a communicator, and which of them this process is.
 
     ``peers`` are in order of rank; ``unique_ids`` are secret.
     """
@@ -61,6 +92,42 @@ class Membership:
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return len(self.peers)
+
+    def check_rank(self, rank: int, name: str) -> None:
+        """Checks that ``rank``, called ``name`` in the message, is one of the group.
+
+        Raises:
+            ArrayError: it is not.
+        """
+        if not hasattr(rank, "__index__") or not 0 <= rank < self.world_size:
+            raise ArrayError(
+                f"{name} is {rank!r}; the group {self.group!r} has ranks 0 to {self.world_size - 1}."
+            )
+
+    def check_peer(self, peer: int, *, itself: bool = False) -> None:
+        """Checks that ``peer`` is another rank of the group or, with ``itself``, any rank of it.
+
+        Raises:
+            ArrayError: it is not.
+        """
+        self.check_rank(peer, "peer")
+        if peer == self.rank and not itself:
+            raise ArrayError(f"Rank {peer} cannot send to or receive from itself.")
+
+    def part(self, group: str, ranks: Sequence[int]) -> Membership | None:
+        """The membership of a subset, in the order of ``ranks``; None on ranks that are not in it.
+
+        Raises:
+            ArrayError: a rank is not one of the group, or stands twice, or there is none.
+        """
+        for rank in ranks:
+            self.check_rank(rank, "a rank of the group")
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ArrayError(f"The group {group!r} needs each of its ranks once, and one at least.")
+        if self.rank not in ranks:
+            return None
+        peers = tuple(replace(self.peers[rank], rank=i) for i, rank in enumerate(ranks))
+        return replace(self, group=group, rank=list(ranks).index(self.rank), peers=peers)
 
 
 class Work(Protocol):
@@ -88,16 +155,25 @@ class Communicator(abc.ABC):
     and the buffers must not be touched until ``wait()`` returns.
 
     Counts are checked before anything is sent (:class:`~muster.errors.ArrayError`). Where ranks
-    disagree, all of them get :class:`~muster.errors.CollectiveMismatchError` (backends that can tell).
+    disagree, all of them get :class:`~muster.errors.CollectiveMismatchError` (backends that can see it).
     """
 
     name: str
-    """Backend name: "tcp", "gloo", "nccl"."""
+    """Backend name, for messages: "tcp", "gloo", "nccl"."""
+
+    on_device = False
+    """Whether its arrays are on a GPU, which alone knows when a collective is over."""
+
+    capturable = False
+    """Whether a CUDA graph may hold its collectives; it has ``before_end`` then."""
+
+    pre_multiplies = False
+    """Whether it takes a :class:`PreMultipliedSum`."""
 
     membership: Membership
 
     finished = False
-    """Set before :meth:`close`: this worker has finished, which whoever still waits for it should learn."""
+    """Set before :meth:`close` where this worker has finished: others that wait for it then hear so."""
 
     timeout_s: float
     """Deadline of each collective, in seconds; of a backend on GPUs, of what makes the host wait for them."""
@@ -158,6 +234,28 @@ class Communicator(abc.ABC):
     def barrier(self) -> None:
         """Returns when every rank has called it. On CUDA it synchronises the host."""
 
+    def synchronize(self) -> None:
+        """Blocks the host until what was issued on the caller's stream is over; raises what broke it.
+
+        Without a GPU there is nothing to wait for: a call returns when its result is there.
+        """
+        return
+
+    def group(self) -> AbstractContextManager[None]:
+        """Context in which issued collectives start together, in one launch, when the block ends.
+
+        Raises:
+            CommunicatorError: this backend starts each collective by itself.
+        """
+        raise CommunicatorError(
+            f'The backend "{self.name}" starts each collective by itself.',
+            remedy="Leave group() out, and give async_op=True to what is to run side by side.",
+        )
+
+    def note(self, name: str) -> None:
+        """Notes for hang reports that something with collectives in it starts, "captured_step", say."""
+        return
+
     @abc.abstractmethod
     def split(self, group: str, ranks: Sequence[int]) -> Communicator | None:
         """Makes a communicator of a subset; called by every rank of this one, in the same order.
@@ -180,8 +278,17 @@ class Backend(abc.ABC):
 
     name: str
 
+    on_device = False
+    """As :attr:`Communicator.on_device`."""
+
+    answers_probes = False
+    """Whether its endpoint answers probes, so that no other listener is needed for them."""
+
+    facts: Mapping[str, str] = MappingProxyType({})
+    """What must be the same on all workers, by name, beside what all backends compare."""
+
     def prepare(self, device_index: int) -> None:
-        """Begins, before joining, what takes long and needs no peers. Returns at once and never raises.
+        """Begins slow work that needs no peers, before joining. Returns at once and never raises.
 
         Args:
             device_index: this worker's GPU as CUDA counts in this process; -1: not known yet, or a spare's,

@@ -30,7 +30,7 @@ class Groups:
         self._groups: dict[str, Group] = {}
 
     def enter(self, world: Communicator) -> None:
-        """Takes up a new generation and makes the groups anew, in the order of their creation.
+        """Enters a new generation and makes the groups anew, in the order of their creation.
 
         A worker that is new in it makes the same groups by calling ``create_group`` right after ``init``.
         A group with a rank that the new world lacks stays without a communicator.
@@ -42,7 +42,7 @@ class Groups:
             self._groups[name] = Group(name, ranks, world.split(name, ranks) if fits else None)
 
     def leave(self) -> None:
-        """The generation is over: its communicators are not to be used any more."""
+        """Leaves the generation, whose communicators are not to be used any more."""
         for group in self._groups.values():
             group.communicator = None
         self._world = None

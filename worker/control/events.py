@@ -1,4 +1,4 @@
-"""What drives the worker's membership machine, and what it answers: values only.
+"""Events and notices: input and output of the worker's membership machine. Values only.
 
 Events come in, a :class:`Decision` goes out. All times are seconds on one monotonic clock.
 """
@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import enum
 
-from muster.rendezvous.value import Value
-from muster.worker.control.messages import Assignment, FirstLoss, Incoming, Outgoing, RefusalCode
+from muster.rendezvous.messages import (
+    Assignment,
+    FirstLoss,
+    RefusalCode,
+    SchedulerMessage,
+    Value,
+    WorkerMessage,
+)
 
 
 class Timing(Value):
@@ -18,12 +24,14 @@ class Timing(Value):
         topo_timeout_s: how long a worker without a place goes on looking for the scheduler.
         reconnect_timeout_s: how long a change of members may wait for a scheduler that is away, or a worker
             that has lost its place may look for one that gives it a new one.
-        verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed
-            waits to be told that the membership changed.
+        verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed, it
+            cannot say on whom, waits to hear that the membership changed. One that names a peer waits
+            for ``reconnect_timeout_s``: the scheduler then forms a generation in any case, which takes one
+            that stood still, or is behind with reading, longer than its node time-out.
         goodbye_timeout_s: how long a goodbye may take; long enough for a scheduler to be started again, which
             would count a worker that ended without one as lost.
         late_again_s: the pause between two words to the scheduler that a collective is late.
-        report_first_s, report_last_s: the first and the longest pause between two lines that tell that the
+        report_first_s, report_last_s: the first and the longest pause between two lines that say that the
             scheduler cannot be reached; each is twice the one before.
         retry_first_s, retry_last_s: shortest and longest pause between two attempts to connect.
         retry_share: the pause is this share of the time that the scheduler has been away.
@@ -73,7 +81,7 @@ class Received(Value):
     """A message came on the stream."""
 
     stream: int
-    message: Incoming
+    message: SchedulerMessage
 
 
 class UniqueIdsMinted(Value):
@@ -108,19 +116,19 @@ class CommunicatorFailed(Value):
 
 
 class CollectivesStuck(Value):
-    """Whether a collective has been under way for long. Told while there is no scheduler to ask why."""
+    """Whether a collective has been under way for long. Sent while the scheduler is away."""
 
     stuck: bool
 
 
 class PeersLate(Value):
-    """The training thread has waited for its peers for so long, which is too long."""
+    """The training thread has waited for its peers for too long."""
 
     seconds: float
 
 
 class ProbesDone(Value):
-    """Answer to :class:`ProbeWanted`; see :class:`~muster.worker.control.messages.Probed`."""
+    """Answer to :class:`ProbeWanted`; see :class:`~muster.rendezvous.messages.Probed`."""
 
     round: int
     unreached: tuple[tuple[str, str], ...]
@@ -141,6 +149,8 @@ class Progress(Value):
 
     step: int
     samples_per_s: float
+    loss: float | None = None
+    learning_rate: float | None = None
 
 
 class LeaveRequested(Value):
@@ -201,13 +211,13 @@ class Connect(Value):
 
 
 class Disconnect(Value):
-    """Close this stream."""
+    """Close the stream of this number."""
 
     stream: int
 
 
-class Tell(Value):
-    """A line for the person who watches this worker."""
+class LogLine(Value):
+    """Log this line."""
 
     sentence: str
 
@@ -229,12 +239,12 @@ class Build(Value):
 
 
 class Running(Value):
-    """Every member stands: collectives may be called."""
+    """All members have built the communicator: collectives may be called."""
 
     generation: int
 
 
-class Interrupt(Value):
+class Over(Value):
     """The generation is over. Not ``planned``: abort its communicators, whatever is going on in them.
 
     ``save``: the job cannot go on for now, and this worker should save the training state.
@@ -272,7 +282,7 @@ class GateChanged(Value):
 
 
 class ChangePending(Value):
-    """A planned change of members will happen after ``after_step`` steps (-1: not yet known)."""
+    """A planned change of members comes after ``after_step`` steps (-1: not yet known)."""
 
     generation: int
     reason: str
@@ -287,9 +297,14 @@ class ProbeWanted(Value):
 
 
 class NoVerdict(Value):
-    """A collective of the generation failed, but the scheduler sees no change of members."""
+    """A collective of the generation failed, but the scheduler sees no change of members.
+
+    ``finished_rank`` has finished while this worker still waited, as ``sentence`` says; -1: none has.
+    """
 
     generation: int
+    finished_rank: int = -1
+    sentence: str = ""
 
 
 class FailureKind(enum.Enum):
@@ -313,7 +328,7 @@ class Failed(Value):
 
 
 class LossKnown(Value):
-    """The scheduler says who was the first to go; told before what follows from it."""
+    """The scheduler says who was the first to go; comes before what follows from it."""
 
     loss: FirstLoss
 
@@ -327,11 +342,11 @@ class Left(Value):
 Notice = (
     Connect
     | Disconnect
-    | Tell
+    | LogLine
     | MintUniqueIds
     | Build
     | Running
-    | Interrupt
+    | Over
     | Dismissed
     | StepGranted
     | StepHeld
@@ -352,6 +367,6 @@ class Decision(Value):
     ``reason`` is logged if it is not empty.
     """
 
-    messages: tuple[Outgoing, ...] = ()
+    messages: tuple[WorkerMessage, ...] = ()
     notices: tuple[Notice, ...] = ()
     reason: str = ""

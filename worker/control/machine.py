@@ -1,17 +1,142 @@
-"""The worker's state machine: its membership, from the first Join to the last Leave, and reconnects."""
+"""The worker's state machine: its membership, from the first Join to the last Leave, and reconnects.
+
+It has no clock, no thread and no socket. What drives it, the :class:`~muster.worker.control.client.Client`,
+keeps to this:
+
+* ``step(event, now)`` is called by one thread at a time, with a clock that never goes back. Of one stream,
+  events come in the order in which they happened.
+* Of the decision, the notices are carried out in their order, then the messages are sent in theirs on the
+  newest stream, all before the next step. What may block may follow later, on any thread.
+* ``Connect`` is answered by one ``StreamOpened``, each message by ``Received``, and the end of the attempt
+  or the stream by one ``StreamLost`` or ``StreamDenied``. Events of older streams change nothing.
+* ``MintUniqueIds`` is answered by ``UniqueIdsMinted``, ``Build`` by ``CommunicatorBuilt`` or
+  ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``. ``Over`` aborts the generation's communicators
+  unless it was planned; the training thread then comes back with ``EntryRequested``, or says ``Goodbye``.
+* After each step ``deadline()`` says when ``Tick`` is due, if nothing happens before.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from muster.rendezvous import messages as m
+from muster.rendezvous.versions import own_obstacle
 from muster.worker.control import events as e
-from muster.worker.control import messages as m
 from muster.worker.control.events import Timing
+
+LEAST_S = 10.0
+STEPS = 5
+"""How many median steps a collective may take."""
+
+KEPT = 31
+
+
+class Pace:
+    """The durations of the last steps, in seconds.
+
+    Args:
+        least_s: however short the steps are, so long a collective may take.
+    """
+
+    def __init__(self, least_s: float = LEAST_S) -> None:
+        self._least_s = least_s
+        self._durations: deque[float] = deque(maxlen=KEPT)
+        self._step: int | None = None
+        self._since = 0.0
+
+    def note_step(self, step: int, now: float) -> None:
+        """Notes that ``step`` steps are finished, and the next one begins."""
+        if self._step is not None and step == self._step + 1:
+            self._durations.append(now - self._since)
+        self._step, self._since = step, now
+
+    def note_wait(self, seconds: float) -> None:
+        """Notes that a long wait has ended well: in a script that counts no steps that may be usual."""
+        self._durations.append(seconds)
+
+    @property
+    def limit_s(self) -> float:
+        """How long a collective may take: five times the median step, at least ``least_s``.
+
+        Of two in the middle the shorter one: after two steps, of which one waited for a busy rank, the other
+        says how long a step is.
+        """
+        if not self._durations:
+            return self._least_s
+        return max(self._least_s, STEPS * statistics.median_low(self._durations))
+
+
+UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
+UNFORMED_S = 5.0  # for the next generation to form
+
+
+class LoneLeave:
+    """Whether a leave was asked for, and what has stood in its way for too long.
+
+    Args:
+        unfinished_s: how long after it was asked it waits for others that do not come to the step's end.
+        unreachable_s: how long the worker waits for a lost scheduler's consent.
+        unformed_s: how long it waits for a generation to form.
+
+    Attributes:
+        wanted: when the leave was asked for, and why; None: it was not. One value, so that a signal handler
+            can set it without a lock.
+        at_once: the worker has begun nothing yet and need wait for nobody.
+    """
+
+    def __init__(
+        self,
+        *,
+        unfinished_s: float,
+        unreachable_s: float = UNREACHABLE_S,
+        unformed_s: float = UNFORMED_S,
+    ) -> None:
+        self._unreachable_s = unreachable_s
+        self._unformed_s = unformed_s
+        self._unfinished_s = unfinished_s
+        self._entering_since: float | None = None
+        self.wanted: tuple[float, str] | None = None
+        self.at_once = False
+
+    def note_entering(self, now: float) -> None:
+        """Notes that the worker waits for a generation."""
+        if self._entering_since is None:
+            self._entering_since = now
+
+    @property
+    def entering(self) -> bool:
+        """Whether the worker waits for a generation."""
+        return self._entering_since is not None
+
+    def note_entered(self) -> None:
+        """Notes that the generation was entered."""
+        self._entering_since = None
+
+    def obstacle(self, now: float, *, away: bool, waits: bool) -> str:
+        """The reason for which this worker leaves by itself; empty: it does not, or not yet.
+
+        Args:
+            now: seconds on the clock of all other times here.
+            away: there is no line to the scheduler.
+            waits: others keep this worker from the step's end; its own work may take as long as it likes.
+        """
+        if self.wanted is None:
+            return ""
+        since, entering = self.wanted[0], self._entering_since
+        if away and now >= since + self._unreachable_s:
+            return "the scheduler cannot be reached"
+        if entering is not None and now >= max(since, entering) + self._unformed_s:
+            return f"the next generation did not form within {self._unformed_s:g} s"
+        if waits and now >= since + self._unfinished_s:
+            return f"others did not finish the step with it within {self._unfinished_s:g} s"
+        return ""
 
 
 class Link:
-    """State of the stream; streams are numbered from 1 and only the newest one counts.
+    """State of the stream to the scheduler; streams are numbered from 1, only the newest one counts.
 
     Attributes:
         stream: number of the newest stream.
@@ -48,7 +173,7 @@ class Link:
         return self.open
 
     def welcomed(self) -> None:
-        """The scheduler has answered: earlier trouble is over."""
+        """Notes that the scheduler has answered, which ends earlier trouble."""
         self.settled = True
         self.away_since = self.report_at = None
 
@@ -65,7 +190,7 @@ class Link:
         return True
 
     def _note_absence(self, now: float) -> float:
-        """Since when the scheduler has been away."""
+        """Notes since when the scheduler has been away."""
         if self.away_since is None:
             self.away_since = now
             self._report_interval_s = self._timing.report_first_s
@@ -73,7 +198,7 @@ class Link:
         return self.away_since
 
     def reported(self, now: float) -> None:
-        """A line about the trouble was shown."""
+        """Notes that a line about the trouble was logged."""
         self._report_interval_s = min(2 * self._report_interval_s, self._timing.report_last_s)
         self.report_at = now + self._report_interval_s
 
@@ -84,14 +209,14 @@ class Link:
         self.stream += 1
 
 
-class Lifecycle:
-    """State of one worker process's claim on a place, what time does to it, and how it ends.
+class Membership:
+    """The state machine of one worker process's membership, from its first Join to its Leave.
 
     Args:
         profile: who this worker is.
         timing: deadlines.
         jitter: random numbers from [0, 1).
-        address: the scheduler's host and port, for what is told of it.
+        address: the scheduler's host and port, for sentences about it.
     """
 
     def __init__(
@@ -104,11 +229,43 @@ class Lifecycle:
         self._step = 0
         self._started = 0
         self._samples_per_s = 0.0
+        self._loss: float | None = None
+        self._learning_rate: float | None = None
         self._now = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            e.Started: self._on_started,
+            e.StreamOpened: self._on_stream_opened,
+            e.StreamLost: self._on_stream_lost,
+            e.StreamDenied: self._on_stream_denied,
+            e.Received: self._on_received,
+            e.UniqueIdsMinted: self._on_minted,
+            e.EntryRequested: self._on_entry_requested,
+            e.CommunicatorBuilt: self._on_built,
+            e.CommunicatorFailed: self._on_failed,
+            e.CollectivesStuck: self._on_stuck,
+            e.PeersLate: self._on_peers_late,
+            e.ProbesDone: self._on_probes_done,
+            e.StepStarting: self._on_step_starting,
+            e.Progress: self._on_progress,
+            e.LeaveRequested: self._on_leave_requested,
+            e.Goodbye: self._on_goodbye,
+            e.Renewed: self._on_renewed,
+            e.Tick: self._on_tick,
+            m.Welcome: self._on_welcome,
+            m.Waiting: self._on_waiting,
+            m.Assignment: self._on_assignment,
+            m.UniqueIds: self._on_unique_ids,
+            m.GroupBuilt: self._on_group_built,
+            m.Suspended: self._on_suspended,
+            m.Quiesce: self._on_quiesce,
+            m.Probe: self._on_probe,
+            m.Refused: self._on_refused,
+            m.Ended: self._on_ended,
+        }
         self._reset()
 
     def _reset(self) -> None:
-        self._messages: list[m.Outgoing] = []
+        self._messages: list[m.WorkerMessage] = []
         self._notices: list[e.Notice] = []
         self._reason = ""
         self._ended = False
@@ -134,13 +291,13 @@ class Lifecycle:
         self._leave_at: float | None = None
         self._suspicion_since: float | None = None
         self._suspicion: m.SuspectPeer | None = None
-        self._late_told_at: float | None = None
+        self._late_reported_at: float | None = None
         self._timed_out_step = -1  # in which collectives timed out before
         self._stuck = False  # cut off from the scheduler, and from some peer too
         self._need_since: float | None = None
 
     def deadline(self) -> float | None:
-        """When to feed the next Tick; None: no timer is needed."""
+        """The time of the next Tick; None: no timer is needed."""
         if self._ended:
             return None
         times = (
@@ -176,21 +333,16 @@ class Lifecycle:
         return self._current.generation if self._current is not None else 0
 
     @property
-    def is_over(self) -> bool:
-        """Whether the generation that the training thread is in has ended."""
-        return self._current is not None and self._current.generation <= self._over
-
-    @property
     def is_away(self) -> bool:
         """Whether there is no scheduler at the moment."""
         return not self._link.settled
 
-    def is_changing(self, generation: int) -> bool:
-        """Whether ``generation`` is over or a newer one is known."""
+    def is_over(self, generation: int) -> bool:
+        """Whether ``generation`` has ended, or a newer one is known."""
         return self._ended or generation <= self._over or generation < self._seen
 
-    def _send(self, message: m.Outgoing) -> None:
-        """Sends if the stream stands; what matters is told again after a reconnect."""
+    def _send(self, message: m.WorkerMessage) -> None:
+        """Sends if the stream stands; what matters is sent again after a reconnect."""
         if self._link.open:
             self._messages.append(message)
 
@@ -207,21 +359,29 @@ class Lifecycle:
         else:
             if self._is_due(link.report_at):
                 link.reported(now)
-                self._notices.append(e.Tell(self._absence()))
+                self._notices.append(e.LogLine(self._absence()))
             if self._is_due(link.retry_at):
                 self._notices.append(e.Connect(link.start(now)))
             if self._is_due(self._verdict_at()):
-                self._suspicion_since = None
-                self._notices.append(e.NoVerdict(self.generation))
+                self._end_suspicion()
             if link.settled and self._is_due(self._heartbeat_at):
                 self._send_heartbeat()
+
+    def _end_suspicion(self, finished_rank: int = -1, sentence: str = "") -> None:
+        self._suspicion_since = None
+        self._notices.append(e.NoVerdict(self.generation, finished_rank, sentence))
 
     def _is_due(self, at: float | None) -> bool:
         return at is not None and at <= self._now
 
+    def _interval_s(self, welcome: m.Welcome) -> float:
+        """How often the scheduler wants to hear of this worker: less often before it has a place."""
+        waits = self._seen == 0 and welcome.waiting_interval_s
+        return welcome.waiting_interval_s if waits else welcome.heartbeat_interval_s
+
     def _send_heartbeat(self) -> None:
         assert self._welcome is not None
-        self._heartbeat_at = self._now + self._welcome.heartbeat_interval_s
+        self._heartbeat_at = self._now + self._interval_s(self._welcome)
         self._send(
             m.Heartbeat(
                 self._seen,
@@ -229,15 +389,17 @@ class Lifecycle:
                 self._started,
                 self._samples_per_s,
                 entered_generation=self.generation,
+                loss=self._loss,
+                learning_rate=self._learning_rate,
             )
         )
 
     def _is_calm(self) -> bool:
-        """Nothing is wanted from the scheduler: training may go on without it."""
+        """Whether nothing is wanted from the scheduler, so that training may go on without it."""
         return (
             self._running
             and self._next is None
-            and not self.is_over
+            and self._standing() is not None
             and self._held != self.generation
             and self._suspicion_since is None
             and not self._stuck
@@ -260,7 +422,10 @@ class Lifecycle:
     def _verdict_at(self) -> float | None:
         if self._suspicion_since is None or self._welcome is None or not self._link.settled:
             return None
-        return self._suspicion_since + self._welcome.node_timeout_s + self._timing.verdict_margin_s
+        patience_s = self._welcome.node_timeout_s + self._timing.verdict_margin_s
+        if self._suspicion is not None:  # answered with a generation, however far behind the scheduler is
+            patience_s = max(patience_s, self._timing.reconnect_timeout_s)
+        return self._suspicion_since + patience_s
 
     def _absence(self) -> str:
         since = self._now - (self._link.away_since or self._now)
@@ -290,16 +455,21 @@ class Lifecycle:
     def _newest(self) -> m.Assignment | None:
         return self._next if self._next is not None else self._current
 
-    def _interrupt(
+    def _standing(self) -> m.Assignment | None:
+        """The generation that the training thread is in, unless it is over."""
+        current = self._current
+        return None if current is None or self._ended or current.generation <= self._over else current
+
+    def _end_generation(
         self, reason: str, lost: tuple[str, ...], *, planned: bool = False, save: bool = False
     ) -> None:
         """Declares the training thread's generation over, once."""
-        current = self._current
-        if current is None or current.generation <= self._over:
+        current = self._standing()
+        if current is None:
             return
         self._over = current.generation
         self._suspicion_since = None
-        self._notices.append(e.Interrupt(current.generation, reason, lost, planned=planned, save=save))
+        self._notices.append(e.Over(current.generation, reason, lost, planned=planned, save=save))
 
     def _fail(
         self,
@@ -309,7 +479,7 @@ class Lifecycle:
         *,
         ok: bool = False,
     ) -> None:
-        if self._goodbye is not None:  # whoever waits for its answer has no use for a failure
+        if self._goodbye is not None:  # who waits for its answer has no use for a failure
             self._finish_leaving(heard=False)
             return
         self._end()
@@ -326,52 +496,6 @@ class Lifecycle:
         self._minted = self._ids = None
         self._notices.append(e.Disconnect(self._link.stream))
         self._link.close()
-
-
-class Membership(Lifecycle):
-    """One worker process's claim on a place in a job.
-
-    Args:
-        profile: who this worker is.
-        timing: deadlines.
-        jitter: random numbers from [0, 1).
-        address: the scheduler's host and port, for what is told of it.
-    """
-
-    def __init__(
-        self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float], address: str = ""
-    ) -> None:
-        super().__init__(profile, timing, jitter, address)
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            e.Started: self._on_started,
-            e.StreamOpened: self._on_stream_opened,
-            e.StreamLost: self._on_stream_lost,
-            e.StreamDenied: self._on_stream_denied,
-            e.Received: self._on_received,
-            e.UniqueIdsMinted: self._on_minted,
-            e.EntryRequested: self._on_entry_requested,
-            e.CommunicatorBuilt: self._on_built,
-            e.CommunicatorFailed: self._on_failed,
-            e.CollectivesStuck: self._on_stuck,
-            e.PeersLate: self._on_peers_late,
-            e.ProbesDone: self._on_probes_done,
-            e.StepStarting: self._on_step_starting,
-            e.Progress: self._on_progress,
-            e.LeaveRequested: self._on_leave_requested,
-            e.Goodbye: self._on_goodbye,
-            e.Renewed: self._on_renewed,
-            e.Tick: self._on_tick,
-            m.Welcome: self._on_welcome,
-            m.Waiting: self._on_waiting,
-            m.Assignment: self._on_assignment,
-            m.UniqueIds: self._on_unique_ids,
-            m.GroupBuilt: self._on_group_built,
-            m.Suspended: self._on_suspended,
-            m.Quiesce: self._on_quiesce,
-            m.Probe: self._on_probe,
-            m.Refused: self._on_refused,
-            m.Ended: self._on_ended,
-        }
 
     # ------------------------------------------------------------ interface
 
@@ -404,6 +528,8 @@ class Membership(Lifecycle):
                 held_rank=newest.rank if held and newest is not None else -1,
                 built=held and newest is self._current and self._built,
                 step=self._step,
+                held_world_size=len(newest.members) if held and newest is not None else 0,
+                takes_deltas=True,
             )
         )
         if self._goodbye is not None:
@@ -433,13 +559,17 @@ class Membership(Lifecycle):
     # ------------------------------------------------------------ messages
 
     def _on_welcome(self, message: m.Welcome) -> None:
+        why = own_obstacle(message.version)
+        if why:
+            self._fail(e.FailureKind.REFUSED, why, m.RefusalCode.SETTINGS_DIFFER)
+            return
         self._welcome = message
         self._renewed = False
         self._link.welcomed()
         self._stuck = False
         if message.spare and not self._seen:
-            self._notices.append(e.Tell("this worker waits as a spare: it takes a place that comes free."))
-        self._heartbeat_at = self._now + message.heartbeat_interval_s
+            self._notices.append(e.LogLine("this worker waits as a spare: it takes a place that comes free."))
+        self._heartbeat_at = self._now + self._interval_s(message)
         if self._suspicion_since is not None:  # a restarted scheduler has not heard of it
             self._suspicion_since = self._now
             if self._suspicion is not None:
@@ -450,7 +580,9 @@ class Membership(Lifecycle):
     def _on_waiting(self, message: m.Waiting) -> None:
         if message.sentence != self._waiting_sentence:
             self._waiting_sentence = message.sentence
-            self._notices.append(e.Tell(message.sentence))
+            self._notices.append(e.LogLine(message.sentence))
+        if message.finished_ranks and self._suspicion_since is not None and self._suspicion is None:
+            self._end_suspicion(message.finished_ranks[0], message.sentence)
 
     def _on_assignment(self, new: m.Assignment) -> None:
         if new.generation <= self._over or new.generation < self._seen or not self._is_mine(new):
@@ -476,14 +608,17 @@ class Membership(Lifecycle):
 
     def _take_up(self, new: m.Assignment) -> None:
         first, self._seen = self._seen == 0, new.generation
+        if self._heartbeat_at is not None and self._welcome is not None and first:
+            share = (new.rank + 1) / len(new.members)  # those of all members are spread over the interval
+            self._heartbeat_at = min(self._heartbeat_at, self._now + share * self._interval_s(self._welcome))
         self._note_loss(new.first_loss)
         if first and self._leave_reason is not None:  # asked for before there was a place to leave
             self._send(m.RequestLeave(new.generation, self._leave_reason))
         self._next, self._ids, self._minted = new, None, None
         self._suspended = False
         self._reason = f"generation {new.generation}, rank {new.rank} of {len(new.members)}: {new.reason}"
-        current = self._current
-        if current is None or current.generation <= self._over:
+        current = self._standing()
+        if current is None:
             self._dismiss_if_leaving(new)
             return
         if self._built and self._is_by_steps(new) and not self._suspicion_since:
@@ -492,10 +627,10 @@ class Membership(Lifecycle):
             self._notices.append(e.GateChanged())
         else:
             self._dismiss_if_leaving(new)
-            self._interrupt(new.reason, new.lost)
+            self._end_generation(new.reason, new.lost)
 
     def _is_by_steps(self, new: m.Assignment) -> bool:
-        """Whether the switch is at a step boundary: a peer's step shows that this worker's own is to come."""
+        """Whether the change of members happens at a step boundary that this worker still has to come to."""
         return new.switch_after_step >= 0 and (self._uses_steps or new.switch_after_step > self._step)
 
     def _dismiss_if_leaving(self, new: m.Assignment) -> None:
@@ -533,12 +668,12 @@ class Membership(Lifecycle):
         if message.generation < self._seen or (message.generation == self._over and self._suspended):
             return
         self._note_loss(message.first_loss)
-        self._interrupt(message.reason, (message.reason,), save=message.save)
+        self._end_generation(message.reason, (message.reason,), save=message.save)
         self._seen = self._over = message.generation
         self._next = self._ids = self._minted = None
         self._suspended = True
         reason = message.reason.rstrip(".")
-        self._notices.append(e.Tell(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
+        self._notices.append(e.LogLine(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
 
     def _on_quiesce(self, message: m.Quiesce) -> None:
         if message.generation != self._seen or message.generation <= self._over:
@@ -601,68 +736,67 @@ class Membership(Lifecycle):
         self._notices.append(e.Build(self._current, self._ids.unique_ids))
 
     def _on_built(self, event: e.CommunicatorBuilt) -> None:
-        current = self._current
-        if current is None or current.generation != event.generation or self.is_over or self._ended:
+        current = self._standing()
+        if current is None or current.generation != event.generation:
             return
         self._built = True
         self._send(m.Built(event.generation))
 
     def _on_failed(self, event: e.CommunicatorFailed) -> None:
-        current = self._current
-        if current is None or current.generation != event.generation or self.is_over or self._ended:
+        current = self._standing()
+        if current is None or current.generation != event.generation:
             return
         hint = m.SuspectPeer(event.generation, max(event.rank, 0), event.detail)
         if self._next is not None:  # peers have switched already, or will: so does this worker
             self._send(hint)  # those that still hang in the last step learn of it
             self._dismiss_if_leaving(self._next)
-            self._interrupt(self._next.reason, self._next.lost)
+            self._end_generation(self._next.reason, self._next.lost)
             return
         if self._suspicion_since is None:
             self._suspicion_since = self._now
-        # Whoever did not come in time may come later, to the next generation. In the same step again: never.
+        # Who did not come in time may come later, to the next generation. In the same step again: never.
         late = event.timed_out and self._timed_out_step != self._step
         self._timed_out_step = self._step if event.timed_out else self._timed_out_step
         self._suspicion = hint if event.rank >= 0 or late else None
-        if self._suspicion is not None:
-            self._send(self._suspicion)
+        self._send(self._suspicion or hint.replaced(rank=-1))
 
     def _on_stuck(self, event: e.CollectivesStuck) -> None:
         self._stuck = event.stuck
 
     def _on_peers_late(self, event: e.PeersLate) -> None:
-        told_at = self._late_told_at
-        current = self._current
-        if current is None or self.is_over or self._ended or not self._link.settled:
+        reported_at = self._late_reported_at
+        current = self._standing()
+        if current is None or not self._link.settled:
             return
-        if told_at is None or self._now >= told_at + self._timing.late_again_s:
-            self._late_told_at = self._now
+        if reported_at is None or self._now >= reported_at + self._timing.late_again_s:
+            self._late_reported_at = self._now
             self._send_heartbeat()
             self._send(m.Late(current.generation, event.seconds))
 
     def _on_probes_done(self, event: e.ProbesDone) -> None:
         if self._link.settled and not self._ended:
             self._send_heartbeat()  # first: how far this worker is
-            told = m.Probed(event.round, event.unreached, event.late, event.waits, event.busy, event.seconds)
-            self._send(told)
+            reply = m.Probed(event.round, event.unreached, event.late, event.waits, event.busy, event.seconds)
+            self._send(reply)
 
     def _on_step_starting(self, event: e.StepStarting) -> None:
         self._uses_steps = True
         self._step = event.step
-        current, new = self._current, self._next
-        if current is None or self.is_over or self._ended:
+        current, new = self._standing(), self._next
+        if current is None:
             self._notices.append(e.StepHeld())
         elif new is not None and event.step >= new.switch_after_step:
             self._dismiss_if_leaving(new)
-            self._interrupt(new.reason, new.lost, planned=True)
+            self._end_generation(new.reason, new.lost, planned=True)
         elif new is None and self._held == current.generation:
             self._notices.append(e.StepHeld())
         else:
             self._started = event.step + 1
             self._notices.append(e.StepGranted())
-            self._tell_first_step(current)
+            self._report_first_step(current)
 
-    def _tell_first_step(self, current: m.Assignment) -> None:
-        """A newcomer that begins a step holds the state: told at once, as its giver may go or die."""
+    def _report_first_step(self, current: m.Assignment) -> None:
+        """Reports at once that a newcomer begins a step and so holds the state: its giver may go or die."""
         if self._stepped_in < current.generation:
             self._stepped_in = current.generation
             if current.rank in current.newcomer_ranks and self._link.settled:
@@ -671,6 +805,7 @@ class Membership(Lifecycle):
     def _on_progress(self, event: e.Progress) -> None:
         self._step = event.step
         self._samples_per_s = event.samples_per_s
+        self._loss, self._learning_rate = event.loss, event.learning_rate
 
     def _on_leave_requested(self, event: e.LeaveRequested) -> None:
         if self._leave_reason is None and not self._ended:

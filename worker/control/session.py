@@ -4,51 +4,153 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import operator
 import os
+import sys
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
-from muster.worker.communicators.base import Backend, Communicator
-from muster.worker.communicators.flight_recorder import CollectiveLog
-from muster.worker.communicators.groups import Groups
+from muster.rendezvous import messages as m
+from muster.rendezvous.codec import MAX_NUMBER
+from muster.rendezvous.patience import RETRY_LAST_S, verdict_margin_s
+from muster.worker.communicators.base import Backend, Communicator, Membership, Peer
+from muster.worker.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
+from muster.worker.communicators.groups import WORLD, Groups
 from muster.worker.control import events as e
 from muster.worker.control import machine as machine
-from muster.worker.control import messages as m
-from muster.worker.control.builder import CommunicatorBuilder
-from muster.worker.control.client import Client, exit_code_of, is_consequence, is_good_exit, reason_of
-from muster.worker.control.leave import LoneLeave
+from muster.worker.control.client import Client, Line, exit_code_of, is_consequence, is_good_exit, reason_of
+from muster.worker.control.machine import LoneLeave
+from muster.worker.ending import on_sigterm
 from muster.worker.errors import (
     CommunicatorError,
     MembershipChanged,
     NotInitializedError,
+    PeerLostError,
     RefusedError,
     SettingsError,
+    WorkerError,
 )
 from muster.worker.launch import last_words
-from muster.worker.sigterm import on_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from muster.worker.communicators.base import Backend
     from muster.worker.communicators.tcp.probe import Probes
     from muster.worker.config import Settings
-    from muster.worker.control.connection import Connector
+    from muster.worker.control.client import Threads
     from muster.worker.host import DeviceChoice
 
 
-class SessionFacts:
-    """The part of a :class:`~muster.worker.control.session.Session` that only tells.
+class Progress:
+    """The latest report of a training's progress.
+
+    A loop that numbers its steps, as ElasticLoop does, reports number and speed; a script beside it then adds
+    a loss. Without such a loop each report of the script is a step, and the speed follows from its samples.
+
+    Args:
+        clock: seconds on a monotonic clock.
 
     Attributes:
-        settings: what this worker was told at its start.
+        step: steps finished.
+        samples_per_s: this worker's speed.
+        loss: as last reported; None: never.
+        learning_rate: likewise.
+        steps: how many there are to be; 0: not known.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.step = 0
+        self.samples_per_s = 0.0
+        self.loss: float | None = None
+        self.learning_rate: float | None = None
+        self.steps = 0
+        self._clock = clock
+        self._numbered = False
+        self._last_s: float | None = None
+
+    def take(
+        self,
+        step: int | None,
+        samples_per_s: float | None,
+        *,
+        loss: SupportsFloat | None = None,
+        samples: int | None = None,
+        steps: int | None = None,
+        learning_rate: SupportsFloat | None = None,
+    ) -> bool:
+        """Takes a report in; whether it is one of a step, rather than of a loss alone.
+
+        Raises:
+            TypeError, ValueError: ``step`` or ``steps`` is no count.
+        """
+        step = None if step is None else count_of("step", step)
+        steps = None if steps is None else count_of("steps", steps)
+        if loss is not None:
+            self.loss = float(loss)
+        if learning_rate is not None:
+            self.learning_rate = float(learning_rate)
+        if steps is not None:
+            self.steps = steps
+        if step is None and self._numbered:
+            return False
+        self._numbered = step is not None
+        self.step = self.step + 1 if step is None else step
+        now_s, last_s = self._clock(), self._last_s
+        self._last_s = now_s
+        if samples_per_s is None and samples is not None and last_s is not None and now_s > last_s:
+            samples_per_s = float(samples / (now_s - last_s))
+        if samples_per_s is not None:
+            samples_per_s = float(samples_per_s)
+            self.samples_per_s = samples_per_s if math.isfinite(samples_per_s) and samples_per_s > 0 else 0.0
+        return True
+
+
+def count_of(name: str, value: SupportsIndex) -> int:
+    """A count that messages can carry: a thread would fail on any other, and the worker fall silent.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is out of bounds.
+    """
+    count = operator.index(value)
+    if not 0 <= count <= MAX_NUMBER:
+        raise ValueError(f"{name} must be from 0 to {MAX_NUMBER}; it is {str(count)[:40]}.")
+    return count
+
+
+log = logging.getLogger("muster.worker")
+
+SURVIVOR_TIMEOUT_S = 7 * 86_400.0
+
+
+class Session:
+    """One worker process's membership of a job. Made by :func:`muster.init`.
+
+    All properties are those of the present generation; :meth:`rejoin` changes them. As a context manager it
+    says goodbye at the end of the block: finished if the block ended well, failed if not.
+
+    Attributes:
+        settings: this worker's settings, as read at its start.
         device: the device chosen for it.
         backend: the data plane.
+        interrupted: Ctrl-C ended it, or came while it ended.
     """
 
     def __init__(
-        self, settings: Settings, *, profile: m.Profile, device: DeviceChoice, backend: Backend
+        self,
+        settings: Settings,
+        *,
+        profile: m.Profile,
+        device: DeviceChoice,
+        backend: Backend,
+        connection: Line,
+        probes: Probes | None = None,
+        timing: e.Timing | None = None,
+        threads: Threads | None = None,
     ) -> None:
         self.settings = settings
         self.device = device
@@ -57,6 +159,57 @@ class SessionFacts:
         self._assignment: m.Assignment | None = None
         self._first_ordinal: int | None = None
         self._released = False
+        self.interrupted = False
+        self._probes = probes
+        self._recorder = FlightRecorder()
+        self._groups = Groups()
+        self._left = False
+        self._progress = Progress(time.monotonic)
+        self._error: BaseException | None = None
+        self._release_lock = threading.Lock()
+        self._rejoin_lock = threading.Lock()
+        timing = (timing or e.Timing()).replaced(
+            topo_timeout_s=settings.topo_timeout_s, reconnect_timeout_s=settings.reconnect_timeout_s
+        )
+        if len(settings.scheduler_hosts) > 1:  # while nobody leads there is no verdict
+            timing = timing.replaced(
+                verdict_margin_s=verdict_margin_s(settings.node_timeout_s), retry_last_s=RETRY_LAST_S
+            )
+        self._client = Client(
+            machine.Membership(profile, timing, _jitter, settings.scheduler_address),
+            connection,
+            mint=backend.mint_unique_ids,
+            recent=self._recorder.recent,
+            hanging_s=self._recorder.hanging_s,
+            late_s=self._recorder.late_s,
+            waits=self._recorder.waits,
+            probe_all=probes.try_all if probes is not None else _unreached_none,
+            lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
+            note_loss=_note_loss,
+            threads=threads,
+        )
+
+    def open(self) -> None:
+        """Joins the job and returns when all members can communicate.
+
+        If it is declared dead meanwhile, because it was stopped, say, it asks again as a newcomer.
+
+        Raises:
+            WorkerError: refused, not reachable, not trusted, or not formed in time.
+        """
+        self._note_place()
+        self._client.start()
+        try:
+            self.backend.prepare(-1 if self.settings.spare else self.device.ordinal)
+            self._enter()
+        except BaseException as error:
+            self._end_as_failed(error)
+            raise
+
+    def _note_place(self) -> None:
+        last_words.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
+
+    # ------------------------------------------------------------ the present generation
 
     @property
     def rank(self) -> int:
@@ -119,7 +272,7 @@ class SessionFacts:
 
     @property
     def state_source_rank(self) -> int:
-        """Whose parameters the newcomers take; -1: there are none to take, all start anew."""
+        """The rank whose parameters the newcomers take, or -1 where all start anew."""
         return self._place.state_source_rank
 
     @property
@@ -129,7 +282,7 @@ class SessionFacts:
 
     @property
     def launch(self) -> int:
-        """Names this launch of the job, the same in all its generations; 0: not known."""
+        """A number of this launch of the job, the same in all its generations, or 0 if it is not known."""
         return self._place.launch
 
     @property
@@ -140,78 +293,22 @@ class SessionFacts:
     @property
     def _place(self) -> m.Assignment:
         if self._assignment is None or self._released:
-            raise NotInitializedError("There is no session.", remedy="Call worker.init() first.")
+            raise NotInitializedError("There is no session.", remedy="Call muster.init() first.")
         return self._assignment
 
-
-log = logging.getLogger("muster.worker")
-
-
-class Session(SessionFacts):
-    """One worker process's membership of a job. Made by :func:`muster.init`.
-
-    All properties tell of the present generation; :meth:`rejoin` changes them. As a context manager it
-    says goodbye at the end of the block: finished if the block ended well, failed if not.
-
-    Attributes:
-        interrupted: Ctrl-C ended it, or came while it ended.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        profile: m.Profile,
-        device: DeviceChoice,
-        backend: Backend,
-        connector: Connector,
-        probes: Probes | None = None,
-    ) -> None:
-        super().__init__(settings, profile=profile, device=device, backend=backend)
-        self.interrupted = False
-        self._probes = probes
-        self._recorder = CollectiveLog()
-        self._groups = Groups()
-        self._left = False
-        self._error: BaseException | None = None
-        self._release_lock = threading.Lock()
-        self._rejoin_lock = threading.Lock()
-        timing = e.Timing(
-            topo_timeout_s=settings.topo_timeout_s, reconnect_timeout_s=settings.reconnect_timeout_s
-        )
-        self._client = Client(
-            machine.Membership(profile, timing, _jitter, settings.scheduler_address),
-            connector,
-            mint=backend.mint_unique_ids,
-            recent=self._recorder.recent,
-            hanging_s=self._recorder.hanging_s,
-            late_s=self._recorder.late_s,
-            waits=self._recorder.waits,
-            probe_all=probes.try_all if probes is not None else _unreached_none,
-            lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
-            note_loss=_note_loss,
-        )
-        self._builder = CommunicatorBuilder(settings, backend, self._client, self._recorder)
-
-    def open(self) -> None:
-        """Joins the job and returns when all members can communicate.
-
-        If it is declared dead meanwhile, because it was stopped, say, it asks again as a newcomer.
-
-        Raises:
-            WorkerError: refused, not reachable, not trusted, or not formed in time.
-        """
-        self._note_place()
-        self._client.start()
-        try:
-            self.backend.prepare(-1 if self.settings.spare else self.device.ordinal)
-            self._enter()
-        except BaseException as error:
-            self._end_as_failed(error)
-            raise
-
-    def _note_place(self) -> None:
-        last_words.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
+    def _note_group(self, place: m.Assignment) -> None:
+        kinds = [(member.device.kind, member.device.model) for member in place.members]
+        group = {
+            "generation": place.generation,
+            "workers": len(place.members),
+            "hosts": len({member.host.id for member in place.members}),
+            "devices": last_words.describe_devices(kinds),
+            "backend": self._profile.backend,
+            "tls": self.settings.config_path is not None,
+            "reason": place.reason,
+        }
+        last_words.note(group=group, waits="")
+        last_words.set_title(f"rank {place.rank}", sys.argv[0])
 
     # ------------------------------------------------------------ groups
 
@@ -227,7 +324,7 @@ class Session(SessionFacts):
             GroupError: there is no such group, or this worker is not in it.
         """
         if self._released:
-            raise NotInitializedError("The session was released.", remedy="Call worker.init() again.")
+            raise NotInitializedError("The session was released.", remedy="Call muster.init() again.")
         self._client.check(self._place.generation)
         return self._groups.communicator(name)
 
@@ -242,7 +339,7 @@ class Session(SessionFacts):
     @property
     def membership_event(self) -> e.ChangePending | None:
         """A planned change that is to come, with ``reason`` and ``after_step`` (-1: not known yet)."""
-        return self._client.standing.pending
+        return self._client.pending
 
     def step_boundary(self, step: int) -> None:
         """Call before each step: planned changes of members happen here and nowhere else.
@@ -257,17 +354,51 @@ class Session(SessionFacts):
             MembershipChanged: the generation is over; ``rejoin()`` and go on from ``step``.
             LeaveGranted: this worker leaves as asked; ``release()`` and exit.
             WorkerError: the membership is over for good.
+            TypeError, ValueError: ``step`` is no count.
         """
-        self._client.start_step(step, self._place.generation)
+        self._client.start_step(count_of("step", step), self._place.generation)
 
-    def report(self, step: int, samples_per_s: float) -> None:
-        """Tells the scheduler how far the training is; shown by ``python -m scheduler status``.
+    def report(
+        self,
+        step: int | None = None,
+        samples_per_s: float | None = None,
+        *,
+        loss: SupportsFloat | None = None,
+        samples: int | None = None,
+        steps: int | None = None,
+        learning_rate: SupportsFloat | None = None,
+    ) -> None:
+        """Says how far the training is; ``muster status`` shows it, and the launcher on a terminal.
+
+        ElasticLoop reports steps and speed by itself; then only a loss is left to report. In a loop of one's
+        own one line a step does::
+
+            session.report(loss=loss, samples=len(batch))
 
         Args:
-            step: how many steps are finished.
-            samples_per_s: this worker's speed.
+            step: how many steps are finished; None: one more, unless an ElasticLoop counts them.
+            samples_per_s: this worker's speed; None: from ``samples``.
+            loss: of the last step, as a number; a GPU's tensor is waited for.
+            samples: that this worker has trained on in the step.
+            steps: how many steps there are to be.
+            learning_rate: of the last step, for the plots of ``muster web`` and ``muster report``.
+
+        Raises:
+            TypeError, ValueError: ``step`` or ``steps`` is no count.
         """
-        self._client.post(e.Progress(step, samples_per_s))
+        progress = self._progress
+        if progress.take(
+            step, samples_per_s, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
+        ):
+            figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
+            self._client.post(e.Progress(progress.step, *figures))
+            last_words.note_progress(
+                step=progress.step,
+                steps=progress.steps,
+                samples_per_s=round(progress.samples_per_s, 1),
+                loss=progress.loss,
+                learning_rate=progress.learning_rate,
+            )
 
     @contextlib.contextmanager
     def busy(self, what: str = "works alone") -> Iterator[None]:
@@ -289,10 +420,21 @@ class Session(SessionFacts):
         finally:
             self._client.end_busy(what)
 
+    def ask_for_new_generation(self, why: str) -> None:
+        """Says that the members cannot go on in this generation; the next comes within MS_NODE_TIMEOUT.
+
+        Returns at once, and may be called again.
+
+        Args:
+            why: the reason, for everybody's logs.
+        """
+        # No rank is at fault: this one is that of nobody.
+        self._client.post(e.CommunicatorFailed(self.generation, self.world_size, why.rstrip("."), False))
+
     def request_leave(self, reason: str) -> None:
         """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
 
-        Callable from any thread; the others re-form without an abort. Whoever alone holds the training
+        Callable from any thread; the others re-form without an abort. A worker that alone holds the training
         state is let go once others have it: MembershipChanged comes first. If the scheduler is lost and does
         not come back within seconds, no next generation forms, or others do not come to the step's end
         within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also amid a step.
@@ -309,23 +451,23 @@ class Session(SessionFacts):
         self._client.leave_now(reason)
 
     def note_left(self) -> None:
-        """Says that this worker leaves before the training's end: ``release()`` must not call it finished."""
+        """Notes that this worker leaves before the training's end, so that it does not count as finished."""
         self._left = True
 
     @property
     def error(self) -> BaseException | None:
-        """What this session has ended with; None: it has not, or well."""
+        """The error that this session has ended with, or None."""
         return self._error
 
     @property
     def leaves(self) -> bool:
         """Whether this worker leaves, or has left, as asked."""
-        return self._left or self._client.standing.leave_granted
+        return self._left or self._client.leave_granted
 
     # ------------------------------------------------------------ change
 
     def rejoin(self) -> None:
-        """Enters the next generation after MembershipChanged: new ranks, communicators and groups.
+        """Enters the next generation after MembershipChanged, with new ranks, communicators and groups.
 
         Waits until it has formed, as long as the scheduler lets the job wait. Returns at once if the
         generation still stands. After RefusedError with the code SUPERSEDED (this worker was declared dead)
@@ -341,12 +483,12 @@ class Session(SessionFacts):
 
     def _rejoin(self) -> None:
         place = self._place
-        failure = self._client.standing.failure
+        failure = self._client.failure
         if isinstance(failure, RefusedError) and failure.declared_dead:
             self._ask_anew(failure)
         elif failure is not None:
             raise failure.with_traceback(None)
-        elif not self._client.generation_changing(place.generation):
+        elif not self._client.is_outdated(place.generation):
             return
         else:
             self._leave_generation()
@@ -373,7 +515,7 @@ class Session(SessionFacts):
                 if self._assignment is None:
                     self._check_rank_id(place)
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
-                communicator = self._builder.build(build, ordinal)
+                communicator = self._connect(build, ordinal)
                 if not self._client.built(place.generation):
                     self._client.check(place.generation)  # it is over
                 self._assignment = place
@@ -398,14 +540,68 @@ class Session(SessionFacts):
                 self.job_id,
                 place.reason,
             )
+            self._note_group(place)
             return
+
+    def _connect(self, build: e.Build, ordinal: int) -> Communicator:
+        """Connects this worker with the other members of a generation.
+
+        Args:
+            build: the generation, and its unique ids.
+            ordinal: this worker's GPU as CUDA counts in this process; -1 on a CPU.
+
+        Raises:
+            MembershipChanged: the generation ended meanwhile.
+            WorkerError: they cannot be connected.
+        """
+        generation, members = build.assignment.generation, build.assignment.members
+        inner = self._connect_backend(build, ordinal)
+        inner.timeout_s = self.settings.collective_timeout_s
+        self._client.adopt(generation, inner)
+        self._recorder.clear()
+        return FaultAwareCommunicator(
+            inner,
+            world_ranks=range(len(members)),
+            verdict=lambda rank, error: self._client.verdict(generation, rank, error),
+            recorder=self._recorder,
+            adopted=lambda each: self._client.adopt(generation, each),
+            closed=self._client.communicators.forget,
+        )
+
+    def _connect_backend(self, build: e.Build, ordinal: int) -> Communicator:
+        place = build.assignment
+        membership = Membership(
+            job_id=self.settings.job_id,
+            generation=place.generation,
+            group=WORLD,
+            rank=place.rank,
+            peers=tuple(_peer(each, ordinal if each.rank == place.rank else None) for each in place.members),
+            unique_ids=build.unique_ids,
+        )
+        timeout_s = min(self.settings.topo_timeout_s, self.settings.collective_timeout_s)
+        if place.state_source_rank >= 0:
+            # A survivor may be busy outside collectives for as long as it likes. The scheduler says for whom
+            # this waits, and ends it if all are here and cannot connect; there is a limit without it, too.
+            timeout_s = SURVIVOR_TIMEOUT_S
+        try:
+            return self.backend.connect(
+                membership,
+                timeout_s=timeout_s,
+                cancelled=lambda: self._client.over(place.generation),
+            )
+        except WorkerError as error:
+            rank = error.rank if isinstance(error, PeerLostError) else -1
+            explained = self._client.verdict(place.generation, rank, error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def _check_rank_id(self, place: m.Assignment) -> None:
         """Refuses a RANK_ID that is not this worker's rank; with members missing, ranks may move up."""
-        told = self.settings.rank_id
-        if told not in (-1, place.rank) and len(place.members) == self.settings.worker_num:
+        wanted = self.settings.rank_id
+        if wanted not in (-1, place.rank) and len(place.members) == self.settings.worker_num:
             raise SettingsError(
-                f"RANK_ID is {told}, but this worker, node {self._profile.node_id}, has rank {place.rank}.",
+                f"RANK_ID is {wanted}, but this worker, node {self._profile.node_id}, has rank {place.rank}.",
                 remedy="Unset it, or set MS_NODE_ID, or RANK_TABLE_FILE, such that the ranks agree.",
             )
 
@@ -420,7 +616,7 @@ class Session(SessionFacts):
         """Says goodbye and frees everything; idempotent.
 
         Args:
-            finished: the training is complete. False tells the others at once that this worker is gone.
+            finished: the training is complete. False: the others learn at once that this worker is gone.
                 None: it is complete unless this worker leaves as asked.
             reason: why, in words, for the scheduler's log.
         """
@@ -441,7 +637,7 @@ class Session(SessionFacts):
             raise
 
     def end(self, error: BaseException | None) -> None:
-        """Releases as what ended the script or block tells: without an error, as ``release()`` does.
+        """Releases with the error that ended the script or block; without one, as ``release()`` does.
 
         Args:
             error: what ended it. SystemExit says how in its code: 0 or none is no error.
@@ -477,7 +673,7 @@ class Session(SessionFacts):
             self._probes.close()
 
     def __enter__(self) -> Session:
-        """Nothing more to do: the session is open."""
+        """Returns the session, which is open already."""
         return self
 
     def __exit__(
@@ -523,3 +719,16 @@ def _close(communicator: Communicator) -> None:
         communicator.close()
     except CommunicatorError as error:
         log.debug("closing a communicator: %s", error)
+
+
+def _peer(member: m.Member, ordinal: int | None) -> Peer:
+    return Peer(
+        rank=member.rank,
+        node_id=member.node_id,
+        incarnation=member.incarnation,
+        host_id=member.host.id,
+        host_name=member.host.name,
+        data_address=member.data_address,
+        # Others are named by their place on their host; this process counts what it sees.
+        device_index=member.device.index if ordinal is None else ordinal,
+    )

@@ -1,4 +1,4 @@
-"""What this host offers to workers: GPUs, cores, the names it answers to. Nothing here loads CUDA."""
+"""Finds this host's GPUs, cores and names. Nothing here loads CUDA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def offered_devices(env: Mapping[str, str], option: str, gpus: int) -> tuple[str
     if option == "none":
         return ()
     visible = tuple(str(index) for index in range(gpus))
-    narrowed = visible_devices(env)  # the workers' rule; what they would refuse ends here already
+    # By the workers' rule: what they would refuse ends here already.
+    narrowed = visible_devices(env) if "CUDA_VISIBLE_DEVICES" in env else None
     if narrowed is not None and gpus:
         unknown = [name for name in narrowed if name.isdigit() and name not in visible]
         if unknown:
@@ -56,7 +57,7 @@ def _have(gpus: int) -> str:
 
 
 def local_names(candidates: Iterable[str]) -> set[str]:
-    """Which of these host names and addresses mean this host; its own name is always among them."""
+    """Returns those host names and addresses that mean this host; its own name is always among them."""
     own = socket.gethostname()
     names = {own, own.split(".")[0]}
     return names | {name for name in candidates if name not in names and _is_local(name)}
@@ -93,7 +94,7 @@ def cores() -> tuple[int, ...]:
 
 def is_taken(host: str, port: int) -> bool:
     """Whether another process listens on this port of this host already."""
-    with contextlib.suppress(OSError, UnicodeError):  # what else is wrong with them the scheduler tells
+    with contextlib.suppress(OSError, UnicodeError):  # what else is wrong with them the scheduler reports
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Starting workers as forks of one warm process.
+"""Starts workers as forks of one process that has imported what they need.
 
 Most of a short start is imports: Python, NumPy, gRPC, cryptography, once per worker. With ``--start
 fork`` the launcher imports them once and each worker is a copy of it that runs the script as
@@ -10,6 +10,7 @@ imported here makes one, and the launcher looks for threads to be sure.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import gc
 import importlib
 import io
@@ -19,10 +20,14 @@ import shutil
 import signal
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
+
+from muster.worker.ending import exit_noted
+from muster.worker.launch.last_words import set_title
+from muster.worker.launch.plan import Recipe
 
 WARM_MODULES = (
     "numpy",
@@ -30,9 +35,7 @@ WARM_MODULES = (
     "muster.worker.control.session",
     "muster.worker.runtime",
     "muster.worker.collectives",
-    "muster.worker.communicators.tcp.backend",
-    "muster.worker.check.facts",
-    "muster.worker.control.compatibility",
+    "muster.worker.communicators.tcp.communicator",
 )
 """What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
 
@@ -62,7 +65,7 @@ def refusal(command: Sequence[str], env: Mapping[str, str]) -> str:
         return "the command is not of the form python SCRIPT.py or python -m MODULE"
     if sys.orig_argv[1:2] != ["-m"] and sys.orig_argv[1:2] and sys.orig_argv[1].startswith("-"):
         return "this Python itself runs with options"
-    shadowed = _shadowed(Path(command[1]).resolve().parent)
+    shadowed = shadowed_by(Path(command[1]).resolve().parent)
     if shadowed:
         return f"{shadowed} beside the script would be hidden by a module that is loaded already"
     return ""
@@ -78,7 +81,7 @@ def is_this_python(program: str, env: Mapping[str, str]) -> bool:
     return same_file and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
 
 
-def _shadowed(directory: Path) -> str:
+def shadowed_by(directory: Path) -> str:
     """A file beside the script that ``import`` would have found, had the launcher not loaded another."""
     for entry in directory.iterdir():
         if entry.name == "__main__.py":  # nobody imports that by its name
@@ -102,10 +105,24 @@ def warm_up(config_path: str) -> None:
     if config_path:
         certs_config = importlib.import_module("muster.certs.config")
         certs_config.apply_cipher_list(certs_config.load_config(config_path))
-        for name in WARM_WITH_TLS:
-            importlib.import_module(name)
+        with _quiet_grpc():
+            for name in WARM_WITH_TLS:
+                importlib.import_module(name)
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def _quiet_grpc() -> Iterator[None]:
+    """Sets gRPC's variables as a worker does before it imports gRPC."""
+    quiet = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+    added = {name: value for name, value in quiet.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:  # a scheduler that is started again is to choose for itself
+            del os.environ[name]
 
 
 def threads() -> int:
@@ -120,8 +137,8 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def become(argv: Sequence[str]) -> None:
-    """Runs ``python argv...`` in this process, which was forked for it, to the interpreter's own end.
+def become(recipe: Recipe) -> None:
+    """Runs a recipe's ``python SCRIPT`` in this process, forked for it, to the interpreter's own end.
 
     Exceptions leave this function as they would leave a script; the interpreter then ends as usual:
     threads joined, exit functions run, streams flushed.
@@ -131,15 +148,20 @@ def become(argv: Sequence[str]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     _reseed()
+    argv = recipe.argv
+    who = f"rank {recipe.label}" if recipe.label.isdecimal() else f"worker {recipe.label}"
+    who = recipe.label if recipe.last else who  # an uplink
+    set_title(who, argv[2] if argv[1] == "-m" else argv[1])
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     sys.orig_argv[1:] = argv[1:]
     try:
-        if argv[1] == "-m":
-            _run_module(argv[2], argv[3:])
-        else:
-            _run_script(argv[1], argv[1:], main)
+        with exit_noted():
+            if argv[1] == "-m":
+                _run_module(argv[2], argv[3:])
+            else:
+                _run_script(argv[1], argv[1:], main)
     except SystemExit:
         raise
     except BaseException as error:
@@ -148,7 +170,7 @@ def become(argv: Sequence[str]) -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Shows the traceback as it would have been without this file, then silences the interpreter's own."""
+    """Shows a traceback without this file's frames, then silences the interpreter's own."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -157,7 +179,7 @@ def _report(error: BaseException) -> None:
 
 
 def _reseed() -> None:
-    """Workers that are copies must not share a random state that separate processes would not share."""
+    """Seeds random generators anew, which forked workers would share otherwise."""
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
         legacy.seed()
@@ -176,4 +198,7 @@ def _run_script(script: str, argv: Sequence[str], main: types.ModuleType) -> Non
 def _run_module(name: str, argv: Sequence[str]) -> None:
     sys.argv[:] = ["-m", *argv]
     sys.path[0] = os.getcwd()  # noqa: PTH109
+    for loaded in (name, f"{name}.__main__"):  # by the launcher; runpy would warn of it
+        if not hasattr(sys.modules.get(loaded), "__path__"):
+            sys.modules.pop(loaded, None)
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what python -m itself calls

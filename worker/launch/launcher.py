@@ -1,4 +1,4 @@
-"""The local launcher's loop: starts the scheduler and this host's workers and sees them to their end.
+"""The launcher's loop: starts the scheduler and this host's workers, and waits for their end.
 
 One thread, one loop over the processes' pipes and the signals. What to start is decided before
 (:mod:`muster.worker.launch.plan`); here it is only carried out.
@@ -7,79 +7,86 @@ One thread, one loop over the processes' pipes and the signals. What to start is
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
 import socket
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from muster.worker.errors import SIGTERM_EXIT_CODE
-from muster.worker.launch.guardian import Guardian
-from muster.worker.launch.process import Child, Recipe, say, spawn, timestamp, write
+from muster.rendezvous.launches import RUNS, LaunchDirectory
+from muster.rendezvous.run_record import RunRecord
+from muster.worker.errors import SIGTERM_EXIT_CODE, SettingsError
+from muster.worker.launch import fork
+from muster.worker.launch.door import INNER, OUTER, make_door, named
+from muster.worker.launch.plan import LaunchPlan, Recipe
+from muster.worker.launch.process import Child, Guardian, spawn, timestamp
 from muster.worker.launch.report import (
     Ending,
+    Verdict,
     describe_exit,
+    describe_group,
     describe_other,
+    describe_progress,
+    duration,
     exit_status,
+    figures_of,
     first_failure,
-    shortened,
 )
+from muster.worker.launch.screen import Screen, shortened
 
 SCHEDULER_LINGER_S = 2.0
-"""How long the scheduler may take to end after its workers, or workers after it failed."""
+"""How long the scheduler may take to end after its workers."""
 
 SETTLE_S = 2.0
-"""How long after a failure the scheduler's word on who failed first may take to come, and that one to end."""
+"""How long after a failure the launcher waits to learn from the scheduler who failed first."""
 
 LOOK_S = 0.02
-"""How often it is looked for meanwhile."""
+"""How often the launcher looks for that meanwhile, in seconds."""
+
+WAITING_S = 2.0
+"""How long workers wait for a replacement before that is shown, in seconds."""
+
+FORMING_S, FORMING_LENGTH = 5.0, 92
+"""Seconds until the launcher shows for whom a forming group waits, and the line's longest length."""
+
+FOLLOW_S, LOOK_UP_S = 0.1, 0.5
+"""How often it is looked at what the workers have noted: while they form a group, or a line on the terminal
+shows how far they are; and else."""
 
 STRAGGLING_S = 5.0
-"""How long workers may run on after one that ended well before that is told."""
+"""How long workers may run on after one that ended well before that is shown."""
+
+UPLINK_RESTARTS = 8
+"""How often an uplink is started again."""
 
 OTHERS_SHOWN = 16
-"""Of so many workers the end is told in a line each."""
+"""The end of so many workers is shown in a line each."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the launcher does when a process ends, and how it shows output."""
-
-    grace_s: float = 10.0
-    max_restarts: int = 0
-    min_workers: int = 0
-    """Workers that are enough to go on with; 0: all of them."""
-
-    timestamps: bool = False
-
-
 class Launcher:
-    """Runs one launch from start to end.
+    """Runs one launch from start to end. Nothing is started before :meth:`run`.
 
     Args:
-        policy: see :class:`Policy`.
+        plan: what to start.
+        screen: where it shows what happens.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._guardian = Guardian()
+    def __init__(self, plan: LaunchPlan, screen: Screen) -> None:
+        self._plan, self._policy, self._screen = plan, plan.policy, screen
         self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = socket.socketpair()
-        for end in (self._wake_read, self._wake_write):
-            end.setblocking(False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        for number in (*_ENDING, *_PASSED_ON, signal.SIGCHLD):
-            signal.signal(number, _noted)
         self._workers: list[Child] = []
         self._scheduler: Child | None = None
+        self._uplink: Child | None = None
+        self._door: tuple[socket.socket, ...] = ()
+        self._inherits = -1
+        self._again: list[Child] = []
         self._status = 0
         self._stopping = False
         self._interrupted = False
@@ -90,89 +97,292 @@ class Launcher:
         self._settled = False
         self._ended_count = 0
         self._replaced: frozenset[tuple[str, int]] = frozenset()
-
-    def start_scheduler(self, recipe: Recipe | None) -> None:
-        """Starts the scheduler, beside all that is done before the workers start; None: it runs elsewhere.
-
-        Raises:
-            SettingsError: its log cannot be written.
-        """
-        if recipe is not None:
-            self._scheduler = self._start(recipe)
+        self._generation = 0
+        self._noted = -1
+        self._waits = ""
+        self._waits_at: float | None = None
 
     # ------------------------------------------------------------ the loop
 
-    def run(self, workers: Sequence[Recipe]) -> int:
-        """Starts the workers and returns the exit code of the launch when everything has ended.
+    def run(self) -> int | Callable[[], None]:
+        """Starts everything and waits for its end.
+
+        Returns:
+            The launch's exit code. In a worker that was forked: what it is to run, in frames of its own.
 
         Raises:
-            SettingsError: a log cannot be written.
+            SettingsError: a log cannot be written, or the configuration not be read.
         """
-        for recipe in workers:
-            self._workers.append(self._start(recipe))
-        while self._alive():
+        began_s = time.monotonic()
+        for note in self._plan.notes:
+            self._screen.say(note)
+        self._directory = self._make_directory()
+        self._history = self._begin_history()
+        self._guardian = Guardian.start()
+        self._watch_signals()
+        try:
+            become = self._start_all() or self._see_to_the_end()
+        except BaseException:
+            self._abandon()
+            raise
+        if become is not None:
+            self._forget()
+            return become
+        if self._workers:
+            self._history.figures(**figures_of(self._workers[0].progress()))
+        self._close()
+        self._say_how_it_ended(time.monotonic() - began_s)
+        return self._status
+
+    def _make_directory(self) -> LaunchDirectory:
+        plan = self._plan
+        try:
+            return LaunchDirectory.begin(
+                plan.job_id, plan.log_dir, shared=plan.layout.world_size > len(plan.workers)
+            )
+        except OSError as error:
+            if plan.log_dir is not None:
+                what = f"--log-dir {plan.log_dir} cannot be written: {error.strerror}."
+            else:
+                what = f"{RUNS} cannot be written: {error.strerror}; name another directory with --log-dir."
+            raise SettingsError(what) from error
+
+    def _begin_history(self) -> RunRecord:
+        """Begins the run's record in its directory."""
+        plan = self._plan
+        history = RunRecord(self._directory.path, os.uname().nodename)
+        history.note(
+            "began",
+            job_id=plan.job_id,
+            host=os.uname().nodename,
+            workers=plan.layout.world_size,
+            workers_here=len(plan.workers),
+            command=shortened(" ".join(plan.recipes[0].argv) if plan.recipes else "", 1000),
+        )
+        for note in plan.notes:
+            history.note("said", text=note)
+        self._screen.heard = lambda sentence, kind: history.note("said", text=sentence, tone=kind)
+        return history
+
+    def _watch_signals(self) -> None:
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in (*_ENDING, *_PASSED_ON, signal.SIGCHLD):
+            signal.signal(number, _noted)
+
+    def _behind_the_door(self, recipe: Recipe) -> Recipe:
+        """Adds an end of the uplink's door to a process's recipe."""
+        if not self._door:
+            return recipe
+        inner, outer = self._door
+        variable, end = (INNER, inner) if recipe is self._plan.uplink else (OUTER, outer)
+        return replace(recipe, env={**recipe.env, variable: named(end)}, inherits=end.fileno())
+
+    def _start_all(self) -> Callable[[], None] | None:
+        """Starts the scheduler, then imports what workers to be forked need, then starts them."""
+        plan = self._plan
+        if plan.scheduler is not None:
+            self._scheduler = self._start(plan.scheduler)
+        if plan.uplink is not None:  # not sooner: the guardian would hold it open to its end
+            self._door = make_door()
+        self._directory.publish(
+            host=plan.address[0],
+            port=plan.address[1],
+            config=plan.config_path,
+            password_file=plan.password_file,
+        )
+        recipes = [self._behind_the_door(each) for each in (plan.uplink, *plan.recipes) if each is not None]
+        if plan.forks and not self._warm_up():
+            recipes = [replace(recipe, forked=False) for recipe in recipes]
+        for recipe in recipes:
+            child = self._start(recipe)
+            if child is None:
+                return functools.partial(fork.become, recipe)
+            if recipe.last:
+                self._uplink = child
+            else:
+                self._workers.append(child)
+        return None
+
+    def _warm_up(self) -> bool:
+        """Imports what workers need; False: they cannot be forked after that."""
+        from muster.certs.errors import CertificateError
+
+        os.environ.update(self._plan.common)  # some libraries read theirs when they are loaded
+        try:
+            fork.warm_up(self._plan.config_path)
+        except CertificateError as error:
+            raise SettingsError(error.message, remedy=error.remedy) from error
+        if fork.threads() == 1:
+            return True
+        if self._plan.start == "fork":
+            self._screen.say("--start fork: a library has started threads; starting each worker afresh")
+        return False
+
+    def _see_to_the_end(self) -> Callable[[], None] | None:
+        while self._alive() or self._again:
             for key, _ in self._selector.select(self._patience_s()):
                 if isinstance(key.data, Child):
                     self._pump(key.data)
                 else:
                     self._take_signals()
             self._reap()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
+            become = self._start_again()
+            if become is not None:
+                return become
+            now_s = time.monotonic()
+            if self._deadline is not None and now_s >= self._deadline:
                 self._overdue()
-            if self._straggling_at is not None and time.monotonic() >= self._straggling_at:
-                self._tell_stragglers()
+            if self._straggling_at is not None and now_s >= self._straggling_at:
+                self._show_stragglers()
             if self._failed_at is not None and not self._settled:
                 self._settle()
+            self._follow()
         if self._failed_at is not None:
             self._blame_first()
         elif not self._status and self._workers and all(each.words().left for each in self._workers):
             self._status = SIGTERM_EXIT_CODE if self._left_by_sigterm() else 0
-        self.close()
-        return self._status
+        return None
+
+    def _start_again(self) -> Callable[[], None] | None:
+        """Starts processes again that have ended and may be restarted."""
+        while self._again:
+            ended = self._again.pop(0)
+            if ended is self._uplink and not self._working():
+                continue
+            ended.forget()
+            child = self._start(ended.recipe, again=True)
+            if child is None:
+                return functools.partial(fork.become, ended.recipe)
+            child.restarts = ended.restarts + 1
+            if ended is self._scheduler:
+                self._scheduler = child
+            elif ended is self._uplink:
+                self._uplink = child
+            else:
+                self._workers[self._workers.index(ended)] = child
+        return None
 
     def _left_by_sigterm(self) -> bool:
         return any(worker.returncode == SIGTERM_EXIT_CODE for worker in self._workers)
 
     def _patience_s(self) -> float | None:
-        """How long nothing needs to be done unless something happens; None: for ever."""
+        """Seconds until the loop has to run again without an event; None: for ever."""
         if self._failed_at is not None and not self._settled:
             return LOOK_S
         ends = [end for end in (self._deadline, self._straggling_at) if end is not None]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        patience_s = max(0.0, min(ends) - time.monotonic()) if ends else None
+        if self._stopping or not self._workers:
+            return patience_s
+        look_s = FOLLOW_S if self._screen.live or not self._generation else LOOK_UP_S
+        return look_s if patience_s is None else min(look_s, patience_s)
 
-    def abandon(self) -> None:
-        """Ends everything at once: the launcher itself has failed."""
+    def _abandon(self) -> None:
+        """Kills everything at once: the launcher itself has failed."""
         for child in self._alive():
             child.signal(signal.SIGKILL)
         for child in self._alive():
             while not child.reap(self._guardian):
                 time.sleep(0.001)
-        self.close()
+        self._close()
 
-    def close(self) -> None:
-        """Lets go of pipes, logs and the guardian."""
-        for child in self._all():
-            child.forget()
+    def _close(self) -> None:
+        """Closes pipes, logs and the guardian."""
+        self._screen.close()
         self._let_go()
         self._guardian.close()
+        self._directory.withdraw()
 
-    def forget(self) -> None:
-        """In a forked worker: closes what belongs to the launcher."""
-        for child in self._all():
-            child.forget()
+    def _forget(self) -> None:
+        """In a forked process: closes what belongs to the launcher, except for what it inherits."""
+        for end in self._door:
+            if end.fileno() == self._inherits:
+                end.detach()
         self._let_go()
         self._guardian.forget()
 
     def _let_go(self) -> None:
+        for child in self._all():
+            child.forget()
         signal.set_wakeup_fd(-1)
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
+        self._close_door()
+
+    def _close_door(self) -> None:
+        for end in self._door:
+            end.close()
+        self._door = ()
+
+    # ------------------------------------------------------------ what the workers note
+
+    def _follow(self) -> None:
+        """Shows the group, for whom it waits, and its progress, as workers have noted it."""
+        known = self._workers if not self._generation else [w for w in self._workers if w.returncode is None]
+        worker = next((each for each in known if each.returncode is None), known[0] if known else None)
+        if worker is None or (self._stopping and self._generation):
+            self._screen.close()
+            return
+        if worker.noted() != self._noted:
+            self._noted = worker.noted()
+            words = worker.words()
+            number = words.group.get("generation", 0)
+            if isinstance(number, int) and number > self._generation:
+                self._generation, self._waits, self._waits_at = number, "", None
+                self._history.note("group", **words.group)
+                text, encrypted = describe_group(words.group, encrypts_gloo=words.encrypts_gloo)
+                self._screen.say(text, "" if encrypted else "warning")
+            if words.waits != self._waits:
+                self._waits = words.waits
+                wait_s = WAITING_S if self._generation else FORMING_S
+                self._waits_at = time.monotonic() + wait_s if words.waits else None
+        if self._waits_at is not None and self._failed_at is None and time.monotonic() >= self._waits_at:
+            self._waits_at = None
+            self._show_wait()
+        if self._screen.live or self._history.wants_figures:
+            self._follow_figures(worker.progress())
+
+    def _follow_figures(self, noted: bytes) -> None:
+        """Shows the training's progress, and adds it to the run's record when due."""
+        progress = describe_progress(noted)
+        if progress is None:
+            return
+        if self._screen.live:
+            self._screen.follow(*progress)
+        if self._history.wants_figures:
+            self._history.figures(**figures_of(noted))
+
+    def _show_wait(self) -> None:
+        """Shows for what the workers wait and, where one is lost, how to go on without a replacement."""
+        if not self._generation:
+            self._screen.say(shortened(self._waits, FORMING_LENGTH))
+            return
+        more = ""
+        if not self._policy.max_restarts and not self._policy.min_workers:
+            more = (
+                " The job waits for a replacement: --max-restarts N starts workers that fail anew, "
+                "--min-workers N goes on with fewer."
+            )
+        self._screen.say(self._waits + more, "warning")
+
+    def _say_how_it_ended(self, seconds: float) -> None:
+        self._history.note("ended", code=self._status)
+        after = f"after {duration(seconds)}; logs: {self._directory.path}"
+        if self._status:
+            self._screen.say(f"ended with exit code {self._status} {after}", "error")
+            return
+        if self._workers and not any(worker.words().places for worker in self._workers):
+            self._screen.say("no worker joined the job: the command never called muster.init()", "warning")
+        self._screen.say(f"ended well {after}", "good")
 
     # ------------------------------------------------------------ processes
 
     def _all(self) -> list[Child]:
-        return self._workers + ([self._scheduler] if self._scheduler else [])
+        return self._workers + [each for each in (self._uplink, self._scheduler) if each is not None]
 
     def _alive(self) -> list[Child]:
         return [child for child in self._all() if child.returncode is None]
@@ -180,8 +390,12 @@ class Launcher:
     def _working(self) -> bool:
         return any(worker.returncode is None for worker in self._workers)
 
-    def _start(self, recipe: Recipe, *, again: bool = False) -> Child:
-        child = spawn(recipe, self._guardian, log_needed=not again)
+    def _start(self, recipe: Recipe, *, again: bool = False) -> Child | None:
+        """Starts a process; returns None in the new process itself, if it is a fork."""
+        child = spawn(recipe, self._directory.path, self._guardian, self._screen.say, log_needed=not again)
+        if child is None:
+            self._inherits = recipe.inherits
+            return None
         self._selector.register(child.output, selectors.EVENT_READ, child)
         return child
 
@@ -205,14 +419,29 @@ class Launcher:
     def _ended(self, child: Child) -> None:
         code = child.returncode or 0
         child.order = self._ended_count = self._ended_count + 1
+        self._history.note("process_ended", name=self._name(child), code=code, how=_how(code))
+        if child is self._uplink:
+            self._uplink_ended(child, code)
+            return
         if child is self._scheduler:
             self._scheduler_ended(child, code)
         elif code and not self._stopping and not child.words().left:
             self._worker_failed(child, code)
         elif not self._stopping:
             self._straggling_at = time.monotonic() + STRAGGLING_S
-        if not self._working():
+        if not self._working() and not self._again:
             self._workers_done()
+
+    def _uplink_ended(self, child: Child, code: int) -> None:
+        """Starts another uplink; workers wait for it for a moment, or connect directly."""
+        if self._stopping or not self._working():
+            return
+        if child.restarts < UPLINK_RESTARTS:
+            self._screen.say(f"{self._name(child)} {_how(code)}; starting it again")
+            self._again.append(child)
+        else:
+            self._screen.say(f"{self._name(child)} {_how(code)}; workers connect to the scheduler directly")
+            self._close_door()
 
     def _worker_failed(self, child: Child, code: int) -> None:
         if self._failed_at is not None:
@@ -220,22 +449,21 @@ class Launcher:
         how = _how(code)
         if child.restarts < self._policy.max_restarts:
             count = f"{child.restarts + 1} of {self._policy.max_restarts}"
-            say(f"worker {child.label} {how}; starting it again ({count})")
-            again = self._start(child.recipe, again=True)
-            again.restarts = child.restarts + 1
+            self._screen.say(f"worker {child.label} {how}; starting it again ({count})")
+            self._again.append(child)
             self._replaced |= child.words().places
-            self._workers[self._workers.index(child)] = again
             return
         left = sum(worker.returncode in (None, 0) or worker.words().left for worker in self._workers)
         if self._policy.min_workers and left >= self._policy.min_workers:
-            say(f"worker {child.label} {how}; going on with {left}")
+            self._screen.say(f"worker {child.label} {how}; going on with {left}")
             return
         self._failed_at = time.monotonic()
 
     def _settle(self) -> None:
-        """Ends the workers that are left once it is known who failed first, and that one has ended.
+        """Ends the remaining workers once it is known who failed first, and that one has ended.
 
-        Asked to end before, it might not come to say why it fails.
+        Asked to end before, it might not come to say why it fails. The scheduler of a job that failed may end
+        sooner than the worker because of which it did.
         """
         assert self._failed_at is not None
         if (
@@ -253,17 +481,17 @@ class Launcher:
         if not code or self._stopping or not self._working():
             return
         if child.restarts < self._policy.max_restarts:
-            say(f"the scheduler {_how(code)}; starting it again")
-            self._scheduler = self._start(child.recipe, again=True)
-            self._scheduler.restarts = child.restarts + 1
+            self._screen.say(f"the scheduler {_how(code)}; starting it again")
+            self._again.append(child)
             return
-        self._blame(child, code)
-        self._stopping = True  # the workers know the reason too and end with it, or are made to
-        self._give(SCHEDULER_LINGER_S, then=signal.SIGTERM)
+        self._failed_at = self._failed_at or time.monotonic()
 
     def _workers_done(self) -> None:
-        """Nothing is left to do but to see the scheduler end: by itself if all went well."""
-        scheduler = self._scheduler
+        """Handles the end of the last worker: the scheduler ends by itself if all went well."""
+        scheduler, uplink = self._scheduler, self._uplink
+        if uplink is not None and uplink.returncode is None:
+            uplink.signal(signal.SIGTERM)
+            self._give(self._policy.grace_s, then=signal.SIGKILL)
         if scheduler is None or scheduler.returncode is not None:
             return
         if self._stopping or self._failed_at is not None:
@@ -274,44 +502,67 @@ class Launcher:
             self._stopping = True
             self._give(SCHEDULER_LINGER_S, then=signal.SIGTERM)
 
-    def _tell_stragglers(self) -> None:
-        """Workers of one job end together; if not, one left early, and the others may wait for another."""
+    def _show_stragglers(self) -> None:
+        """Warns if workers run on after one has finished without having been asked to leave."""
         self._straggling_at = None
-        done = ", ".join(worker.label for worker in self._workers if worker.returncode == 0)
-        left = ", ".join(worker.label for worker in self._workers if worker.returncode is None)
-        if left and not self._stopping:
-            say(f"ended well: worker {done}; still running: worker {left}; their logs say what they wait for")
+        finished = [each for each in self._workers if each.returncode == 0 and not each.words().left]
+        running = [each for each in self._workers if each.returncode is None]
+        if finished and running and not self._stopping:
+            done, left = (", ".join(each.label for each in some) for some in (finished, running))
+            self._screen.say(
+                f"ended well: worker {done}; still running: worker {left}; their logs say what they wait for"
+            )
 
     # ------------------------------------------------------------ endings
 
     def _blame(self, child: Child, code: int, why: str = "") -> None:
-        """Takes this process's code as the launch's and shows why it ended."""
+        """Takes a process's exit code as the launch's and shows why it ended."""
         self._status = self._status or exit_status(code) or 1
         where = f"pid {child.pid} on {os.uname().nodename}"
         if why:
-            say(shortened(f"{self._name(child)} failed first: {why}"))
-        say(f"{self._name(child)} ({where}) {_how(code)}; the end of {child.recipe.log_path}:")
-        for line in child.last_lines:
-            write(sys.stderr.fileno(), b"    " + line + b"\n")
+            self._screen.say(shortened(f"{self._name(child)} failed first: {why}"), "error")
+        self._screen.say(f"{self._name(child)} ({where}) {_how(code)}; the end of {child.log_path}:", "error")
+        self._screen.show_end(child.last_lines)
+        lines = [shortened(line.decode(errors="replace"), 500) for line in child.last_lines]
+        self._history.note("end_of_log", name=self._name(child), lines=lines)
 
     def _blame_first(self) -> None:
         """Shows who failed first, and how, and of each other worker in a line how it ended."""
         endings = self._endings()
         verdict = first_failure(endings, self._replaced)
+        if self._scheduler_failed_first(endings, verdict):
+            assert self._scheduler is not None
+            self._blame(self._scheduler, self._scheduler.returncode or 1)
+            return
         first = verdict.elsewhere
         if verdict.index is not None:
             child, words = self._workers[verdict.index], endings[verdict.index].words
             lost = next((e.words.first for e in endings if e.words.first is not None), None)
             seen = lost.sentence if lost is not None and not words.error else ""
+            if child.stopped and lost is not None:  # after it had failed, by this launcher
+                self._status = self._status or lost.exit_code
             self._blame(child, child.returncode or 0, words.error or seen)
         elif first is not None:
             self._status = self._status or first.exit_code or self._first_code(endings) or 1
-            say(shortened(f"the first to fail runs elsewhere, where its log says more: {first.sentence}"))
+            self._screen.say(
+                shortened(f"the first to fail runs elsewhere, where its log says more: {first.sentence}")
+            )
         others = [i for i, each in enumerate(endings) if i != verdict.index and each.code is not None]
         for i in others[:OTHERS_SHOWN]:
-            say(shortened(f"worker {self._workers[i].label} {describe_other(endings[i], _SIGNAL_NAMES)}"))
+            self._screen.say(
+                shortened(f"worker {self._workers[i].label} {describe_other(endings[i], _SIGNAL_NAMES)}")
+            )
         if len(others) > OTHERS_SHOWN:
-            say(f"and {len(others) - OTHERS_SHOWN} more")
+            self._screen.say(f"and {len(others) - OTHERS_SHOWN} more")
+
+    def _scheduler_failed_first(self, endings: Sequence[Ending], verdict: Verdict) -> bool:
+        """Whether the scheduler failed by itself, and not because of a worker, which may end after it."""
+        scheduler = self._scheduler
+        if scheduler is None or not scheduler.returncode or scheduler.stopped:
+            return False
+        if any(each.words.first is not None or each.words.failed for each in endings):
+            return False
+        return verdict.index is None or scheduler.order < endings[verdict.index].order
 
     @staticmethod
     def _first_code(endings: Sequence[Ending]) -> int:
@@ -319,28 +570,30 @@ class Launcher:
         return exit_status(failed[0].code or 0) if failed else 0
 
     def _name(self, child: Child) -> str:
+        if child is self._uplink:
+            return "the uplink"
         return "the scheduler" if child is self._scheduler else f"worker {child.label}"
 
     def _stop(self, number: int) -> None:
-        """Asks the workers to end; what is left after the grace is killed."""
+        """Sends the workers SIGTERM; kills what is left after the grace."""
         self._stopping = True
         for worker in self._workers:
             worker.signal(number)
         self._give(self._policy.grace_s, then=signal.SIGKILL)
 
     def _give(self, seconds: float, *, then: signal.Signals) -> None:
-        """Lets the processes that remain have some time, after which they get this signal."""
+        """Sets a deadline after which the remaining processes get this signal."""
         self._deadline = time.monotonic() + seconds
         self._next_signal = then
 
     def _overdue(self) -> None:
-        """The time is up. The scheduler has been asked to end only if no worker is left."""
+        """Handles the deadline; scheduler and uplink are asked to end once no worker is left."""
         number = self._next_signal
-        late = [child for child in self._alive() if child is not self._scheduler or not self._working()]
+        late = [child for child in self._alive() if child in self._workers or not self._working()]
         for child in late:
             if number == signal.SIGKILL:
                 waited = f"did not end within {self._policy.grace_s:g} s; killed"
-                say(f"{self._name(child)} (pid {child.pid}) {waited}")
+                self._screen.say(f"{self._name(child)} (pid {child.pid}) {waited}")
             child.signal(number)
         self._deadline = None
         if number != signal.SIGKILL:
@@ -358,23 +611,22 @@ class Launcher:
     def _asked_to_end(self, number: signal.Signals) -> None:
         self._status = self._status or 128 + number
         if self._interrupted:
-            say(f"{number.name} again: killing everything")
+            self._screen.say(f"{number.name} again: killing everything")
             for child in self._alive():
                 child.signal(signal.SIGKILL)
             return
         self._interrupted = True
-        say(f"{number.name}: ending the workers; once more kills them at once")
+        self._screen.say(f"{number.name}: ending the workers; once more kills them at once")
         self._stop(number)
         if not self._working():
             self._workers_done()
 
-    # ------------------------------------------------------------ the terminal
-
     def _show(self, child: Child, lines: Sequence[bytes]) -> None:
+        self._follow()  # what was noted before goes first
         head = b"[%s] " % child.label.encode()
         if self._policy.timestamps:
             head = timestamp() + b" " + head
-        write(sys.stdout.fileno(), b"".join(head + line + b"\n" for line in lines))
+        self._screen.show(head, lines)
 
 
 def _how(code: int) -> str:
@@ -382,4 +634,4 @@ def _how(code: int) -> str:
 
 
 def _noted(_number: int, _frame: object) -> None:
-    """The wake-up descriptor has told the loop."""
+    """Nothing to do: the wake-up descriptor wakes the loop."""

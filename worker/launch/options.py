@@ -1,28 +1,31 @@
-"""The launcher's command line."""
+"""The command line of ``muster run``."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from muster.rendezvous.files import read_regular
+from muster.rendezvous.variables import LAUNCHER, WORKER, option_help, variables_help
 from muster.worker.config import node_rank
 from muster.worker.errors import SettingsError
-from muster.worker.launch.parsing import HostShare, parse_address, parse_hostfile, parse_hosts
+from muster.worker.launch.parsing import HostShare, parse_addresses, parse_hostfile, parse_hosts
 from muster.worker.launch.plan import Request
+
+_MAX_HOSTFILE_BYTES = 16 << 20
+_PROGRAMS = ("auto", "muster", "torch", "jax")
 
 DESCRIPTION = """\
 Starts the workers of a training job on this host, and the scheduler if asked, and sees them to their end.
 Each worker gets its environment (MS_ROLE, MS_WORKER_NUM, MS_LOCAL_INDEX, MS_NODE_ID, the scheduler's
-address, its device) and a log of its own, LOG_DIR/worker_<rank>.log. Where the rank is not known beforehand
-(--nnodes without --node-rank, or a node id of one's own) that is LOG_DIR/worker_<host>_<index>.log. When one
-fails, the others are ended and the launch ends with exit code and last lines of the one that failed first. No
-ssh: on several hosts, type the same command on each.
-
-other commands:
-  muster check [options]      form the job without training, and say what differs or is slow
-  muster ranktable [options]  write a rank table, or merge those of several hosts"""
+address, its device) and a log of its own, worker_<rank>.log in muster-runs/<job>-<time>, to which the link
+muster-runs/latest leads. Where the rank is not known beforehand (--nnodes without --node-rank, or a node id
+of one's own) that is worker_<host>_<index>.log. When one fails, the others are ended and the launch ends with
+exit code and last lines of the one that failed first. No ssh: on several hosts, type the same command on
+each."""
 
 EXAMPLES = """\
 examples:
@@ -46,15 +49,15 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="muster run",
         description=DESCRIPTION,
-        epilog=EXAMPLES,
+        epilog=f"{variables_help(WORKER, LAUNCHER)}\n\n{EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="muster run [options] -- COMMAND [ARGUMENT...]\n"
-        "       muster check --help\n       muster ranktable --help",
+        usage="muster run [options] -- COMMAND [ARGUMENT...]",
         allow_abbrev=False,
     )
     _add_counts(made.add_argument_group("how many, and where"))
     _add_job(made.add_argument_group("the job"))
     _add_running(made.add_argument_group("running"))
+    _add_mpirun(made.add_argument_group("taken from mpirun's command lines, with a note of what serves here"))
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each worker runs")
     return made
 
@@ -67,7 +70,7 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="workers of the job (default: one per GPU)",
+        help=option_help("MS_WORKER_NUM", default="one per GPU"),
     )
     group.add_argument(
         *_both_ways("--nproc-per-node"), type=_count, default=0, metavar="N", help="workers of each host"
@@ -77,7 +80,7 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
         *_both_ways("--node-rank"),
         type=int,
         metavar="I",
-        help="number of this host, from 0 (srun and indexed jobs tell it)",
+        help="number of this host, from 0 (srun and indexed jobs set it)",
     )
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument(
@@ -90,7 +93,7 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
         "--devices",
         default="all",
         metavar="LIST",
-        help="GPUs to use, such as 4-7 or 0,2; none for CPU workers (default: all visible)",
+        help="GPUs to use, such as 4-7 or 0,2; none for CPU workers (default: all in CUDA_VISIBLE_DEVICES)",
     )
     group.add_argument(
         "--oversubscribe",
@@ -107,19 +110,25 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         help="start the scheduler too (of several hosts on the first; without numbers, where --join leads)",
     )
     group.add_argument(
-        "--join", metavar="HOST:PORT", help="where the scheduler runs (or MS_SCHED_HOST, MS_SCHED_PORT)"
+        "--join",
+        metavar="HOST:PORT",
+        help="where the scheduler runs; of several with commas between (MS_SCHED_HOST, MS_SCHED_PORT)",
     )
-    group.add_argument("--job-id", metavar="ID", help="name of the job (MS_JOB_ID)")
-    group.add_argument("--config", type=Path, metavar="FILE", help="config.json with the certificates")
+    group.add_argument("--job-id", metavar="ID", help=option_help("MS_JOB_ID"))
+    group.add_argument("--config", type=Path, metavar="FILE", help=option_help("MS_CONFIG_FILE"))
     group.add_argument(
-        "--password-file", type=Path, metavar="FILE", help="file that holds the password of the .p12 files"
+        "--password-file",
+        type=Path,
+        metavar="FILE",
+        help="file that holds the password of the .p12 files (MS_CLIENT_PASSWORD_FILE, and with --scheduler"
+        " MS_SERVER_PASSWORD_FILE)",
     )
     group.add_argument(
         "--min-workers",
         type=_count,
         default=0,
         metavar="N",
-        help="go on with as few as N workers (MS_WORKER_MIN)",
+        help=option_help("MS_WORKER_MIN"),
     )
     group.add_argument(
         *_both_ways("--max-restarts"),
@@ -134,16 +143,30 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         *_both_ways("--log-dir"),
         type=Path,
-        default=Path("device"),
         metavar="DIR",
-        help="directory of the logs (device)",
+        help="directory of the logs (default: a new one in muster-runs); a log that is there is continued",
     )
     group.add_argument(
         "--tail",
-        default="0,scheduler",
         metavar="LIST",
-        help="whose output to show here: all, none, or ranks such as 0,3,scheduler; where ranks are not "
-        "known beforehand, indices on this host (default: 0,scheduler)",
+        help="whose output to show here, with all that Muster logs: all, none, or ranks such as "
+        "0,3,scheduler; where ranks are not known beforehand, indices on this host (default: what rank 0's "
+        "script prints, and warnings)",
+    )
+    group.add_argument(
+        "--program",
+        choices=_PROGRAMS,
+        default="auto",
+        help="torch: the command makes its process groups by torch.distributed and knows nothing of Muster; "
+        "jax: it calls jax.distributed.initialize() and knows nothing of Muster; "
+        "muster: it calls muster.init(); auto (default): by what its script imports",
+    )
+    group.add_argument(
+        "--uplink",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="on: one process of this host carries the streams of all its workers to the scheduler; off: "
+        "each worker has its own; auto (default): on for jobs of 64 workers and more on several hosts",
     )
     group.add_argument("--timestamps", action="store_true", help="put the time before every line")
     group.add_argument(
@@ -160,6 +183,37 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="fork: import NumPy and gRPC once and fork the workers; exec: a fresh interpreter each; "
         "auto (default): fork where it helps, which is CPU workers run by this Python",
     )
+
+
+def _add_mpirun(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--allow-run-as-root", action="store_true", help="not needed")
+    group.add_argument(
+        "--mca", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="passed over"
+    )
+    group.add_argument(
+        "-x",
+        dest="exports",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for workers",
+    )
+
+
+def _mpirun_notes(options: argparse.Namespace) -> list[str]:
+    notes = []
+    if options.allow_run_as_root:
+        notes.append("--allow-run-as-root is not needed: any user may run this")
+    for key, value in options.mca:
+        if key.endswith("_if_include"):
+            instead = f"MS_INTERFACE={value} chooses the network interface"
+        else:
+            instead = "settings are MS_* variables (muster run --help), NCCL's are NCCL_*"
+        notes.append(f"--mca {key} {value} is passed over: {instead}")
+    inherited = [name for name in options.exports if "=" not in name]
+    if inherited:
+        notes.append(f"-x {' '.join(inherited)} is not needed: workers inherit the whole environment")
+    return notes
 
 
 def _both_ways(name: str) -> tuple[str, str]:
@@ -192,6 +246,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise SettingsError(f"--max-restarts is {options.max_restarts}; it must be from 0 to 1000.")
     _check_file("--config", options.config, "; muster certs init makes one")
     _check_file("--password-file", options.password_file)
+    for export in options.exports:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", export, re.DOTALL):
+            raise SettingsError(f"-x is {export[:80]!r}; write NAME or NAME=VALUE.")
+    options.notes = _mpirun_notes(options)
     return options
 
 
@@ -207,7 +265,7 @@ def _check_file(option: str, path: Path | None, remedy: str = "") -> None:
 
 
 def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
-    """What the options, and srun's or Kubernetes' number of this host, say about who starts where."""
+    """Works out from options, and srun's or Kubernetes' host number, which workers start where."""
     rank = options.node_rank
     if rank is None and options.nnodes > 1:
         rank = node_rank(env)
@@ -226,7 +284,7 @@ def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
 
 def _scheduler_host(options: argparse.Namespace, env: Mapping[str, str]) -> str:
     if options.join is not None:
-        return parse_address(options.join)[0]
+        return parse_addresses(options.join)[0]
     return env.get("MS_SCHED_HOST", "").strip("[]")
 
 
@@ -236,8 +294,12 @@ def _hosts(options: argparse.Namespace) -> tuple[HostShare, ...]:
     if options.hostfile is None:
         return ()
     try:
-        text = options.hostfile.read_text(encoding="utf-8")
+        text = read_regular(options.hostfile, _MAX_HOSTFILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise SettingsError(f"--hostfile {options.hostfile} cannot be read: {reason}.") from error
+    if "max" in text and re.search(r"\bmax[-_]slots\s*=", text):
+        options.notes.append(
+            f"{options.hostfile}: max_slots is passed over: a host takes the slots that it says"
+        )
     return parse_hostfile(text, str(options.hostfile))

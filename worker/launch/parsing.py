@@ -1,13 +1,14 @@
-"""The words of the launcher's options: hosts, hostfiles, number lists, addresses."""
+"""Parses values of the launcher's options: hosts, hostfiles, number lists, addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from muster.rendezvous.variables import default_of
 from muster.worker.errors import SettingsError
 
-DEFAULT_PORT = 6667
+DEFAULT_PORT: int = default_of("MS_SCHED_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def _parse_host(item: str) -> HostShare:
 
 
 def parse_hostfile(text: str, path: str) -> tuple[HostShare, ...]:
-    """Reads a hostfile: one ``HOST slots=COUNT`` a line; ``#`` begins a comment.
+    """Reads a hostfile: ``HOST slots=COUNT`` a line; ``#`` begins a comment, ``max_slots=`` is passed over.
 
     Raises:
         SettingsError: names the file and the line.
@@ -51,7 +52,8 @@ def parse_hostfile(text: str, path: str) -> tuple[HostShare, ...]:
         if not words:
             continue
         where = f"{path}, line {number}"
-        name, *rest = words
+        name = words[0]
+        rest = [word for word in words[1:] if not word.startswith(("max_slots=", "max-slots="))]
         key, equals, count = rest[0].partition("=") if rest else ("slots", "=", "1")
         if len(rest) > 1 or key != "slots" or not equals:
             raise SettingsError(f"{where}: {line.strip()!r} is not of the form HOST slots=COUNT.")
@@ -82,6 +84,18 @@ def parse_numbers(text: str, what: str) -> tuple[int, ...]:
     if len(set(numbers)) != len(numbers):
         raise SettingsError(f"{what} is {text!r}; it names a number twice.")
     return tuple(numbers)
+
+
+def parse_addresses(text: str) -> tuple[str, str]:
+    """Reads one ``HOST:PORT``, or those of several schedulers with commas between: their hosts, and the port.
+
+    Raises:
+        SettingsError: one is no address, or their ports differ.
+    """
+    each = [parse_address(part.strip()) for part in text.split(",")]
+    if len({port for _, port in each}) > 1:
+        raise SettingsError(f"--join is {text!r}; all schedulers of a job have the same port.")
+    return ",".join(host for host, _ in each), each[0][1]
 
 
 def parse_address(text: str) -> tuple[str, str]:

@@ -1,34 +1,49 @@
-"""What the launcher will start, worked out from its options and the environment: values only.
+"""Works out what a launch starts, from its options and this machine. Pure.
 
-The launcher (:mod:`muster.worker.launch.launcher`) looks at the machine, calls :func:`plan_layout` and
-:func:`plan_workers`, and starts what they say.
+:mod:`muster.worker.launch.command` reads the options and looks at the machine, :func:`plan_launch` says what
+follows from that, and the :class:`~muster.worker.launch.launcher.Launcher` carries it out.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from muster.rendezvous.variables import default_of
 from muster.worker.errors import SettingsError
-from muster.worker.launch.parsing import HostShare
-from muster.worker.launch.rank_table_file import table_file
+from muster.worker.launch.parsing import DEFAULT_PORT, HostShare, parse_addresses
 
 WORKERS_ANYWHERE = 32
 WORKERS_PER_CORE = 8
-"""More than both start so slowly, or take so much memory, that the number is more likely a slip."""
+"""Workers per core beyond which a launch is refused: the number is more likely a slip."""
+
+TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
+"""Either names a rank table; then the table gives the ranks."""
+
+SERVER_PASSWORD, CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
+
+UPLINK_FROM_WORKERS = 64
+"""Workers from which on each host of a job has an uplink, unless the options say otherwise."""
+
+DOOR_VARIABLES = ("MS_UPLINK", "MS_UPLINK_DOOR")
+"""See :mod:`muster.worker.launch.door`."""
+
+_OF_ONE_WORKER = ("MS_NODE_ID", "MS_LOCAL_INDEX", "DEVICE_ID", "RANK_ID")
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many workers there are and which of them are this host's."""
+    """The number of workers, and which of them are this host's."""
 
     world_size: int
     local_size: int
     first_rank: int | None
-    """Rank of this host's first worker; None where only the scheduler can tell."""
+    """Rank of this host's first worker; None where only the scheduler knows."""
 
     scheduler_host: str = ""
     """Where the scheduler runs as far as the options say; empty when they do not."""
@@ -38,7 +53,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker of this host. ``rank`` is None where only the scheduler will tell it."""
+    """One worker of this host. ``rank`` is None where only the scheduler decides it."""
 
     index: int
     rank: int | None
@@ -59,7 +74,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asks for, as far as it decides who starts where. Zero or empty: not said."""
+    """The options that decide which workers start where. Zero or empty: not given."""
 
     workers: int = 0
     per_node: int = 0
@@ -226,12 +241,16 @@ def plan_workers(
 
 
 def _own_rank(index: int, layout: Layout, env: Mapping[str, str]) -> int | None:
-    """The rank that the launcher itself decides, by a node id that is the rank; else None."""
+    """The rank of a worker whose node id is an integer; None where the scheduler decides."""
     if layout.world_size == 1:
         return 0
-    if layout.first_rank is None or env.get("MS_NODE_ID") or table_file(env):
+    if layout.first_rank is None or env.get("MS_NODE_ID") or _has_table(env):
         return None
     return layout.first_rank + index
+
+
+def _has_table(env: Mapping[str, str]) -> bool:
+    return any(env.get(name, "").strip() for name in TABLE_VARIABLES)
 
 
 def _in_file_names(host: str) -> str:
@@ -239,7 +258,7 @@ def _in_file_names(host: str) -> str:
 
 
 def _thread_limits(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
-    """One thread per worker, unless the user said otherwise: n workers with n threads each only fight."""
+    """Limits math libraries to one thread per worker, unless the user set them otherwise."""
     if local_size < 2:
         return {}
     return {name: "1" for name in THREAD_VARIABLES if name not in env}
@@ -249,7 +268,7 @@ def _node_id(index: int, rank: int | None, local_size: int, env: Mapping[str, st
     given = env.get("MS_NODE_ID", "")
     if given:
         return {} if local_size == 1 else {"MS_NODE_ID": f"{given}-{index}"}
-    if rank is None or table_file(env):
+    if rank is None or _has_table(env):
         return {}
     return {"MS_NODE_ID": str(rank)}
 
@@ -258,3 +277,389 @@ def _share(cores: Sequence[int], index: int, parts: int) -> tuple[int, ...]:
     if len(cores) < parts:
         return (cores[index % len(cores)],) if cores else ()
     return tuple(cores[index * len(cores) // parts : (index + 1) * len(cores) // parts])
+
+
+# ---------------------------------------------------------------- the whole launch
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to start a process: what to run, with which changes to the environment, where it logs.
+
+    Attributes:
+        label: its rank, or host and index on it, or ``scheduler``.
+        argv: what to run.
+        env: what it gets besides the launcher's environment.
+        log: name of its log in the launch's directory.
+        removed: variables of the launcher that it must not see.
+        cores: those that it is bound to; empty: all.
+        forked: it goes on as a copy of the launcher instead of executing ``argv``.
+        quiet: its output goes to its log only.
+        inherits: a descriptor of the launcher's that it keeps; -1: none.
+        last: should the launcher be killed, it is killed after the others, whose end it still has to report.
+    """
+
+    label: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: str
+    removed: frozenset[str] = frozenset()
+    cores: tuple[int, ...] = ()
+    forked: bool = False
+    quiet: bool = True
+    inherits: int = -1
+    last: bool = False
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The process's whole environment."""
+        kept = {name: value for name, value in base.items() if name not in self.removed}
+        return {**kept, **self.env}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the launcher does when a process ends, and how it shows output."""
+
+    grace_s: float = 10.0
+    max_restarts: int = 0
+    min_workers: int = 0
+    """Workers that are enough to go on with; 0: all of them."""
+
+    timestamps: bool = False
+    whole: bool = False
+    """Muster's own log lines are shown with a worker's output, not only written to its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a launch finds on its machine, read before anything is planned.
+
+    Attributes:
+        env: the launcher's environment.
+        request: who starts where, as far as options and host list say.
+        command: what each worker runs, as it can be run here.
+        host: this host's name.
+        names: what a host list may call this host.
+        directory: the working directory.
+        python: the interpreter that runs the launcher.
+        devices: what workers may have, as CUDA_VISIBLE_DEVICES takes it; empty: CPU workers.
+        table_devices: what a rank table calls this host's devices.
+        cores: those that the launcher may use.
+        free_port: one that is kept free on 127.0.0.1; empty: none is needed.
+        password: of the certificates, where it had to be asked for.
+        no_fork: why the command cannot be started as a fork; empty: it can.
+        by_table: gives workers the ranks of a rank table.
+    """
+
+    env: Mapping[str, str]
+    request: Request
+    command: tuple[str, ...]
+    host: str = "localhost"
+    names: frozenset[str] = frozenset()
+    directory: Path = Path("/")
+    python: str = "python"
+    devices: tuple[str, ...] = ()
+    table_devices: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    free_port: str = ""
+    password: str = ""
+    no_fork: str = ""
+    by_table: Callable[[tuple[WorkerPlan, ...]], tuple[WorkerPlan, ...]] = tuple
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything that a launch starts, and its policy.
+
+    Attributes:
+        layout: how many workers, and which of them are this host's.
+        workers: this host's, with the environment of each.
+        recipes: how to start them, in the same order.
+        scheduler: how to start it; None: it runs elsewhere.
+        uplink: how to start the process that carries the workers' streams; None: each has one of its own.
+        address: the scheduler's host and port.
+        policy: what to do when a process ends.
+        job_id: the job.
+        config_path: the job's config.json; empty: none.
+        password_file: of the certificates; empty: the password is not in a file.
+        log_dir: where the logs go; None: a new directory of this launch.
+        notes: what the user should know before anything starts.
+        start: how the workers are to be started, as the options say.
+    """
+
+    layout: Layout
+    workers: tuple[WorkerPlan, ...]
+    recipes: tuple[Recipe, ...]
+    scheduler: Recipe | None
+    uplink: Recipe | None
+    address: tuple[str, str]
+    policy: Policy
+    job_id: str
+    config_path: str = ""
+    password_file: str = ""
+    log_dir: Path | None = None
+    notes: tuple[str, ...] = ()
+    start: str = "auto"
+
+    @property
+    def forks(self) -> bool:
+        """Whether the workers are to be forked from a process that has imported what they need."""
+        return bool(self.recipes) and self.recipes[0].forked
+
+    @property
+    def common(self) -> dict[str, str]:
+        """The variables that all workers get with the same value."""
+        first, *others = (worker.env for worker in self.workers)
+        return {key: value for key, value in first.items() if all(env.get(key) == value for env in others)}
+
+
+def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
+    """Works out what a launch starts, and with what environment.
+
+    Args:
+        options: from :func:`muster.worker.launch.options.parse`.
+        here: what was found on the machine.
+
+    Raises:
+        SettingsError: something is asked for that cannot be.
+    """
+    count = len(here.devices or here.table_devices)
+    layout = plan_layout(here.request, here=here.names, devices=count, cores=len(here.cores))
+    address = _scheduler_address(options, layout, here)
+    if options.scheduler and "," in address[0]:
+        raise SettingsError(
+            f"--scheduler starts the one scheduler of a job, and {address[0]!r} are several.",
+            remedy="Start each of them on its host with muster scheduler; see deploy/README.md.",
+        )
+    common = {
+        "MS_SCHED_HOST": address[0],
+        "MS_SCHED_PORT": address[1],
+        **_job_variables(options, layout, here),
+    }
+    workers = plan_workers(
+        layout,
+        here.env,
+        common={**common, **_device_variables(options, here), **_leave_timeout(options, here)},
+        host=here.host,
+        devices=len(here.devices),
+        cores=here.cores if options.bind_cores else (),
+        device_ids=here.table_devices,
+    )
+    workers = here.by_table(workers)
+    check_rank_ids(workers, here.env)
+    shown = parse_tail(options.tail, workers, layout.world_size)
+    starts = options.scheduler and layout.first_host
+    notes = list(options.notes)
+    meeting = here.request.meeting
+    if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
+        notes.append(f"the scheduler is not started here: {meeting} is no address of this host")
+    forked = _forks(options, here, len(workers))
+    if here.no_fork and options.start == "fork":
+        notes.append(f"--start fork: {here.no_fork}; starting each worker afresh")
+    return LaunchPlan(
+        layout=layout,
+        workers=workers,
+        recipes=tuple(_worker_recipe(each, options, here, shown, forked=forked) for each in workers),
+        scheduler=_scheduler_recipe(options, here, common, layout, shown) if starts else None,
+        uplink=_uplink_recipe(workers, options, here, layout, forked=forked),
+        address=address,
+        policy=Policy(
+            options.grace, options.max_restarts, options.min_workers, options.timestamps, bool(options.tail)
+        ),
+        job_id=common.get("MS_JOB_ID") or here.env.get("MS_JOB_ID") or default_of("MS_JOB_ID"),
+        config_path=common.get("MS_CONFIG_FILE") or here.env.get("MS_CONFIG_FILE", ""),
+        password_file=str(here.directory / options.password_file) if options.password_file else "",
+        log_dir=options.log_dir,
+        notes=tuple(notes),
+        start=options.start,
+    )
+
+
+def _forks(options: argparse.Namespace, here: Surroundings, count: int) -> bool:
+    if options.start == "exec" or (options.start == "auto" and (here.devices or count < 2)):
+        return False
+    return not here.no_fork
+
+
+def _worker_recipe(
+    worker: WorkerPlan,
+    options: argparse.Namespace,
+    here: Surroundings,
+    shown: frozenset[str],
+    *,
+    forked: bool,
+) -> Recipe:
+    env = {**worker.env, **_password(CLIENT_PASSWORD, options, here)}
+    if not forked:
+        env.setdefault("PYTHONUNBUFFERED", here.env.get("PYTHONUNBUFFERED", "1"))
+    return Recipe(
+        worker.label,
+        here.command,
+        env,
+        f"worker_{worker.label}.log",
+        _hidden(CLIENT_PASSWORD, SERVER_PASSWORD, options),
+        worker.cores,
+        forked,
+        quiet=not shown & {worker.label, worker.number},
+    )
+
+
+def _scheduler_recipe(
+    options: argparse.Namespace,
+    here: Surroundings,
+    common: Mapping[str, str],
+    layout: Layout,
+    shown: frozenset[str],
+) -> Recipe:
+    env = {
+        **common,
+        **_password(SERVER_PASSWORD, options, here),
+        "MS_ROLE": "MS_SCHED",
+        "MS_WORKER_NUM": str(layout.world_size),
+    }
+    hidden = _hidden(SERVER_PASSWORD, CLIENT_PASSWORD, options)
+    argv = (here.python, "-m", "muster.scheduler")
+    return Recipe("scheduler", argv, env, "scheduler.log", hidden, quiet="scheduler" not in shown)
+
+
+def _uplink_recipe(
+    workers: Sequence[WorkerPlan],
+    options: argparse.Namespace,
+    here: Surroundings,
+    layout: Layout,
+    *,
+    forked: bool,
+) -> Recipe | None:
+    """The uplink's recipe, for jobs large enough; None otherwise."""
+    several = len(workers) > 1 and layout.world_size > layout.local_size
+    wanted = several and layout.world_size >= UPLINK_FROM_WORKERS
+    if options.uplink == "off" or (options.uplink == "auto" and not wanted):
+        return None
+    first = workers[0]
+    own = {name: value for name, value in first.env.items() if name not in _OF_ONE_WORKER}
+    label = f"uplink_{first.host}" if layout.world_size > layout.local_size else "uplink"
+    return Recipe(
+        label,
+        (here.python, "-m", "muster.worker.uplink"),
+        {**own, **_password(CLIENT_PASSWORD, options, here)},
+        f"{label}.log",
+        _hidden(CLIENT_PASSWORD, SERVER_PASSWORD, options),
+        forked=forked,
+        last=True,
+    )
+
+
+def _scheduler_address(options: argparse.Namespace, layout: Layout, here: Surroundings) -> tuple[str, str]:
+    env, port = here.env, here.env.get("MS_SCHED_PORT", "")
+    if options.join is not None:
+        return parse_addresses(options.join)
+    if env.get("MS_SCHED_HOST"):
+        return env["MS_SCHED_HOST"], port or str(DEFAULT_PORT)
+    if layout.scheduler_host:
+        return layout.scheduler_host, port or str(DEFAULT_PORT)
+    if layout.world_size > layout.local_size:
+        raise SettingsError(
+            "The workers of the other hosts need to know where the scheduler runs: "
+            "give its address on every host with --join HOST:PORT."
+        )
+    if options.scheduler:
+        return "127.0.0.1", port or here.free_port
+    if port:
+        return "127.0.0.1", port
+    raise SettingsError(
+        "No scheduler is known: start one here with --scheduler, or say where it runs: --join HOST:PORT."
+    )
+
+
+def _job_variables(options: argparse.Namespace, layout: Layout, here: Surroundings) -> dict[str, str]:
+    found = dict(export.split("=", 1) for export in options.exports if "=" in export)
+    if options.config is not None:
+        found["MS_CONFIG_FILE"] = str(here.directory / options.config)
+    if options.job_id:
+        found["MS_JOB_ID"] = options.job_id
+    if options.min_workers:
+        if options.min_workers > layout.world_size:
+            raise SettingsError(
+                f"--min-workers is {options.min_workers}; the job has {layout.world_size} workers."
+            )
+        found["MS_WORKER_MIN"] = str(options.min_workers)
+    return found
+
+
+def _device_variables(options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for the workers where devices are limited; ``none`` hides them all."""
+    narrowed = here.table_devices and here.devices and "CUDA_VISIBLE_DEVICES" not in here.env
+    if options.devices == "all" and not narrowed:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(here.devices)}
+
+
+def _leave_timeout(options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
+    """MS_LEAVE_TIMEOUT for the workers: they save a checkpoint before the launcher kills them."""
+    if here.env.get("MS_LEAVE_TIMEOUT"):
+        return {}
+    return {"MS_LEAVE_TIMEOUT": f"{max(0.8 * options.grace, 1.0):g}"}
+
+
+def _hidden(own: str, other: str, options: argparse.Namespace) -> frozenset[str]:
+    """Variables that a process must not inherit: the other role's password; its own where a file is named."""
+    doors = frozenset(DOOR_VARIABLES)  # of a launch around this one
+    return with_file(other) | doors | (with_file(own) if options.password_file else frozenset())
+
+
+def with_file(variable: str) -> frozenset[str]:
+    """The variable of a password, and the one that names a file with it."""
+    return frozenset({variable, f"{variable}_FILE"})
+
+
+def _password(variable: str, options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
+    """The variable of the password, as the options give it or as it was asked for."""
+    if options.password_file is not None:
+        return {f"{variable}_FILE": str(here.directory / options.password_file)}
+    if here.password and not any(here.env.get(name) for name in with_file(variable)):
+        return {variable: here.password}
+    return {}
+
+
+def parse_tail(text: str | None, workers: Sequence[WorkerPlan], world_size: int) -> frozenset[str]:
+    """Reads ``--tail``: ``all``, ``none`` or a comma-separated list of labels and numbers; None: rank 0.
+
+    A rank that runs on another host is no mistake; one that the job does not have, or a word that is no
+    label, is.
+
+    Raises:
+        SettingsError: it is none of these.
+    """
+    labels = [*(worker.label for worker in workers), "scheduler"]
+    if text is None:
+        return frozenset({"0"})
+    if text in ("all", "none"):
+        return frozenset(labels) if text == "all" else frozenset()
+    known = all(worker.rank is not None for worker in workers)
+    count = world_size if known else len(workers)
+    wanted = [item.strip() for item in text.split(",")]
+    for item in wanted:
+        if item.isascii() and item.isdigit() and len(item) <= 9:
+            if int(item) >= count:
+                have = f"ranks 0 to {count - 1}" if known else f"workers 0 to {count - 1} of this host"
+                raise SettingsError(f"--tail names {int(item)}; there are {have}.")
+        elif item not in labels:
+            raise SettingsError(
+                f"--tail is {text[:80]!r}; it must be all, none, scheduler or ranks such as 0,3."
+            )
+    return frozenset(str(int(item)) if item.isdigit() else item for item in wanted)
+
+
+def check_rank_ids(workers: Sequence[WorkerPlan], env: Mapping[str, str]) -> None:
+    """Refuses a RANK_ID that is not the rank of each worker that gets it.
+
+    Raises:
+        SettingsError: a worker has another rank.
+    """
+    raw = env.get("RANK_ID", "").strip()
+    other = next((each.rank for each in workers if each.rank is not None and raw != str(each.rank)), None)
+    if raw and other is not None:
+        raise SettingsError(
+            f"RANK_ID is {raw[:80]!r}, but a worker of this launch has rank {other}.",
+            remedy="Unset it: the launcher, or RANK_TABLE_FILE, gives the ranks.",
+        )

@@ -1,4 +1,4 @@
-"""One process that the launcher started: its group, its output, its end."""
+"""A process that the launcher starts: group, output, end; and the guardian that outlives the launcher."""
 
 from __future__ import annotations
 
@@ -11,61 +11,132 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muster.worker.errors import SettingsError
-from muster.worker.launch.guardian import Guardian
-from muster.worker.launch.last_words import FILE_NAME, VARIABLE
-from muster.worker.launch.report import LastWords, environment_dump, read_words
+from muster.worker.launch.last_words import FILE_NAME, SLOT_BYTES, VARIABLE
+from muster.worker.launch.plan import Recipe
+
+if TYPE_CHECKING:
+    from muster.worker.launch.report import LastWords
+
+_SHOWN_PREFIXES = (
+    *("MS_", "CUDA", "NVIDIA_", "NCCL_", "GLOO_", "GRPC_", "OMP_", "OPENBLAS_", "MKL_"),
+    *("SLURM_", "OMPI_COMM_", "PMI_", "PYTHON", "LD_LIBRARY", "VIRTUAL_ENV"),
+)
+_SHOWN_NAMES = ("DEVICE_ID", "RANK_TABLE_FILE", "DATA_PATH", "PATH", "LANG", "LC_ALL", "JOB_COMPLETION_INDEX")
+SECRET_WORDS = ("PASS", "PWD", "SECRET", "TOKEN", "KEY", "CRED", "JWT", "AUTH")
 
 
-def say(sentence: str) -> None:
-    """Tells the user what the launcher does, on standard error."""
-    with contextlib.suppress(OSError):
-        print(f"muster: {sentence}", file=sys.stderr, flush=True)
-
-
-def write(descriptor: int, data: bytes) -> None:
-    """Writes it all; a terminal that has gone away is no reason to end training."""
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(descriptor, data) :]
+def environment_dump(env: Mapping[str, str]) -> list[str]:
+    """The variables that matter for a run, sorted, one a line; secrets only as ``(set)``."""
+    lines = []
+    for name, value in sorted(env.items()):
+        if name not in _SHOWN_NAMES and not name.startswith(_SHOWN_PREFIXES):
+            continue
+        secret = any(word in name.upper() for word in SECRET_WORDS)
+        lines.append(f"{name}={'(set)' if secret else value}")
+    return lines
 
 
 LAST_LINES = 20
+
+LAST_S = 1.0
+"""How long the process that is killed last has for reporting the others' end."""
+
 _CHUNK = 1 << 16
 _RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 _FORWARDED_TOO = (signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to start a process: what to run, with which changes to the environment, where it logs.
+class Guardian:
+    """Ends the launcher's process groups if the launcher itself is killed, so that there are no orphans.
 
-    ``removed`` are variables of the launcher that the process must not see. With ``forked`` the process
-    goes on as a copy of the launcher (see :class:`Forked`) instead of executing ``argv``.
+    ``SIGKILL`` leaves the launcher no chance to clean up, and Linux's parent-death signal reaches only direct
+    children (they have it too, should the guardian be killed as well). So a small process, forked before
+    anything else is started, holds the read end of a pipe whose write end the launcher alone keeps open: when
+    that end closes, it kills every group that was announced and not withdrawn.
+
+    Args:
+        pid: of that process.
+        write_end: the pipe.
     """
 
-    label: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    log_path: Path
-    removed: frozenset[str] = frozenset()
-    cores: tuple[int, ...] = ()
-    forked: bool = False
-    quiet: bool = True
+    def __init__(self, pid: int, write_end: int) -> None:
+        self.pid = pid
+        self._write_end = write_end
 
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The process's whole environment."""
-        kept = {name: value for name, value in base.items() if name not in self.removed}
-        return {**kept, **self.env}
+    @classmethod
+    def start(cls) -> Guardian:
+        """Forks the process."""
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _guard(read_end, write_end)
+        os.close(read_end)
+        return cls(pid, write_end)
+
+    def announce(self, group: int) -> None:
+        """Gives the guardian a process group to end; called in the child itself, so that there is no gap."""
+        self._write(b"+%d\n" % group)
+
+    def announce_last(self, group: int) -> None:
+        """Gives the guardian a process group to end a moment after the others."""
+        self._write(b"~%d\n" % group)
+
+    def withdraw(self, group: int) -> None:
+        """Takes an ended process group back: its number may be used again by others."""
+        self._write(b"-%d\n" % group)
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody killed it; the launcher can do without
+            os.write(self._write_end, line)
+
+    def forget(self) -> None:
+        """Closes the pipe in a forked child."""
+        os.close(self._write_end)
+
+    def close(self) -> None:
+        """Ends the process; the launcher has ended every group itself."""
+        os.close(self._write_end)
+        os.kill(self.pid, signal.SIGCONT)  # stopped it would be waited for without an end
+        os.waitpid(self.pid, 0)
 
 
-class Forked(BaseException):
-    """Raised in a forked process, so that it leaves the launcher's frames and becomes what it is to be."""
+def _guard(read_end: int, write_end: int) -> None:
+    """Runs the guardian; never returns."""
+    try:
+        os.close(write_end)
+        os.setsid()  # what a terminal sends to the launcher's group must not end the guardian
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        first, last = _groups_left(read_end)
+        for groups, after_s in ((first, 0.0), (last, LAST_S)):
+            time.sleep(after_s if groups else 0.0)
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        super().__init__(recipe.label)
+
+def _groups_left(read_end: int) -> tuple[set[int], set[int]]:
+    """Reads process groups until the launcher is gone; returns those to kill at once and those later."""
+    first: set[int] = set()
+    last: set[int] = set()
+    with os.fdopen(read_end, "rb") as lines:
+        for line in lines:
+            group = int(line[1:])
+            if line.startswith(b"-"):
+                first.discard(group)
+                last.discard(group)
+            else:
+                (first if line.startswith(b"+") else last).add(group)
+    return first, last
 
 
 @dataclass
@@ -75,6 +146,8 @@ class Child:
     recipe: Recipe
     pid: int
     output: int
+    log_path: Path
+    say: Callable[[str], None]
     returncode: int | None = None
     restarts: int = 0
     words_file: int = -1
@@ -91,7 +164,7 @@ class Child:
 
     @property
     def label(self) -> str:
-        """Rank, or host and index on it, or ``scheduler``."""
+        """Its name: rank, or host and index on it, or ``scheduler``."""
         return self.recipe.label
 
     def pump(self, show: Callable[[Child, Sequence[bytes]], None], *, stamp: bool) -> bool:
@@ -127,7 +200,7 @@ class Child:
                 chunk = chunk[os.write(self._log, chunk) :]
         except OSError as error:  # a full disk must not end the training
             if not self._log_failed:
-                say(f"{self.recipe.log_path} cannot be written ({error.strerror}); its output is lost")
+                self.say(f"{self.log_path} cannot be written ({error.strerror}); its output is lost")
             self._log_failed = True
 
     def signal(self, number: int) -> None:
@@ -135,11 +208,13 @@ class Child:
         if self.returncode is not None:
             return
         self.stopped = self.stopped or number not in _FORWARDED_TOO
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:  # it is so young that it leads no group yet
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        # What is stopped would learn of its end only when it goes on.
+        for each in (number,) if number in _FORWARDED_TOO else (number, signal.SIGCONT):
+            try:
+                os.killpg(self.pid, each)
+            except ProcessLookupError:  # it is so young that it leads no group yet
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, each)
 
     def reap(self, guardian: Guardian) -> bool:
         """Collects the process if it has ended; what is left of its group ends with it."""
@@ -156,13 +231,25 @@ class Child:
         return True
 
     def words(self) -> LastWords:
-        """What it has let the launcher know so far."""
+        """The notes that it has made for the launcher so far."""
+        from muster.worker.launch.report import read_words
+
         if self.words_file >= 0:
-            self._words = os.pread(self.words_file, _CHUNK, 0)
+            self._words = os.pread(self.words_file, _CHUNK, SLOT_BYTES)
         return read_words(self._words.decode(errors="replace"))
 
+    def noted(self) -> int:
+        """Bytes of its notes for the launcher, which only grow."""
+        return os.fstat(self.words_file).st_size if self.words_file >= 0 else len(self._words) + SLOT_BYTES
+
+    def progress(self) -> bytes:
+        """Its training's progress as JSON; empty while there is none."""
+        if self.words_file < 0:
+            return b""
+        return os.pread(self.words_file, SLOT_BYTES, 0).strip(b"\0 ")
+
     def forget(self) -> None:
-        """Closes all that belongs to it here; what it has noted stays known."""
+        """Closes everything of it in this process; its notes stay known."""
         self.close()
         if self.words_file >= 0:
             self.words()
@@ -185,27 +272,41 @@ def timestamp() -> bytes:
     ).encode()
 
 
-def spawn(recipe: Recipe, guardian: Guardian, *, log_needed: bool = True) -> Child:
+def spawn(
+    recipe: Recipe,
+    directory: Path,
+    guardian: Guardian,
+    say: Callable[[str], None],
+    *,
+    log_needed: bool = True,
+) -> Child | None:
     """Starts a process in a session and process group of its own, reading nothing, writing to a pipe.
 
     Args:
         recipe: what to start.
+        directory: of its log.
         guardian: kills it should the launcher be killed.
+        say: shows a sentence to the user.
         log_needed: nothing is started if its log cannot be written; else it only loses that.
 
+    Returns:
+        The process; in the process itself None, if it is to go on as a copy of the launcher.
+
     Raises:
-        Forked: in the new process, if the recipe says so.
         SettingsError: its log cannot be written.
     """
+    path = directory / recipe.log
     try:
-        log = _open_log(recipe)
+        log = _open_log(recipe, path)
     except OSError as error:
-        told = f"{recipe.log_path} cannot be written ({error.strerror})"
+        reason = f"{path} cannot be written ({error.strerror})"
         if log_needed:
-            raise SettingsError(f"The log {told}; name another place with --log-dir.") from error
-        say(f"{told}; its output is lost")
+            raise SettingsError(f"The log {reason}; name another place with --log-dir.") from error
+        say(f"{reason}; its output is lost")
         log = os.open(os.devnull, os.O_WRONLY)
     words = os.memfd_create(FILE_NAME)
+    with contextlib.suppress(OSError):  # a limit on the size of files holds for memory, too
+        os.ftruncate(words, SLOT_BYTES)
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -215,24 +316,24 @@ def spawn(recipe: Recipe, guardian: Guardian, *, log_needed: bool = True) -> Chi
     pid = os.fork()
     if pid == 0:
         os.environ[VARIABLE] = f"/proc/{launcher}/fd/{words}"
-        _become(recipe, write_end, guardian, mask)
+        _become(recipe, write_end, guardian, launcher, mask)
         for descriptor in (log, words, read_end, write_end):
             os.close(descriptor)
-        raise Forked(recipe)
+        return None
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(write_end)
     os.set_blocking(read_end, False)
-    return Child(recipe, pid, read_end, words_file=words, _log=log)
+    return Child(recipe, pid, read_end, path, say, words_file=words, _log=log)
 
 
-def _open_log(recipe: Recipe) -> int:
+def _open_log(recipe: Recipe, path: Path) -> int:
     head = [
         f"# {' '.join(recipe.argv)}",
         f"# in {os.getcwd()} on {os.uname().nodename}, {timestamp().decode()}",  # noqa: PTH109
         *(f"# {line}" for line in environment_dump(recipe.environment(os.environ))),
     ]
     # For its owner only: what a program prints, or is called with, may be secret.
-    log = os.open(recipe.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     data = ("\n".join(head) + "\n").encode()
     try:
         while data:
@@ -243,11 +344,23 @@ def _open_log(recipe: Recipe) -> int:
     return log
 
 
-def _become(recipe: Recipe, output: int, guardian: Guardian, mask: set[int | signal.Signals]) -> None:
-    """In the new process: own session, streams and environment. Returns only to go on as a fork."""
+def _end_with(launcher: int) -> None:
+    """Has the kernel kill this process when the launcher dies, should the guardian be killed as well."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(127)
+
+
+def _become(
+    recipe: Recipe, output: int, guardian: Guardian, launcher: int, mask: set[int | signal.Signals]
+) -> None:
+    """Sets up the new process: session, streams, environment. Returns only in a fork."""
     try:
+        _end_with(launcher)
         os.setsid()
-        guardian.announce(os.getpid())
+        (guardian.announce_last if recipe.last else guardian.announce)(os.getpid())
         signal.set_wakeup_fd(-1)
         for number in (*_RESET_SIGNALS, *_FORWARDED_TOO):
             signal.signal(number, signal.SIG_DFL)
@@ -259,6 +372,8 @@ def _become(recipe: Recipe, output: int, guardian: Guardian, mask: set[int | sig
         if recipe.cores:
             os.sched_setaffinity(0, recipe.cores)
         if not recipe.forked:
+            if recipe.inherits >= 0:
+                os.set_inheritable(recipe.inherits, True)
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs expect them
                 signal.signal(number, signal.SIG_DFL)
             os.execvpe(recipe.argv[0], recipe.argv, recipe.environment(os.environ))

@@ -1,4 +1,4 @@
-"""``muster ranktable``: writes a rank table for this host, or merges several hosts' files."""
+"""``muster ranktable`` writes a rank table, or merges several; the launcher looks this host's ranks up."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muster.worker.config import load_settings
+from muster.rendezvous.files import beside, path_of, read_regular
+from muster.rendezvous.rank_table import RankTable, RankTableError, devices_of, parse_rank_table, ranks_of
+from muster.worker.config import load_settings, table_file
 from muster.worker.errors import SettingsError
 from muster.worker.launch.devices import count_gpus, local_names
 from muster.worker.launch.plan import WorkerPlan
-from muster.worker.launch.process import say
-from muster.worker.launch.rank_table_file import (
-    Table,
-    devices_of,
-    make_table,
-    merge_tables,
-    parse_interval,
-    ranks_of,
-    server_ids,
-    table_file,
-)
+from muster.worker.launch.rank_table_file import Table, make_table, merge_tables, parse_interval
+from muster.worker.launch.screen import say
+
+MAX_TABLE_BYTES = 16 << 20
 
 EXAMPLES = """\
 examples:
@@ -41,7 +36,7 @@ Start scheduler and workers with RANK_TABLE_FILE=table.json; the ranks are then 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         if options.action == "merge":
             table = merge_files(options.files)
@@ -49,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             raise SettingsError("Files are named without an action: write merge before them.")
         else:
             table = _of_hosts(options)
-        _write(options.output or Path(_default_name(table)), table, force=options.force)
+        write_table(options.output or Path(_default_name(table)), table, force=options.force)
     except SettingsError as error:
         say(str(error))
         return error.exit_code
@@ -65,23 +60,22 @@ def merge_files(paths: Sequence[Path]) -> Table:
     return merge_tables([(str(path), read_json(path)) for path in paths])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of ``muster ranktable``."""
+    made = argparse.ArgumentParser(
         prog="muster ranktable",
         description="Writes a rank table (server_list format): fixed ranks by host and device.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "action", nargs="?", choices=("merge",), help="merge: join the FILEs of several hosts"
-    )
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    parser.add_argument("--device_num", "--device-num", metavar="[A,B)", help="devices (default: all GPUs)")
-    parser.add_argument("--hosts", default="", metavar="HOST,...", help="hosts (default: this one)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: named after devices and host")
-    parser.add_argument("--force", action="store_true", help="overwrite the output")
-    return parser
+    made.add_argument("action", nargs="?", choices=("merge",), help="merge: join the FILEs of several hosts")
+    made.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    made.add_argument("--device_num", "--device-num", metavar="[A,B)", help="devices (default: all GPUs)")
+    made.add_argument("--hosts", default="", metavar="HOST,...", help="hosts (default: this one)")
+    made.add_argument("--output", type=Path, metavar="FILE", help="default: named after devices and host")
+    made.add_argument("--force", action="store_true", help="overwrite the output")
+    return made
 
 
 def _of_hosts(options: argparse.Namespace) -> Table:
@@ -124,7 +118,7 @@ def read_json(path: Path) -> object:
         SettingsError: it is not there, no JSON, or nested beyond measure.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path, MAX_TABLE_BYTES).decode())
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
@@ -143,10 +137,10 @@ def to_text(table: Table) -> str:
         raise SettingsError(f"The table is nested too deeply to be written: {error}.") from error
 
 
-def _write(path: Path, table: Table, *, force: bool) -> None:
+def write_table(path: Path, table: Table, *, force: bool) -> None:
     """Writes beside and renames, so that nobody reads half a table."""
     text = to_text(table)
-    part = path.with_name(f"{path.name}.part")
+    part = beside(path)
     try:
         if path.exists() and not force:
             raise SettingsError(f"{path} exists already; name another with --output, or pass --force.")
@@ -171,15 +165,14 @@ def with_table_ranks(
         The workers. Where file or settings are wrong their ranks stay unknown: the scheduler, or the worker,
         says what is wrong.
     """
-    file = table_file(env)
-    if not file:
+    table = _table(env)
+    if table is None:
         return tuple(workers)
-
     try:
         names, devices = _places([{**env, **worker.env} for worker in workers], root)
-        ranks = ranks_of(read_json(Path(file).expanduser()), names, devices)
-    except (SettingsError, RuntimeError):  # the latter: a home directory that is not known
+    except SettingsError:
         return tuple(workers)
+    ranks = ranks_of(table, names, devices)
     return tuple(replace(worker, rank=rank) for worker, rank in zip(workers, ranks, strict=True))
 
 
@@ -191,36 +184,25 @@ def table_devices(env: Mapping[str, str]) -> tuple[int, ...]:
     Raises:
         SettingsError: its variable contradicts the old one.
     """
-    file = table_file(env)
-    if not file:
+    table = _table(env)
+    if table is None:
         return ()
-
-    try:
-        table = read_json(Path(file).expanduser())
-    except (SettingsError, RuntimeError):
-        return ()
-    named = set(server_ids(table))
+    named = {entry.server_id for entry in table.entries}
     here = local_names(named) | {env.get("MS_HOST_ID", ""), env.get("MS_WORKER_ADDRESS", "")}
     return devices_of(table, here & named)
 
 
-def check_rank_ids(workers: Sequence[WorkerPlan], env: Mapping[str, str]) -> None:
-    """Refuses a RANK_ID that is not the rank of each worker that gets it.
-
-    Raises:
-        SettingsError: a worker has another rank.
-    """
-    raw = env.get("RANK_ID", "").strip()
-    other = next((each.rank for each in workers if each.rank is not None and raw != str(each.rank)), None)
-    if raw and other is not None:
-        raise SettingsError(
-            f"RANK_ID is {raw[:80]!r}, but a worker of this launch has rank {other}.",
-            remedy="Unset it: the launcher, or RANK_TABLE_FILE, gives the ranks.",
-        )
+def _table(env: Mapping[str, str]) -> RankTable | None:
+    """The table that the environment names; None where there is none, or where it is wrong."""
+    file = table_file(env)
+    try:
+        return parse_rank_table(read_json(path_of(file))) if file else None
+    except (SettingsError, RankTableError, RuntimeError):  # the last: a home directory that is not known
+        return None
 
 
 def _places(environments: Sequence[Mapping[str, str]], root: Path) -> tuple[tuple[str, ...], list[int]]:
-    """What a table may call this host, and each worker's device: as the worker will tell the scheduler."""
+    """The names that a table may use for this host, and each worker's device, as workers report them."""
     from muster.worker.host import choose_device, describe_host
 
     settings = [load_settings(env) for env in environments]

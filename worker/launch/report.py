@@ -1,4 +1,4 @@
-"""What the launcher writes of processes: a log's head, how one ended, who failed first, whose lines show."""
+"""Decides which process of a launch failed first, and describes how each ended."""
 
 from __future__ import annotations
 
@@ -8,57 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.worker.errors import SettingsError
-
-_SHOWN_PREFIXES = (
-    *("MS_", "CUDA", "NVIDIA_", "NCCL_", "GLOO_", "GRPC_", "OMP_", "OPENBLAS_", "MKL_"),
-    *("SLURM_", "OMPI_COMM_", "PMI_", "PYTHON", "LD_LIBRARY", "VIRTUAL_ENV"),
-)
-_SHOWN_NAMES = ("DEVICE_ID", "RANK_TABLE_FILE", "DATA_PATH", "PATH", "LANG", "LC_ALL", "JOB_COMPLETION_INDEX")
-_SECRET_WORDS = ("PASS", "PWD", "SECRET", "TOKEN", "KEY", "CRED", "JWT", "AUTH")
-
-
-def environment_dump(env: Mapping[str, str]) -> list[str]:
-    """The variables that matter for a run, sorted, one a line; secrets only as ``(set)``."""
-    lines = []
-    for name, value in sorted(env.items()):
-        if name not in _SHOWN_NAMES and not name.startswith(_SHOWN_PREFIXES):
-            continue
-        secret = any(word in name.upper() for word in _SECRET_WORDS)
-        lines.append(f"{name}={'(set)' if secret else value}")
-    return lines
-
-
-def parse_tail(text: str, labels: Sequence[str]) -> frozenset[str]:
-    """Reads ``--tail``: ``all``, ``none`` or a comma-separated list of labels and numbers.
-
-    A rank that runs on another host is no mistake; a word that is no label is.
-    """
-    if text in ("all", "none"):
-        return frozenset(labels) if text == "all" else frozenset()
-    wanted = [item.strip() for item in text.split(",")]
-    for item in wanted:
-        if not item.isdigit() and item not in labels:
-            raise SettingsError(f"--tail is {text!r}; it must be all, none, scheduler or ranks such as 0,3.")
-    return frozenset(wanted)
-
+from muster.rendezvous.messages import FirstLoss
 
 # ---------------------------------------------------------------- who was first
 
 
 @dataclass(frozen=True, slots=True)
-class FirstLoss:
-    """Whom the scheduler saw go first, and not because of others. ``exit_code`` 0: not known."""
-
-    node_id: str
-    incarnation: int
-    sentence: str
-    exit_code: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class LastWords:
-    """What a worker has let its launcher know (:mod:`muster.worker.launch.last_words`).
+    """The notes of a worker for its launcher (:mod:`muster.worker.launch.last_words`).
 
     Attributes:
         places: node ids and incarnations under which it joined; empty: it has not tried to.
@@ -66,6 +23,9 @@ class LastWords:
         consequence: that came from what other processes did.
         left: it left the job as it was asked to.
         first: whom the scheduler saw go first.
+        group: the group that stands, as :meth:`describe_group` takes it; empty: none yet.
+        waits: for whom the job waits; empty: it does not.
+        encrypts_gloo: where its program asks for Gloo, it has Muster's encrypted backend.
     """
 
     places: frozenset[tuple[str, int]] = frozenset()
@@ -73,6 +33,14 @@ class LastWords:
     consequence: bool = False
     left: bool = False
     first: FirstLoss | None = None
+    group: Mapping[str, Any] = field(default_factory=dict)
+    waits: str = ""
+    encrypts_gloo: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it said what ended it, and that this did not come from what others did."""
+        return bool(self.error) and not self.consequence
 
 
 def read_words(text: str) -> LastWords:
@@ -96,6 +64,9 @@ def read_words(text: str) -> LastWords:
         bool(said.get("consequence")),
         bool(said.get("left")),
         said.get("first"),
+        said["group"] if isinstance(said.get("group"), dict) else {},
+        str(said.get("waits", "")),
+        bool(said.get("encrypts_gloo")),
     )
 
 
@@ -116,13 +87,13 @@ class Ending:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended by itself, and not well."""
+        """Whether it has failed by itself."""
         return self.code not in (None, 0) and not self.stopped and not self.words.left
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who was the first to fail.
+    """The process that failed first, and how.
 
     Attributes:
         index: of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
@@ -140,7 +111,7 @@ def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int
 
     The scheduler's word goes first, since it saw who left before whom on all hosts. Without it, a worker that
     failed by itself comes before one that failed because of others, and then the order counts in which they
-    were seen to end. Whoever never asked for a place was in nobody's way: its own failure is sure.
+    were seen to end. A worker that never asked for a place was in nobody's way: its failure is its own.
 
     Args:
         endings: of the launcher's workers.
@@ -154,14 +125,15 @@ def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int
         owner = next((i for i, ending in enumerate(endings) if place in ending.words.places), None)
         if owner is None:
             return Verdict(elsewhere=first, sure=True)
-        if not endings[owner].stopped:
-            return Verdict(owner, sure=endings[owner].code is not None)
+        ending = endings[owner]
+        if not ending.stopped or ending.words.failed:
+            return Verdict(owner, sure=ending.code is not None)
     failed = [(i, ending) for i, ending in enumerate(endings) if ending.failed]
     if not failed:
         return Verdict()
     index, ending = min(failed, key=lambda item: (item[1].words.consequence, item[1].order))
     words = ending.words
-    return Verdict(index, sure=not words.places or bool(words.error and not words.consequence))
+    return Verdict(index, sure=not words.places or words.failed)
 
 
 def describe_other(ending: Ending, signal_names: Mapping[int, str]) -> str:
@@ -179,11 +151,6 @@ def describe_other(ending: Ending, signal_names: Mapping[int, str]) -> str:
     return f"{how}: {words.error}" if words.error else how
 
 
-def shortened(text: str, length: int = 300) -> str:
-    """The text, cut to fit a line of so many characters."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
 def exit_status(code: int) -> int:
     """The shell's number for a process's end: 128 + signal where a signal ended it."""
     return code if code >= 0 else 128 - code
@@ -194,3 +161,72 @@ def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
     if code >= 0:
         return f"exited with code {code}"
     return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
+
+
+# ---------------------------------------------------------------- the group
+
+
+def describe_group(group: Mapping[str, Any], *, encrypts_gloo: bool = False) -> tuple[str, bool]:
+    """Describes an established group in a line, with whether its traffic is encrypted.
+
+    Args:
+        group: ``generation``, ``workers``, ``hosts``, ``devices``, ``backend``, ``tls``, and ``reason`` of
+            the generation, as the worker has noted them.
+        encrypts_gloo: as in :class:`LastWords`.
+    """
+    backend, tls = str(group.get("backend", "")), bool(group.get("tls"))
+    by_gloo = tls and encrypts_gloo and backend == "torch"
+    encrypted = tls and (backend == "tcp" or (by_gloo and group.get("devices") == "CPU"))
+    if by_gloo:
+        words = "scheduler and gloo encrypted" + ("" if encrypted else ", nccl's own traffic NOT")
+    elif encrypted:
+        words = "encrypted"
+    elif tls:
+        words = f"scheduler encrypted, {backend}'s own traffic NOT"
+    else:
+        words = "NOT encrypted: no certificates (--config)"
+    number = _whole(group.get("generation"))
+    text = (
+        f"{_count(_whole(group.get('workers')), 'worker')} on {_count(_whole(group.get('hosts')), 'host')}, "
+        f"{group.get('devices', '')}, {backend}, {words}"
+    )
+    return (text if number <= 1 else f"generation {number}: {text} ({group.get('reason', '')})"), encrypted
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def describe_progress(text: bytes) -> tuple[int, int, str] | None:
+    """(steps done, steps in all or 0, speed and loss as text) of a worker's note; None: there is none."""
+    try:
+        facts = json.loads(text)
+        step, total = int(facts["step"]), int(facts.get("steps") or 0)
+        speed, loss = facts.get("samples_per_s"), facts.get("loss")
+        words = [f"{float(speed):,.0f} samples/s each"] if speed else []
+        if loss is not None:
+            words.append(f"loss {float(loss):.4g}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return step, total, "  ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, and hours where there are any: ``0:07``, ``1:02:03``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def figures_of(text: bytes) -> dict[str, int | float | None]:
+    """What a worker has noted of its progress, as numbers; what is none of them is left out."""
+    names = ("step", "steps", "samples_per_s", "loss", "learning_rate")
+    try:
+        facts = json.loads(text)
+        return {name: facts.get(name) for name in names if isinstance(facts.get(name), int | float)}
+    except (ValueError, AttributeError):
+        return {}

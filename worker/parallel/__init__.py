@@ -1,6 +1,6 @@
-"""Parallel modes: how a module is divided among ranks, found by search, shown as a plan, and run.
+"""Parallel modes: divides a module among ranks by a plan, which a search finds.
 
-``layouts``, ``graph``, ``rules``, ``costs``, ``problem``, ``search``, ``plan`` and ``page`` are pure: they
-decide and describe, and import neither torch nor anything that communicates. ``trace``, ``fabric``,
+``planning`` is pure: it decides and describes, and imports neither torch nor anything that communicates.
+``trace`` records a forward pass, ``eager`` refuses what a record would leave out; ``fabric``,
 ``operators``, ``gradients`` and ``module`` run a plan with torch; users call ``api`` and ``command``.
 """

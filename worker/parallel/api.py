@@ -1,4 +1,4 @@
-"""``muster.parallelize``: one call from a module to one that is divided among the ranks of the job."""
+"""``muster.parallelize``: divides a module among the ranks of the job."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from muster.worker.communicators.base import Communicator
 from muster.worker.errors import CollectiveMismatchError, SettingsError
-from muster.worker.parallel.module import ParallelModule
+from muster.worker.parallel.eager import TraceError
+from muster.worker.parallel.module import NO_FLOAT16, ParallelModule
 from muster.worker.parallel.planning import context
 from muster.worker.parallel.planning import plan as plans
 from muster.worker.parallel.planning.costs import Machine
@@ -27,10 +30,11 @@ from muster.worker.parallel.planning.planner import (
     Strategy,
     find_plan,
     options_for,
+    strategy_text,
     whole_shape,
 )
 from muster.worker.parallel.planning.problem import Options, build
-from muster.worker.parallel.trace import Traced, TraceError, trace
+from muster.worker.parallel.trace import Traced, trace
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.transfer import broadcast_tensors, gather_numbers
 
@@ -52,7 +56,7 @@ def layerwise(parameter: Any) -> Any:
 
 
 class StandAlone(torch.nn.Module):  # type: ignore[misc]
-    """A module that each rank trains by itself, with what its plan says of that."""
+    """A module that each rank trains by itself, with the plan that says why."""
 
     def __init__(self, module: torch.nn.Module, plan: Any) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ class StandAlone(torch.nn.Module):  # type: ignore[misc]
 
 
 class WithoutGraph:
-    """Stands for a plan where the forward pass cannot be recorded: plain data parallelism, and why."""
+    """The plan of a module whose forward pass cannot be recorded: data parallelism, and why."""
 
     def __init__(self, verdict: str) -> None:
         self.verdict = verdict
@@ -80,6 +84,8 @@ class WithoutGraph:
 
 
 class _WithLoss(torch.nn.Module):  # type: ignore[misc]
+    """A module and its loss as one, of the tensors of a batch."""
+
     def __init__(self, net: torch.nn.Module, loss: Any) -> None:
         super().__init__()
         self.net = net
@@ -111,12 +117,14 @@ def parallelize(
     shard_updates: bool = True,
     autocast: Any = None,
     seed: int | None = None,
+    elastic: bool = False,
+    survive: int = 0,
 ) -> Any:
     """Divides a module among the ranks, as a search or you decide.
 
     ::
 
-        model = worker.parallelize(net, example=(x, y), loss=torch.nn.functional.cross_entropy)
+        model = muster.parallelize(net, example=(x, y), loss=torch.nn.functional.cross_entropy)
         print(model.plan)
         optimizer = torch.optim.AdamW(model.parameters())
         model(x, y).backward()
@@ -127,8 +135,11 @@ def parallelize(
     gradients_mean and parameter_broadcast True.
 
     Args:
-        net: takes the batch's tensors; returns a loss, or tensors. In training mode, with real parameters.
-        example: a batch as one rank feeds it; the shapes count, and stay the same for all batches.
+        net: takes the batch's tensors; returns a loss, or tensors. In training mode, with real parameters;
+            parts that are in evaluation mode, or frozen, stay so.
+        example: a batch as one rank feeds it, tensors in lists and dictionaries too; shapes, dtypes and what
+            is no tensor count, and stay the same for all batches. With dataset_strategy "data_parallel" the
+            first dimension of each tensor is the batch's.
         session: whose communicator to use; None: that of ``muster.init()``.
         communicator: use this one instead of a session's.
         mode: "auto" (search), "semi_auto" (search around ``strategies``), "data_parallel", "hybrid" (with
@@ -148,56 +159,75 @@ def parallelize(
             rank's part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid".
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0.
         shard_updates: whether the search may divide updates among ranks (ZeRO-1).
-        autocast: a dtype: the forward pass runs in ``torch.autocast`` of it.
+        autocast: a dtype: the forward pass runs in ``torch.autocast`` of it; not float16.
         seed: of dropout; None: torch's, of rank 0.
+        elastic: for a :class:`muster.ParallelTrainingState`, which brings the ranks together when the loop
+            begins: nothing is sent here, so that a replacement may come when others have long begun.
+        survive: 1: every part of the state is on two hosts (on two ranks, where all are on one host), so that
+            the loss of any one is made up for by the others, without a checkpoint; 0: as it comes.
 
     Returns:
-        A module with ``plan``, ``no_sync()`` and ``clip_grad_norm_()``: a :class:`ParallelModule`; in mode
-        "data_parallel", or where the forward pass is no graph, a :class:`muster.DataParallel`.
+        A module with ``plan``, ``no_sync()`` and ``clip_grad_norm_()``: a :class:`ParallelModule`; where it
+        does the same, in mode "data_parallel", or where the forward pass is no graph, a
+        :class:`muster.DataParallel`. In mode "stand_alone" the module itself, with ``plan``.
 
     Raises:
         SettingsError: something given is wrong, does not fit the model, or fits no plan.
         CollectiveMismatchError: the ranks came to different plans.
     """
     chosen = _Chosen(mode, search, dataset_strategy, gradients_mean, parameter_broadcast, plan)
-    if batch_norm not in (None, "local", "synchronised"):
-        raise SettingsError(f'batch_norm is "local" or "synchronised", not {batch_norm!r}')
-    if chosen.mode == "stand_alone":
-        module = net if loss is None else _WithLoss(net, loss)
-        return StandAlone(module, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
-    group = communicator if communicator is not None else _communicator_of(session)
+    chosen.refine(batch_norm, autocast)
     own = net if loss is None else _WithLoss(net, loss)
-    if chosen.broadcast:
-        _broadcast(net, group)
-    local = batch_norm == "local" or (batch_norm is None and chosen.mode in ("data_parallel", "hybrid"))
+    if chosen.mode == "stand_alone":
+        return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
+    group = communicator if communicator is not None else _communicator_of(session)
+    if elastic and (chosen.plain or not chosen.broadcast):
+        raise SettingsError(
+            'elastic needs mode "auto" or "semi_auto", and parameter_broadcast: for data parallelism use'
+            " muster.DataParallel(elastic=True) with a muster.TorchTrainingState"
+        )
+    if chosen.broadcast and not elastic:
+        _broadcast(own, group)
     given = _Given(
-        chosen, strategies, memory, mesh, machine or Machine(), local, optimizer_states, shard_updates
+        chosen,
+        strategies or {},
+        memory,
+        mesh,
+        machine or Machine(),
+        optimizer_states=optimizer_states,
+        shard_updates=shard_updates,
+        survive=survive,
     )
     try:
-        traced = _trace(own, net, example, group.world_size, chosen.dataset, "" if loss is None else _LOSS)
+        traced = _trace(own, example, group.world_size, chosen.dataset)
     except TraceError as error:
-        return _without_graph(own, group, chosen, strategies, error)
-    found = given.plan(traced.graph, group.world_size)
-    _check_same(group, found, example)
+        asked = strategies or chosen.load or chosen.mode in ("hybrid", "semi_auto")
+        if elastic or asked or not chosen.simple:
+            raise
+        return _without_graph(own, group, chosen, error)
+    found = given.plan(traced.graph, group)
+    seed = _seed(group, seed, shared=not elastic)
+    if not elastic:
+        _check_same(group, found, chosen.mode, chosen.mean, autocast, seed)
     if chosen.save and group.rank == 0:
         found.save(chosen.save)
-    if chosen.mode == "data_parallel":
-        model = DataParallel(own, communicator=group, gradients_mean=chosen.mean, parameter_broadcast=False)
-        model.plan = found
-        return model
+    if chosen.mode == "data_parallel" and chosen.simple:
+        return _data_parallel(own, group, chosen, found)
     return ParallelModule(
         net if loss is None else _bare(own),
         traced,
         found,
         group,
         summed=not chosen.mean,
-        seed=_seed(group, seed),
+        seed=seed,
         autocast=autocast,
+        planner=lambda ranks: given.plan(traced.graph, ranks, anew=True),
+        connect=not elastic,
     )
 
 
 class _Chosen:
-    """Arguments, the context, and defaults, in this order."""
+    """The options in force: arguments, then the context, then defaults."""
 
     def __init__(
         self,
@@ -229,66 +259,94 @@ class _Chosen:
         if plan is not None:
             load, save = (str(plan), "") if Path(plan).exists() else ("", str(plan))
         self.load, self.save = load, save
+        self.plain = self.mode in ("data_parallel", "hybrid")
+
+    def refine(self, batch_norm: str | None, autocast: Any) -> None:
+        """Takes in what else counts; ``simple``: no more is asked for than DataParallel does by itself."""
+        if batch_norm not in (None, "local", "synchronised"):
+            raise SettingsError(f'batch_norm is "local" or "synchronised", not {batch_norm!r}')
+        if autocast == torch.float16:
+            raise SettingsError(NO_FLOAT16)
+        if autocast is not None and self.mode == "stand_alone":
+            raise SettingsError('mode "stand_alone" runs the module as it is: use torch.autocast around it')
+        self.local_norm = batch_norm == "local" or (batch_norm is None and self.plain)
+        self.simple = self.dataset == "data_parallel" and batch_norm != "synchronised" and autocast is None
 
 
+@dataclass(frozen=True, slots=True)
 class _Given:
-    """What a plan is made of, beside the graph."""
+    """The inputs of the search beside the graph; see :func:`parallelize`."""
 
-    def __init__(
-        self,
-        chosen: _Chosen,
-        strategies: Mapping[str, Strategy] | None,
-        memory: float,
-        mesh: Mesh | None,
-        machine: Machine,
-        local_norm: bool,
-        optimizer_states: int,
-        shard_updates: bool,
-    ) -> None:
-        self.chosen, self.strategies, self.memory, self.mesh = chosen, strategies, memory, mesh
-        self.machine, self.local_norm = machine, local_norm
-        self.optimizer_states, self.shard_updates = optimizer_states, shard_updates
+    chosen: _Chosen
+    strategies: Mapping[str, Strategy]
+    memory: float
+    mesh: Mesh | None
+    machine: Machine
+    optimizer_states: int
+    shard_updates: bool
+    survive: int
 
-    def plan(self, graph: Graph, world: int) -> Plan:
-        """The loaded plan, or the one that a search finds."""
-        found = self._loaded(graph, world) if self.chosen.load else self._searched(graph, world)
+    def __post_init__(self) -> None:
+        if self.survive not in (0, 1):
+            raise SettingsError(f"survive is 0 or 1, not {self.survive!r}")
+
+    def plan(self, graph: Graph, group: Communicator, *, anew: bool = False) -> Plan:
+        """The plan that was saved, if there is one; otherwise, or ``anew``, the one that a search finds."""
+        load = self.chosen.load and not anew
+        found = self._loaded(graph, group) if load else self._searched(graph, group)
         found.gradients = "averaged" if self.chosen.mean else "summed"
         return found
 
-    def _searched(self, graph: Graph, world: int) -> Plan:
-        plain = self.chosen.mode in ("data_parallel", "hybrid")
-        if plain and self.strategies:
+    def _searched(self, graph: Graph, group: Communicator) -> Plan:
+        if self.chosen.plain and self.strategies:
             raise SettingsError(
                 f'mode "{self.chosen.mode}" divides the batch only: strategies need "semi_auto" or "auto"'
             )
         found = find_plan(
             graph,
-            world,
+            group.world_size,
+            hosts=self._hosts(group),
             machine=self.machine,
-            mode="data_parallel" if plain else self.chosen.mode,
+            mode="data_parallel" if self.chosen.plain else self.chosen.mode,
             search=self.chosen.search,
             strategies=self.strategies,
             memory=self.memory,
             dataset=self.chosen.dataset,
             mesh=self.mesh,
             optimizer_states=self.optimizer_states,
-            local_norm=self.local_norm,
+            local_norm=self.chosen.local_norm,
             shard_updates=self.shard_updates,
         )
         found.mode = self.chosen.mode
         return found
 
-    def _loaded(self, graph: Graph, world: int) -> Plan:
-        path = self.chosen.load
+    def _hosts(self, group: Communicator) -> tuple[str, ...]:
+        """Each rank's host for ``survive=1``; on a single host each rank counts as one."""
+        if not self.survive or group.world_size == 1:
+            return ()
+        hosts = tuple(peer.host_id for peer in group.membership.peers)
+        return hosts if len(set(hosts)) > 1 else tuple(str(rank) for rank in range(group.world_size))
+
+    def _loaded(self, graph: Graph, group: Communicator) -> Plan:
+        path, world = self.chosen.load, group.world_size
         saved = plans.read(path)
         plans.check_model(saved, graph, path)
         mesh = tuple(saved["mesh"])
         if math.prod(mesh) != world:
             raise SettingsError(f"the plan {path} is for {math.prod(mesh)} ranks, and the job has {world}")
-        norm = "local" if self.local_norm else "synchronised"
+        norm = "local" if self.chosen.local_norm else "synchronised"
         if saved["batch_norm"] != norm:
             raise SettingsError(f"the plan {path} is for batch_norm={saved['batch_norm']!r}, not {norm!r}")
-        base = Options((), (), self.optimizer_states, self.local_norm, self.shard_updates)
+        if self.mesh is not None and tuple(self.mesh) != mesh:
+            raise SettingsError(f"the plan {path} is for the mesh {list(mesh)}, not {list(self.mesh)}")
+        fixed = {name: strategy_text(strategy) for name, strategy in self.strategies.items()}
+        if fixed and fixed != saved["strategies"]:
+            raise SettingsError(
+                f"the plan {path} was made with the strategies {saved['strategies']}, not {fixed}: delete the"
+                " file, or leave out strategies"
+            )
+        hosts = self._hosts(group)
+        base = Options((), (), self.optimizer_states, self.chosen.local_norm, self.shard_updates, hosts=hosts)
         options = options_for(graph, mesh, self.chosen.dataset, base)
         if options is None:
             raise SettingsError(f"the plan {path} does not fit dataset_strategy={self.chosen.dataset!r}")
@@ -311,27 +369,40 @@ class _Given:
             nbytes,
             seconds,
         )
-        found.strategies = dict(saved["strategies"])
-        found.baseline_s = seconds
-        found.notes.append(f"loaded from {path}; what else is possible was not searched")
+        if nbytes > self.memory * self.machine.memory_bytes:
+            raise SettingsError(
+                f"the plan {path} needs {nbytes / 1e9:.1f} GB a rank, and memory={self.memory} of"
+                f" {self.machine.memory_bytes / 1e9:.1f} GB is less"
+            )
+        if self.chosen.plain and not found.is_data_parallel:
+            raise SettingsError(
+                f'the plan {path} divides parameters, which mode "{self.chosen.mode}" does not'
+            )
+        found.strategies, found.loaded = dict(saved["strategies"]), str(path)
         return found
 
 
-def _trace(own: Any, net: Any, example: Sequence[Any], world: int, dataset: Any, prefix: str) -> Traced:
-    if not isinstance(example, (tuple, list)) or not any(isinstance(x, torch.Tensor) for x in example):
+def _trace(own: Any, example: Sequence[Any], world: int, dataset: Any) -> Traced:
+    leaves, structure = pytree.tree_flatten(tuple(example) if isinstance(example, list) else example)
+    if not isinstance(example, (tuple, list)) or not any(isinstance(x, torch.Tensor) for x in leaves):
         raise SettingsError("example is a tuple of the tensors that one rank feeds in a step")
-    whole = []
+    net, prefix = (own.net, _LOSS) if isinstance(own, _WithLoss) else (own, "")
+    if not net.training:
+        raise SettingsError(
+            "net is in evaluation mode, and what is recorded is training: call net.train() before"
+            " (single parts may stay in evaluation mode)"
+        )
     number = 0
-    for each in example:
+    for at, each in enumerate(leaves):
         if isinstance(each, torch.Tensor):
             shape = whole_shape(tuple(each.shape), number, world, dataset)
-            whole.append(torch.empty(shape, dtype=each.dtype, device=each.device))
+            leaves[at] = torch.empty(shape, dtype=each.dtype, device=each.device)
+            leaves[at].requires_grad_(each.requires_grad)
             number += 1
-        else:
-            whole.append(each)
+    whole = pytree.tree_unflatten(leaves, structure)
     marked = frozenset(
-        name
-        for name, parameter in net.named_parameters(remove_duplicate=False)
+        name.removeprefix(prefix)
+        for name, parameter in own.named_parameters(remove_duplicate=False)
         if getattr(parameter, "layerwise_parallel", False)
     )
     return trace(own, whole, layerwise=marked, prefix=prefix)
@@ -340,22 +411,28 @@ def _trace(own: Any, net: Any, example: Sequence[Any], world: int, dataset: Any,
 def graph_of(
     net: Any, example: Sequence[Any], world: int, dataset: Any = "data_parallel", loss: Any = None
 ) -> Graph:
-    """The graph of a module, on meta tensors too, as a job of ``world`` ranks would plan with it.
+    """The graph of a module, also on meta tensors, as a job of ``world`` ranks plans with it.
 
     Raises:
         TraceError: the forward pass is no graph.
         SettingsError: the example and the strategy of the data do not fit.
     """
-    own = net if loss is None else _WithLoss(net, loss)
-    return _trace(own, net, example, world, dataset, "" if loss is None else _LOSS).graph
+    return _trace(net if loss is None else _WithLoss(net, loss), example, world, dataset).graph
 
 
 def _bare(own: Any) -> Any:
-    """A module whose parameters have the names of ``own.net``, and of its loss."""
+    """A module whose parameters have the names of ``own.net``, and of its loss.
+
+    Raises:
+        SettingsError: some of them have the same names.
+    """
     bare = copy.copy(own.net)
     bare._modules = dict(own.net._modules)
-    if isinstance(own.loss, torch.nn.Module) and "loss" not in bare._modules:
-        bare._modules["loss"] = own.loss
+    if isinstance(own.loss, torch.nn.Module):
+        if "loss" not in bare._modules:
+            bare._modules["loss"] = own.loss
+        elif [*own.loss.parameters(), *own.loss.buffers()]:
+            raise SettingsError("net has a part that is called loss, as the loss's own parameters: rename it")
     return bare
 
 
@@ -377,15 +454,17 @@ def _broadcast(net: Any, group: Communicator) -> None:
         broadcast_tensors(group, tensors, 0)
 
 
-def _seed(group: Communicator, seed: int | None) -> int:
+def _seed(group: Communicator, seed: int | None, *, shared: bool) -> int:
     if seed is not None:
         return seed
-    return gather_numbers(group, _device_of(group), torch.initial_seed() % 2**62)[0]
+    own = torch.initial_seed() % 2**62
+    return gather_numbers(group, _device_of(group), own)[0] if shared else own
 
 
-def _check_same(group: Communicator, found: Plan, example: Sequence[Any]) -> None:
+def _check_same(group: Communicator, found: Plan, *others_too: Any) -> None:
+    """Makes sure that all ranks run the same plan, with the same of whatever else counts."""
     keys = "\n".join(state.key for state in found.states)
-    text = f"{found.graph.fingerprint()} {found.mesh} {keys}"
+    text = f"{found.graph.fingerprint()} {found.mesh} {keys} {found.options} {others_too}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     digests = gather_numbers(group, _device_of(group), digest)
     others = [rank for rank, each in enumerate(digests) if each != digests[0]]
@@ -397,21 +476,18 @@ def _check_same(group: Communicator, found: Plan, example: Sequence[Any]) -> Non
 
 
 def _device_of(group: Communicator) -> Any:
-    return torch.device("cuda" if group.name == "nccl" else "cpu")
+    return torch.device("cuda" if group.on_device else "cpu")
 
 
-def _without_graph(own: Any, group: Communicator, chosen: _Chosen, strategies: Any, error: TraceError) -> Any:
-    """Plain data parallelism for a module that is no graph, if nothing else was asked for."""
-    if (
-        strategies
-        or chosen.load
-        or chosen.mode in ("hybrid", "semi_auto")
-        or chosen.dataset != "data_parallel"
-    ):
-        raise error
+def _without_graph(own: Any, group: Communicator, chosen: _Chosen, error: TraceError) -> Any:
+    """Plain data parallelism for a module that is no graph."""
     verdict = f"data parallel, because nothing else can be searched. {error}"
     if chosen.mode != "data_parallel":
         log.warning("%s", verdict)
+    return _data_parallel(own, group, chosen, WithoutGraph(verdict))
+
+
+def _data_parallel(own: Any, group: Communicator, chosen: _Chosen, plan: Any) -> Any:
     model = DataParallel(own, communicator=group, gradients_mean=chosen.mean, parameter_broadcast=False)
-    model.plan = WithoutGraph(verdict)
+    model.plan = plan
     return model

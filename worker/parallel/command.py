@@ -1,4 +1,4 @@
-"""``muster plan``: plans for a model on so many GPUs without having any; measures a machine."""
+"""``muster plan``: makes plans for a model without GPUs; measures a machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ examples:
   with one layer fixed, saved for parallelize(..., plan="plan.json"):
     muster plan models:make --gpus 8 --strategy "fc=((1, 1), (8, 1))" --out plan.json
   this machine's own costs, its collectives too, and a plan with them:
-    muster run -n 4 --scheduler -- muster run plan --measure machine.json
+    muster run -n 4 --scheduler -- muster plan --measure machine.json
     muster plan models:make --gpus 4 --machine machine.json
 
 make() returns (module, example) or (module, example, loss); it is called on torch's meta device, so that no
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--machine", metavar="FILE", help="costs that --measure wrote; default: an H200")
     add("--dataset", choices=("data_parallel", "full_batch"), default="data_parallel")
     add("--batch-norm", choices=("local", "synchronised"), default="synchronised")
+    add("--survive", type=int, choices=(0, 1), default=0, help="1: every part of the state on two hosts")
+    add("--hosts", type=int, default=0, help="hosts on which the GPUs are; default: each is one")
     add("--optimizer-states", type=int, default=2, help="tensors kept for each parameter: 2 for Adam (2)")
     add(
         "--why", action="append", default=[], metavar="NAME", help="alternatives of a module, and their costs"
@@ -109,7 +111,15 @@ def _plan(options: argparse.Namespace) -> Plan:
         mesh=tuple(int(n) for n in options.mesh.split(",")) if options.mesh else None,
         optimizer_states=options.optimizer_states,
         local_norm=options.batch_norm == "local",
+        hosts=_hosts(options) if options.survive and options.gpus > 1 else (),
     )
+
+
+def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
+    count = options.hosts or options.gpus
+    if not 1 < count <= options.gpus or options.gpus % count:
+        raise SettingsError(f"--survive takes 2 hosts or more, which share {options.gpus} GPUs evenly")
+    return tuple(str(rank // (options.gpus // count)) for rank in range(options.gpus))
 
 
 def _maker(name: str) -> Any:

@@ -1,12 +1,14 @@
-"""How a mesh of ranks moves tensors: moves between layouts over Muster's communicators."""
+"""Moves tensors between layouts on a mesh of ranks, over Muster's communicators."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from muster.worker.communicators.base import Communicator, ReduceOp, Work
 from muster.worker.errors import GroupError
@@ -36,6 +38,8 @@ class Fabric:
         self.world = communicator
         self.place = coordinates(communicator.rank, mesh)
         self._groups: dict[tuple[int, ...], Communicator] = {}
+        self._stream: Any = None
+        self._in_use = False
         for dims in sorted(set(needed)):
             if not dims or math.prod(mesh[d] for d in dims) == 1:
                 continue
@@ -65,6 +69,31 @@ class Fabric:
         for d in dims:
             number = number * self.mesh[d] + self.place[d]
         return number
+
+    # ------------------------------------------------------------ beside the current stream
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context in which work runs on a GPU stream of its own, after the current stream's work so far.
+
+        Memory that is used there stays until :meth:`join`: the caller holds on to it.
+        """
+        if not torch.cuda.is_initialized():
+            yield
+            return
+        current = torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(priority=-1)
+        self._stream.wait_stream(current)
+        self._in_use = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Makes the current stream wait for what was done aside."""
+        if self._in_use:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._in_use = False
 
     # ------------------------------------------------------------ collectives
 
@@ -126,13 +155,13 @@ class Fabric:
 
     def wire_dtype(self, dtype: Any) -> Any:
         """The dtype in which sums travel: NumPy knows no bfloat16."""
-        return torch.float32 if dtype == torch.bfloat16 and self.world.name != "nccl" else dtype
+        return torch.float32 if dtype == torch.bfloat16 and not self.world.on_device else dtype
 
     def _wire(self, x: Any) -> Any:
         return x.to(self.wire_dtype(x.dtype))
 
     def _raw(self, group: Communicator, x: Any) -> Any:
-        """What is only moved needs no dtype that the communicator computes with."""
+        """The tensor as bytes, where it is only moved and needs no arithmetic."""
         return array_of(group, x.view(-1).view(torch.uint8))
 
     # ------------------------------------------------------------ moves
@@ -165,6 +194,7 @@ class Move(torch.autograd.Function):  # type: ignore[misc]
         return fabric.run(x, there) if there else x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
         """Moves the gradient."""
         return ctx.fabric.run(grad, ctx.back), None, None, None

@@ -12,6 +12,7 @@ from muster.worker.communicators.base import Work
 from muster.worker.errors import WorkerError
 from muster.worker.parallel.fabric import Fabric
 from muster.worker.parallel.planning.buckets import Holding, PlannedBucket
+from muster.worker.pytorch.buckets import is_dense
 
 
 class HeldParameter:
@@ -19,43 +20,71 @@ class HeldParameter:
 
     Attributes:
         parameter: what the optimizer trains: the local part, or with a divided update this rank's flat share.
-        whole: the local part that is computed with; shares memory with ``parameter`` unless that is a share.
+        gathered: the local part, where ``parameter`` is only this rank's share of it.
+        factor: of its gradient.
     """
 
-    def __init__(self, name: str, holding: Holding, local: Any, fabric: Fabric) -> None:
-        self.name, self.holding = name, holding
-        self.whole = local
+    def __init__(
+        self, name: str, holding: Holding, parameter: torch.nn.Parameter, fabric: Fabric, factor: float
+    ) -> None:
+        self.name, self.holding, self.factor = name, holding, factor
+        self.parameter = parameter
         self.held: Any = None
-        self.factor: float = 1
-        if holding.sharded:
-            self.parameter = torch.nn.Parameter(self._share(local, fabric))
-        else:
-            self.parameter = torch.nn.Parameter(local)
-            self.whole = self.parameter.detach()
+        self._mark: Any = None  # the grad that shows that something is held
+        self._version = -1  # of the parameter's grad since; -1: nothing is held
+        self.gathered: Any = None
+        self._fabric = fabric
 
-    def _share(self, local: Any, fabric: Fabric) -> Any:
-        holding = self.holding
-        start = fabric.index(holding.dims) * holding.shard
-        padded = torch.zeros(holding.shard * holding.ranks, dtype=local.dtype, device=local.device)
-        padded[: holding.numel] = local.reshape(-1)
-        return padded[start : start + holding.shard].clone()
+    @property
+    def whole(self) -> Any:
+        """The local part; where the update is divided, as :meth:`Gradients.gather` brought it last."""
+        return self.gathered if self.holding.sharded else self.parameter.detach()
 
-    def load(self, local: Any, fabric: Fabric) -> None:
+    def load(self, local: Any) -> None:
         """Takes other values of the local part."""
-        self.parameter.copy_(self._share(local, fabric) if self.holding.sharded else local)
+        self.parameter.copy_(share_of(self.holding, local, self._fabric))
 
     def hold(self, grad: Any) -> None:
         """Adds a gradient that is not summed over ranks yet."""
-        self.held = grad if self.held is None else self.held + grad
+        held = self.take()
+        self.held = grad if held is None else held + grad
+
+    def keep(self) -> None:
+        """Shows the optimizer a grad of zeros at least while one is held, so that ``zero_grad()`` is seen."""
+        if self.held is None or not self.parameter.requires_grad:
+            return
+        if self.parameter.grad is None:
+            self.parameter.grad = self._mark = self.parameter.new_zeros(()).expand(self.parameter.shape)
+        self._version = self.parameter.grad._version
+
+    def take(self) -> Any:
+        """Gives away what is held; None: nothing, or it was cleared since."""
+        shown, version = self.parameter.grad, self._version
+        if version >= 0 and (shown is None or (shown._version != version and not shown.any())):
+            self.held = None
+        held, self.held, self._version = self.held, None, -1
+        return held
 
     def deliver(self, grad: Any) -> None:
-        """Adds a finished gradient to what the optimizer sees."""
+        """Adds a finished gradient to the parameter's ``grad``, unless that was frozen since."""
+        if not self.parameter.requires_grad:
+            return
         if self.factor != 1:
             grad = grad * self.factor
-        if self.parameter.grad is None:
-            self.parameter.grad = grad
+        if self.parameter.grad is None or self.parameter.grad is self._mark:
+            self.parameter.grad, self._mark = grad, None
         else:
             self.parameter.grad += grad
+
+
+def share_of(holding: Holding, local: Any, fabric: Fabric) -> Any:
+    """What a rank trains of its local part: all of it, or its flat share of a divided update."""
+    if not holding.sharded:
+        return local
+    start = fabric.index(holding.dims) * holding.shard
+    padded = torch.zeros(holding.shard * holding.ranks, dtype=local.dtype, device=local.device)
+    padded[: holding.numel] = local.reshape(-1)
+    return padded[start : start + holding.shard].clone().view(holding.own_shape)
 
 
 class _Bucket:
@@ -65,42 +94,74 @@ class _Bucket:
         self.work: Work | None = None
         self.flat: Any = None
         self.out: Any = None
+        self.views: list[Any] = []
+        self.arrived: list[bool] = []
+        self.counts: Any = None
+        self.packed: list[Any] = []
 
     def pack(self, fabric: Fabric) -> None:
-        """Puts the held gradients into one flat tensor, in the order that the collective wants."""
+        """Puts the held gradients into one flat tensor, in the order that the collective wants.
+
+        Behind them stands for each whether this rank has one, so that all know where nobody has.
+        """
         first = self.members[0].whole
         dtype = fabric.wire_dtype(first.dtype)
+        held = [each.take() for each in self.members]
+        self.arrived = [grad is not None for grad in held]
+        # Kept until delivery: another stream may still read them.
+        self.packed = [grad for grad in held if grad is not None]
+        gradients = [
+            torch.zeros_like(each.whole) if grad is None else grad
+            for each, grad in zip(self.members, held, strict=True)
+        ]
+        counts = torch.tensor(self.arrived, dtype=dtype).to(first.device, non_blocking=True)
         if not self.sharded:
-            self.flat = torch.cat([self._gradient(each).reshape(-1).to(dtype) for each in self.members])
+            sizes = [each.holding.numel for each in self.members]
+            self.flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
+            *flats, self.counts = self.flat.split([*sizes, len(sizes)])
+            parts = zip(self.members, flats, strict=True)
+            self.views = [_laid_out_like(each.parameter, part) for each, part in parts]
+            torch._foreach_copy_([*self.views, self.counts], [*gradients, counts])
             return
         ranks = self.members[0].holding.ranks
         rows = []
-        for each in self.members:
+        for each, grad in zip(self.members, gradients, strict=True):
             padded = torch.zeros(ranks * each.holding.shard, dtype=dtype, device=first.device)
-            padded[: each.holding.numel] = self._gradient(each).reshape(-1)
+            padded[: each.holding.numel] = grad.reshape(-1)
             rows.append(padded.view(ranks, -1))
+        rows.append(counts.expand(ranks, -1))
         self.flat = torch.cat(rows, 1).view(-1)
         self.out = torch.empty(self.flat.numel() // ranks, dtype=dtype, device=first.device)
-
-    def _gradient(self, each: HeldParameter) -> Any:
-        grad, each.held = each.held, None
-        return torch.zeros_like(each.whole) if grad is None else grad
+        sizes = [each.holding.shard for each in self.members]
+        *flats, self.counts = self.out.split([*sizes, len(sizes)])
+        self.views = [part.view(each.parameter.shape) for each, part in zip(self.members, flats, strict=True)]
 
     def deliver(self) -> None:
-        """Hands the sums on to the parameters."""
-        flat = self.out if self.sharded else self.flat
-        sizes = [each.holding.shard for each in self.members]
-        for each, part in zip(self.members, flat.split(sizes), strict=True):
-            each.deliver(part.to(each.parameter.dtype).view(each.parameter.shape))
-        self.flat = self.out = self.work = None
+        """Hands the sums on to the parameters, where any rank had something to add."""
+        found = self.arrived
+        if not all(found) and not (self.counts.is_cuda and torch.cuda.is_current_stream_capturing()):
+            found = [count > 0 for count in self.counts.tolist()]
+        for each, part, counts in zip(self.members, self.views, found, strict=True):
+            if counts:
+                each.deliver(part.to(each.parameter.dtype))
+        self.flat = self.out = self.work = self.counts = None
+        self.packed, self.views = [], []
         self.waiting = len(self.members)
+
+
+def _laid_out_like(parameter: Any, flat: Any) -> Any:
+    """The flat tensor in the parameter's shape and memory format: fused optimizers want them alike."""
+    if not is_dense(parameter):
+        return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, parameter.stride())
 
 
 class Gradients:
     """Sums gradients while the backward pass goes on, and delivers them when it is over.
 
     A parameter is used as a fresh leaf in each forward pass, so what reaches it is one pass's gradient,
-    whatever the optimizer's ``grad`` holds. All ranks start the buckets in the same order.
+    whatever the optimizer's ``grad`` holds. All ranks start the buckets in the same order: while the backward
+    pass goes on, or behind it where it may be of several forward passes, whose gradients come one by one.
     """
 
     def __init__(
@@ -114,19 +175,28 @@ class Gradients:
         self._task = -1
         self._launched = 0
         self._ready: set[str] = set()
+        self._pass = 0
+        self._open: set[int] = set()  # forward passes that no backward pass has reached
+        self._reached: set[int] = set()
+
+    def begin(self) -> None:
+        """A forward pass begins; :meth:`leaf` gives its leaves."""
+        self._pass += 1
+        if torch.is_grad_enabled():
+            self._open.add(self._pass)
 
     def gather(self) -> None:
         """Brings the parameters whose update was divided up to date on all ranks."""
         for bucket in self._buckets:
             if not bucket.sharded:
                 continue
-            flat = torch.cat([each.parameter.detach() for each in bucket.members])
+            flat = torch.cat([each.parameter.detach().view(-1) for each in bucket.members])
             rows = self._fabric.gather_stacked(flat, bucket.dims)
             for each, part in zip(
                 bucket.members, rows.split([m.holding.shard for m in bucket.members], 1), strict=True
             ):
                 holding = each.holding
-                each.whole = part.reshape(-1)[: holding.numel].view(holding.shape)
+                each.gathered = part.reshape(-1)[: holding.numel].view(holding.shape)
 
     def leaf(self, name: str) -> Any:
         """A parameter's local part as a leaf of one forward pass."""
@@ -139,6 +209,8 @@ class Gradients:
         return whole
 
     def _hook(self, held: HeldParameter) -> Callable[[Any], None]:
+        of_pass = self._pass
+
         def ready(leaf: Any) -> None:
             grad, leaf.grad = leaf.grad, None
             task = torch._C._current_graph_task_id()
@@ -150,7 +222,13 @@ class Gradients:
             if not self._in_backward:
                 self._in_backward, self._task = True, task
                 Variable._execution_engine.queue_callback(self._finish)
+            self._reached.add(of_pass)
             bucket = self._bucket_of.get(held.name)
+            if bucket is not None and bucket.work is not None:
+                raise WorkerError(
+                    f"a second gradient of {held.name} came after the first one was sent",
+                    remedy="Add up the losses of several forward passes before any of them goes backward.",
+                )
             if bucket is None:
                 held.deliver(grad)
                 return
@@ -158,7 +236,7 @@ class Gradients:
             if held.name not in self._ready:
                 self._ready.add(held.name)
                 bucket.waiting -= 1
-            if self.synchronize:
+            if self.synchronize and len(self._open) <= 1:
                 self._launch_ready()
 
         return ready
@@ -170,7 +248,7 @@ class Gradients:
     def _launch(self) -> None:
         bucket = self._buckets[self._launched]
         self._launched += 1
-        with torch.no_grad():
+        with torch.no_grad(), self._fabric.aside():  # beside the rest of the backward pass
             bucket.pack(self._fabric)
             if bucket.sharded:
                 bucket.work = self._fabric.start_reduce_scatter(bucket.flat, bucket.out, bucket.dims)
@@ -180,24 +258,33 @@ class Gradients:
     def _finish(self) -> None:
         self._in_backward = False
         self._ready.clear()
+        self._open -= self._reached
+        self._reached.clear()
         if self.synchronize:
             while self._launched < len(self._buckets):
                 self._launch()
+            self._fabric.join()
             with torch.no_grad():
                 for bucket in self._buckets:
                     if bucket.work is not None:
                         bucket.work.wait()
                     bucket.deliver()
             self._launched = 0
+        else:
+            for each in self.held.values():
+                each.keep()
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
 
     def forget(self) -> None:
         """Drops what a backward pass that broke off has left."""
         for each in self.held.values():
-            each.held = None
+            each.take()
             each.parameter.grad = None
         for bucket in self._buckets:
             bucket.waiting, bucket.work, bucket.flat, bucket.out = len(bucket.members), None, None, None
+            bucket.packed.clear()
         self._launched, self._in_backward = 0, False
         self._ready.clear()
+        self._open.clear()
+        self._reached.clear()

@@ -1,4 +1,4 @@
-"""What this machine can do: matrix products, memory, and collectives by size and group."""
+"""Measures a machine: matrix products, memory, and collectives by size and group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure(
         sizes: of the larger buffer of a collective, in bytes.
         side: of the square matrices of the product; 0: 8192 on a GPU, 1024 on a CPU.
     """
-    cuda = torch.cuda.is_available() and (communicator is None or communicator.name == "nccl")
+    cuda = torch.cuda.is_available() and (communicator is None or communicator.on_device)
     device = torch.device("cuda" if cuda else "cpu")
     side = side or (8192 if cuda else 1024)
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -36,7 +36,8 @@ def measure(
     other = torch.empty_like(big)
     copied = _seconds(lambda: other.copy_(big), device)
     memory = _memory(device)
-    facts = [2 * side**3 / product, 2 * big.numel() * 4 / copied, memory]
+    launch = _seconds(lambda: a[0, 0] + 1, device)
+    facts = [2 * side**3 / product, 2 * big.numel() * 4 / copied, memory, -launch]
     measured: dict[str, dict[str, list[list[float]]]] = {}
     if communicator is not None and communicator.world_size > 1:
         facts = [-x for x in _slowest(communicator, [-x for x in facts], device)]
@@ -54,7 +55,7 @@ def measure(
         memory_bytes_per_s=facts[1],
         bus_bytes_per_s=bus,
         latency_s=latency,
-        launch_s=_seconds(lambda: a[0, 0] + 1, device),
+        launch_s=-facts[3],
         memory_bytes=facts[2],
         measured=measured,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,23 +12,30 @@ from typing import Any
 import torch
 
 from muster.worker.communicators.base import Communicator
-from muster.worker.errors import ArrayError, SettingsError
+from muster.worker.errors import ArrayError, SettingsError, WorkerError
 from muster.worker.parallel.fabric import Fabric, Move, Scale
-from muster.worker.parallel.gradients import Gradients, HeldParameter
+from muster.worker.parallel.gradients import Gradients, HeldParameter, share_of
 from muster.worker.parallel.operators import Local, Run, local_function
-from muster.worker.parallel.planning.buckets import edge_layouts, gradient_buckets, holdings
-from muster.worker.parallel.planning.graph import Node
-from muster.worker.parallel.planning.layouts import Layout, local_shape, parts, plan_move, replicated
+from muster.worker.parallel.planning.buckets import Holding, edge_layouts, gradient_buckets, holdings
+from muster.worker.parallel.planning.graph import Node, Value
+from muster.worker.parallel.planning.layouts import Layout, local_shape, parts, plan_move, replicated, slices
 from muster.worker.parallel.planning.plan import Plan
 from muster.worker.parallel.planning.problem import State
 from muster.worker.parallel.trace import Traced
+from muster.worker.pytorch.transfer import broadcast_tensors
 
 _WARM_UP, _MEASURED = 2, 5
+_UNMET = 'which nothing passes in a recorded graph: mode="data_parallel" keeps hooks'
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+NO_FLOAT16 = (
+    "autocast to float16 needs scaled losses, and a GradScaler sees the gradients of one rank's parts: use"
+    " torch.bfloat16"
+)
 
 
 @dataclass(slots=True)
 class _Instruction:
-    """One call: where its tensors come from, how they get there, what is called, where results go."""
+    """One call of the forward pass: sources of its tensors, their moves, the function, its results."""
 
     name: str
     module: str
@@ -59,32 +67,77 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         summed: bool = False,
         seed: int = 0,
         autocast: Any = None,
+        planner: Callable[[Communicator], Plan] | None = None,
+        connect: bool = True,
     ) -> None:
         super().__init__()
-        self.plan = plan
-        self._traced = traced
-        self._graph, self._states, mesh = traced.graph, plan.states, plan.mesh
-        needed = {each.dims for each in plan.collectives} | {tuple(range(len(mesh)))}
-        self._fabric = Fabric(communicator, mesh, needed)
+        self._planner = planner
+        self._whole = [] if connect else [module]  # in a list, lest it become a part of this module
+        self._traced, self._graph = traced, traced.graph
         self._run = Run(seed)
-        self._factors = self._gradient_factors(summed)
+        self._summed = summed
         self._autocast = autocast
-        self._own_buffers: dict[str, Any] = {}
+        self._take(plan, _fabric_of(plan, communicator, connect=connect))
         self._hold(module)
         self._program = self._compile()
-        self._steps_timed = 0
-        self._times: dict[str, float] = {}
         self._step_started = 0.0
+        self._recorded = vars(module).keys() - vars(self).keys() - set(dir(self))
 
-    def _gradient_factors(self, summed: bool) -> list[float]:
-        """By output: a mean over the parts of the batch, or their sum, of what each rank's loss asks for."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses what the forward pass may have read when it was recorded."""
+        if name in vars(self).get("_recorded", ()):
+            raise SettingsError(
+                f"{name} was recorded as it was: set it before parallelize(), or make it an argument of the"
+                " forward pass, as a tensor"
+            )
+        super().__setattr__(name, value)
+
+    def _take(self, plan: Plan, fabric: Fabric) -> None:
+        self.plan, self._states, self.fabric = plan, plan.states, fabric
+        self._factors = self._gradient_factors()
+        self._steps_timed = 0
+
+    def move(self, plan: Plan, communicator: Communicator, values: Mapping[str, Any]) -> None:
+        """Changes to another plan on other ranks; all of them call this.
+
+        Parameters stay the same objects, so an optimizer keeps them; their contents and sizes change.
+
+        Args:
+            plan: of the same graph.
+            communicator: of the ranks of its mesh.
+            values: what this rank holds by that plan, by node: local parts, flat where the update is
+                divided. Their memory is taken over.
+        """
+        before, fabric = self.fabric, _fabric_of(plan, communicator)
+        self._whole = []
+        self._take(plan, fabric)
+        held = holdings(self._graph, self._states, plan.mesh)
+        with torch.no_grad():
+            for name, kept in self.held_tensors():
+                kept.grad = None
+                kept.data = values[name]
+                if name in held:
+                    self._hold_parameter(name, held[name], kept)
+        self._constants = self._local_constants()
+        self._gradients = Gradients(self.held_parameters, gradient_buckets(list(held.values())), self.fabric)
+        self._program = self._compile()
+        with contextlib.suppress(WorkerError):  # those of a generation that is over
+            before.close()
+
+    def _gradient_factors(self) -> list[float]:
+        """By output, the factor of its gradient: for a mean over the batch's parts, or their sum."""
         mesh = self.plan.mesh
         fed = [state.outs[0] for node, state in self._nodes() if node.kind == "input"]
-        batch = parts(fed[0], mesh) if fed else 1
+        batch = max((slices(layout, mesh, 1)[0] for layout in fed), default=1)
         outputs = next(state.ins for node, state in self._nodes() if node.kind == "output")
         self._batch_parts = batch
-        self._summed = summed
-        return [(batch if summed else 1) / parts(layout, mesh) for layout in outputs]
+        return [(batch if self._summed else 1) / parts(layout, mesh) for layout in outputs]
+
+    def _hold_parameter(self, name: str, holding: Holding, parameter: torch.nn.Parameter) -> None:
+        """Trains a parameter. A layerwise one gets the gradient of this rank's own loss."""
+        layerwise = self._graph.nodes[self._graph.by_name()[name]].layerwise
+        factor = self._batch_parts if layerwise and not self._summed else 1
+        self.held_parameters[name] = HeldParameter(name, holding, parameter, self.fabric, factor)
 
     def _nodes(self) -> Iterator[tuple[Node, State]]:
         return zip(self._graph.nodes, self._states, strict=True)
@@ -96,47 +149,62 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         held = holdings(self._graph, self._states, mesh)
-        self._held: dict[str, HeldParameter] = {}
-        self._fixed: dict[str, Any] = {}
-        names: dict[int, list[str]] = {}
+        at = {traced.parameters[node.name]: (node, state) for node, state in self._holders()}
+        self.held_parameters: dict[str, HeldParameter] = {}
+        kept: dict[int, Any] = {}
+        nodes: dict[int, str] = {}
         for name, tensor in tensors.items():
-            names.setdefault(id(tensor), []).append(name)
-        for node, state in self._nodes():
-            if node.name in traced.constants:
-                self._fixed[node.name] = traced.constants[node.name]
-                continue
-            if node.kind not in ("parameter", "buffer"):
-                continue
-            name = traced.parameters[node.name]
-            tensor = tensors[name]
-            local = self._part(tensor.detach(), state.outs[0]).clone()
-            if node.name in held:
-                self._held[node.name] = HeldParameter(node.name, held[node.name], local, self._fabric)
-                if node.layerwise and not self._summed:  # its owner gets what this rank's own loss asks for
-                    self._held[node.name].factor = self._batch_parts
-                kept = self._held[node.name].parameter
-            elif node.kind == "parameter":
-                kept = torch.nn.Parameter(local, requires_grad=node.trained)
-                self._fixed[node.name] = kept.detach()
-            else:
-                kept = self._fixed[node.name] = local
-            for each in names[id(tensor)]:
-                self._register(each, kept)
-            del names[id(tensor)]
-        for unused in names.values():  # what the forward pass does not use stays as it is
-            tensor = tensors[unused[0]]
-            kept = tensor.detach().clone()
-            if isinstance(tensor, torch.nn.Parameter):
-                kept = torch.nn.Parameter(kept, requires_grad=tensor.requires_grad)
-            for each in unused:
-                self._register(each, kept)
-        self._gradients = Gradients(self._held, gradient_buckets(list(held.values())), self._fabric)
+            if name in at:
+                node, state = at[name]
+                nodes[id(tensor)] = node.name
+                kept[id(tensor)] = self._own(node, state, tensor.detach(), held.get(node.name))
+        saved = module.state_dict(keep_vars=True)
+        self._node_of = {  # by the names under which the bare module saves; "": not used
+            name: nodes.get(id(tensor), "")
+            for name, tensor in saved.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}  # by node, where its tensor is registered
+        for name, tensor in tensors.items():  # in the bare module's order: optimizers number parameters
+            node_name = nodes.get(id(tensor), "")
+            if id(tensor) not in kept:
+                own = tensor.detach().clone()
+                if isinstance(tensor, torch.nn.Parameter):
+                    own = torch.nn.Parameter(own, requires_grad=tensor.requires_grad)
+                kept[id(tensor)] = own
+            place = self._register(name, kept[id(tensor)], persistent=name in saved)
+            if node_name:
+                self._places.setdefault(node_name, place)
+        self._constants = self._local_constants()
+        self._gradients = Gradients(self.held_parameters, gradient_buckets(list(held.values())), self.fabric)
+
+    def _holders(self) -> Iterator[tuple[Node, State]]:
+        """The parameters and buffers that the forward pass uses."""
+        return ((node, state) for node, state in self._nodes() if node.name in self._traced.parameters)
+
+    def _own(self, node: Node, state: State, whole: Any, holding: Holding | None) -> Any:
+        """This rank's part of a parameter or buffer, as users see it."""
+        local = self._part(whole, state.outs[0]).clone()
+        if holding is not None:
+            parameter = torch.nn.Parameter(share_of(holding, local, self.fabric))
+            self._hold_parameter(node.name, holding, parameter)
+            return parameter
+        return torch.nn.Parameter(local, requires_grad=node.trained) if node.kind == "parameter" else local
+
+    def _local_constants(self) -> dict[str, Any]:
+        """By node, this rank's parts of the tensors that the forward pass makes of nothing."""
+        whole = self._traced.constants
+        return {
+            node.name: self._part(whole[node.name], state.outs[0])
+            for node, state in self._nodes()
+            if node.name in whole
+        }
 
     def _part(self, whole: Any, layout: Layout) -> Any:
         steps = plan_move(replicated(self.plan.mesh), layout, self.plan.mesh, tuple(whole.shape))
-        return self._fabric.run(whole, steps or ())
+        return self.fabric.run(whole, steps or ())
 
-    def _register(self, name: str, tensor: Any) -> None:
+    def _register(self, name: str, tensor: Any, *, persistent: bool) -> tuple[dict[str, Any], str]:
         *path, last = name.split(".")
         place: torch.nn.Module = self
         for part in path:
@@ -147,8 +215,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             raise SettingsError(f"a parameter cannot be called {name!r} in a parallel module")
         if isinstance(tensor, torch.nn.Parameter):
             place.register_parameter(last, tensor)
-        else:
-            place.register_buffer(last, tensor)
+            return place._parameters, last
+        place.register_buffer(last, tensor, persistent=persistent)
+        return place._buffers, last
 
     # ------------------------------------------------------------ the forward pass
 
@@ -174,7 +243,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                     node,
                     state,
                     self._traced.functions.get(node.name),
-                    self._fabric,
+                    self.fabric,
                     self._run,
                     local_norm=self.plan.options.local_norm,
                 )
@@ -188,15 +257,20 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         """The module's forward pass on this rank's part of the batch.
 
         Raises:
-            ArrayError: a tensor has another shape than the plan was made for.
+            ArrayError: an argument is another one than the plan was made for.
+            SettingsError: something was changed since that the recorded forward pass would not follow.
         """
         training = self.training and torch.is_grad_enabled()
+        self._check_modes()
         self._run.training = self.training
         self._gradients.gather()
+        self._gradients.begin()
         values = self._start(batch)
         clock = self._clock(training)
         with self._cast():
             for each in self._program:
+                if not self.training and each.name in self._traced.counters:
+                    continue
                 tensors = [
                     values[source] if move is None else self._move(values[source], *move)
                     for source, move in zip(each.sources, each.moves, strict=True)
@@ -211,8 +285,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 else:
                     values.update(zip(each.outputs, result, strict=False))
                 clock(each.module)
-        if training:
-            self._run.step += 1
+        self._run.step += self.training
         result = [
             Scale.apply(x, factor) if factor != 1 and x.requires_grad else x
             for x, factor in zip(result, self._factors, strict=True)
@@ -220,36 +293,68 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         return self._traced.unflatten(result)
 
     def _start(self, batch: Sequence[Any]) -> dict[int, Any]:
-        """What is there before the first operator, by value."""
+        """The values that exist before the first operator."""
         graph, mesh = self._graph, self.plan.mesh
-        tensors = iter(x for x in batch if isinstance(x, torch.Tensor))
+        tensors = iter(self._traced.tensors_of(batch))
         values: dict[int, Any] = {}
         for node, state in zip(graph.nodes, self._states, strict=True):
             if node.kind == "input":
-                shape = local_shape(state.outs[0], mesh, graph.values[node.outputs[0]].shape)
-                tensor = next(tensors, None)
-                if tensor is None or tuple(tensor.shape) != shape:
-                    got = "nothing" if tensor is None else str(list(tensor.shape))
-                    raise ArrayError(
-                        f"The plan takes {node.name} of shape {list(shape)} from each rank; it got {got}.",
-                        remedy="Plans are for one shape: drop the last, smaller batch, or plan anew.",
-                    )
+                value = graph.values[node.outputs[0]]
+                tensor = next(tensors)
+                _check_input(tensor, node, value, local_shape(state.outs[0], mesh, value.shape))
                 values[node.outputs[0]] = tensor
-            elif node.name in self._held:
-                values[node.outputs[0]] = self._gradients.leaf(node.name)
-            elif node.name in self._fixed:
-                values[node.outputs[0]] = self._fixed[node.name]
+            elif node.name in self._constants:
+                values[node.outputs[0]] = self._constants[node.name]
+            elif node.name in self._places:
+                tensors_here, last = self._places[node.name]
+                held = self.held_parameters.get(node.name)
+                self._check_parameter(node, tensors_here[last], held)
+                own = self._gradients.leaf(node.name) if held is not None else tensors_here[last].detach()
+                values[node.outputs[0]] = own
         return values
+
+    def _check_parameter(self, node: Node, registered: Any, held: HeldParameter | None) -> None:
+        """Whether the tensor under a parameter's name is still what the plan divides."""
+        name = self._traced.parameters[node.name]
+        if held is not None and registered is not held.parameter:
+            raise SettingsError(
+                f"{name} is another tensor now: a parallel module computes with its own, so copy into that"
+                " one (functional_call and load_state_dict(assign=True) put others in its place)"
+            )
+        if held is None and node.kind == "parameter" and registered.requires_grad:
+            raise SettingsError(f"{name} was frozen when the plan was made: unfreeze it before parallelize()")
+        if registered._backward_hooks or getattr(registered, "_post_accumulate_grad_hooks", None):
+            raise SettingsError(f"{name} has a hook, {_UNMET}")
+
+    def _check_modes(self) -> None:
+        """The forward pass was recorded in training mode; evaluation and the modes of parts must fit."""
+        if not self.training and self._traced.only_training:
+            raise SettingsError(
+                f"in evaluation this module does something else ({self._traced.only_training}): evaluate the"
+                " bare module, with load_state_dict(model.full_state_dict())"
+            )
+        for name, part in self.named_modules():
+            if part.training != self.training:
+                raise SettingsError(
+                    f"{name} is in another mode than the whole module: set the modes of parts before"
+                    " parallelize()"
+                )
+            if part is not self and any(vars(part)[hooks] for hooks in _HOOKS):
+                raise SettingsError(f"{name} has a hook, {_UNMET}")
 
     def _move(self, x: Any, there: Any, back: Any) -> Any:
         if x.requires_grad:
-            return Move.apply(x, self._fabric, there, back)
-        return self._fabric.run(x, there)
+            return Move.apply(x, self.fabric, there, back)
+        return self.fabric.run(x, there)
 
     def _cast(self) -> Any:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(next(self.parameters()).device.type, dtype=self._autocast)
+        device = next(self.parameters()).device.type
+        if self._autocast is not None:
+            return torch.autocast(device, dtype=self._autocast)
+        scaled = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        if scaled and torch.is_grad_enabled():
+            raise SettingsError(NO_FLOAT16)
+        return contextlib.nullcontext()
 
     def _clock(self, training: bool) -> Callable[[str], None]:
         """Measures the forward pass of modules, and whole steps, for some steps after the first two."""
@@ -273,6 +378,69 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     # ------------------------------------------------------------ what users call
 
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of all ranks of the mesh."""
+        return self.fabric.world
+
+    @property
+    def capture_obstacle(self) -> str | None:
+        """Why no CUDA graph can hold a step; None: no reason is known."""
+        drawn = [node.name for node in self._graph.nodes if node.kind == "call" and node.draws]
+        return f"{drawn[0]} draws random numbers that the host seeds in each step" if drawn else None
+
+    def plan_for(self, communicator: Communicator) -> Plan:
+        """The plan for other ranks; the present one if there are as many of them.
+
+        Raises:
+            SettingsError: there is none.
+        """
+        world = communicator.world_size
+        if math.prod(self.plan.mesh) == world:
+            return self.plan
+        if self._planner is None:
+            raise SettingsError(f"the plan is for {math.prod(self.plan.mesh)} ranks, and there are {world}")
+        return self._planner(communicator)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the whole module's values are still there, which is so until training begins."""
+        return bool(self._whole)
+
+    def start(self, plan: Plan, communicator: Communicator) -> None:
+        """Takes rank 0's values of the whole module, divided by a plan. For modules made ``elastic``."""
+        if not self._whole:
+            raise SettingsError("the module has begun to train, and holds no whole values: make it anew")
+        whole = self._whole.pop()
+        tensors = dict(whole.named_parameters(remove_duplicate=False))
+        tensors.update(whole.named_buffers(remove_duplicate=False))
+        distinct = {id(tensor): tensor.detach() for tensor in tensors.values() if tensor.numel()}
+        if communicator.world_size > 1 and distinct:
+            broadcast_tensors(communicator, list(distinct.values()), 0)
+        fabric = _fabric_of(plan, communicator, connect=False)
+        held = holdings(self._graph, plan.states, plan.mesh)
+        values = {}
+        for node, state in zip(self._graph.nodes, plan.states, strict=True):
+            if node.name not in self._places:
+                continue
+            tensor = tensors[self._traced.parameters[node.name]].detach()
+            steps = plan_move(replicated(plan.mesh), state.outs[0], plan.mesh, tuple(tensor.shape))
+            local = fabric.run(tensor, steps or ()).clone()
+            values[node.name] = share_of(held[node.name], local, fabric) if node.name in held else local
+        self.move(plan, communicator, values)
+
+    def draws(self) -> list[int]:
+        """What dropout draws by: the seed and the number of training passes."""
+        return [self._run.seed, self._run.step]
+
+    def draw_on_from(self, draws: Sequence[int]) -> None:
+        """Goes on drawing from where :meth:`draws` was."""
+        self._run.seed, self._run.step = draws
+
+    def held_tensors(self) -> Iterator[tuple[str, Any]]:
+        """This rank's parts of parameters and buffers by their nodes in the graph, in its order."""
+        return ((node, tensors[last]) for node, (tensors, last) in self._places.items())
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; the first one outside sums over ranks."""
@@ -294,20 +462,20 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         every = tuple(range(len(mesh)))
         total: Any = None
         for node, state in self._nodes():
-            held = self._held.get(node.name)
+            held = self.held_parameters.get(node.name)
             if held is None or held.parameter.grad is None:
                 continue
             holding = held.holding
             ranks = parts(state.outs[0], mesh) * (holding.ranks if holding.sharded else 1)
-            square = held.parameter.grad.double().square().sum() * (ranks / self._fabric.size(every))
+            square = held.parameter.grad.double().square().sum() * (ranks / self.fabric.size(every))
             total = square if total is None else total + square
         if total is None:
             raise SettingsError("there are no gradients to clip: call backward() first")
-        if self._fabric.size(every) > 1:
-            total = self._fabric.all_reduce(total.reshape(1), every)[0]
+        if self.fabric.size(every) > 1:
+            total = self.fabric.all_reduce(total.reshape(1), every)[0]
         norm = total.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for held in self._held.values():
+        for held in self.held_parameters.values():
             if held.parameter.grad is not None:
                 held.parameter.grad.mul_(factor.to(held.parameter.grad.dtype))
         return norm
@@ -316,21 +484,20 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         """Parameters and buffers as the bare module has them, whole, on every rank. All ranks call this."""
         self._gradients.gather()
         mesh = self.plan.mesh
-        found: dict[str, Any] = {}
         by_node: dict[str, Any] = {}
-        for node, state in self._nodes():
-            if node.kind not in ("parameter", "buffer") or node.name not in self._traced.parameters:
-                continue
-            local = self._held[node.name].whole if node.name in self._held else self._fixed[node.name]
+        for node, state in self._holders():
             shape = self._graph.values[node.outputs[0]].shape
             steps = plan_move(state.outs[0], replicated(mesh), mesh, shape) or ()
-            by_node[node.name] = self._fabric.run(local.detach(), steps).clone()
-            found[self._traced.parameters[node.name]] = by_node[node.name]
-        for name, tensor in self.state_dict(keep_vars=True).items():  # tied ones have several names
-            for node_name, held in self._held.items():
-                if held.parameter is tensor:
-                    found.setdefault(name, by_node[node_name])
-        return found
+            by_node[node.name] = self.fabric.run(self._local(node.name).detach(), steps).clone()
+        own = self.state_dict()
+        return {name: by_node[node] if node else own[name].clone() for name, node in self._node_of.items()}
+
+    def _local(self, node: str) -> Any:
+        """The local part that is computed with."""
+        if node in self.held_parameters:
+            return self.held_parameters[node].whole
+        tensors, last = self._places[node]
+        return tensors[last]
 
     def load_full_state_dict(self, whole: Mapping[str, Any]) -> None:
         """Takes parameters and buffers as :meth:`full_state_dict` or the bare module gives them.
@@ -341,24 +508,42 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         Raises:
             SettingsError: one is missing, or has another shape.
         """
-        for node, state in self._nodes():
-            name = self._traced.parameters.get(node.name)
-            if name is None:
-                continue
-            shape = self._graph.values[node.outputs[0]].shape
+        states = {node.name: (node, state) for node, state in self._holders()}
+        own = self.state_dict(keep_vars=True)
+        done = set()
+        for name, node_name in self._node_of.items():
+            if node_name and (node_name in done or (name not in whole and self._is_under_other(name, whole))):
+                continue  # tied: one of its names is enough
+            done.add(node_name)
+            value = self._graph.values[states[node_name][0].outputs[0]] if node_name else own[name]
+            shape = tuple(value.shape)
             if name not in whole or tuple(whole[name].shape) != shape:
                 got = list(whole[name].shape) if name in whole else "missing"
                 raise SettingsError(f"{name} has the shape {list(shape)}; what is loaded is {got}")
-            local = self._part(whole[name], state.outs[0])
             with torch.no_grad():
-                if node.name in self._held:
-                    self._held[node.name].load(local, self._fabric)
+                if not node_name:
+                    own[name].copy_(whole[name])
+                    continue
+                local = self._part(whole[name], states[node_name][1].outs[0])
+                if node_name in self.held_parameters:
+                    self.held_parameters[node_name].load(local)
                 else:
-                    self._fixed[node.name].copy_(local)
+                    self._local(node_name).copy_(local)
+
+    def _is_under_other(self, name: str, whole: Mapping[str, Any]) -> bool:
+        node = self._node_of[name]
+        return any(other in whole for other, its in self._node_of.items() if its == node)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses ``to()``, ``half()`` and the like, which would leave plan and parts behind."""
         raise SettingsError("a parallel module stays what and where it is: convert it before parallelize()")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuses copies: a module of other ranks would belong to them."""
+        raise SettingsError(
+            "a parallel module cannot be copied: keep an average of its parameters as a list of tensors,"
+            " [p.detach().clone() for p in model.parameters()], and update that"
+        )
 
     def forget_backward(self) -> None:
         """Forgets a backward pass that broke off, and all gradients."""
@@ -366,4 +551,28 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     def close(self) -> None:
         """Ends the communicators of the mesh."""
-        self._fabric.close()
+        self.fabric.close()
+
+
+def _check_input(tensor: Any, node: Node, value: Value, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ArrayError(
+            f"The plan takes {node.name} of shape {list(shape)} from each rank; it got {list(tensor.shape)}.",
+            remedy="Plans are for one shape: drop the last, smaller batch, or plan anew.",
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != value.dtype:
+        raise ArrayError(
+            f"The plan takes {node.name} as {value.dtype} from each rank; it got {dtype}.",
+            remedy="Convert it, or give parallelize() an example of this dtype.",
+        )
+    if tensor.requires_grad and not node.trained:
+        raise ArrayError(
+            f"{node.name} requires a gradient, for which the plan has no way back.",
+            remedy="Detach it, or let it require a gradient in parallelize()'s example too.",
+        )
+
+
+def _fabric_of(plan: Plan, communicator: Communicator, *, connect: bool = True) -> Fabric:
+    needed = {each.dims for each in plan.collectives} | {tuple(range(len(plan.mesh)))}
+    return Fabric(communicator, plan.mesh, needed if connect else ())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from muster.worker.communicators.base import ReduceOp
@@ -30,7 +31,7 @@ _generators = threading.Lock()
 
 @dataclass(slots=True)
 class Run:
-    """What a forward pass is about: dropout depends on all of it.
+    """A forward pass: seed, rank, mode; dropout depends on all of it.
 
     Attributes:
         seed: the same on all ranks.
@@ -52,7 +53,7 @@ def local_function(
     """The function of local inputs that gives an operator's local outputs."""
     if node.kind == HUB:
         return lambda tensors: tensors[0]
-    call = _Local(graph, node, state, function, fabric, run, local_norm)
+    call = LocalFunction(graph, node, state, function, fabric, run, local_norm)
     return call.choose()
 
 
@@ -80,7 +81,7 @@ def keep_mask(run: Run, name: str, shard: Sequence[int], shape: Sequence[int], p
     return mask.to(like.dtype) / (1 - p)
 
 
-class _Local:
+class LocalFunction:
     """One operator on this rank."""
 
     def __init__(
@@ -118,9 +119,9 @@ class _Local:
         if op == "cross_entropy_loss" or op.startswith("nll_loss"):
             return self._cross_entropy
         if op in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
-            return self._with_bias
+            return self.with_bias
         if op == "embedding" and "v" in self.along:
-            return self._embedding
+            return self.embedding
         if op == "batch_norm":
             return self._batch_norm
         if op == "dropout":
@@ -130,12 +131,13 @@ class _Local:
         if op in ("lstm", "gru", "rnn_tanh", "rnn_relu") and isinstance(self.node.args[-1], bool):
             return self._recurrent
         if (op == "mean" or (op in _LOSSES and self._reduces_to_mean())) and self.summed > 1:
-            return lambda tensors: self._plain(tensors) / self.summed
-        if self.node.random:
+            return lambda tensors: self.plain(tensors) / self.summed
+        if self.node.draws:
             return self._drawn
-        return self._plain
+        return self.plain
 
-    def _plain(self, tensors: Sequence[Any]) -> Any:
+    def plain(self, tensors: Sequence[Any]) -> Any:
+        """Calls the recorded operator."""
         return self.function(*fill(self.node.args, tensors), **fill(self.node.kwargs, tensors))
 
     def _argument(self, index: int, name: str, default: Any) -> Any:
@@ -152,7 +154,7 @@ class _Local:
 
     # ------------------------------------------------------------ contractions
 
-    def _with_bias(self, tensors: Sequence[Any]) -> Any:
+    def with_bias(self, tensors: Sequence[Any]) -> Any:
         """A bias goes into a sum once: each part of a contraction adds its share."""
         args = list(fill(self.node.args, tensors))
         place = 0 if self.node.op == "addmm" else 2
@@ -162,7 +164,7 @@ class _Local:
             args[6] //= self.fabric.size(self.along["g"])
         return self.function(*args, **fill(self.node.kwargs, tensors))
 
-    def _embedding(self, tensors: Sequence[Any]) -> Any:
+    def embedding(self, tensors: Sequence[Any]) -> Any:
         """Rows are split: ids of other ranks give zeros."""
         weight, ids = tensors[:2]
         rows = weight.shape[0]
@@ -177,29 +179,25 @@ class _Local:
         scores, target = tensors[:2]
         reduction = self._argument(3, "reduction", MEAN)
         ignored = self._argument(4, "ignore_index", -100)
-        smoothing = self._argument(5, "label_smoothing", 0.0) if self.node.op == "cross_entropy_loss" else 0.0
-        if len(self.whole) > 2 or reduction == 0 or target.is_floating_point():
-            return self._plain(tensors)
+        if reduction == 0 or not self.along.keys() & {"m", "v"}:
+            return self.plain(tensors)
         if "v" in self.along:
             losses = ClassCrossEntropy.apply(scores, target, self.fabric, self.along["v"], ignored)
-            total = losses.sum()
         elif self.node.op == "cross_entropy_loss":
-            total = functional.cross_entropy(scores, target, reduction="sum", ignore_index=ignored)
+            smoothing = self._argument(5, "label_smoothing", 0.0)
+            losses = functional.cross_entropy(
+                scores, target, reduction="none", ignore_index=ignored, label_smoothing=smoothing
+            )
         else:
-            total = functional.nll_loss(scores, target, reduction="sum", ignore_index=ignored)
-        count = (target != ignored).sum().to(total.dtype).reshape(1)
+            losses = functional.nll_loss(scores, target, reduction="none", ignore_index=ignored)
+        exact = torch.promote_types(losses.dtype, torch.float32)  # float16 ends at 65,504
+        total = losses.sum(dtype=exact)
         if reduction == MEAN:
+            count = (target != ignored).sum().to(exact).reshape(1)
             if "m" in self.along:  # the ranks may have ignored different numbers of targets
                 count = self.fabric.all_reduce(count, self.along["m"])
             total = total / count[0]
-        if smoothing:
-            even = functional.cross_entropy(
-                scores, target, reduction="sum", ignore_index=ignored, label_smoothing=1.0
-            )
-            if reduction == MEAN:
-                even = even / (count[0] if ignored >= 0 else target.numel() * self.summed)
-            total = (1 - smoothing) * total + smoothing * even
-        return total
+        return total.to(losses.dtype)
 
     def _batch_norm(self, tensors: Sequence[Any]) -> Any:
         training = is_training_norm(self.node) and self.run.training
@@ -263,7 +261,7 @@ class _Local:
         return self.function(*args)
 
     def _drawn(self, tensors: Sequence[Any]) -> Any:
-        return self._seeded(lambda: self._plain(tensors))
+        return self._seeded(lambda: self.plain(tensors))
 
     def _seeded(self, draw: Callable[[], Any]) -> Any:
         """Calls what takes no generator with torch's own one seeded; other random numbers go on as before."""
@@ -303,6 +301,7 @@ class ClassCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         return (total - sums[1]) * (target != ignored)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
         """Probabilities less one at the target."""
         scores, own, here, total, counted = ctx.saved_tensors
@@ -349,6 +348,7 @@ class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
         return out.to(x.dtype), mean, var
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any, *others: Any) -> Any:
         """Gradients of input, weight and bias; the latter two are this rank's part of sums."""
         normal, inverse, weight = ctx.saved_tensors

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 import sysconfig
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from muster.worker.errors import WorkerError
+from muster.worker.errors import ArrayError
+from muster.worker.parallel.eager import TraceError, in_evaluation, what_no_graph_shows
 from muster.worker.parallel.planning.graph import Graph, Node, Ref, Value, names
 from muster.worker.parallel.planning.layouts import Shape
 
+_TENSOR = object()  # stands for a tensor among the arguments
 _one_at_a_time = threading.Lock()  # torch.export has global state
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _ALIASES = names(
     "view reshape flatten unflatten squeeze unsqueeze transpose t permute numpy_T slice select chunk "
     "split split_with_sizes unbind contiguous alias expand narrow to dropout detach view_as"
 )
-
-
-class TraceError(WorkerError):
-    """The module's forward pass is no graph that could be divided; names the line of its source.
-
-    Attributes:
-        line: such as ``model.py:12``, or "".
-    """
-
-    def __init__(self, message: str, *, line: str = "", remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.line = line
 
 
 @dataclass(slots=True)
@@ -46,18 +38,47 @@ class Traced:
         functions: by node, what to call.
         parameters: by node, the name of the parameter or buffer.
         constants: by node, a tensor that the module holds without registering it.
-        inputs: names of the input nodes, in order.
-        outputs: how many tensors come out.
         unflatten: makes the module's result of them.
+        arguments: of the forward pass, leaf by leaf; tensors are None.
+        structure: of the arguments, as pytree has it.
+        only_training: where evaluation does what the graph does not say; "": it does the same, but for
+            dropout and the statistics of batches.
+        counters: names of nodes that change a buffer in training only.
     """
 
     graph: Graph
     functions: dict[str, Any]
     parameters: dict[str, str]
     constants: dict[str, Any]
-    inputs: list[str]
-    outputs: int
     unflatten: Any
+    arguments: tuple[Any, ...]
+    structure: Any
+    only_training: str = ""
+    counters: frozenset[str] = frozenset()
+
+    def tensors_of(self, batch: Sequence[Any]) -> list[Any]:
+        """The tensors of a batch, in the order of the graph's inputs.
+
+        Raises:
+            ArrayError: it has other arguments than the example.
+        """
+        leaves, structure = pytree.tree_flatten(tuple(batch))
+        if structure != self.structure:
+            raise ArrayError(
+                "The arguments have another structure than those of the example that the plan was made for.",
+                remedy="Give as many tensors, in the same lists and dictionaries.",
+            )
+        for number, (leaf, known) in enumerate(zip(leaves, self.arguments, strict=True)):
+            if isinstance(leaf, torch.Tensor) != (known is _TENSOR) or (
+                known is not _TENSOR and leaf != known
+            ):
+                what = "a tensor" if known is _TENSOR else repr(known)
+                got = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+                raise ArrayError(
+                    f"Argument {number} was {what} when the plan was made, and is {got} now.",
+                    remedy="What changes must be a tensor: the forward pass was recorded once.",
+                )
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def trace(
@@ -74,17 +95,57 @@ def trace(
     Raises:
         TraceError: the forward pass depends on values, or changes tensors in ways that cannot be followed.
     """
-    distinct = tuple(torch.empty_like(x) if isinstance(x, torch.Tensor) else x for x in example)
-    with _one_at_a_time, warnings.catch_warnings():
+    leaves, structure = pytree.tree_flatten(tuple(example))
+    distinct = pytree.tree_unflatten(
+        [torch.empty_like(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure
+    )
+    with _one_at_a_time, warnings.catch_warnings(), what_no_graph_shows(module):
         warnings.simplefilter("ignore")
-        try:
-            program = torch.export.export(module, distinct, strict=False)
-        except Exception as error:
-            raise _not_traced(error) from error
-    return _Reader(program, module, layerwise, prefix).read()
+        program = _exported(module, distinct)
+        with _evaluating(module):
+            try:
+                evaluated = _exported(module, distinct)
+            except TraceError:
+                evaluated = None
+    traced = _Reader(program, module, layerwise, prefix).read([_is_trained(leaf) for leaf in leaves])
+    traced.structure = structure
+    traced.arguments = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
+    if evaluated is None:
+        traced.only_training = "it cannot be recorded as a graph"
+    else:
+        traced.only_training, traced.counters = in_evaluation(program, evaluated)
+    return traced
+
+
+def _is_trained(leaf: Any) -> bool | None:
+    return leaf.requires_grad if isinstance(leaf, torch.Tensor) else None
+
+
+def _exported(module: Any, example: Sequence[Any]) -> Any:
+    try:
+        return torch.export.export(module, tuple(example), strict=False)
+    except Exception as error:
+        raise _not_traced(error) from error
+
+
+@contextlib.contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]
+    for each, _ in modes:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
 
 
 def _not_traced(error: Exception) -> TraceError:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TraceError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     text = str(error)
     lines = re.findall(r'File "([^"]+)", line (\d+)', text)
     where = [f"{path}:{number}" for path, number in lines if _is_users(path)]
@@ -111,6 +172,7 @@ class _Reader:
         self._program = program
         self._layerwise, self._prefix = layerwise, prefix
         self._tensors = dict(module.named_parameters(remove_duplicate=False))
+        self._tensors.update(module.named_buffers(remove_duplicate=False))
         self._seen: dict[int, str] = {}
         self._graph = Graph()
         self._values: dict[tuple[str, int], int] = {}
@@ -119,9 +181,16 @@ class _Reader:
         self._functions: dict[str, Any] = {}
         self._parameters: dict[str, str] = {}
         self._constants: dict[str, Any] = {}
-        self._inputs: list[str] = []
+        self._regions: dict[str, Any] = {}
+        self._within = 0
 
-    def read(self) -> Traced:
+    def read(self, trained: Sequence[bool | None]) -> Traced:
+        """The graph.
+
+        Args:
+            trained: of each argument, whether it is a tensor that requires a gradient; None: no tensor.
+        """
+        self._trained = iter([each for each in trained if each is not None])
         kinds = {
             spec.arg.name: spec
             for spec in self._program.graph_signature.input_specs
@@ -132,10 +201,11 @@ class _Reader:
             for spec in self._program.graph_signature.output_specs
             if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT") and hasattr(spec.arg, "name")
         }
-        outputs = 0
         for fx in self._program.graph.nodes:
             if fx.op == "placeholder":
                 self._placeholder(fx, kinds.get(fx.name))
+            elif fx.op == "get_attr":
+                self._regions[fx.name] = getattr(self._program.graph_module, fx.target)
             elif fx.op == "call_function":
                 self._call(fx)
             elif fx.op == "output":
@@ -143,7 +213,6 @@ class _Reader:
                 wanted = [each for each in named if each.name in user]
                 if len(wanted) != len(fx.args[0]):
                     raise TraceError("The forward pass returns something that is no tensor.")
-                outputs = len(wanted)
                 inputs = tuple(self._values[self._current(each), 0] for each in wanted)
                 self._graph.add(Node("output", "output", "output", inputs))
             else:
@@ -153,18 +222,24 @@ class _Reader:
             self._functions,
             self._parameters,
             self._constants,
-            self._inputs,
-            outputs,
             self._unflatten,
+            (),
+            None,
         )
 
     def _unflatten(self, tensors: Sequence[Any]) -> Any:
-        return torch.utils._pytree.tree_unflatten(list(tensors), self._program.call_spec.out_spec)
+        return pytree.tree_unflatten(list(tensors), self._program.call_spec.out_spec)
 
     def _add(self, node: Node, metas: Sequence[Any]) -> None:
         outputs = []
         for number, meta in enumerate(metas):
-            shape: Shape = tuple(int(size) for size in meta.shape)
+            if any(isinstance(size, torch.SymInt) for size in meta.shape):
+                raise TraceError(
+                    f"{node.line} makes a tensor whose shape depends on values.",
+                    line=node.line,
+                    remedy='Use torch.where, or a mask as a factor; mode="data_parallel" needs no graph.',
+                )
+            shape: Shape = tuple(meta.shape)
             value = Value(
                 node.name if len(metas) == 1 else f"{node.name}.{number}",
                 shape,
@@ -183,8 +258,7 @@ class _Reader:
         if not isinstance(meta, torch.Tensor):
             return
         if kind == "USER_INPUT":
-            self._inputs.append(fx.name)
-            self._add(Node(fx.name, "input", "input"), [meta])
+            self._add(Node(fx.name, "input", "input", trained=next(self._trained)), [meta])
             return
         tensor = self._tensors.get(spec.target)
         if tensor is not None and id(tensor) in self._seen:  # another name of the same parameter
@@ -193,14 +267,19 @@ class _Reader:
         name = spec.target.removeprefix(self._prefix)
         node = Node(fx.name, "parameter" if kind == "PARAMETER" else "buffer", kind.lower())
         node.module = name.rpartition(".")[0]
-        if kind == "PARAMETER" and tensor is not None:
+        if tensor is not None:
             self._seen[id(tensor)] = fx.name
+        if kind == "PARAMETER" and tensor is not None:
+            if tensor.requires_grad and meta.dtype.is_complex:
+                raise TraceError(f"The parameter {name} is complex, and no rule divides complex gradients.")
             node.trained = tensor.requires_grad and meta.dtype.is_floating_point
             node.layerwise = name in self._layerwise
         if kind in ("PARAMETER", "BUFFER"):
             self._parameters[fx.name] = name
         else:
-            self._constants[fx.name] = self._program.constants[spec.target]
+            constant = self._constants[fx.name] = self._program.constants[spec.target]
+            if constant.requires_grad:
+                raise TraceError(f"{name} is trained and no parameter.", remedy="Make it an nn.Parameter.")
         self._add(node, [meta])
 
     def _current(self, fx: Any) -> str:
@@ -215,6 +294,9 @@ class _Reader:
             self._values[fx.name, 0] = self._values[source, fx.args[1]]
             return
         meta = fx.meta.get("val")
+        if str(fx.target).startswith("wrap_with_"):
+            self._region(fx)
+            return
         if getattr(fx.target, "_opname", "") == "broadcast_tensors":
             self._broadcast(fx, meta)
             return
@@ -240,29 +322,73 @@ class _Reader:
         node.args, node.kwargs, node.inputs = _plain(args), _plain(kwargs), tuple(inputs)
         tags = getattr(function, "tags", ())
         node.random = torch.Tag.nondeterministic_seeded in tags
+        _refuse_out(fx, function, in_place)
         if in_place:
             target = fx.args[0]
             maker = self._graph.nodes[self._graph.values[inputs[0]].node]
             if maker.kind == "buffer":  # a counter, which every rank counts for itself
                 maker.mutated = True
-            elif maker.kind == "parameter":
+                self._functions[fx.name] = function
+                self._add(node, metas)
+                self._values[fx.name, 0] = inputs[0]  # the buffer itself: later changes are changes of it
+                return
+            if maker.kind == "parameter":
                 raise TraceError(
                     f"{_line(fx)} changes a parameter in the forward pass.",
                     line=_line(fx),
                     remedy="Leave that to the optimizer.",
                 )
-            else:
-                self._check_unaliased(fx, target)
-                node.op, function = op[:-1], _functional(fx, function)
-                self._now[self._current(target)] = fx.name
+            if self._within:
+                raise TraceError(
+                    f"{_line(fx)} changes a tensor in place under torch.no_grad().",
+                    line=_line(fx),
+                    remedy="Write it without the in-place operator.",
+                )
+            self._check_unaliased(fx, target)
+            node.op, function = op[:-1], _functional(fx, function)
+            self._now[self._current(target)] = fx.name
         elif op in _ALIASES:
             self._aliased.setdefault(self._current(fx.args[0]), set()).add(fx.name)
             self._aliased.setdefault(fx.name, set()).add(self._current(fx.args[0]))
-        if op == "batch_norm" and bool(fx.args[5]):
+        if op in ("batch_norm", "instance_norm") and bool(fx.args[5]):
             for index in inputs[-2:] if fx.args[3] is not None else ():
                 self._graph.nodes[self._graph.values[index].node].mutated = True
         self._functions[fx.name] = function
         self._add(node, metas)
+
+    def _region(self, fx: Any) -> None:
+        """What runs under torch.no_grad(): its operators are the graph's, and its results are detached."""
+        if "set_grad_enabled" not in str(fx.target):
+            raise TraceError(
+                "The forward pass holds a torch.autocast of its own.",
+                remedy="Give autocast= to parallelize() instead.",
+            )
+        enabled, region, *given = fx.args
+        inner = self._regions[region.name].graph
+        outer = iter(given)
+        self._within += 1
+        for each in list(inner.nodes):
+            each._rename(f"{fx.name}_{each.name}")
+            if each.op == "placeholder":
+                self._now[each.name] = self._current(next(outer))
+            elif each.op == "get_attr":
+                self._regions[each.name] = getattr(self._regions[region.name], each.target)
+            elif each.op == "call_function":
+                self._call(each)
+            elif each.op == "output":
+                for number, result in enumerate(each.args[0]):
+                    value = self._values[self._current(result), 0]
+                    self._values[fx.name, number] = (
+                        value if enabled else self._detached(fx, number, result, value)
+                    )
+        self._within -= 1
+
+    def _detached(self, fx: Any, number: int, result: Any, value: int) -> int:
+        node = Node(f"{fx.name}.{number}", "call", "detach", module=self._module(result), line=_line(result))
+        node.args, node.inputs = (Ref(0),), (value,)
+        self._functions[node.name] = torch.ops.aten.detach.default
+        self._add(node, [result.meta["val"]])
+        return node.outputs[0]
 
     def _broadcast(self, fx: Any, metas: Sequence[Any]) -> None:
         """Tensors that have the shape already stay what they are; the others are expanded."""
@@ -329,6 +455,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.device):  # tensors are made where the module is when it runs
         return str(value)
     return value
+
+
+def _refuse_out(fx: Any, function: Any, in_place: bool) -> None:
+    """What writes into its arguments must be known as an in-place operator."""
+    arguments: list[Any] = list(getattr(getattr(function, "_schema", None), "arguments", ()))
+    written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    if written and not (in_place and written == [arguments[0].name]):
+        raise TraceError(
+            f"{_line(fx)} writes into its argument {written[-1]}.",
+            line=_line(fx),
+            remedy="Write it without out= or the like.",
+        )
 
 
 def _functional(fx: Any, function: Any) -> Any:

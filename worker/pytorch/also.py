@@ -54,14 +54,14 @@ class AlsoObjects:
                 ) from error
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Those of modules, by name; they are read and written in place."""
+        """The tensors of modules, by name; they are read and written in place."""
         for name, module in self._modules.items():
             for key, value in module.state_dict(keep_vars=True).items():
                 if isinstance(value, torch.Tensor):
                     yield f"also.{name}.{key}", value
 
     def keep(self) -> None:
-        """Remembers the states of the others."""
+        """Keeps the states of objects that are not modules."""
         self._kept = {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
 
     def put_back(self) -> None:
@@ -70,7 +70,7 @@ class AlsoObjects:
             self._others[name].load_state_dict(copy.deepcopy(state))
 
     def dump(self) -> dict[str, bytes]:
-        """The states of the others, as bytes that :meth:`load` reads in any process."""
+        """The states of objects that are not modules, as bytes for :meth:`load`."""
         return {name: self._written(each.state_dict()) for name, each in self._others.items()}
 
     def load(self, dumped: Mapping[str, bytes]) -> None:

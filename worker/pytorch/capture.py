@@ -21,13 +21,14 @@ from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.errors import ArrayError, SettingsError, WorkerError
 from muster.worker.pytorch.optimizer_state import check_trains
 from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
+from muster.worker.pytorch.sparse_gradients import SparseGradients
 from muster.worker.pytorch.transfer import array_of
 
 Tensors = tuple[Any, ...]
 
 
 class StepBody:
-    """A step's work, the same whether a graph records it or not. The arguments are ``capture_step``'s."""
+    """The work of a step, whether a graph records it or not. The arguments are ``capture_step``'s."""
 
     def __init__(
         self,
@@ -101,12 +102,16 @@ class StepBody:
         return torch.autocast(self._device.type, self._autocast)
 
     def _clip(self, norm: float) -> None:
+        whole = getattr(self._model, "clip_grad_norm_", None)
+        if whole is not None:  # ranks have parts of the gradients, and of their norm
+            whole(norm)
+            return
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)
 
 
 _MOST_CHANGES = 10
-"""Settings that change so many times before a capture are taken to change in each step."""
+"""Settings that change this many times before a capture count as changing in each step."""
 
 
 _trains, _in_training = attrgetter("requires_grad"), attrgetter("training")
@@ -166,13 +171,13 @@ class CapturedSettings:
         return changed
 
     def obstacle(self) -> str | None:
-        """Why it is of no use to capture with these settings; None: nothing is known."""
+        """Why a capture with these settings would be of no use; None: no reason is known."""
         if self._changes < _MOST_CHANGES:
             return None
         return f"{self._last} changes in each step, and a graph holds it fixed"
 
     def captured(self) -> None:
-        """A graph holds them now: changes are counted anew."""
+        """Notes that a graph holds the settings: changes are counted anew."""
         self._changes = 0
 
     def update_rates(self) -> None:
@@ -190,7 +195,7 @@ class CapturedSettings:
 
 
 def host_bound(optimizer: Any) -> str | None:
-    """Why no graph can hold this optimizer's step: what it needs of the host; None: nothing that is known."""
+    """Why no graph can hold this optimizer's step; None: no reason is known."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS decides on the host how often to evaluate the loss"
@@ -244,7 +249,7 @@ class TrainingStep:
         self._lock = threading.Lock()
         self._ended = False
         self.reason = None if capture else "capture is switched off"
-        self._decline(self._obstacle())
+        self._decline(self.obstacle())
         if self.reason is None:
             self._stream = torch.cuda.Stream(self._device)
             self._copies = torch.cuda.Stream(self._device)
@@ -328,8 +333,7 @@ class TrainingStep:
         if communicator is not None:
             array = array_of(communicator, mean)
             communicator.all_reduce(array, array, ReduceOp.MEAN)
-            wait = getattr(communicator, "synchronize", _nothing)
-            wait()  # a plain read would return what an aborted collective left, or hang
+            communicator.synchronize()  # a plain read would return what an aborted collective left, or hang
         return float(mean)
 
     @property
@@ -338,7 +342,7 @@ class TrainingStep:
         return self._graph is not None
 
     def release(self) -> None:
-        """Gives up the graph. Runs by itself before the communicator is aborted or closed; idempotent."""
+        """Gives up the graph. Runs by itself on an abort, or before a close; idempotent."""
         self._ended = True
         if not self._lock.acquire(timeout=_LAUNCH_WAIT_S):
             return  # a launch hangs until the abort frees it; that thread then releases the graph itself
@@ -351,7 +355,7 @@ class TrainingStep:
             self._lock.release()
 
     def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
-        """On the stream of the capture, so that what is lazily made for a stream is there in time."""
+        """Runs a step eagerly on the capture's stream, which makes what libraries create lazily for it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             loss = self._body.run(batch, samples)
@@ -360,16 +364,19 @@ class TrainingStep:
 
     # ------------------------------------------------------------ capturing
 
-    def _obstacle(self) -> str | None:
+    def obstacle(self) -> str | None:
+        """Why the step cannot be captured; None if it can."""
+        if SparseGradients(self._model).parameters:
+            return "sparse gradients cannot be captured: each step reads how many rows there are"
         if self._device.type != "cuda":
             return f"the module is on the {self._device.type}"
         bound = host_bound(self._optimizer)
         if bound is not None:
             return bound
         communicator = getattr(self._model, "communicator", None)
-        if communicator is not None and not hasattr(communicator, "before_end"):
+        if communicator is not None and not communicator.capturable:
             return f'the backend "{communicator.name}" cannot be captured'
-        return None
+        return getattr(self._model, "capture_obstacle", None)
 
     def _decline(self, reason: str | None) -> None:
         if reason is None or self.reason is not None:
@@ -384,7 +391,7 @@ class TrainingStep:
         static = tuple(tensor.clone() for tensor in batch)
         graph, loss, error = torch.cuda.CUDAGraph(), None, None
         communicator: Any = self._communicator
-        self._note = getattr(communicator, "note", _ignore)
+        self._note = _ignore if communicator is None else communicator.note
         self._ended = False
         if communicator is not None:  # before the capture: an abort may come at any time
             self._forget = communicator.before_end(self.release)
@@ -394,7 +401,7 @@ class TrainingStep:
                 loss = self._body.run(static)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-            _free_generator(self._device)
+            free_generator(self._device)
         succeeded = False
         try:
             succeeded = self._all_succeeded(error is None)
@@ -415,13 +422,13 @@ class TrainingStep:
             self.release()
 
     def _drop(self) -> None:
-        """Gives up the graph, or what there is of it, and begins to warm up anew."""
+        """Gives up the graph and begins to warm up anew."""
         self._forget()
         self.release()
         self._held = []
 
     def _forget_gradients(self) -> None:
-        """A capture that failed, on whichever rank, computed and sent nothing."""
+        """Clears gradients after a capture that failed on some rank: it computed and sent nothing."""
         self._optimizer.zero_grad(set_to_none=True)
         getattr(self._model, "forget_backward", _nothing)()
 
@@ -432,7 +439,7 @@ class TrainingStep:
         return bool(flag.item())
 
     def _follow_communicator(self) -> None:
-        """With another generation's communicator all begin anew: newcomers have neither graph nor steps."""
+        """Begins anew with another generation's communicator, as newcomers do."""
         communicator = getattr(self._model, "communicator", None)
         if communicator is self._communicator:
             if self._graph is not None and any(map(operator.is_not, self._held, self._of_model())):
@@ -444,8 +451,8 @@ class TrainingStep:
             self._capture_failed, self.reason = False, None
 
     def _of_model(self) -> list[Any]:
-        """What a graph holds of the wrapper: kept, so that the memory stays, and compared."""
-        return [getattr(self._model, name, None) for name in ("_buckets", "_numbers")]
+        """The wrapper's tensors that a graph holds: kept, so that the memory stays, and compared."""
+        return [getattr(self._model, name, None) for name in ("buckets", "_numbers")]
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         return len(batch) == len(self._static) and all(
@@ -486,7 +493,7 @@ def capture_step(
 
     ::
 
-        step = worker.capture_step(
+        step = muster.capture_step(
             lambda images, labels: cross_entropy(model(images), labels),
             model, optimizer, autocast=torch.bfloat16,
         )
@@ -533,8 +540,8 @@ def capture_step(
     return TrainingStep(body, model, optimizer, warmup_steps=warmup_steps, capture=capture, strict=strict)
 
 
-def _free_generator(device: Any) -> None:
-    """After a capture that broke off: torch leaves the GPU's generator in it, and refuses the next draw."""
+def free_generator(device: Any) -> None:
+    """Frees the GPU's random generator from a failed capture, in which torch leaves it."""
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 

@@ -1,4 +1,4 @@
-"""What the ranks of a torch training compare after each step, without a wait of the host for it."""
+"""Compares settings and generators of all ranks after each step, without blocking the host."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RankComparison:
         self._compared = True
 
     def send(self, step: int, generators: Any) -> None:
-        """Sends this rank's row. Every rank does.
+        """Sends this rank's row; every rank calls it.
 
         Args:
             step: steps finished.
@@ -124,7 +124,7 @@ class RankComparison:
         return mine
 
     def _checksum(self, values: Any, named: list[tuple[str, Any]]) -> Any:
-        """A sum that hardly stays the same when a value changes, whatever the order; where the values are."""
+        """A checksum of the values, independent of their order, computed where they are."""
         key = values.device.type, *(label for label, _ in named)
         if key not in self._weights:
             weights = [zlib.crc32(label.encode()) | 1 for label, _ in named]
@@ -133,7 +133,7 @@ class RankComparison:
         return (bits * self._weights[key]).sum()
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
-        """What must be the same on all ranks, in words and as a number or a tensor of one."""
+        """The values that must be the same on all ranks, by name."""
         for index, group in enumerate(self._optimizer.param_groups):
             for key in sorted(group):
                 value = group[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.errors import SettingsError, WorkerError
 from muster.worker.pytorch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from muster.worker.pytorch.passes import RankNumbers, UnfinishedPasses
+from muster.worker.pytorch.sparse_gradients import SparseGradients
 from muster.worker.pytorch.sync_batch_norm import adopt
 from muster.worker.pytorch.transfer import (
     FROZEN,
@@ -21,13 +23,15 @@ from muster.worker.pytorch.transfer import (
     broadcast_tensors,
     check_same_tensors,
     gather_numbers,
+    gather_rows,
 )
-from muster.worker.pytorch.wrapper import MasterWeights, ModuleWrapper
-from muster.worker.runtime import current
+from muster.worker.pytorch.wrapper import MasterWeights, ModuleWrapper, communicator_of
 from muster.worker.training.buckets import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
+from muster.worker.training.frameworks import warn_if_data_is_not_divided
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
 DEFAULT_LAST_BYTES = 4 * 2**20
+DEFAULT_IN_PLACE_BYTES = 2**20
 
 
 class DataParallel(ModuleWrapper):
@@ -40,10 +44,16 @@ class DataParallel(ModuleWrapper):
         optimizer.step()
 
     Gradients travel in flat buckets while the backward pass still runs; afterwards each ``parameter.grad``
-    is a view into its bucket. Parameters without a gradient on this rank count as zero; where no rank has
-    one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after every training step.
-    ``state_dict`` is the bare module's. A parameter has one wrapper: a later one takes the earlier one's
-    place. A hook of yours on a parameter sees this rank's own gradient.
+    is a view into its bucket, but for large ones on a CPU. Parameters without a gradient on this rank count
+    as zero; where no rank has one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after
+    every training step.
+    ``state_dict``, the names of parameters and the signature of ``forward`` are the bare module's. A
+    parameter has one wrapper: a later one takes the earlier one's place. A hook of yours on a parameter sees
+    this rank's own gradient. What is unfrozen after the wrapping, on all ranks, is averaged from then on.
+
+    ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` have sparse gradients, whose rows travel
+    after the buckets. ``copy.deepcopy`` copies the module into a wrapper of its own, and a pickle is read in
+    any job. ``torch.optim.swa_utils.AveragedModel(model)`` averages it; with masters, ``use_buffers=True``.
 
     ``torch.nn.SyncBatchNorm`` layers normalise with the statistics of all ranks' samples, also where ranks
     have different numbers, and in captured steps. All ranks must use the same ones in the same order.
@@ -52,6 +62,9 @@ class DataParallel(ModuleWrapper):
     and goes on with the next would be a step apart. The ranks compare that with their gradients: on a CPU in
     that very backward pass; on a GPU without a wait, at the beginning of the next step that finds the result.
     So a forward pass in training mode without a backward pass belongs under ``torch.no_grad()``.
+
+    Within the training loop of Accelerate, Transformers or Lightning, which divide the data among the
+    processes that they know, it warns where those are fewer (``muster.errors.DataNotDividedWarning``).
 
     Args:
         module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
@@ -63,25 +76,26 @@ class DataParallel(ModuleWrapper):
         broadcast_buffers: keep buffers equal to rank 0's.
         elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
         weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
-            masters, which :meth:`parameters` gives to the optimizer then. Faster than autocast. All
+            masters, which ``parameters()`` gives to the optimizer then. Faster than autocast. All
             parameters must be float32 and require gradients; what no rank used counts as having a gradient
             of zero, so that weight decay and momentum go on. None: as they are.
         compression: "bf16": gradients travel as bfloat16, but for complex ones; None: in their own dtype.
         bucket_bytes: cap of a bucket, in bytes.
         first_bytes: cap of the first one.
         last_bytes: so many bytes at the end of the backward pass travel apart from what comes before.
+        in_place_bytes: on a CPU gradients of so many bytes are reduced one by one, where autograd has put
+            them, because copying costs more; unless they are compressed or have masters.
 
     Raises:
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
-            from another rank's; in the backward pass: a sparse gradient, or a parameter or buffer that was
-            converted since.
+            from another rank's; in the backward pass: a sparse gradient that no layer announces, or a
+            parameter or buffer that was converted since; in the forward pass: ranks have unfrozen others.
         SettingsError: no such compression, these parameters cannot have masters, or FSDP or tensor
             parallelism divides them among ranks; in the backward pass:
             the module was moved since, away from its masters.
         CollectiveMismatchError: in the forward or backward pass, on all ranks: one of them is a step apart.
-        WorkerError: nothing to train; in the backward pass: the one before it broke off, or a parameter
-            requires a gradient that did not when it was wrapped; in the forward pass: a later wrapper has
-            some of the parameters, or the module has got others since.
+        WorkerError: nothing to train; in the backward pass: the one before it broke off; in the forward
+            pass: a later wrapper has some of the parameters, or the module has got others since.
     """
 
     def __init__(
@@ -99,43 +113,72 @@ class DataParallel(ModuleWrapper):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         first_bytes: int = DEFAULT_FIRST_BYTES,
         last_bytes: int = DEFAULT_LAST_BYTES,
+        in_place_bytes: int = DEFAULT_IN_PLACE_BYTES,
     ) -> None:
         super().__init__(module)
+        self._settings = {
+            "gradients_mean": gradients_mean,
+            "broadcast_buffers": broadcast_buffers,
+            "weights": weights,
+            "compression": compression,
+            "bucket_bytes": bucket_bytes,
+            "first_bytes": first_bytes,
+            "last_bytes": last_bytes,
+            "in_place_bytes": in_place_bytes,
+        }
         for name, value in (("compression", compression), ("weights", weights)):
             if value not in _DTYPES:
                 raise SettingsError(f'{name} is None or "bf16", not {value!r}')
-        self.communicator = communicator or _communicator_of(session)
+        self.communicator = communicator or communicator_of(session)
         self._lane = Lane(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         self._wire_dtype = _DTYPES[compression]
         for dtype in {self._wire_dtype or p.dtype for _, p in self._named}:  # refused now, not later
             array_of(self.communicator, torch.empty(1, dtype=dtype, device=self.device))
-        self._caps = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes, "last_bytes": last_bytes}
+        self._caps: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "first_bytes": first_bytes,
+            "last_bytes": last_bytes,
+            "in_place_bytes": None
+            if self.device.type == "cuda" or weights or compression
+            else in_place_bytes,
+        }
         self._joined = not elastic
         if not elastic:
-            # Only here what is frozen counts: members that join later may have frozen something meanwhile.
-            frozen = [(name + FROZEN, parameter) for name, parameter in self._frozen]
-            follow = parameter_broadcast or broadcast_buffers
-            sent = [*self._named, *frozen, *(module.named_buffers() if follow else ())]
-            check_same_tensors(self.communicator, self.device, sent)
-            if parameter_broadcast:
-                self.broadcast_parameters()
+            self._begin_alike(parameter_broadcast, broadcast_buffers)
         self._follow_structure()
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
         self._synchronize = True
         self._scale: Any = None
         self._task = -1
         self._whole = False
-        self._read_aside: list[Any] = []
+        self.read_aside: list[Any] = []
         self._unused_in_capture: dict[int, frozenset[int]] = {}
         self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
         self._passes = UnfinishedPasses()
         self._apart: WorkerError | None = None
-        self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
-        self._build(list(reversed(range(len(self._named)))))
+        self._ran = False
+        self._asks_frameworks = True
+        self._sparse = SparseGradients(module)
+        if weights is not None and self._sparse.parameters:
+            raise SettingsError('weights="bf16" keeps masters, which sparse gradients cannot train')
+        self._index()
         if weights is not None:
-            self._masters = MasterWeights(module, self._buckets, _DTYPES[weights])
+            self._masters = MasterWeights(module, self.buckets, _DTYPES[weights])
         self._hook(self._ready)  # after the masters: a hook fixes the gradient's dtype
+        self._show_signature()
+        self._made = frozenset(vars(self)) | {"_made"}
+
+    def _begin_alike(self, parameter_broadcast: bool, broadcast_buffers: bool) -> None:
+        """Compares the ranks' modules, and takes rank 0's values if wanted.
+
+        Only here what is frozen counts: members that join later may have frozen something meanwhile.
+        """
+        follow = parameter_broadcast or broadcast_buffers
+        sent = [*self._named_and_frozen(), *(self.module.named_buffers() if follow else ())]
+        check_same_tensors(self.communicator, self.device, sent)
+        if parameter_broadcast:
+            self.broadcast_parameters()
 
     # ------------------------------------------------------------ what users call
 
@@ -145,8 +188,13 @@ class DataParallel(ModuleWrapper):
         if not compiling:
             self.check_step()
         self.refresh_weights()
-        trains = self._synchronize and self._joined and self.module.training and torch.is_grad_enabled()
-        if compiling or not trains:
+        trains = self.module.training and torch.is_grad_enabled()
+        if not compiling and trains:
+            self._follow_thawed()
+        if self._asks_frameworks and trains and not compiling:
+            self._asks_frameworks = False
+            warn_if_data_is_not_divided(self.communicator.world_size)
+        if compiling or not (trains and self._synchronize and self._joined):
             return self.module(*args, **kwargs)
         try:
             output = self.module(*args, **kwargs)
@@ -171,6 +219,7 @@ class DataParallel(ModuleWrapper):
         self._check_wrapped()
         self._whole = True
         if begins:
+            self._follow_thawed()
             self._numbers.set(self._passes.settle())
         if self._read_later and not self._lane.capturing():
             self._compare_numbers()
@@ -217,7 +266,7 @@ class DataParallel(ModuleWrapper):
 
     @property
     def lane(self) -> Lane | None:
-        """Where layers that compute with all ranks reach them; None: nobody else is there, or not yet."""
+        """The lane for layers that compute with all ranks; None in a world of one."""
         return self._lane if self._joined and self.communicator.world_size > 1 else None
 
     @property
@@ -267,38 +316,43 @@ class DataParallel(ModuleWrapper):
 
         Right if all ranks do so, and the communicator has nothing of it under way.
         """
-        for bucket in self._buckets:
-            bucket.waiting = len(bucket.parameters)
+        for bucket in self.buckets:
+            bucket.forget()
         self._launched = 0
         self._in_backward = False
         self._seen.clear()
-        self._read_aside.clear()
+        self.read_aside.clear()
         self._passes.forget()
         self._numbers.forget()
         self._apart = None
         self.zero_grad()
 
     def join(self, communicator: Communicator, source: int) -> None:
-        """Enters a generation that may have newcomers; every rank of it calls this.
+        """Joins a generation that may have newcomers: compares modules, agrees on buckets; all ranks call it.
 
-        Parameters and buffers are not sent: ``TorchTrainingState`` does that.
+        Parameters and buffers are not sent: ``TorchTrainingState`` does that. What one rank trains is
+        averaged by all: newcomers may still have frozen what others have unfrozen meanwhile.
 
         Args:
             communicator: the generation's.
             source: the rank that all follow in how gradients are put into buckets.
         """
         self.rebind(communicator)
-        check_same_tensors(self.communicator, self.device, self._named)
+        check_same_tensors(self.communicator, self.device, self._wrapped.items())
+        mine = {id(parameter) for _, parameter in self._named}
+        flags = [int(id(parameter) in mine) for parameter in self._wrapped.values()]
+        anywhere = map(any, zip(*gather_rows(communicator, self.device, flags), strict=True))
+        self._take_in([each for each, trains in zip(self._wrapped.values(), anywhere, strict=True) if trains])
         settled = self._order is None
-        told = torch.tensor([int(settled), *self.bucket_order()], dtype=torch.int64, device=self.device)
-        broadcast_tensors(communicator, [told], source)
-        theirs_settled, *theirs = told.tolist()
+        announced = torch.tensor([int(settled), *self.bucket_order()], dtype=torch.int64, device=self.device)
+        broadcast_tensors(communicator, [announced], source)
+        theirs_settled, *theirs = announced.tolist()
         self.follow_order(theirs)
         self._order = None if theirs_settled else []
 
     def bucket_order(self) -> list[int]:
-        """The parameters' numbers in the order in which they lie in buckets."""
-        return [self._indices[id(parameter)] for bucket in self._buckets for parameter in bucket.parameters]
+        """The parameters' numbers in the order in which they lie in buckets, but for those of sparse ones."""
+        return list(self._built)
 
     def follow_order(self, order: list[int]) -> None:
         """Puts parameters into buckets in this order, from now on.
@@ -311,18 +365,69 @@ class DataParallel(ModuleWrapper):
                 self._build(order)
             self._order = None
 
+    # ------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The module, how it is wrapped, and what users have added; without the communicator."""
+        torchs = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
+        return {
+            "module": self.module,
+            "masters": {name: view.clone() for name, view in self._master_views().items()},
+            "settings": self._settings,
+            "joined": self._joined,
+            "order": None if self._order is not None else self.bucket_order(),
+            "trained": [name for name, _ in self._named],
+            "others": {k: v for k, v in vars(self).items() if k not in self._made or k in torchs},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Wraps the module as it was wrapped, in the job of this process.
+
+        Raises:
+            NotInitializedError: there is none.
+        """
+        self._restore(state, communicator_of(None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A copy of the module in a wrapper of its own, over the same communicator; sends nothing."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made._restore(copy.deepcopy(self.__getstate__(), memo), self.communicator)
+        return made
+
+    def _restore(self, state: dict[str, Any], communicator: Communicator) -> None:
+        module = state["module"]
+        for name, parameter in module.named_parameters():
+            if name in state["masters"]:
+                parameter.data = state["masters"][name]
+        DataParallel.__init__(self, module, communicator=communicator, elastic=True, **state["settings"])
+        self._take_in([self._wrapped[name] for name in state["trained"]])
+        self._joined = state["joined"]
+        if state["order"] is not None:
+            self.follow_order(state["order"])
+        self.__dict__.update(state["others"])
+
     # ------------------------------------------------------------ the backward pass
 
     def _follow_structure(self) -> None:
         self._shares_statistics = adopt(self.module, self)
 
+    def _index(self) -> None:
+        """Numbers the parameters, and puts them into buckets as the backward pass probably finishes them."""
+        self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
+        self._build(list(reversed(range(len(self._named)))))
+
     def _build(self, order: list[int]) -> None:
-        named = [self._named[index] for index in order]
-        self._buckets: list[GradientBucket] = make_buckets(
-            named, wire_dtype=self._wire_dtype, ranks=self.communicator.world_size, **self._caps
+        self._built = order
+        self.buckets: list[GradientBucket] = make_buckets(
+            [self._named[index] for index in order if self._named[index][1] not in self._sparse],
+            wire_dtype=self._wire_dtype,
+            device=self.device,
+            ranks=self.communicator.world_size,
+            **self._caps,
         )
         self._bucket_of = {
-            id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters
+            id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters
         }
         self._launched = 0
         self._in_backward = False
@@ -330,8 +435,8 @@ class DataParallel(ModuleWrapper):
         self._follow_world()
 
     def _follow_world(self) -> None:
-        """Makes room for a number of each rank in the last bucket."""
-        last = self._buckets[-1]
+        """Fits the last bucket to the number of ranks, of which each has a number there."""
+        last = self.buckets[-1]
         if len(last.numbers) != self.communicator.world_size:
             last.allocate(self.communicator.world_size)
         numbers: RankNumbers | None = getattr(self, "_numbers", None)
@@ -339,8 +444,33 @@ class DataParallel(ModuleWrapper):
             self._numbers = RankNumbers(self.communicator, last.numbers)
         self._read_later = False
 
+    def _follow_thawed(self) -> None:
+        """Takes in what was frozen until now and requires a gradient; all ranks must have unfrozen it."""
+        if self._thawed():
+            trained = [p for _, p in self._named] + [p for p in self._without_hook if p.requires_grad]
+            if self._take_in(trained) and self._joined:
+                check_same_tensors(self.communicator, self.device, self._named_and_frozen())
+            self._hook_what_trains()
+
+    def _named_and_frozen(self) -> list[tuple[str, Any]]:
+        """All parameters, those of which gradients are averaged first; the names of the others say so."""
+        named = {name for name, _ in self._named}
+        others = [(name + FROZEN, each) for name, each in self._wrapped.items() if name not in named]
+        return [*self._named, *others]
+
+    def _take_in(self, trained: list[Any]) -> bool:
+        """Averages the gradients of these parameters from now on; returns whether there are new ones."""
+        wanted = {id(parameter) for parameter in trained}
+        if wanted <= self._indices.keys():
+            return False
+        self._named = [(name, each) for name, each in self._wrapped.items() if id(each) in wanted]
+        self._index()
+        self._order = []
+        self._claim(trained)
+        return True
+
     def _ready(self, parameter: Any) -> None:
-        """Runs when a parameter's gradient is complete, within the backward pass."""
+        """Handles a complete gradient, within the backward pass."""
         if not self._synchronize:
             return
         if not self._in_backward:
@@ -355,20 +485,23 @@ class DataParallel(ModuleWrapper):
         self._seen.add(id(parameter))
         if self._order is not None:
             self._order.append(self._indices[id(parameter)])
-        self._bucket_of[id(parameter)].waiting -= 1
-        while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
-            if self._launched == len(self._buckets) - 1 and self._passes.waiting:
+        if parameter not in self._sparse:
+            self._bucket_of[id(parameter)].waiting -= 1
+        while self._launched < len(self.buckets) and self.buckets[self._launched].waiting <= 0:
+            if self._launched == len(self.buckets) - 1 and self._passes.waiting:
                 break  # whether this backward pass goes through it too is known only at the end
-            self._launch(self._buckets[self._launched])
+            self._launch(self.buckets[self._launched])
 
     def _begin(self) -> None:
-        """At the first gradient of a backward pass."""
+        """Begins a backward pass, at its first gradient."""
         if not self._joined:
             raise WorkerError(
                 "this DataParallel was made with elastic=True, and nothing has joined it to the others yet",
                 remedy="Train in an ElasticLoop with a TorchTrainingState, or leave elastic out.",
             )
-        self._check_unchanged()
+        if self._masters is not None:
+            self._masters.check_in_place()
+        self._follow_thawed()
         if not self._whole:  # compiled, or called past this wrapper
             self.check_step()
         # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
@@ -385,7 +518,7 @@ class DataParallel(ModuleWrapper):
 
     def _launch(self, bucket: GradientBucket) -> None:
         self._launched += 1
-        last = self._launched == len(self._buckets)
+        last = self._launched == len(self.buckets)
         buffers = self._flat_buffers if last and self.module.training else []
         with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
@@ -395,33 +528,36 @@ class DataParallel(ModuleWrapper):
                 self._numbers.put(bucket.numbers)
             for flat in buffers:
                 self._keep(flat.gather())
+            for gradient in bucket.in_place:
+                self._lane.reduce(gradient, self._op)
             self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
             if self._lane.in_order:
                 bucket.unpack()
 
     def _keep(self, tensors: list[Any]) -> None:
-        """Tensors that the lane reads and nobody else needs: their memory must not be reused too early."""
+        """Keeps tensors alive that only the lane reads, so that their memory is not reused too early."""
         if self._lane.capturing():
-            self._read_aside += tensors
+            self.read_aside += tensors
         elif self._lane.in_order:
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _finish(self) -> None:
-        """Runs when the backward pass is over, or in its stead on a rank without samples."""
+        """Ends a backward pass; on a rank without samples it is called instead of one."""
         self._in_backward = False
-        while self._launched < len(self._buckets):
-            self._launch(self._buckets[self._launched])
+        while self._launched < len(self.buckets):
+            self._launch(self.buckets[self._launched])
+        self._sparse.reduce(self._lane, self._op, self._scale)
         self._lane.join()
         self._launched = 0
         self._seen.clear()
-        self._read_aside.clear()
+        self.read_aside.clear()
         self._whole = False
-        self._numbers.take(self._buckets[-1].numbers)
+        self._numbers.take(self.buckets[-1].numbers)
         self._read_later = self._read_later or self.device.type != "cpu" or self._lane.capturing()
         if not self._read_later:
             self._compare_numbers()
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self.buckets):
             if not self._lane.in_order:
                 bucket.unpack()
             bucket.finish(unused=self._unused(number, bucket))
@@ -436,7 +572,7 @@ class DataParallel(ModuleWrapper):
             raise
 
     def _unused(self, number: int, bucket: GradientBucket) -> frozenset[int]:
-        """Which of the bucket's parameters no rank had a gradient for; reads the device only if one lacks."""
+        """The bucket's parameters without a gradient on any rank; reads the device only if one is missing."""
         if not bucket.missing:
             return frozenset()
         if self._lane.capturing():  # nothing can be read now: what the steps before the capture showed holds
@@ -447,7 +583,7 @@ class DataParallel(ModuleWrapper):
         return unused
 
     def _reorder(self, seen: list[int]) -> None:
-        """After the first backward pass: buckets in the order in which rank 0's gradients became ready."""
+        """Makes buckets anew in the order in which rank 0's gradients became ready."""
         self._order = None
         planned = list(reversed(range(len(self._named))))
         known = set(seen)
@@ -456,10 +592,3 @@ class DataParallel(ModuleWrapper):
         broadcast_tensors(self.communicator, [order], 0)
         if order.tolist() != planned:
             self._build(order.tolist())
-
-
-def _communicator_of(session: Any) -> Communicator:
-    if session is None:
-        session = current()
-    communicator: Communicator = session.communicator
-    return communicator

@@ -1,4 +1,4 @@
-"""The state with which a torch optimizer's first step begins, before there is a first step.
+"""Creates a torch optimizer's state before its first step.
 
 Optimizers make their state lazily, within the step. A run whose state is shared must have it before: so one
 step is done without a gradient, what each entry was at the moment it was made is kept, and all else that the
@@ -31,7 +31,7 @@ def check_trains(optimizer: Any, model: torch.nn.Module) -> None:
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise SettingsError(
             "the optimizer trains no parameter of this model: make it of model.parameters(), with the model"
-            ' as worker.DataParallel returned it (with weights="bf16" these are float32 masters)'
+            ' as muster.DataParallel returned it (with weights="bf16" these are float32 masters)'
         )
 
 
@@ -48,7 +48,7 @@ def make_optimizer_state(optimizer: Any) -> None:
         SettingsError: this optimizer's state cannot be made beforehand, or cannot be shared: it is not all
             tensors.
     """
-    _check_tensors(optimizer)  # of what is there already: nothing else could be told of it
+    _check_tensors(optimizer)  # of what is there already: nothing else could be done about it
     lacking = [
         parameter
         for group in optimizer.param_groups
@@ -87,7 +87,7 @@ class _FirstValues(dict[str, Any]):
 
 
 def _first_values(optimizer: Any, lacking: list[Any]) -> dict[Any, dict[str, Any]]:
-    """Does the step; returns the state made in it, by parameter, as it was at first."""
+    """Runs an optimizer step; returns each parameter's state as it was when the step created it."""
     before = optimizer.state
     optimizer.state = defaultdict(_FirstValues, before)
     try:
@@ -110,7 +110,7 @@ def _first_values(optimizer: Any, lacking: list[Any]) -> dict[Any, dict[str, Any
 
 @contextmanager
 def _undone(optimizer: Any, lacking: list[Any]) -> Iterator[None]:
-    """Inside, only ``lacking`` have gradients: zeros. Afterwards all but the state is as it was."""
+    """Context in which only ``lacking`` have gradients (zeros), and which restores all but the state."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -136,7 +136,7 @@ def _undone(optimizer: Any, lacking: list[Any]) -> Iterator[None]:
 
 
 def _check_dampening(optimizer: Any) -> None:
-    """With dampening no momentum makes the first step what it is: the gradient itself, undamped."""
+    """Refuses dampening: no initial momentum gives the same first step."""
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         raise SettingsError(
             f"{_kind(optimizer)} with dampening cannot make its state before its first step:"
@@ -146,7 +146,7 @@ def _check_dampening(optimizer: Any) -> None:
 
 
 def _check_tensors(optimizer: Any) -> None:
-    """What is no tensor could be neither sent to a newcomer nor put back after a broken step."""
+    """Refuses state that is no tensor or number: it could not be sent or put back."""
     names = {
         str(name)
         for values in optimizer.state.values()

@@ -1,4 +1,4 @@
-"""Which training passes a rank began and never finished, compared among ranks at no extra collective.
+"""Counts training passes that a rank began and never finished, and compares them among ranks.
 
 A rank that catches the error of a step, or skips one, and goes on with the next batch sends the same
 AllReduces as before: they meet those of the others' step before, and all would average gradients of different
@@ -20,7 +20,7 @@ from muster.worker.communicators.base import Communicator
 from muster.worker.errors import CollectiveMismatchError
 
 _MODULUS = 64
-"""Counts travel modulo this: whole numbers that bfloat16 tells apart, divided by the world size too."""
+"""Counts travel modulo this: whole numbers that bfloat16 represents, divided by the world size too."""
 
 
 class UnfinishedPasses:
@@ -34,7 +34,7 @@ class UnfinishedPasses:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a forward pass that no backward pass has gone through yet."""
+        """Whether there is a forward pass without its backward pass."""
         return bool(self._waiting)
 
     def follow(self, output: Any) -> None:
@@ -73,7 +73,7 @@ class UnfinishedPasses:
         Variable._execution_engine.queue_callback(partial(self._under_way.discard, number))
 
     def _count_broken(self) -> None:
-        """Outside of a backward pass, what one has reached and not finished is of one that broke off."""
+        """Counts passes that a broken backward pass has reached and not finished."""
         if self._under_way and torch._C._current_graph_task_id() == -1:
             self.count += len(self._under_way)
             self._under_way.clear()
@@ -92,11 +92,12 @@ class RankNumbers:
         self._tail = tail
         self._mine = 0
         self._sent = torch.zeros_like(tail)
-        # One piece of memory that the host can read while a GPU goes on.
-        self._seen = torch.zeros_like(tail, device="cpu", pin_memory=tail.is_cuda)
+        # Memory that the host can read while a GPU goes on, and so amid a copy. Hence two copies, one after
+        # the other, of which the host reads the later one first: where they agree, neither was half written.
+        self._seen = [torch.zeros_like(tail, device="cpu", pin_memory=tail.is_cuda) for _ in range(2)]
 
     def serve(self, communicator: Communicator, tail: Any) -> bool:
-        """Whether these are the numbers of this communicator in this tail; a captured graph holds both."""
+        """Whether these numbers belong to this communicator and bucket tail, which a captured graph holds."""
         return self._communicator is communicator and self._tail is tail
 
     def set(self, number: int) -> None:
@@ -106,26 +107,30 @@ class RankNumbers:
             self._sent[self._communicator.rank].fill_(number)
 
     def forget(self) -> None:
-        """What has come so far is of steps that nobody counts any more."""
-        self._seen.zero_()
+        """Drops the numbers that have come so far."""
+        for seen in self._seen:
+            seen.zero_()
 
     def put(self, tail: Any) -> None:
         """Writes the number into the bucket that is about to be reduced."""
         tail.copy_(self._sent)
 
     def take(self, tail: Any) -> None:
-        """Copies what came out, once the current stream is there; the host does not wait."""
-        self._seen.copy_(tail, non_blocking=True)
+        """Copies the reduced numbers on the current stream, without blocking the host."""
+        for seen in self._seen:
+            seen.copy_(tail, non_blocking=True)
 
     def check(self) -> None:
-        """Compares what has come so far.
+        """Compares the numbers that have come so far.
 
         Raises:
             CollectiveMismatchError: ranks have different numbers; the same on all ranks.
         """
+        first, last = self._seen
+        seen = last.clone()
         # Equal numbers were rounded equally. What differs once goes on to differ: none can be missed.
-        if bool((self._seen != self._seen[0]).any()):
-            raise _apart(self._communicator, self._seen)
+        if bool((seen != seen[0]).any()) and torch.equal(seen, first):
+            raise _apart(self._communicator, seen)
 
 
 def _apart(communicator: Communicator, seen: Any) -> CollectiveMismatchError:

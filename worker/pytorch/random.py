@@ -1,4 +1,4 @@
-"""torch's own random generators through broken steps and changes of members."""
+"""Keeps torch's random generators right through broken steps and changes of members."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -17,13 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from muster.worker.communicators.base import Array, Communicator
+from muster.worker.communicators.base import Communicator
+from muster.worker.errors import SettingsError
 from muster.worker.pytorch.also import AlsoObjects
 from muster.worker.pytorch.comparison import RankComparison
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.optimizer_state import check_trains, is_number, make_optimizer_state, number_of
-from muster.worker.pytorch.random import RandomState
-from muster.worker.pytorch.transfer import array_of, bytes_of, copy_tensors, gather_rows, pieces
+from muster.worker.pytorch.random import RandomState, seed_of
+from muster.worker.pytorch.transfer import CopiesAside, TensorLibrary
+from muster.worker.training.carrier import Carrier
 from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import StateMismatchError, TrainingState
 
@@ -36,7 +40,7 @@ class TorchTrainingState(TrainingState):
 
     ::
 
-        model = worker.DataParallel(net, session, elastic=True)
+        model = muster.DataParallel(net, session, elastic=True)
         state = TorchTrainingState(model, optimizer, sampler)
         for step in ElasticLoop(session, state, epochs=90):
             with step:
@@ -76,6 +80,11 @@ class TorchTrainingState(TrainingState):
         samples_per_rank: int | None = None,
         also: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(model, DataParallel):
+            raise SettingsError(
+                f"TorchTrainingState takes a muster.DataParallel, not a {type(model).__name__}: a module that"
+                " parallelize() divided has muster.ParallelTrainingState"
+            )
         check_trains(optimizer, model)
         make_optimizer_state(optimizer)
         self._model = model
@@ -83,21 +92,22 @@ class TorchTrainingState(TrainingState):
         self._also = AlsoObjects(also or {}, model.device)
         super().__init__(self._tensors(), sampler)
         self._samples_per_rank = samples_per_rank
-        self._kept: list[Any] = []
+        self._kept: CopiesAside | None = None
         self._kept_settings: list[dict[str, tuple[Any, Any]]] = []
         self._comparison = RankComparison(optimizer, model.device)
         self._resumed_generators: list[str] = []
         self._parameter_count = _parameter_count(optimizer)
         self._random = RandomState(model.device)
+        self._loader_generator = torch.Generator()
         self._takes_up = False
         follow = WeakMethod(self._follow_optimizer)  # the optimizer may live longer
         optimizer.register_load_state_dict_post_hook(lambda _: (call := follow()) and call())
 
     # ------------------------------------------------------------ what the loop calls
 
-    def carrier(self, communicator: Communicator) -> TensorCarrier:
+    def carrier(self, communicator: Communicator) -> Carrier:
         """See :class:`TrainingState`."""
-        return TensorCarrier(communicator, self.arrays, self._model.device)
+        return Carrier(communicator, TensorLibrary(self._model.device))
 
     def begin(self) -> None:
         """Keeps the state aside; see :class:`TrainingState`."""
@@ -107,11 +117,10 @@ class TorchTrainingState(TrainingState):
         self._random.keep()
         self._also.keep()
         self._kept_settings = [_kept_settings(group) for group in self._optimizer.param_groups]
-        tensors = list(self.arrays.values())
-        if self._kept:
-            copy_tensors(self._kept, tensors)
+        if self._kept is not None:
+            self._kept.take()
         else:
-            self._kept = [tensor.clone() for tensor in tensors]
+            self._kept = CopiesAside(self.arrays.values())
 
     def commit(self) -> None:
         """Waits for the GPU, and compares settings; see :class:`TrainingState`.
@@ -122,13 +131,27 @@ class TorchTrainingState(TrainingState):
         on_gpu = self._model.device.type == "cuda"
         if on_gpu:  # the row is there when the step is
             self._comparison.send(self.step + 1, self._random.now())
-        synchronize = getattr(self._model.communicator, "synchronize", None)
-        if synchronize is not None:
-            synchronize()
+        self._model.communicator.synchronize()
         self._comparison.receive()
         if not on_gpu:  # beside the next step
             self._comparison.send(self.step + 1, self._random.now())
         super().commit()
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """See :class:`TrainingState`; draws nothing from torch's own generators, as a loader usually does.
+
+        The seeds of the loader's processes follow from the initial seed, the rank and the step instead,
+        unless it has a generator of its own. They lead process groups of their own: a signal to this
+        process's group, by which a launcher asks it to leave, would end them amid a step.
+        """
+        begin = getattr(loader, "worker_init_fn", None)
+        if not (isinstance(begin, partial) and begin.func is _lead_group):
+            loader.worker_init_fn = partial(_lead_group, begin)
+        generator = getattr(loader, "generator", None)
+        if generator is None or generator is self._loader_generator:
+            seed = seed_of(torch.initial_seed(), self.sampler.rank, self.step)
+            loader.generator = self._loader_generator.manual_seed(seed)
+        return iter(loader)
 
     def settle(self) -> None:
         """Compares what the ranks said of their last step; see :class:`TrainingState`."""
@@ -139,7 +162,8 @@ class TorchTrainingState(TrainingState):
         if self.in_step:
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
-            copy_tensors(list(self.arrays.values()), self._kept)
+            assert self._kept is not None
+            self._kept.put_back()
             self._random.put_back()
             self._also.put_back()
             for group, kept in zip(self._optimizer.param_groups, self._kept_settings, strict=False):
@@ -190,10 +214,8 @@ class TorchTrainingState(TrainingState):
         self.arrays.clear()
         self.arrays.update(self._tensors())
         self._parameter_count = _parameter_count(self._optimizer)
-        if self.in_step:  # what a broken step goes back to
-            self._kept = [tensor.clone() for tensor in self.arrays.values()]
-        else:
-            self._kept = []
+        # In a step: what it goes back to if it breaks.
+        self._kept = CopiesAside(self.arrays.values()) if self.in_step else None
 
     # ------------------------------------------------------------ what travels beside the tensors
 
@@ -226,7 +248,14 @@ class TorchTrainingState(TrainingState):
     def check(self, description: str, origin: str) -> None:
         """See :class:`TrainingState`."""
         super().check(description, origin)
-        theirs, mine = json.loads(description).get("also"), self._also.dump().keys()
+        values = json.loads(description)
+        groups, own = len(values.get("groups", [])), len(self._optimizer.param_groups)
+        if groups != own:
+            raise StateMismatchError(
+                f"The state in {origin} is of an optimizer with {groups} parameter groups, this has {own}.",
+                remedy="Make the optimizer with the groups of the run that the state comes from.",
+            )
+        theirs, mine = values.get("also"), self._also.dump().keys()
         if theirs is not None and theirs.keys() != mine:
             raise StateMismatchError(
                 f"The state in {origin} has other objects beside the model:"
@@ -280,53 +309,11 @@ class TorchTrainingState(TrainingState):
         return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
 
 
-class TensorCarrier:
-    """Takes torch tensors from rank to rank; see :class:`muster.worker.training.sharing.Carrier`."""
-
-    def __init__(self, communicator: Communicator, tensors: dict[str, Any], device: Any) -> None:
-        self._communicator = communicator
-        self._tensors = tensors
-        self._device = device
-
-    def gather(self, row: list[int]) -> list[list[int]]:
-        """Every rank's numbers, by rank."""
-        return gather_rows(self._communicator, self._device, row)
-
-    def broadcast_text(self, mine: bytes, length: int, source: int) -> str:
-        """The text of ``source``, ``length`` bytes long."""
-        buffer = torch.zeros(length, dtype=torch.uint8, device=self._device)
-        if self._communicator.rank == source:
-            buffer.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        self._communicator.broadcast(array_of(self._communicator, buffer), source)
-        self._wait()
-        text: bytes = buffer.cpu().numpy().tobytes()
-        return text.decode()
-
-    def broadcast_arrays(self, source: int) -> dict[str, Array]:
-        """The tensors of ``source`` by name; own ones stay untouched."""
-        received: dict[str, Array] = {}
-        gives = self._communicator.rank == source
-        for names in pieces(self._tensors):
-            mine = [self._tensors[name] for name in names]
-            if gives:
-                flat = torch.cat([tensor.reshape(-1) for tensor in mine])
-            else:
-                flat = torch.empty(
-                    sum(tensor.numel() for tensor in mine), dtype=mine[0].dtype, device=self._device
-                )
-            self._communicator.broadcast(array_of(self._communicator, bytes_of(flat)), source)
-            parts = flat.split([tensor.numel() for tensor in mine])
-            received |= {
-                name: part.view(tensor.shape) for name, part, tensor in zip(names, parts, mine, strict=True)
-            }
-        self._wait()
-        return received
-
-    def _wait(self) -> None:
-        """On a GPU a broken broadcast shows only here; nothing of it may be used."""
-        synchronize = getattr(self._communicator, "synchronize", None)
-        if synchronize is not None:
-            synchronize()
+def _lead_group(then: Callable[[int], object] | None, number: int) -> None:
+    """Begins a process of a DataLoader."""
+    os.setpgid(0, 0)
+    if then is not None:
+        then(number)
 
 
 def _is_setting(key: str, value: Any) -> bool:

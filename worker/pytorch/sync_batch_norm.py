@@ -20,11 +20,11 @@ from muster.worker.pytorch.transfer import Lane
 
 
 class Ranks(Protocol):
-    """What is needed of the wrapper: how to reach the other ranks, and how much this one's samples count."""
+    """The wrapper's interface: a lane to the other ranks, and the weight of this one's samples."""
 
     @property
     def lane(self) -> Lane | None:
-        """Where collectives run; None: this rank has nobody to compute with."""
+        """The lane in which collectives run; None in a world of one."""
 
     @property
     def share(self) -> Any | None:
@@ -36,7 +36,7 @@ _RANKS: WeakKeyDictionary[Any, ref[Ranks]] = WeakKeyDictionary()
 
 
 class SharedBatchNorm(torch.nn.SyncBatchNorm):  # type: ignore[misc]
-    """What a ``SyncBatchNorm`` becomes in a wrapper. Copied or pickled it is a ``SyncBatchNorm`` again."""
+    """The class of a ``SyncBatchNorm`` in a wrapper. Copied or pickled it is a ``SyncBatchNorm`` again."""
 
     def forward(self, input: Any) -> Any:
         """Normalises with the statistics of all ranks' samples; in evaluation mode with those it has kept."""

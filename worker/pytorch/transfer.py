@@ -1,22 +1,20 @@
-"""How torch tensors travel: on a side stream beside the backward pass (GPU), or in the background (CPU)."""
+"""Runs collectives on torch tensors: on a stream beside the backward pass (GPU), or in the background."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from muster.worker.communicators.base import Communicator, ReduceOp, Work
 from muster.worker.errors import ArrayError
+from muster.worker.training.carrier import Carrier
 
 FROZEN = " (frozen)"
-"""Behind the name of a parameter that requires no gradient."""
-
-_CHUNK_BYTES = 64 * 2**20
-Key = TypeVar("Key", bound=Hashable)
+"""The mark behind the name of a parameter that requires no gradient."""
 
 
 def array_of(communicator: Communicator, tensor: Any) -> Any:
@@ -25,18 +23,20 @@ def array_of(communicator: Communicator, tensor: Any) -> Any:
     Raises:
         ArrayError: the tensor is not where this communicator works, or has a dtype it does not know.
     """
-    if communicator.name == "nccl":
+    if communicator.on_device:
         if not tensor.is_cuda:
             raise ArrayError(
                 "the module is on the CPU, and the backend is NCCL",
-                remedy='Move it with module.cuda(), or use worker.init("tcp").',
+                remedy='Move it with module.cuda(), or use muster.init("tcp").',
             )
         return tensor
     if tensor.is_cuda:
         raise ArrayError(
             f'the module is on {tensor.device}, and the backend is "{communicator.name}"',
-            remedy='Use worker.init("nccl").',
+            remedy='Use muster.init("nccl").',
         )
+    if tensor.dtype is torch.bfloat16:
+        return tensor
     try:
         return tensor.detach().numpy()
     except TypeError as error:
@@ -53,49 +53,75 @@ def bytes_of(tensor: Any) -> Any:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
+class TensorLibrary:
+    """Tensors on one device; see :class:`muster.worker.training.carrier.Library`."""
+
+    in_background = False
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def numbers(self, values: Sequence[int], dtype: str) -> Any:
+        """See :class:`Library`."""
+        if dtype == "uint8" and values:
+            return torch.frombuffer(bytearray(values), dtype=torch.uint8).to(self._device)
+        return torch.tensor(list(values), dtype=getattr(torch, dtype), device=self._device)
+
+    def empty(self, size: int, like: Any) -> Any:
+        """See :class:`Library`."""
+        return torch.empty(size, dtype=like.dtype, device=self._device)
+
+    def packed(self, arrays: Sequence[Any]) -> Any:
+        """See :class:`Library`."""
+        return torch.cat([tensor.reshape(-1) for tensor in arrays])
+
+    def to_bytes(self, array: Any) -> bytes:
+        """See :class:`Library`."""
+        raw: bytes = array.cpu().numpy().tobytes()
+        return raw
+
+    def sent(self, communicator: Communicator, flat: Any) -> Any:
+        """See :class:`Library`."""
+        return array_of(communicator, flat if flat.dtype == torch.int64 else bytes_of(flat))
+
+
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source: int) -> None:
     """Overwrites tensors of all ranks with those of rank ``source``, in few collectives."""
-    named = dict(enumerate(tensors))
-    for numbers in pieces(named):
-        chunk = [named[number] for number in numbers]
-        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-        communicator.broadcast(array_of(communicator, bytes_of(flat)), source)
-        parts = flat.split([tensor.numel() for tensor in chunk])
-        with torch.no_grad():
-            for tensor, part in zip(chunk, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+    if not tensors:
+        return
+    carrier = Carrier(communicator, TensorLibrary(tensors[0].device))
+    with torch.no_grad():
+        for number, part in carrier.broadcast(dict(enumerate(tensors)), source):
+            tensors[number].copy_(part)
 
 
-def pieces(tensors: Mapping[Key, Any]) -> Iterator[list[Key]]:
-    """Divides tensors, by their keys, into chunks of one dtype that travel as one."""
-    groups: dict[Any, list[Key]] = {}
-    for key, tensor in tensors.items():
-        groups.setdefault(tensor.dtype, []).append(key)
-    for group in groups.values():
-        chunk: list[Key] = []
-        size = 0
-        for key in group:
-            chunk.append(key)
-            size += tensors[key].numel() * tensors[key].element_size()
-            if size >= _CHUNK_BYTES:
-                yield chunk
-                chunk, size = [], 0
-        if chunk:
-            yield chunk
-
-
-def copy_tensors(targets: Sequence[Any], sources: Sequence[Any]) -> None:
-    """Copies tensors over others of the same shapes and dtypes, in one launch for each dtype.
+class CopiesAside:
+    """Copies of tensors as they are now, which can be taken anew and put back, at little cost of the host.
 
     Given several dtypes at once, torch copies one tensor after the other: hundreds of launches for a ResNet.
+    So each dtype has its list, made once: making them costs as much as the copies.
+
+    Args:
+        tensors: which stay the same objects.
     """
-    groups: dict[Any, tuple[list[Any], list[Any]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        into, out_of = groups.setdefault(target.dtype, ([], []))
-        into.append(target)
-        out_of.append(source)
-    for into, out_of in groups.values():
-        torch._foreach_copy_(into, out_of)
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        groups: dict[Any, tuple[list[Any], list[Any]]] = {}
+        for tensor in tensors:
+            live, kept = groups.setdefault(tensor.dtype, ([], []))
+            live.append(tensor)
+            kept.append(tensor.clone())
+        self._groups = list(groups.values())
+
+    def take(self) -> None:
+        """Copies them anew."""
+        for live, kept in self._groups:
+            torch._foreach_copy_(kept, live)
+
+    def put_back(self) -> None:
+        """Overwrites them with the copies."""
+        for live, kept in self._groups:
+            torch._foreach_copy_(live, kept)
 
 
 def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[tuple[str, Any]]) -> None:
@@ -122,7 +148,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _first_difference(rank: int, text: str, other_text: str) -> str:
-    """In which tensor a rank's module is another than rank 0's; both texts name one per line."""
+    """The first tensor in which a rank's module differs from rank 0's; texts have one per line."""
     first, other = (dict(line.split("\t") for line in each.splitlines()) for each in (text, other_text))
     differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     if not differ:
@@ -144,15 +170,9 @@ def _first_difference(rank: int, text: str, other_text: str) -> str:
 
 def broadcast_text(communicator: Communicator, device: Any, mine: str, source: int) -> str:
     """The text of rank ``source``, on all ranks. The host waits."""
-    length = gather_numbers(communicator, device, len(mine.encode()))[source]
-    buffer = torch.zeros(length, dtype=torch.uint8, device=device)
-    if communicator.rank == source and length:
-        buffer.copy_(torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8))
-    communicator.broadcast(array_of(communicator, buffer), source)
-    synchronize = getattr(communicator, "synchronize", None)
-    if synchronize is not None:
-        synchronize()
-    return bytes(buffer.tolist()).decode()
+    raw = mine.encode()
+    length = gather_numbers(communicator, device, len(raw))[source]
+    return Carrier(communicator, TensorLibrary(device)).broadcast_text(raw, length, source)
 
 
 def gather_numbers(communicator: Communicator, device: Any, number: int) -> list[int]:
@@ -162,22 +182,15 @@ def gather_numbers(communicator: Communicator, device: Any, number: int) -> list
 
 def gather_rows(communicator: Communicator, device: Any, row: list[int]) -> list[list[int]]:
     """Every rank's numbers (below 2**63, as many on each), on all ranks. The host waits."""
-    send = torch.tensor(row, dtype=torch.int64, device=device)
-    recv = torch.zeros(communicator.world_size * len(row), dtype=torch.int64, device=device)
-    communicator.all_gather(array_of(communicator, send), array_of(communicator, recv))
-    synchronize = getattr(communicator, "synchronize", None)
-    if synchronize is not None:  # a plain read would return what an aborted collective left, or hang
-        synchronize()
-    rows: list[list[int]] = recv.view(communicator.world_size, len(row)).tolist()
-    return rows
+    return Carrier(communicator, TensorLibrary(device)).gather(row)
 
 
 class Lane:
     """Where gradients are reduced: a stream of its own on a GPU, the communicator's thread on a CPU."""
 
     def __init__(self, communicator: Communicator, device: Any) -> None:
-        self._communicator = communicator
-        self._device = device
+        self.communicator = communicator
+        self.device = device
         self._works: list[Work] = []
         self.in_order = device.type == "cuda"
         """Whether what is called after :meth:`reduce` sees its result."""
@@ -185,56 +198,55 @@ class Lane:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What is called inside runs beside the current stream, after what that has done so far."""
+        """Context in which work runs beside the current stream, after its work so far."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
 
     def reduce(self, flat: Any, op: ReduceOp, *, buffers: Sequence[Any] = ()) -> None:
         """Reduces ``flat`` over all ranks and overwrites ``buffers`` (dense) with rank 0's; in place."""
-        communicator = self._communicator
+        communicator = self.communicator
         arrays = [array_of(communicator, bytes_of(buffer)) for buffer in buffers]
         array = array_of(communicator, torch.view_as_real(flat) if flat.is_complex() else flat)
         if self._stream is None:
             self._works.append(communicator.all_reduce(array, array, op, async_op=True))
             self._works += [communicator.broadcast(each, 0, async_op=True) for each in arrays]
             return
-        group: Any = getattr(communicator, "group", contextlib.nullcontext)
-        with group() if arrays else contextlib.nullcontext():
+        with communicator.group() if arrays and communicator.on_device else contextlib.nullcontext():
             communicator.all_reduce(array, array, op)
             for each in arrays:
                 communicator.broadcast(each, 0)
 
     def all_gather(self, mine: Any) -> Any:
         """Every rank's ``mine``, flat, as rows by rank; what follows on the current stream sees them."""
-        communicator = self._communicator
+        communicator = self.communicator
         rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
-        with self._amid():
+        with self.amid():
             communicator.all_gather(array_of(communicator, mine), array_of(communicator, rows.view(-1)))
         return rows
 
     def all_reduce(self, mine: Any, op: ReduceOp) -> Any:
         """``mine`` of all ranks, combined in place; what follows on the current stream sees it."""
-        array = array_of(self._communicator, mine)
-        with self._amid():
-            self._communicator.all_reduce(array, array, op)
+        array = array_of(self.communicator, mine)
+        with self.amid():
+            self.communicator.all_reduce(array, array, op)
         return mine
 
     @contextlib.contextmanager
-    def _amid(self) -> Iterator[None]:
-        """Like :meth:`aside`, so that all collectives stand in one row, but the current stream waits."""
+    def amid(self) -> Iterator[None]:
+        """Like :meth:`aside`, but the current stream waits for the work."""
         with self.aside():
             yield
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def join(self) -> None:
         """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         works, self._works = self._works, []
         for work in works:
             work.wait()

@@ -1,17 +1,21 @@
-"""What a wrapper shows of its module, what would break their bond unseen, and bf16 weights' masters."""
+"""The base of DataParallel: shows its module's interface, notices changes of it, keeps bf16 masters."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from muster.worker import runtime
+from muster.worker.communicators.base import Communicator
 from muster.worker.errors import ArrayError, SettingsError, WorkerError
 from muster.worker.pytorch.buckets import GradientBucket, views_of
 
@@ -98,6 +102,9 @@ SHARDED: Any = WeakIdKeyDictionary()
 """Weakly, the ShardedOptimizer of each parameter that has one: it averages the gradient by itself."""
 
 
+_trains = attrgetter("requires_grad")
+
+
 def is_wrapped(parameter: Any) -> bool:
     """Whether a DataParallel that is in use averages this parameter's gradient."""
     reference = _WRAPPERS.get(parameter)
@@ -130,9 +137,10 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         self.module = module
         self.device = _one_device(module)
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._without_hook: list[Any] = []
         if not self._named:
             raise WorkerError("this module has no parameter that requires a gradient")
+        self._wrapped = dict(module.named_parameters())
         self._masters: MasterWeights | None = None
         self._structure = Structure(module)
         self._hooks: list[Any] = []
@@ -141,11 +149,11 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
     # ------------------------------------------------------------ parameters and states
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """What an optimizer trains, as :meth:`parameters` gives it: the module's parameters or, if there are
-        any, their masters, of which each holds several parameters.
+        """What an optimizer trains, as :meth:`parameters` gives it: the module's parameters by their names
+        there or, if there are any, their masters, of which each holds several parameters.
         """
         if self._masters is None:
-            return super().named_parameters(*args, **kwargs)  # type: ignore[no-any-return]
+            return self.module.named_parameters(*args, **kwargs)  # type: ignore[no-any-return]
         return ((f"masters.{index}", each) for index, each in enumerate(self._masters.parameters))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -171,7 +179,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         state.update({prefix + name: view for name, view in self._master_views().items()})
         return state
 
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a bare module's state.
 
         Raises:
@@ -179,8 +187,8 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         """
         if assign:
             raise _cannot_assign()
-        result = self.module.load_state_dict(state, strict)
-        self._load_masters(state, "")
+        result = self.module.load_state_dict(state_dict, strict)
+        self._load_masters(state_dict, "")
         return result
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
@@ -192,6 +200,11 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
             state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
         super()._load_from_state_dict(state, prefix, metadata, *others)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint asks: states have the module's names, without ``module.``."""
+        tables = (self.module._modules, self.module._parameters, self.module._buffers)
+        return {name: "module" for table in tables for name in table}
+
     def _load_masters(self, state: Any, prefix: str) -> None:
         with torch.no_grad():
             for name, view in self._master_views().items():
@@ -199,40 +212,63 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
                 if value is not None and value.shape == view.shape:  # else the module itself refuses it
                     view.copy_(value)
 
-    def __getstate__(self) -> Any:
-        """Refuses."""
-        raise WorkerError(
-            "a DataParallel belongs to a communicator and can be neither copied nor pickled",
-            remedy="Copy its module (copy.deepcopy(model.module)), or save its state_dict().",
-        )
-
     def _master_views(self) -> dict[str, Any]:
         """The masters by the module's names, of which shared parameters have several."""
         views = {} if self._masters is None else self._masters.views
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: views[id(parameter)] for name, parameter in named if id(parameter) in views}
 
+    def _show_signature(self) -> None:
+        """Gives ``forward`` the module's signature: the HF Trainer drops columns that it does not name."""
+        try:
+            shown = inspect.signature(self.module.forward)
+        except (TypeError, ValueError):  # of C++, say
+            return
+        own = type(self).forward
+        function = FunctionType(
+            own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__
+        )
+        function.__doc__, function.__kwdefaults__ = own.__doc__, own.__kwdefaults__
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        function.__dict__["__signature__"] = shown.replace(parameters=[first, *shown.parameters.values()])
+        self.__dict__["forward"] = MethodType(function, self)
+
     # ------------------------------------------------------------ the bond
 
     def _hook(self, ready: Callable[[Any], None]) -> None:
         """Calls ``ready`` with each parameter whose gradient is complete, and is the only one to do so."""
-        parameters = [parameter for _, parameter in self._named]
+        self._claim([parameter for _, parameter in self._named])
+        self._ready_hook = ready
+        self._without_hook = list(self.module.parameters())
+        self._hook_what_trains()
+
+    def _claim(self, parameters: list[Any]) -> None:
+        """Makes this the parameters' wrapper, in place of an earlier one."""
         references = [_WRAPPERS.get(parameter) for parameter in parameters]
-        for earlier in {reference() for reference in references if reference is not None} - {None}:
+        for earlier in {reference() for reference in references if reference is not None} - {None, self}:
             earlier._give_way(parameters)
         for parameter in parameters:
             _WRAPPERS[parameter] = ref(self)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def _hook_what_trains(self) -> None:
+        """Hooks parameters that require a gradient; torch refuses others."""
+        for parameter in filter(_trains, self._without_hook):
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._ready_hook))
+        self._without_hook = [each for each in self._without_hook if not each.requires_grad]
+
+    def _thawed(self) -> bool:
+        """Whether a parameter requires a gradient that did not, and has no hook yet."""
+        return any(map(_trains, self._without_hook))
 
     def _give_way(self, parameters: Iterable[Any]) -> None:
-        """Reduces nothing any more: ``parameters`` have a new wrapper."""
+        """Stops averaging gradients, because ``parameters`` have a new wrapper."""
         theirs = {id(parameter) for parameter in parameters}
         self._replaced = any(id(parameter) not in theirs for _, parameter in self._named)
         for handle in self._hooks:
             handle.remove()
 
     def _check_wrapped(self) -> None:
-        """Before a forward pass: whether this is the wrapper of what the module computes with."""
+        """Checks before a forward pass that this is still the wrapper of the module's parameters."""
         if self._replaced:
             raise WorkerError(
                 "some of these parameters were wrapped again, in a DataParallel that lacks the others",
@@ -244,11 +280,11 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
             self._follow_structure()
 
     def _follow_structure(self) -> None:
-        """Called when layers were exchanged."""
+        """Follows an exchange of layers."""
 
     def _refuse_others(self) -> None:
         """Refuses parameters that nobody has wrapped."""
-        wrapped = dict([*self._named, *self._frozen])
+        wrapped = self._wrapped
         known = {id(parameter) for parameter in wrapped.values()}
         others = [name for name, each in self.module.named_parameters() if id(each) not in known]
         if not others:
@@ -266,21 +302,9 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
             remedy="Add layers before you wrap the module, or wrap it anew, on all ranks.",
         )
 
-    def _check_unchanged(self) -> None:
-        """What would train apart from the other ranks, or not at all, must not do so silently."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise WorkerError(
-                    f"{name} did not require a gradient when it was wrapped, and now does: no rank would get"
-                    " the others' gradient of it",
-                    remedy="Wrap the module anew after such a change, on all ranks.",
-                )
-        if self._masters is not None:
-            self._masters.check_in_place()
-
 
 class Structure:
-    """Of which layers and parameters a module is made, to find out soon whether it still is.
+    """A module's layers and parameters, for a quick check whether they have changed.
 
     Comparing costs 35 us for 170 layers with 200 parameters: everything that loops runs in C.
     """
@@ -341,3 +365,9 @@ def _one_device(module: torch.nn.Module) -> Any:
             f"the module must be on one device, not on {found}", remedy="Call module.to(device)."
         )
     return devices.pop()
+
+
+def communicator_of(session: Any) -> Communicator:
+    """The communicator of a session; None: of that of ``muster.init()``."""
+    communicator: Communicator = (runtime.current() if session is None else session).communicator
+    return communicator

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file each, written whole or not at all, proved sound when read.
+"""Checkpoints: one safetensors file each, written atomically, checked when read.
 
 A file holds every array of a ``TrainingState``; step, epoch, position, seed, random
 generators and a digest over all of it stand in its metadata. So do the program, the model (a fingerprint of
@@ -12,10 +12,12 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from muster.rendezvous.files import beside, remove_left
 from muster.worker import runtime as process
 from muster.worker.errors import NotInitializedError, WorkerError
 from muster.worker.training.state import TrainingState
@@ -42,7 +45,10 @@ class Session(Protocol):
 
     @property
     def state_source_rank(self) -> int:
-        """Who holds the state; -1: nobody."""
+        """The rank with the training state; -1: none."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Says that this rank works alone while the others wait for it."""
 
 
 class CheckpointError(WorkerError):
@@ -77,7 +83,7 @@ class Found:
 
     @property
     def kin(self) -> tuple[str, str, str]:
-        """What files that may make room for each other have in common."""
+        """The key of files that may replace one another: program, model and run."""
         return self.program, self.model, self.run
 
 
@@ -93,7 +99,7 @@ def save(
         state: what to write.
         keep: how many checkpoints of this run to leave in the directory, the newest; 0: all. Those of other
             programs, models and runs stay, and so do those of a higher step than this one.
-        clock: tells the time of saving, in seconds since 1970.
+        clock: gives the time of saving, in seconds since 1970.
 
     Returns:
         The file's path.
@@ -116,7 +122,7 @@ def save(
         folder, clock(), step, _model_of(description, state.derived()), _program(), state.run, state.launch
     )
     path = _free_path(folder, new)
-    unfinished = folder / f".{path.name}.{os.getpid()}.tmp"
+    unfinished = beside(path)
     metadata = {
         "format": _FORMAT,
         "state": description,
@@ -126,10 +132,11 @@ def save(
         "model": new.model,
         "run": new.run,
         "launch": new.launch,
-        "digest": _digest(description, arrays),
+        "digest": digest_of(description, arrays),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_left(folder)
         save_file(arrays, unfinished, metadata)
         _flush(unfinished)
         unfinished.replace(path)
@@ -231,8 +238,11 @@ class Folder:
         self._place: Path | None = None
 
     def save(self) -> None:
-        """See :func:`save`."""
-        if self._directory:
+        """See :func:`save`; a save that takes long is no standstill to the scheduler."""
+        if not self._directory:
+            return
+        session = self._current()
+        with session.busy("saves a checkpoint") if session is not None else contextlib.nullcontext():
             self._place = self._place or self._choose()
             save(self._place, self._state)
 
@@ -284,10 +294,9 @@ class Folder:
         self.take_up(say=say)
         place, earlier = self._choose(), self._alike()
         if place != Path(self._directory):
-            say(
-                f"{self._directory} holds checkpoints of an earlier run, the last of step {earlier[0].step}:"
-                f" this run begins anew and saves in {place}. To go on with that one, use --resume."
-            )
+            step = earlier[0].step
+            say(f"{self._directory} holds an earlier run up to step {step}, which --resume goes on with.")
+            say(f"This run begins anew and saves in {place}.")
 
     def _choose(self) -> Path:
         """Where this run has saved before; else the directory, or one in it where an earlier run is there."""
@@ -321,7 +330,7 @@ class Folder:
 
 
 def _program() -> str:
-    """The script's name, by which runs of different programs in one directory are told apart."""
+    """The script's name, which keeps runs of different programs in one directory apart."""
     path = Path(sys.argv[0])
     return path.parent.name if path.name == "__main__.py" else path.stem or "python"
 
@@ -344,19 +353,26 @@ def _free_path(folder: Path, new: Found) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted([*folder.glob(f"step_*{_SUFFIX}"), *folder.glob(f"run_*/step_*{_SUFFIX}")])
+    named = [*folder.glob(f"step_*{_SUFFIX}"), *folder.glob(f"run_*/step_*{_SUFFIX}")]
+    return sorted(path for path in named if path.is_file())  # opening a FIFO would wait for ever
 
 
 def _found(path: Path) -> Found:
     metadata = _metadata(path)
     description = metadata["state"]
-    return Found(
-        path,
-        float(metadata["saved_at"]),
-        _step_of(description),
-        metadata.get("model") or _model_of(description, set()),
-        *(metadata.get(key, "") for key in ("program", "run", "launch")),
-    )
+    try:
+        saved_at = float(metadata["saved_at"])
+        if not math.isfinite(saved_at):
+            raise ValueError("the time of saving is no time")
+        return Found(
+            path,
+            saved_at,
+            _step_of(description),
+            metadata.get("model") or _model_of(description, set()),
+            *(metadata.get(key, "") for key in ("program", "run", "launch")),
+        )
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: its header makes no sense.") from error
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -373,7 +389,7 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _read(path: Path) -> tuple[str, dict[str, NDArray[Any]]]:
-    """Description and arrays of a sound file."""
+    """Reads description and arrays of a sound file."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -384,7 +400,7 @@ def _read(path: Path) -> tuple[str, dict[str, NDArray[Any]]]:
         arrays: dict[str, NDArray[Any]] = load_file(path)
     except (SafetensorError, OSError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
-    if _digest(metadata["state"], arrays) != metadata["digest"]:
+    if digest_of(metadata["state"], arrays) != metadata["digest"]:
         raise DamagedCheckpointError(f"{path} is damaged: its contents do not match its digest.")
     return metadata["state"], arrays
 
@@ -416,7 +432,8 @@ def _offer_before(path: Path) -> str:
     return "There is no sound one beside it."
 
 
-def _digest(description: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+def digest_of(description: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+    """The digest that a checkpoint of these stands under."""
     digest = hashlib.blake2b(description.encode(), digest_size=32)
     for name in sorted(arrays):
         digest.update(f"\0{name}\0{arrays[name].dtype}{arrays[name].shape}\0".encode())

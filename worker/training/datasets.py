@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from muster.worker.errors import WorkerError
-from muster.worker.in_words import show_errors_in_words
+from muster.rendezvous.settings import Environment
+from muster.worker.ending import show_errors_in_words
+from muster.worker.errors import SettingsError, WorkerError
 
 CIFAR10_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR10_TEST_FILE = "test_batch.bin"
@@ -35,7 +36,7 @@ class DatasetError(WorkerError):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Dataset:
-    """Samples and what is to be learnt about them.
+    """Samples with their targets, for training and test.
 
     Attributes:
         name: as on the command line.
@@ -80,7 +81,7 @@ def load_digits() -> Dataset:
     Raises:
         DatasetError: scikit-learn is not installed.
     """
-    table = _digits_table()
+    table = digits_table()
     order = np.random.Generator(np.random.Philox(0)).permutation(len(table))
     test, train = np.split(order, [round(len(table) / 5)])
     pixels, labels = table[:, :-1], table[:, -1].astype(np.int64)
@@ -88,7 +89,7 @@ def load_digits() -> Dataset:
 
 
 def load_quickstart() -> Dataset:
-    """Makes the random regression set of the quick start: uniform numbers that have nothing to tell.
+    """Makes the random regression set of the quick start: uniform inputs and targets.
 
     Every global batch of 16 samples is the same one, 4 times an epoch, so that the loss must fall.
     """
@@ -132,7 +133,7 @@ def load_cifar10(path: str | Path) -> Dataset:
 
 def path_given() -> str:
     """DATA_PATH: where CIFAR-10's files are; empty when it is not set."""
-    return os.environ.get("DATA_PATH", "")
+    return Environment(os.environ, SettingsError).text("DATA_PATH")
 
 
 def load(name: str) -> Dataset:
@@ -168,7 +169,7 @@ def _cifar10_records(path: Path) -> NDArray[np.uint8]:
     return records
 
 
-def _digits_table() -> NDArray[np.uint8]:
+def digits_table() -> NDArray[np.uint8]:
     """64 pixels of 0..16 and the digit, row by row."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None:
@@ -184,10 +185,10 @@ def _digits_table() -> NDArray[np.uint8]:
             continue
         if table.shape == _DIGITS_SHAPE:
             return table
-    return _imported_digits()
+    return imported_digits()
 
 
-def _imported_digits() -> NDArray[np.uint8]:
+def imported_digits() -> NDArray[np.uint8]:
     """The same table through scikit-learn itself, should it keep its file elsewhere."""
     from sklearn import datasets
 

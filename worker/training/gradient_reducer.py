@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from muster.worker.communicators.base import Array, Communicator, ReduceOp, Work
 from muster.worker.errors import ArrayError, WorkerError
-from muster.worker.training.arrays import array_module, broadcast_arrays, exchange_text, on_host
 from muster.worker.training.buckets import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_FIRST_BYTES,
@@ -23,6 +22,7 @@ from muster.worker.training.buckets import (
     Slot,
     plan_buckets,
 )
+from muster.worker.training.carrier import Carrier, NumpyLibrary, array_module, on_host
 
 
 class GradientError(WorkerError):
@@ -30,7 +30,7 @@ class GradientError(WorkerError):
 
 
 class HasCommunicator(Protocol):
-    """What is needed of a session: the communicator of the present generation."""
+    """The part of a session that the reducer uses: the present generation's communicator."""
 
     @property
     def communicator(self) -> Communicator:
@@ -95,7 +95,7 @@ class GradientReducer:
         """
         communicator = self._enter()
         self._agree(communicator)
-        broadcast_arrays(communicator, self._parameters, source)
+        self._carrier(communicator).overwrite(self._parameters, source)
 
     @contextlib.contextmanager
     def no_sync(self, more: bool = True) -> Iterator[None]:
@@ -136,7 +136,7 @@ class GradientReducer:
 
         Raises:
             GradientError: a gradient is missing on this or (on CPUs) on another rank; the same step then
-                fails on all ranks that can tell.
+                fails on all ranks that notice.
             CommunicatorError: a collective failed.
             MembershipChanged: a collective was cut off by a change of members.
         """
@@ -190,7 +190,7 @@ class GradientReducer:
     def _check_complete(self, communicator: Communicator) -> None:
         if not on_host(self._xp) or not any(bucket.lacks_any() for bucket in self._buckets):
             return
-        reports = exchange_text(communicator, self._xp, json.dumps(self._missing()))
+        reports = self._carrier(communicator).gather_texts(json.dumps(self._missing()))
         for rank, report in enumerate(reports):
             if json.loads(report):
                 raise _missing_error(rank, json.loads(report))
@@ -199,7 +199,7 @@ class GradientReducer:
         return [name for name in self._parameters if name not in self._bucket_of[name].present]
 
     def _agree(self, communicator: Communicator) -> None:
-        """Once per communicator: all ranks must have the same plan, or their sums would be of nothing."""
+        """Checks, once per communicator, that all ranks have the same bucket plan."""
         if self._agreed is communicator:
             return
         plan = [
@@ -208,9 +208,13 @@ class GradientReducer:
         ]
         mine = json.dumps([self._op.value, plan])
         digest = hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()
-        if len(set(exchange_text(communicator, self._xp, digest, length=32))) > 1:
-            raise _disagreement(exchange_text(communicator, self._xp, mine))
+        carrier = self._carrier(communicator)
+        if len(set(carrier.gather_texts(digest, length=32))) > 1:
+            raise _disagreement(carrier.gather_texts(mine))
         self._agreed = communicator
+
+    def _carrier(self, communicator: Communicator) -> Carrier:
+        return Carrier(communicator, NumpyLibrary(self._xp))
 
     def _known(self) -> str:
         return f"The parameters are: {', '.join(list(self._parameters)[:20])}."

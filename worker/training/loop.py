@@ -1,4 +1,4 @@
-"""A training loop that lives on when members come and go.
+"""A training loop that goes on when members come and go.
 
 ::
 
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
+from muster.worker.ending import on_sigterm
 from muster.worker.errors import (
     SIGTERM_EXIT_CODE,
     ArrayError,
@@ -39,9 +40,8 @@ from muster.worker.errors import (
     SchedulerUnreachableError,
     WorkerError,
 )
-from muster.worker.sigterm import on_sigterm
-from muster.worker.training.sharing import StateHolder, share_state
-from muster.worker.training.state import TrainingState
+from muster.worker.training.loading import Loading, Source
+from muster.worker.training.state import StateHolder, TrainingState, share_state
 
 log = logging.getLogger("muster.worker")
 
@@ -64,8 +64,8 @@ class ElasticSession(StateHolder, Protocol):
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
-    def report(self, step: int, samples_per_s: float) -> None:
-        """Tells the scheduler how far this worker is."""
+    def report(self, step: int, samples_per_s: float, *, steps: int) -> None:
+        """Says how far this worker is, of so many steps."""
 
     def request_leave(self, reason: str) -> None:
         """Asks to be let go at a step boundary."""
@@ -85,6 +85,7 @@ class Step:
 
     Attributes:
         batch: this rank's samples.
+        data: what the loop's ``load`` made of the batch; None without one, or without samples.
         epoch: from 1.
         number: within the epoch, from 1.
         done: whether it was finished; False after a change of members broke it.
@@ -93,6 +94,7 @@ class Step:
     def __init__(self, loop: ElasticLoop) -> None:
         self._loop = loop
         self.batch = loop.state.sampler.batch()
+        self.data: Any = None if loop._loading is None else loop._loading.take()
         self.epoch = self.batch.epoch + 1
         self.number = self.batch.step + 1
         self.done = False
@@ -148,6 +150,10 @@ class ElasticLoop:
             rank also when too few members are left, and when a collective has failed for good.
         take_up: reads a checkpoint of this launch into ``state``, if there is one; called where no member
             holds the state, as after the loss of all that did.
+        load: makes ``step.data``: torch's ``DataLoader(dataset, batch_sampler=state.sampler)``, with
+            processes that work ahead; or a function of the batch, which draws from no generator of the state.
+            What comes next is made ready before the end of a step is waited for. Do not change it in place:
+            a step that is redone gets it again.
         clock: seconds on a monotonic clock, for the rate that is reported.
 
     Attributes:
@@ -164,6 +170,7 @@ class ElasticLoop:
         steps: int = 0,
         save: Callable[[], object] = lambda: None,
         take_up: Callable[[], object] = lambda: None,
+        load: Source | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
@@ -174,6 +181,7 @@ class ElasticLoop:
         self._steps = steps
         self._save = save
         self._take_up = take_up
+        self._loading = None if load is None else Loading(load, state)
         self._clock = clock
         self._last_finish = clock()
         self._leave_reason = ""
@@ -192,12 +200,16 @@ class ElasticLoop:
         # Before a handler of the script: one that exits amid a step would break that for all.
         with on_sigterm(self._take_sigterm, before_own=True):
             self._attempt(self._share)
-            while not (self.left or self._closed):
-                if self.is_over:
-                    # None leaves before all are done: whoever still lacks the last step needs the others.
-                    self._closed = self._attempt(self._meet) or self._closed
-                elif self._attempt(self._begin):
-                    yield Step(self)
+            try:
+                while not (self.left or self._closed):
+                    if self.is_over:
+                        # None leaves before all are done: who still lacks the last step needs the others.
+                        self._closed = self._attempt(self._meet) or self._closed
+                    elif self._attempt(self._begin):
+                        yield Step(self)
+            finally:
+                if self._loading is not None:
+                    self._loading.close()
         if self._granted is not None:
             raise self._granted.with_traceback(None)
 
@@ -227,6 +239,8 @@ class ElasticLoop:
         self.session.step_boundary(self.state.step)
 
     def _finish(self, step: Step) -> None:
+        if self._loading is not None and not 0 < self._steps <= self.state.step + 1:
+            self._loading.prepare()  # while a GPU is at work on the step
         self.state.commit()
         self.state.sampler.advance()
         self.state.step += 1
@@ -234,10 +248,15 @@ class ElasticLoop:
         now = self._clock()
         self.samples_per_s = len(step.batch.indices) / max(now - self._last_finish, 1e-9)
         self._last_finish = now
-        self.session.report(self.state.step, self.samples_per_s)
+        self.session.report(self.state.step, self.samples_per_s, steps=self._total())
+
+    def _total(self) -> int:
+        """How many steps the run has in all."""
+        whole = self._epochs * self.state.sampler.steps_per_epoch
+        return min(whole, self._steps) if self._steps else whole
 
     def _attempt(self, action: Callable[[], Any]) -> bool:
-        """Whether the action went through; if a change of members broke it, the change has been made."""
+        """Runs an action; after a change of members broke it, makes the change and returns False."""
         try:
             action()
             return True
@@ -256,7 +275,7 @@ class ElasticLoop:
             if self._leave_reason and _is_declared_dead(change):  # no newcomer's place is worth asking for
                 self._go(LeaveGranted(f"This worker leaves the job: {self._leave_reason}.", alone=True))
                 return
-            self._save_if_told(change)
+            self._save_if_asked(change)
             try:
                 self._rejoin()
                 if not (self.left or self._closed):
@@ -285,8 +304,8 @@ class ElasticLoop:
                 self._try_to_save()
             raise
 
-    def _save_if_told(self, change: BaseException | None) -> None:
-        """Too few members are left to go on: one of them saves at once, lest nobody can later."""
+    def _save_if_asked(self, change: BaseException | None) -> None:
+        """Saves at once where the scheduler asks for it: too few members are left to go on."""
         if isinstance(change, MembershipChanged) and change.save and self.state.step and not self.is_over:
             self._try_to_save()
 

@@ -8,13 +8,27 @@ next batches are divided: nothing is lost or doubled.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from muster.worker.errors import SettingsError, WorkerError
+
+
+class Place(NamedTuple):
+    """Which part of which batch comes next: equal places have equal samples."""
+
+    epoch: int
+    position: int
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +69,14 @@ class Batch:
 class ShardedSampler:
     """Deals the samples of a data set out to ranks, epoch by epoch.
 
-    ``batch()`` tells the next batch and may be called repeatedly; only ``advance()`` consumes it. A step that
+    ``batch()`` returns the next batch, repeatedly; only ``advance()`` consumes it. A step that
     broke is thus redone by doing nothing. All ranks must call ``advance()`` for the same batches.
+
+    It also serves as the ``batch_sampler`` of torch's ``DataLoader``: iterating gives this rank's samples of
+    each batch from the present position to the epoch's end, and consumes nothing, however far a loader looks
+    ahead. An :class:`~muster.worker.training.loop.ElasticLoop` drives such a loader; without one, call
+    ``advance()`` after each step, and take ``drop_last``: where a last batch has none for this rank, it is
+    left out here, and other ranks have one more.
 
     Args:
         size: samples in the data set, > 0.
@@ -125,8 +145,33 @@ class ShardedSampler:
             last=stop == self._end,
         )
 
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's samples of each batch that is left of the epoch."""
+        ahead = copy.copy(self)
+        epoch = ahead.epoch
+        while ahead.epoch == epoch and len(indices := ahead.batch().indices):
+            ahead.advance()
+            yield indices.tolist()
+
+    def __len__(self) -> int:
+        """Batches that are left of the epoch."""
+        return -(-(self._end - self.position) // self.batch_size)
+
+    @property
+    def place(self) -> Place:
+        """What ``batch()`` depends on."""
+        return Place(
+            self.epoch, self.position, self.batch_size, self.rank, self.world_size, self.seed, self.shuffle
+        )
+
+    def following(self) -> ShardedSampler:
+        """A sampler that is one batch further; this one stays."""
+        ahead = copy.copy(self)
+        ahead.advance()
+        return ahead
+
     def advance(self) -> None:
-        """Consumes the batch that ``batch()`` tells; after the last one the next epoch begins."""
+        """Consumes the batch that ``batch()`` returns; after the last one the next epoch begins."""
         self.position = min(self.position + self.batch_size, self._end)
         self._normalize()
 

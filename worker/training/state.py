@@ -1,18 +1,19 @@
-"""What a training run is at a step boundary: all that a checkpoint keeps and a newcomer must be given."""
+"""The state of a training run at a step boundary, for checkpoints and newcomers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from muster.worker.communicators.base import Array, Communicator
 from muster.worker.errors import WorkerError
-from muster.worker.training.carrier import ArrayCarrier, Carrier
+from muster.worker.training.carrier import Carrier, NumpyLibrary, array_module
 from muster.worker.training.sampler import ShardedSampler
 
 
@@ -64,10 +65,10 @@ class TrainingState:
 
     def carrier(self, communicator: Communicator) -> Carrier:
         """What takes the arrays to other ranks."""
-        return ArrayCarrier(communicator, self.arrays)
+        return Carrier(communicator, NumpyLibrary(array_module(self.arrays)))
 
     def begin(self) -> None:
-        """A step begins: what it changes can be undone until :meth:`commit`.
+        """Begins a step: its changes can be undone until :meth:`commit`.
 
         A step before it that was neither committed nor rolled back (the script caught its error, say) is
         undone first.
@@ -77,7 +78,7 @@ class TrainingState:
         self._rng_before = None if self.rng is None else self.rng.bit_generator.state
 
     def commit(self) -> None:
-        """A step has been computed and is about to count as finished.
+        """Ends a step, which then counts as finished.
 
         Raises:
             MembershipChanged: it did not come to its end after all.
@@ -90,15 +91,19 @@ class TrainingState:
             self.rng.bit_generator.state = self._rng_before  # to draw the same again
         self.in_step = False
 
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """Begins to go through a DataLoader whose ``batch_sampler`` is the sampler."""
+        return iter(loader)
+
     def settle(self) -> None:
-        """The run is over, and every rank has committed its last step.
+        """Ends the run, after every rank has committed its last step.
 
         Raises:
             RanksDifferError: the ranks differed in that step.
         """
 
     def enter(self, communicator: Communicator, source: int) -> None:
-        """Takes its place among the ranks; ``source`` is the one whose state all hold now."""
+        """Enters a generation; ``source`` is the rank whose state all hold now."""
         self.sampler.reshard(communicator.rank, communicator.world_size)
 
     def layout(self) -> dict[str, str]:
@@ -168,3 +173,83 @@ def _decode_array(value: dict[str, Any]) -> Any:
 
 def _to_host(array: Array) -> NDArray[Any]:
     return np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get())
+
+
+# ---------------------------------------------------------------- one state on all ranks
+
+
+class StateHolder(Protocol):
+    """The part of a :class:`muster.worker.control.session.Session` that is used here."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world's communicator in the present generation."""
+
+    @property
+    def state_source_rank(self) -> int:
+        """The rank with the state that newcomers take; -1: all start anew."""
+
+    @property
+    def newcomer_ranks(self) -> tuple[int, ...]:
+        """The ranks without the state."""
+
+
+@runtime_checkable
+class SharesItself(Protocol):
+    """A state of which no rank holds all, so that it shares itself."""
+
+    def share(self, session: StateHolder) -> int:
+        """Does what :func:`share_state` does."""
+
+
+def share_state(session: StateHolder, state: TrainingState) -> int:
+    """Makes the state of all ranks that of the furthest one, and the sampler fit the new world.
+
+    A change of members may catch some ranks just before, others just after a step: the most steps win, so
+    that no finished step is redone. When all start anew, a rank that resumed from a checkpoint is the
+    furthest. Should it die before any other has its state, the rest start anew once more: its replacement
+    may have the checkpoint, too. Where nobody lacks anything, one small collective is all that happens.
+
+    What is received is put in place only when it is there as a whole: a giver that dies half-way leaves
+    every other rank with the state it had.
+
+    Returns:
+        The rank whose state it is now.
+
+    Raises:
+        StateMismatchError: the giver trains another model.
+        MembershipChanged: the members changed again; nothing was overwritten.
+    """
+    if isinstance(state, SharesItself):
+        return state.share(session)
+    communicator = session.communicator
+    state.roll_back()
+    rank, anew = communicator.rank, session.state_source_rank < 0
+    carrier = state.carrier(communicator)
+    description = state.describe().encode()
+    holds = anew or (state.shared and rank not in session.newcomer_ranks)
+    digest = [zlib.crc32(description), len(description)]
+    tickets = carrier.gather([state.step if holds else -1, *digest])
+    if all(steps < 0 for steps, *_ in tickets):
+        anew, tickets = True, carrier.gather([state.step, *digest])
+    source = _furthest([ticket[0] for ticket in tickets], session.state_source_rank)
+    if anew or any(ticket != tickets[source] for ticket in tickets):
+        text = carrier.broadcast_text(description, tickets[source][2], source)
+        if rank != source:
+            state.check(text, f"rank {source}")
+        received = carrier.receive(state.arrays, source)
+        if rank != source and (anew or tickets[rank] != tickets[source]):
+            for name, array in received.items():
+                state.arrays[name][...] = array
+            state.restore(text)
+    state.enter(communicator, source)
+    state.shared = True
+    return source
+
+
+def _furthest(steps: list[int], preferred: int) -> int:
+    """The rank with the most steps; among equals the longest-lived, as the scheduler says, else the first."""
+    most = max(steps)
+    if preferred >= 0 and steps[preferred] == most:
+        return preferred
+    return steps.index(most)

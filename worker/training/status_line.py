@@ -1,4 +1,4 @@
-"""How a run gets on: lines that stay, on a terminal one line below them that lives, and the speed."""
+"""Shows a run's progress: lines, a status line below them on a terminal, and the speed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Throughput:
         self._generation, self._since = generation, now
 
     def pause(self) -> None:
-        """The next step waits for something that is not training: a checkpoint that a rank writes, say."""
+        """Excludes the time to the next step from the speed: a rank writes a checkpoint, say."""
         self._generation = None
 
     @property

@@ -1,4 +1,4 @@
-"""The AllReduce benchmark runs, checks its sums, and tells what it measured."""
+"""The AllReduce benchmark runs, checks its sums, and reports what it measured."""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ def test_a_step_of_the_old_generation_is_no_recovery(tmp_path: Path) -> None:
         step(10.7, 10, 2, seconds=0.05, captured="made"),
         step(10.8, 11, 2, seconds=0.01, captured="replayed"),
     )
-    assert recovery_gpu._phases([one], 10.0) == {
+    assert recovery_gpu.phases([one], 10.0) == {
         "told_s": 0.1,
         "built_s": 0.4,
         "shared_s": 0.5,
         "next_step_s": 0.6,
     }
-    assert recovery_gpu._recapture([one], 10.0) == {"recapture_s": 0.05, "captured_again_s": 0.8}
-    assert recovery_cpu._next_step(one, 1, 10.0)["t"] == 10.6
+    assert recovery_gpu.recapture([one], 10.0) == {"recapture_s": 0.05, "captured_again_s": 0.8}
+    assert recovery_cpu.next_step(one, 1, 10.0)["t"] == 10.6
 
 
 HARMED: dict[str, Any] = {
@@ -90,7 +90,7 @@ ABSENT: dict[str, Any] = {
 
 
 def test_it_says_what_did_not_hold() -> None:
-    assert recovery_cpu._broken(HARMED, ABSENT) == []
+    assert recovery_cpu.broken_promises(HARMED, ABSENT) == []
     harm: list[dict[str, Any]] = [
         {"exact": False},
         {"accuracy": [0.96, 0.95]},
@@ -98,7 +98,7 @@ def test_it_says_what_did_not_hold() -> None:
         {"killed": 3},
     ]
     for change in harm:
-        assert len(recovery_cpu._broken(HARMED | change, None)) == 1
+        assert len(recovery_cpu.broken_promises(HARMED | change, None)) == 1
     noticed: list[dict[str, Any]] = [
         {"none_lost_or_redone": False},
         {"interruptions": 1},
@@ -106,7 +106,7 @@ def test_it_says_what_did_not_hold() -> None:
         {"exact": False},
     ]
     for change in noticed:
-        assert len(recovery_cpu._broken(None, ABSENT | change)) == 1
+        assert len(recovery_cpu.broken_promises(None, ABSENT | change)) == 1
 
 
 def test_the_defaults_are_those_of_the_bars() -> None:
@@ -115,3 +115,9 @@ def test_the_defaults_are_those_of_the_bars() -> None:
     options = parser.parse_args([])
     assert (options.backend, options.workers, options.gpus, options.scheduler_kills) == ("tcp", 4, 4, 20)
     assert options.kills is None  # 20, or 5 on GPUs
+
+
+def test_chaos_trains_about_as_long_as_it_harms() -> None:
+    for seconds in (60, 600):
+        steps = recovery_cpu.chaos_epochs(seconds, 20) * recovery_cpu.STEPS_PER_EPOCH
+        assert 0.3 * seconds < steps * 0.02 < 0.6 * seconds

@@ -15,8 +15,8 @@ from muster.bench.start import command as start
 def results(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     start.add_arguments(parser)
-    monkeypatch.setattr(start, "_commands", lambda options, directory: {"muster": [], "torchrun": []})
-    monkeypatch.setattr(start, "_timed", lambda command, directory, options: 2.0)
+    monkeypatch.setattr(start, "launch_commands", lambda options, directory: {"muster": [], "torchrun": []})
+    monkeypatch.setattr(start, "timed_launch", lambda command, directory, options: 2.0)
     return start.run(parser.parse_args(arguments))
 
 

@@ -131,7 +131,7 @@ def test_a_bound_that_makes_no_sense_is_refused(text: str, capsys: pytest.Captur
 
     with pytest.raises(SystemExit):
         main(["train", "--check", text])
-    assert "as in example/muster=0.8" in capsys.readouterr().err
+    assert "is no bound, as example/muster=0.8 is" in capsys.readouterr().err
 
 
 def test_a_check_of_what_is_not_measured_is_refused_before_anything_runs(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from muster.certs.__main__ import main
 from muster.certs.config import load_config
 from muster.certs.errors import RevokedError
 from muster.certs.pki.authority import open_authority
-from muster.certs.runtime.store import load_configured, load_credentials
+from muster.certs.pki.certificates import common_name
+from muster.certs.runtime.store import load_configured, load_credentials, load_for_etcd
+from muster.scheduler.config import load_settings as load_scheduler_settings
+from muster.worker.config import load_settings as load_worker_settings
 from tests.certs.making import PASSWORD
 
 VARIABLES = ("MS_CERTS_PASSWORD", "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD")
@@ -62,7 +66,9 @@ def test_a_fresh_machine_has_what_it_needs_after_init(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert "MS_CONFIG_FILE=c/config.json MS_SERVER_PASSWORD_FILE=secret python -m scheduler" in ended.stdout
+    scheduler, worker = (dict(re.findall(r"(MS_\w+)=(\S+)", line)) for line in ended.stdout.splitlines()[1:3])
+    assert load_scheduler_settings(scheduler).job_id == load_worker_settings(worker).job_id == "resnet"
+    assert scheduler["MS_SERVER_PASSWORD_FILE"] == worker["MS_CLIENT_PASSWORD_FILE"] == "secret"
     password = (tmp_path / "secret").read_text().strip()
     assert len(password) == 32 and password not in ended.stdout
     modes = {
@@ -153,6 +159,22 @@ def test_issue_binds_to_job_and_node(directory: Path, capsys: pytest.CaptureFixt
     assert main(["issue", "--dir", str(directory), "--node", "rack1/node7"]) == 1
     assert "exists already" in capsys.readouterr().err
     assert main(["issue", "--dir", str(directory), "--node", "x", "--out", str(file), "--force"]) == 0
+
+
+def test_a_hosts_certificate_names_its_nodes_and_goes_with_each(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = ["--node", "9", "--node", "10", "--node", "9"]
+    assert main(["issue", "--dir", str(directory), "--role", "host", *nodes]) == 0
+    file = directory / "host-9.p12"
+    assert f"{file}: muster://*/host/10/9, good until" in capsys.readouterr().out
+    assert main(["renew", "--dir", str(directory), str(file)]) == 0
+    assert "muster://*/host/10/9" in capsys.readouterr().out
+    assert main(["revoke", "--dir", str(directory), "--node", "10"]) == 0
+    assert "2 revoked" in capsys.readouterr().out  # the renewed one, and the one before
+    for wrong in (["--role", "host"], ["--role", "worker", *nodes]):
+        assert main(["issue", "--dir", str(directory), *wrong]) == 2
+        assert "names the nodes that its workers may take" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -425,3 +447,45 @@ def test_revocations_at_once_lose_none(directory: Path) -> None:
         assert [each.communicate(timeout=60) and each.returncode for each in processes] == [0, 0, 0, 0]
     revoked = {f"{entry.serial_number:x}" for entry in open_authority(directory, PASSWORD).revoked()}
     assert revoked == {serial for mine in serials for serial in mine}
+
+
+def test_etcd_gets_an_authority_of_its_own_and_the_scheduler_a_name_there(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["etcd", "--dir", str(directory), "--job", "resnet", "--hosts", "etcd0,10.0.0.9"]) == 0
+    said = capsys.readouterr().out
+    for command in (
+        "role grant-permission --prefix=true muster-resnet readwrite /muster/resnet/",
+        "user add resnet.scheduler --no-password",
+        "auth enable",
+    ):
+        assert command in said
+    config = load_config(directory / "config.json")
+    assert config.etcd_cert_path == directory / "etcd.p12"
+    own = load_for_etcd(config, {}, PASSWORD)
+    assert own.ca_pem == (directory / "etcd" / "ca.crt").read_bytes()
+    assert own.ca_pem != (directory / "ca.crt").read_bytes()
+    (member,) = x509.load_pem_x509_certificates((directory / "etcd" / "member.crt").read_bytes())
+    names = member.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "etcd0" in names.get_values_for_type(x509.DNSName)
+    assert common_name(member) != "resnet.scheduler"  # a member's key makes no scheduler
+    assert stat.S_IMODE((directory / "etcd" / "member.key").stat().st_mode) == 0o600
+    assert load_configured(config, "worker", {}, password=PASSWORD).ca_pem != own.ca_pem
+
+
+def test_without_keys_for_etcd_the_schedulers_own_certificate_counts(directory: Path) -> None:
+    config = load_config(directory / "config.json")
+    assert config.etcd_cert_path is None
+    assert load_for_etcd(config, {}, PASSWORD).ca_pem == (directory / "ca.crt").read_bytes()
+
+
+def test_etcd_needs_the_authoritys_password_and_says_if_there_is_one_already(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["etcd", "--dir", str(directory)]
+    assert main(arguments) == 0
+    assert main(arguments) == 1
+    assert "--force" in capsys.readouterr().err
+    before = (directory / "config.json").read_bytes()
+    assert main(["etcd", "--dir", str(directory / "nowhere")]) != 0
+    assert (directory / "config.json").read_bytes() == before

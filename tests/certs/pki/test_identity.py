@@ -26,6 +26,8 @@ from tests.certs.making import NOW, Pki, certificate, pem
         (Identity("*", "operator"), "muster://*/operator"),
         (Identity("a b/c", "worker", "n/1"), "muster://a%20b%2Fc/worker/n%2F1"),
         (Identity("überjob", "worker"), "muster://%C3%BCberjob/worker"),
+        (Identity("resnet", "host", nodes=("10", "8", "9")), "muster://resnet/host/10/8/9"),
+        (Identity("resnet", "host", nodes=("a/b",)), "muster://resnet/host/a%2Fb"),
     ],
 )
 def test_an_identity_is_spelt_and_read_as_a_uri(identity: Identity, uri: str) -> None:
@@ -38,6 +40,12 @@ def test_an_identity_is_spelt_and_read_as_a_uri(identity: Identity, uri: str) ->
     [
         "muster://job",
         "muster://job/worker/node/more",
+        "muster://job/host",
+        "muster://job/host/",
+        "muster://job/host/b/a",  # canonical is ascending
+        "muster://job/host/a/a",
+        "muster://job/host/a/*",
+        "muster://job/host/" + "/".join(f"{i:03}" for i in range(257)),
         "muster://job/worker/",
         "muster:///worker",
         "muster://job/boss",
@@ -67,10 +75,10 @@ names = st.text(min_size=1, max_size=128)
 
 
 @settings(deadline=None)
-@given(job=names, role=st.sampled_from(ROLES), node=st.none() | names)
-def test_every_legal_identity_survives_its_uri(job: str, role: str, node: str | None) -> None:
+@given(job=names, role=st.sampled_from(ROLES), node=st.none() | names, more=st.sets(names, max_size=3))
+def test_every_legal_identity_survives_its_uri(job: str, role: str, node: str | None, more: set[str]) -> None:
     try:
-        identity = Identity(job, role, node)
+        identity = Identity(job, role, node, nodes=tuple(sorted(more)) if role == "host" else ())
     except IdentityError:
         return
     try:
@@ -106,6 +114,34 @@ def test_an_unbound_certificate_may_take_any_node_and_a_starred_one_any_job() ->
     assert Identity("job", "worker").may(role="worker", job="job", node="any") is None
     assert Identity("*", "operator").may(role="operator", job="any") is None
     assert Identity("*", "operator").may(role="worker", job="any") is not None
+
+
+def test_a_host_acts_as_a_worker_as_each_of_its_own_nodes_and_no_other() -> None:
+    host = Identity("job", "host", nodes=("8", "9"))
+    assert host.may(role="host") is None
+    assert host.may(role="worker", job="job") is None
+    assert host.may(role="worker", job="job", node="9") is None
+    foreign = host.may(role="worker", job="job", node="7")
+    assert foreign is not None and "bound to the nodes '8', '9', not '7'" in foreign
+    assert host.may(role=("scheduler", "operator")) is not None
+    assert host.may(role="worker", job="other", node="9") is not None
+
+
+@pytest.mark.parametrize(
+    ("role", "node", "nodes"),
+    [
+        ("host", None, ()),
+        ("host", "8", ()),
+        ("host", "8", ("9",)),
+        ("worker", None, ("8", "9")),
+        ("host", None, ("9", "8")),
+    ],
+)
+def test_a_host_and_nobody_else_names_several_nodes(
+    role: str, node: str | None, nodes: tuple[str, ...]
+) -> None:
+    with pytest.raises(IdentityError):
+        Identity("job", role, node, nodes=nodes)
 
 
 def test_the_identity_is_read_from_a_certificate(pki: Pki) -> None:

@@ -47,7 +47,8 @@ def load(text: bytes, *authorities: Authority) -> Revocations:
     return load_revocations(text, [each.certificate for each in authorities], "crl.pem")
 
 
-def check(revocations: Revocations, *chain: x509.Certificate, now: datetime.datetime = NOW) -> None:
+def check(revocations: Revocations, *chain: x509.Certificate, now: datetime.datetime | None = None) -> None:
+    now = now or datetime.datetime.now(datetime.UTC)
     peer_of_pem(b"".join(pem(each) for each in chain)).check(revocations, now)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 
-from muster.certs.runtime.expiry import ExpiryReminder, expiries, expiry_warnings
+from muster.certs.runtime.expiry import ExpiryReminder, expiries
 from muster.certs.runtime.store import Credentials, load_credentials
 from tests.certs.making import DAY, PASSWORD, Pki
 
@@ -14,18 +14,18 @@ def at(credentials: Credentials, **fields: datetime.datetime) -> Credentials:
 
 def test_warnings_begin_and_name_what_ends(server: Credentials) -> None:
     end = server.not_after
-    assert expiry_warnings(server, 90, end - 91 * DAY) == []
-    [warning] = expiry_warnings(server, 90, end - 89.5 * DAY)
+    assert ExpiryReminder().due(server, 90, end - 91 * DAY) == []
+    [warning] = ExpiryReminder().due(server, 90, end - 89.5 * DAY)
     assert "muster://job/scheduler" in warning and server.fingerprint[:23] in warning
     assert f"ends in 89 days, on {end:%Y-%m-%d}" in warning and "certs renew" in warning
-    assert "ends on" in expiry_warnings(server, 90, end - DAY / 2)[0]
-    assert "ended on" in expiry_warnings(server, 90, end + DAY)[0]
-    assert expiry_warnings(server, 7, end - 8 * DAY) == []
+    assert "ends on" in ExpiryReminder().due(server, 90, end - DAY / 2)[0]
+    assert "ended on" in ExpiryReminder().due(server, 90, end + DAY)[0]
+    assert ExpiryReminder().due(server, 7, end - 8 * DAY) == []
 
 
 def test_the_authority_is_warned_about(server: Credentials) -> None:
     soon = at(server, ca_not_after=server.not_before + 50 * DAY)
-    [warning] = expiry_warnings(soon, 90, server.not_before)
+    [warning] = ExpiryReminder().due(soon, 90, server.not_before)
     assert warning.startswith("The authority of the certificate muster://job/scheduler ends in 50 days")
 
 
@@ -35,8 +35,8 @@ def test_a_revocation_list_is_warned_about_in_its_last_quarter(own_pki: Pki) -> 
         own_pki.path("server.p12"), PASSWORD, own_pki.ca, crl_path=own_pki.path("crl.pem")
     )
     [end] = [each.not_after for each in expiries(credentials, 90) if each.what == "revocation_list"]
-    assert expiry_warnings(credentials, 90, end - 3 * DAY) == []
-    [warning] = expiry_warnings(credentials, 90, end - 1.5 * DAY)
+    assert ExpiryReminder().due(credentials, 90, end - 3 * DAY) == []
+    [warning] = ExpiryReminder().due(credentials, 90, end - 1.5 * DAY)
     assert "The revocation list ends in 1 days" in warning and "certs revoke" in warning
 
 

@@ -18,15 +18,11 @@ import pytest
 
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.peer import peer_of_pem
-from muster.certs.runtime.grpc_credentials import (
-    RotatingServerCredentials,
-    channel_credentials,
-    client_options,
-    server_options,
-)
+from muster.certs.runtime.grpc_credentials import RotatingServerCredentials, channel_credentials
 from muster.certs.runtime.preflight import preflight
 from muster.certs.runtime.store import Credentials, load_credentials
 from muster.certs.runtime.tls import client_ssl_context
+from muster.rendezvous.settings import client_options, server_options
 from tests.certs.making import PASSWORD, Pki
 
 

@@ -17,11 +17,12 @@ from muster.certs import errors
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.peer import peer_of_pem
 from muster.certs.pki.templates import host_names
-from muster.certs.runtime.grpc_credentials import channel_credentials, client_options
-from muster.certs.runtime.preflight import Preflight, _fits, preflight
+from muster.certs.runtime.grpc_credentials import channel_credentials
+from muster.certs.runtime.preflight import Preflight, fits_host, preflight
 from muster.certs.runtime.probe import SILENT, spoken_at
 from muster.certs.runtime.store import Credentials, load_credentials, revocations_for
 from muster.certs.runtime.tls import server_ssl_context
+from muster.rendezvous.settings import client_options
 from tests.certs.making import DAY, NOW, PASSWORD, Pki, certificate, key_pem, pem
 from tests.certs.servers import grpc_server, server_credentials, socket_server, tls_server
 
@@ -261,7 +262,7 @@ def test_a_server_silent_after_the_handshake_times_out(server: Credentials, work
 def test_names_are_compared_as_tls_does(pki: Pki, name: str, host: str, fits: bool) -> None:
     [entry] = host_names([name]) if name != "*" else [x509.DNSName("*")]
     peer = peer_of_pem(pem(certificate(pki.authority, hosts=(entry,))))
-    assert _fits(host, peer) is fits
+    assert fits_host(host, peer) is fits
 
 
 def test_legacy_servers_only_where_allowed(pki: Pki, server: Credentials, worker: Credentials) -> None:

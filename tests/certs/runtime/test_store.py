@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -123,6 +124,14 @@ def test_a_missing_file_is_named(pki: Pki, tmp_path: Path) -> None:
         load(tmp_path / "none.p12", pki)
     with pytest.raises(errors.FileError, match=r"CA file.*No such file"):
         load_credentials(pki.path("client.p12"), PASSWORD, tmp_path / "none.crt")
+
+
+def test_a_missing_file_is_named_with_the_config_json_that_asks_for_it(pki: Pki, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    names = {"server_cert_path": "s.p12", "client_cert_path": "none.p12", "ca_cert_path": str(pki.ca)}
+    config.write_text(json.dumps(names))
+    with pytest.raises(errors.FileError, match=rf"none\.p12.*No such file.*{config} names it\."):
+        load_configured(load_config(config), "worker", {}, password=PASSWORD)
 
 
 def test_a_file_with_authorities_only_has_no_key(pki: Pki, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
+from muster.certs.config import SecurityConfig, load_config
 from muster.certs.errors import (
     ConfigError,
     FileError,
@@ -18,6 +22,7 @@ from muster.certs.errors import (
 )
 from muster.certs.files import write_file
 from muster.certs.pki.identity import Identity
+from muster.certs.runtime import watcher as watching
 from muster.certs.runtime.store import Credentials, load_credentials
 from muster.certs.runtime.watcher import CredentialsWatcher
 from tests.certs.making import DAY, NOW, PASSWORD, Pki, certificate, pem
@@ -171,6 +176,7 @@ def test_the_own_certificate_revoked_is_said(own_pki: Pki) -> None:
     change = watcher.poll()
     assert change is not None
     assert [type(problem) for problem in change.problems] == [RevokedError]
+    assert "its own certificate is not good any more" in str(change.problems[0])
 
 
 def serial(credentials: Credentials) -> int:
@@ -221,7 +227,7 @@ def test_a_certificate_of_another_role_or_job_is_not_put_in_force(own_pki: Pki, 
 
 
 def test_a_renewed_certificate_waits_for_lists_that_can_be_read(own_pki: Pki) -> None:
-    """Whether it is revoked cannot be told before."""
+    """Whether it is revoked cannot be known before."""
     watcher = watch(own_pki)
     before, good = watcher.credentials, own_pki.path("crl.pem").read_bytes()
     write_file(own_pki.path("crl.pem"), b"junk")
@@ -382,3 +388,56 @@ def test_a_bad_start_is_refused(own_pki: Pki) -> None:
         watch(own_pki)
     with pytest.raises(PasswordError):
         CredentialsWatcher(configure(own_pki, crl_path=""), "worker", {}, password=b"wrong")
+
+
+def test_a_file_server_that_gives_no_answer_is_reported_once_and_holds_nobody_up(
+    own_pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+
+    def hang(path: Path) -> SecurityConfig:
+        assert answer.wait(30)
+        return load_config(path)
+
+    monkeypatch.setattr(watching, "POLL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(watching, "load_config", hang)
+    answer.set()
+    watcher = watch(own_pki)
+    answer.clear()
+    reissue(own_pki)
+    change = watcher.poll()
+    assert change is not None and not change.new_certificate
+    assert "could be looked at within" in str(change.problems[0])
+    assert str(own_pki.path("server.p12")) in str(change.problems[0])
+    assert watcher.poll() is None
+    answer.set()
+    monkeypatch.setattr(watching, "POLL_TIMEOUT_S", 30.0)
+    deadline = time.monotonic() + 30
+    while (change := watcher.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert change is not None and change.new_certificate
+
+
+def test_one_thread_looks_at_the_files_every_time_and_ends_with_the_watcher(
+    own_pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(path: Path) -> SecurityConfig:
+        threads.append(threading.current_thread())
+        return load_config(path)
+
+    watcher = watch(own_pki)
+    monkeypatch.setattr(watching, "load_config", noted)
+    for _ in range(2):
+        reissue(own_pki)
+        change = watcher.poll()
+        assert change is not None and change.new_certificate
+    first, second = threads
+    assert first is second is not threading.current_thread()
+    del watcher
+    deadline = time.monotonic() + 30
+    while first.is_alive() and time.monotonic() < deadline:
+        gc.collect()  # again, if the thread has not let go of its last look yet
+        first.join(0.05)
+    assert not first.is_alive()

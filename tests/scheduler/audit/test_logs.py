@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from muster.scheduler.access import Caller
 from muster.scheduler.audit.logs import LOG, AuditLog, LineFormatter, Recorder, fields
 from muster.scheduler.errors import SettingsError
-from muster.scheduler.jobs.driver import Note
-from muster.scheduler.serve.access import Caller
-from muster.scheduler.serve.stream import Session
+from muster.scheduler.jobs.driver import Note, Session
 from tests.scheduler.fakes import candidate
 
 

@@ -83,7 +83,7 @@ watch = native_stderr.HandshakeWatch()
 for number in range(5000):
     native(f"E1121 16:46:26.925122    4965 ssl.cc:1] No match found for server name: {number} " + "x" * 1000)
     if number % 100 == 0:
-        with watch._native.lock: watch._native.drain()
+        with watch.native.lock: watch.native.drain()
 watch.close()
 """)
     assert 2 <= len(told.splitlines()) <= 4
@@ -110,17 +110,17 @@ def test_what_python_writes_does_not_pass_through_the_pipe() -> None:
     told = run(
         """
 watch = native_stderr.HandshakeWatch()
-with watch._native.lock:  # nobody reads the pipe now
+with watch.native.lock:  # nobody reads the pipe now
     print("printed", file=sys.stderr)
     LOG.warning("logged")
     faulthandler.dump_traceback()
     sys.stderr.write("unfinished")
     sys.stderr.flush()
-    os.write(watch._native.real, b"|")
+    os.write(watch.native.real, b"|")
 watch.close()
 print("and back", file=sys.stderr)
 LOG.warning("again")
-assert os.fstat(2).st_ino == os.fstat(watch._native.real).st_ino
+assert os.fstat(2).st_ino == os.fstat(watch.native.real).st_ino
 """,
         "-X",
         "faulthandler",
@@ -154,11 +154,11 @@ def test_failures_are_told_counted_and_audited_until_the_reports_end() -> None:
 recorder = Recorder()
 watch = native_stderr.HandshakeWatch()
 trace(FAILED)  # nobody wants to know yet
-with watch._native.lock: watch._native.drain()
+with watch.native.lock: watch.native.drain()
 watch.report_to(recorder)
 for _ in range(1000):
     trace(FAILED)
-    with watch._native.lock: watch._native.drain()
+    with watch.native.lock: watch.native.drain()
 watch.finish_reports()
 assert recorder.failed_handshakes["expired"] == 1000, recorder.failed_handshakes
 trace(FAILED)
@@ -173,11 +173,11 @@ assert recorder.failed_handshakes["expired"] == 1000
 
 
 def test_nobody_waits_for_a_pipe_that_is_full() -> None:
-    """Whoever held the interpreter's lock meanwhile would wait for ever: the reader needs it, too."""
+    """A thread that held the interpreter's lock meanwhile would wait for ever: the reader needs it, too."""
     run("""
 watch = native_stderr.HandshakeWatch()
 line = b"x" * 4095 + b"\\n"
-with watch._native.lock:
+with watch.native.lock:
     written = []
     while not written or written[-1] == len(line):
         written.append(HOLDING.write(2, line, len(line)))
@@ -204,7 +204,7 @@ def test_a_child_that_lives_on_keeps_nobody_waiting_for_long() -> None:
 watch = native_stderr.HandshakeWatch()
 child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
 watch.close()
-assert watch._native._thread.is_alive()
+assert watch.native.thread.is_alive()
 child.stdin.close()
 child.wait()
 """)
@@ -217,7 +217,7 @@ class Broken(Recorder):
 watch = native_stderr.HandshakeWatch()
 watch.report_to(Broken())
 trace(FAILED)
-watch._native._thread.join()
+watch.native.thread.join()
 native("still heard\\n")
 watch.close()
 """)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from muster.certs.errors import CertificateError, NameMismatchError
 from muster.certs.pki.identity import Identity
-from muster.scheduler.cli.client import Client, RefusedByScheduler, UnreachableError
+from muster.scheduler.cli.client import Client, Following, RefusedByScheduler, UnreachableError
 from muster.scheduler.config import Address
 from tests.scheduler.processes import Pki, Scheduler, environment, run_scheduler, scheduler
 
@@ -22,7 +23,7 @@ def running(pki: Pki) -> Iterator[Scheduler]:
 
 
 def address(pki: Pki | None, port: int, *, host: str = "127.0.0.1", job: str = "default") -> Address:
-    return Address(host, port, job, pki.config if pki is not None else None)
+    return Address((host,), port, job, pki.config if pki is not None else None)
 
 
 def test_status(running: Scheduler, pki: Pki) -> None:
@@ -65,6 +66,44 @@ def test_a_scheduler_that_is_stopped(pki: Pki, monkeypatch: pytest.MonkeyPatch) 
     assert str(caught.value).startswith(
         f"No scheduler can be reached at 127.0.0.1:{port}: it accepts connections but does not answer. Check"
     )
+
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOSTS[1], 0))
+        return int(probe.getsockname()[1])
+
+
+def test_of_several_schedulers_the_next_to_lead_is_waited_for(port: int) -> None:
+    replies: list[str] = []
+
+    def ask() -> None:
+        with Client(Address(HOSTS, port, "default", None), {}, wait_s=60.0) as client:
+            replies.append(client.status().state)
+
+    with pytest.raises(UnreachableError, match="None of the schedulers"):
+        Client(Address(HOSTS, port, "default", None), {}, wait_s=0.0)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with scheduler(port=str(port), MS_SCHED_HOST=HOSTS[1]):
+        asking.join(60.0)
+    assert replies == ["forming"]
+
+
+def test_who_watches_goes_on_with_the_scheduler_that_leads_next(port: int) -> None:
+    address = Address(HOSTS, port, "default", None)
+    with scheduler(port=str(port), MS_SCHED_HOST=HOSTS[0]):
+        one = Following(lambda: Client(address, {}, wait_s=60.0), several=False)
+        several = Following(lambda: Client(address, {}, wait_s=60.0), several=True)
+        assert one.status().state == several.status().state == "forming"
+    with one, pytest.raises(UnreachableError):
+        one.status()
+    with scheduler(port=str(port), MS_SCHED_HOST=HOSTS[1]), several:
+        assert several.status().state == "forming"
 
 
 def test_a_scheduler_for_another_job_is_not_believed(running: Scheduler, pki: Pki) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
+
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.scheduler.cli.status import as_json, show
+from muster.scheduler.cli.client import UnreachableError
+from muster.scheduler.cli.status import as_json, show, show_jobs, watch
 
 REPLY = pb.StatusReply(
     job_id="job",
@@ -28,6 +31,8 @@ REPLY = pb.StatusReply(
             state="member",
             address="10.0.0.1",
             topology="rack1",
+            pid=4711,
+            loss=0.123456,
         ),
         pb.WorkerStatus(node_id="[bold]x[/bold]", host_name="beta", rank=-1, local_rank=-1, state="waiting"),
     ],
@@ -49,6 +54,10 @@ def test_json_has_null_for_what_is_not_given_yet() -> None:
         "model": "NVIDIA H200",
     }
     assert shown["workers"][1]["last_collective"] is None
+    assert [(worker["pid"], worker["loss"]) for worker in shown["workers"]] == [
+        (4711, 0.123456),
+        (None, None),
+    ]
     assert (shown["missing"][0], shown["uptime_s"], shown["worker_min"]) == ("node-c", 3725.5, 2)
 
 
@@ -59,8 +68,76 @@ def test_the_table_names_all_and_takes_names_literally() -> None:
     assert "job job: running, generation 3, 1 of 4 ranks, at least 2, scheduler up 1:02:05" in text
     row = next(line for line in text.splitlines() if "node-a" in line)
     device = "cuda:1 0000:1b:00.0 NVIDIA H200"
-    for cell in ("alpha (10.0.0.1), rack1", device, "member", "0.2 s ago", "1200", "16,983.2"):
+    for cell in (
+        "alpha (10.0.0.1), rack1",
+        device,
+        "member",
+        "0.2 s ago",
+        "1200",
+        "16,983.2",
+        "4711",
+        "0.1235",
+    ):
         assert cell in row
     assert "[bold]x[/bold]" in text
     assert "missing: [red]node-d[/red]" in text
     assert "node-c is lost" in text
+
+
+def large(count: int) -> pb.StatusReply:
+    """A job whose figures are as long as they get."""
+    reply = pb.StatusReply(job_id="j" * 30, state="running", generation=12, worker_num=count)
+    for rank in range(count):
+        reply.workers.add(
+            node_id=f"node-{rank:04}-of-a-large-cluster-{rank}",
+            host_name="gpu-node-with-a-long-name.example.org",
+            rank=rank,
+            device=pb.Device(kind="cuda", index=7, model="NVIDIA H200", pci_bus_id="0000:1b:00.0"),
+            silent_s=12.5,
+            step=1_234_567 - 3 * rank,
+            samples_per_s=123_456.7,
+            state="leaving",
+            pid=4_194_303,
+            loss=1.234567e-05,
+        )
+    return reply
+
+
+def test_a_table_fits_eighty_columns_and_keeps_its_figures() -> None:
+    out = io.StringIO()
+    show(large(2), out, width=80)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for figure in ("4194303", "1234567", "1234564", " 3 ", "123,457", "1.235e-05", "silent"):
+        assert any(figure in line for line in lines), out.getvalue()
+
+
+def test_jobs_are_listed_with_their_scheduler() -> None:
+    out = io.StringIO()
+    job = pb.JobSummary(job_id="night", state="running", generation=2, members=3, worker_num=4, step=1200)
+    show_jobs([("10.0.0.1:6667", job)], out)
+    assert out.getvalue().split()[-8:] == ["night", "running", "2", "3", "of", "4", "1,200", "10.0.0.1:6667"]
+    show_jobs([], out)
+    assert out.getvalue().endswith("no jobs\n")
+
+
+@pytest.mark.parametrize(
+    ("last", "says"), [("ended", "ended"), ("gone", "is gone"), ("interrupt", "running")]
+)
+def test_watching_ends_with_the_job_or_with_ctrl_c(last: str, says: str) -> None:
+    out, asked, paused = io.StringIO(), [0], [0]
+
+    def ask() -> pb.StatusReply:
+        asked[0] += 1
+        if asked[0] == 3 and last == "gone":
+            raise UnreachableError("gone")
+        return pb.StatusReply(job_id="job", state="ended" if asked[0] == 3 and last == "ended" else "running")
+
+    def pause() -> None:
+        paused[0] += 1
+        if paused[0] == 2 and last == "interrupt":
+            raise KeyboardInterrupt
+
+    assert watch(ask, out, pause=pause) == 0
+    assert (asked[0], paused[0]) == ((2, 2) if last == "interrupt" else (3, 2))
+    assert says in out.getvalue()

@@ -6,86 +6,88 @@ from dataclasses import replace
 
 import pytest
 
+from muster.rendezvous import messages as m
+from muster.rendezvous.rank_table import RankTable, RankTableEntry
+from muster.rendezvous.versions import series_of
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as m
-from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import Job, RecoveryError
+from muster.scheduler.core.machine import Machine, RecoveryError
+from muster.version import __version__
 
-SETTINGS = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)
+SETTINGS = e.Settings(2, 0, 0, 30.0, 5.0, 1.0)
 
 
 def join(session: int, node_id: str, worker_num: int = 2, incarnation: int = 1) -> e.Joined:
-    host = v.Host(f"id-{node_id}", f"host-{node_id}", "10.0.0.1")
-    return e.Joined(session, v.Candidate(node_id, incarnation, host, v.Device(), worker_num, 0, "tcp"))
+    host = m.Host(f"id-{node_id}", f"host-{node_id}", "10.0.0.1")
+    return e.Joined(session, m.Candidate(node_id, incarnation, host, m.Device(), worker_num, 0, "tcp"))
 
 
-def history(job: Job, *events: e.Event) -> list[r.Record]:
+def history(job: Machine, *events: e.Event) -> list[r.Record]:
     return [record for event in events for record in job.step(event, 0.0).records]
 
 
 def test_records_of_another_job_are_refused() -> None:
-    records = history(Job("red", SETTINGS), join(1, "a"))
+    records = history(Machine("red", SETTINGS), join(1, "a"))
     with pytest.raises(RecoveryError, match="those of job red, not of job blue"):
-        Job.recover("blue", SETTINGS, records, 0.0)
+        Machine.recover("blue", SETTINGS, records, 0.0)
 
 
 def test_records_of_another_size_are_refused_naming_both() -> None:
-    records = history(Job("red", SETTINGS), join(1, "a"))
+    records = history(Machine("red", SETTINGS), join(1, "a"))
     with pytest.raises(RecoveryError, match="MS_WORKER_NUM=2, the scheduler has 3"):
-        Job.recover("red", replace(SETTINGS, worker_num=3), records, 0.0)
-    Job.recover("red", replace(SETTINGS, worker_num=0), records, 0.0)
+        Machine.recover("red", replace(SETTINGS, worker_num=3), records, 0.0)
+    Machine.recover("red", replace(SETTINGS, worker_num=0), records, 0.0)
 
 
 def test_records_that_are_no_history_are_refused() -> None:
     with pytest.raises(RecoveryError, match="contradict"):
-        Job.recover("red", SETTINGS, [r.Removed("nobody", 1, "left")], 0.0)
-    records = history(Job("red", SETTINGS), join(1, "a"))
+        Machine.recover("red", SETTINGS, [r.Removed("nobody", 1, "left")], 0.0)
+    records = history(Machine("red", SETTINGS), join(1, "a"))
     with pytest.raises(RecoveryError, match="begin with its opening"):
-        Job.recover("red", SETTINGS, records[1:], 0.0)
+        Machine.recover("red", SETTINGS, records[1:], 0.0)
 
 
 def test_nothing_recovered_is_a_new_job() -> None:
-    job = Job.recover("red", SETTINGS, [], 3.0)
+    job = Machine.recover("red", SETTINGS, [], 3.0)
     assert job.view(3.0).state == "forming"
     assert job.deadline() == 13.0
 
 
 def test_an_ended_job_stays_ended() -> None:
-    job = Job("red", replace(SETTINGS, worker_num=1))
+    job = Machine("red", replace(SETTINGS, worker_num=1))
     records = history(job, join(1, "a", 1), e.BuiltReported(1, 1), e.LeftCleanly(1, 1, True, ""))
     assert job.outcome is not None and job.outcome.ok
-    again = Job.recover("red", replace(SETTINGS, worker_num=1), records, 5.0)
+    again = Machine.recover("red", replace(SETTINGS, worker_num=1), records, 5.0)
     assert again.outcome == job.outcome
     assert again.deadline() is None
 
 
 def test_no_unique_id_is_in_a_record_a_view_or_a_reason() -> None:
-    job = Job("red", SETTINGS)
+    job = Machine("red", SETTINGS)
     decisions = [job.step(event, 0.0) for event in (join(1, "a"), join(2, "b"))]
     decisions.append(job.step(e.UniqueIdsPublished(1, 1, (b"S3CRET",)), 0.0))
     assert any(isinstance(message, m.UniqueIds) for _, message in decisions[-1].messages)
-    assert "S3CRET" not in repr(decisions) + repr(job.view(0.0)) + repr(job.__dict__["_records"])
+    assert "S3CRET" not in repr(decisions) + repr(job.view(0.0))
     assert not decisions[-1].records
 
 
 def test_a_rank_table_of_another_size_than_worker_num_is_refused() -> None:
-    table = v.RankTable((v.RankTableEntry(0, "a", 0),))
+    table = RankTable((RankTableEntry(0, "a", 0),))
     with pytest.raises(ValueError, match="MS_WORKER_NUM is 2, but the rank table has 1 entries"):
-        Job("red", replace(SETTINGS, rank_table=table))
+        Machine("red", replace(SETTINGS, rank_table=table))
 
 
 def test_who_has_no_device_is_told_so_where_a_rank_table_asks_for_one() -> None:
-    table = v.RankTable((v.RankTableEntry(0, "host-a", 0), v.RankTableEntry(1, "host-a", 1)))
-    job = Job("red", replace(SETTINGS, rank_table=table))
+    table = RankTable((RankTableEntry(0, "host-a", 0), RankTableEntry(1, "host-a", 1)))
+    job = Machine("red", replace(SETTINGS, rank_table=table))
     [refused] = [told for _, told in job.step(join(1, "a"), 0.0).messages if isinstance(told, m.Refused)]
     assert refused.code is m.RefusalCode.NOT_IN_RANK_TABLE
     assert "no device: DEVICE_ID is not set" in refused.sentence
 
 
 def test_large_worlds_take_several_unique_ids() -> None:
-    job = Job("red", replace(SETTINGS, worker_num=5, ranks_per_unique_id=2))
+    job = Machine("red", replace(SETTINGS, worker_num=5, ranks_per_unique_id=2))
     decisions = [job.step(join(number, str(number), 5), 0.0) for number in range(5)]
     assignments = [told for _, told in decisions[-1].messages if isinstance(told, m.Assignment)]
     assert {assignment.unique_id_count for assignment in assignments} == {3}
@@ -93,14 +95,14 @@ def test_large_worlds_take_several_unique_ids() -> None:
 
 def test_a_thousand_joins_cost_few_messages() -> None:
     number = 1000
-    job = Job("red", replace(SETTINGS, worker_num=number))
+    job = Machine("red", replace(SETTINGS, worker_num=number))
     sent = [len(job.step(join(n, str(n), number), 0.0).messages) for n in range(number)]
     assert sum(sent[:-1]) < 4 * number
     assert sent[-1] == number + 1
 
 
 def test_the_deadline_is_never_in_the_past_after_a_tick_on_time() -> None:
-    job = Job("red", replace(SETTINGS, spares=1))
+    job = Machine("red", replace(SETTINGS, spares=1))
     now = 0.0
     for event in (e.Tick(), join(1, "a"), join(2, "b")):
         job.step(event, now)
@@ -116,7 +118,7 @@ def test_the_deadline_is_never_in_the_past_after_a_tick_on_time() -> None:
 
 
 def test_losses_that_come_together_make_one_generation_that_names_them_all() -> None:
-    job = Job("red", replace(SETTINGS, worker_num=4, worker_min=1))
+    job = Machine("red", replace(SETTINGS, worker_num=4, worker_min=1))
     history(job, *(join(number, str(number), 4) for number in range(4)))
     first = job.step(e.SessionLost(1, "killed"), 1.0, more=True)
     assert [type(record) for record in first.records] == [r.Removed]
@@ -128,14 +130,14 @@ def test_losses_that_come_together_make_one_generation_that_names_them_all() -> 
 
 
 def reasons(*events: e.Joined) -> str:
-    job = Job("red", replace(SETTINGS, worker_num=3))
+    job = Machine("red", replace(SETTINGS, worker_num=3))
     return " ".join(job.step(event, 0.0).reason for event in events)
 
 
 def with_facts(event: e.Joined, model: str = "", **facts: str) -> e.Joined:
-    device = replace(event.candidate.device, model=model)
+    device = event.candidate.device.replaced(model=model)
     pairs = tuple(sorted((key.replace("soft_", "~"), value) for key, value in facts.items()))
-    return replace(event, candidate=replace(event.candidate, device=device, facts=pairs))
+    return event.replaced(candidate=event.candidate.replaced(device=device, facts=pairs))
 
 
 def test_a_fact_that_differs_is_refused_and_a_soft_one_is_warned_of_once() -> None:
@@ -155,16 +157,43 @@ def test_a_fact_that_differs_is_refused_and_a_soft_one_is_warned_of_once() -> No
     assert "has nccl=2.27.0, but node a" in reasons(first, with_facts(join(2, "b", 3), "H200", nccl="2.27.0"))
 
 
+def changed(change: tuple[int, int]) -> str:
+    """A version whose minor number differs from this one's by so much, and a patch number."""
+    series = series_of(__version__)
+    assert series is not None
+    return f"{series[0]}.{series[1] + change[0]}.{change[1]}"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [((1, 0), "upgrade the scheduler first"), ((-2, 0), "Upgrade the worker"), ((-1, 0), ""), ((0, 3), "")],
+)
+def test_workers_of_this_minor_version_and_the_one_before_are_admitted(
+    change: tuple[int, int], words: str
+) -> None:
+    said = reasons(with_facts(join(1, "a", 3), muster=changed(change)))
+    assert words in said and ("is refused" in said) == bool(words), said
+
+
+def test_patch_releases_train_together_with_a_warning_and_minor_versions_do_not() -> None:
+    first = with_facts(join(1, "a", 3), muster=changed((0, 0)))
+    said = reasons(first, with_facts(join(2, "b", 3), muster=changed((0, 1))), join(3, "c", 3))
+    assert f"Node b on host host-b has muster {changed((0, 1))}, but node a" in said
+    assert "node a on host host-a has muster=" in reasons(
+        first, with_facts(join(2, "b", 3), muster=changed((-1, 0)))
+    )
+
+
 def test_two_machines_with_one_name_are_warned_of() -> None:
     twin = join(2, "b", 3)
-    twin = replace(twin, candidate=replace(twin.candidate, host=v.Host("id-other", "host-a", "10.0.0.2")))
+    twin = twin.replaced(candidate=twin.candidate.replaced(host=m.Host("id-other", "host-a", "10.0.0.2")))
     assert "Warning: several machines are named host-a" in reasons(join(1, "a", 3), twin)
     assert "Warning" not in reasons(join(1, "a", 3), join(2, "b", 3))
 
 
 def with_label(event: e.Joined, label: str) -> e.Joined:
-    host = v.Host("id-h", "h", "10.0.0.1", label)
-    return replace(event, candidate=replace(event.candidate, host=host))
+    host = m.Host("id-h", "h", "10.0.0.1", label)
+    return event.replaced(candidate=event.candidate.replaced(host=host))
 
 
 def test_two_labels_of_one_host_are_worth_one_warning() -> None:
@@ -181,14 +210,14 @@ def test_two_labels_of_one_host_are_worth_one_warning() -> None:
 
 def test_a_host_with_two_labels_has_the_same_ranks_after_a_restart() -> None:
     settings = replace(SETTINGS, worker_num=3, worker_min=2)
-    job = Job("red", settings)
+    job = Machine("red", settings)
     labels = ("b", "a", "b")
     joins = [with_label(join(n, f"w{n}", 3), label) for n, label in enumerate(labels)]
     records = history(job, *joins, *(e.BuiltReported(n, 1) for n in range(3)))
-    again = Job.recover("red", settings, records, 0.0)
+    again = Machine.recover("red", settings, records, 0.0)
     for number, event in enumerate(joins):  # under new streams
-        rank = job._ledger.rank_of(event.candidate.node_id)
-        again.step(replace(event, session=number + 3, held_generation=1, held_rank=rank, built=True), 0.0)
+        rank = job.job.ledger.rank_of(event.candidate.node_id)
+        again.step(event.replaced(session=number + 3, held_generation=1, held_rank=rank, built=True), 0.0)
     for each, gone in ((job, 0), (again, 3)):
         each.step(e.SessionLost(gone, "killed"), 1.0)
     after = [[(w.candidate.node_id, w.rank) for w in each.view(1.0).workers] for each in (job, again)]
@@ -198,8 +227,8 @@ def test_a_host_with_two_labels_has_the_same_ranks_after_a_restart() -> None:
 STANDS = "Generation 1 stands with 2 members."
 
 
-def running(settings: v.Settings = SETTINGS) -> tuple[Job, list[r.Record]]:
-    job = Job("red", settings)
+def running(settings: e.Settings = SETTINGS) -> tuple[Machine, list[r.Record]]:
+    job = Machine("red", settings)
     return job, history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
 
 
@@ -220,7 +249,7 @@ def test_what_is_refused_is_said_but_is_not_the_reason_of_a_running_job(event: e
 
 
 def test_what_is_refused_is_not_the_reason_of_a_job_that_forms_stalls_or_waits() -> None:
-    job = Job("red", SETTINGS)
+    job = Machine("red", SETTINGS)
     history(job, join(1, "a"), join(2, "b", 7))
     assert job.view(0.0).reason == "1 of 2 workers is in: a; missing: 1 worker."
     job, _ = running(replace(SETTINGS, node_timeout_s=100.0))
@@ -241,24 +270,24 @@ def test_what_is_refused_is_not_the_reason_of_a_job_that_forms_stalls_or_waits()
 def test_a_running_job_says_that_it_stands_whoever_comes_goes_or_restarts() -> None:
     job, records = running(replace(SETTINGS, spares=1))
     spare = join(3, "s")
-    job.step(replace(spare, candidate=replace(spare.candidate, spare=True)), 1.0)
+    job.step(spare.replaced(candidate=spare.candidate.replaced(spare=True)), 1.0)
     assert job.view(1.0).reason == STANDS
     job.step(e.SessionLost(3, "killed"), 1.0)
     assert job.view(1.0).reason == STANDS
-    assert Job.recover("red", SETTINGS, records, 1.0).view(1.0).reason == STANDS
+    assert Machine.recover("red", SETTINGS, records, 1.0).view(1.0).reason == STANDS
 
 
 def test_a_stream_that_asks_twice_while_it_is_unclear_who_comes_back_gets_one_answer() -> None:
     settings = replace(SETTINGS, worker_num=1)
-    records = history(Job("red", settings), join(1, "a", 1))
-    job = Job.recover("red", settings, records, 0.0)
+    records = history(Machine("red", settings), join(1, "a", 1))
+    job = Machine.recover("red", settings, records, 0.0)
     asks: list[e.Event] = [join(2, "b", 1), join(3, "c", 1), join(3, "c", 1), join(4, "a", 1)]
     asks.append(e.SessionLost(4, "reset"))
     answers = [told for i, ask in enumerate(asks) for told in job.step(ask, 1.0 + i).messages]
     assert [type(message) for session, message in answers if session == 3] == [m.Refused]
 
 
-def loss_after(silent_s: float) -> tuple[Job, Decision]:
+def loss_after(silent_s: float) -> tuple[Machine, Decision]:
     """A job that runs, whose member b was last heard at 0 and loses its stream after so long."""
     job, _ = running(replace(SETTINGS, worker_min=1))
     return job, job.step(e.SessionLost(2, "reset"), silent_s)
@@ -272,6 +301,18 @@ def test_a_worker_whose_stream_ends_while_it_is_heard_is_lost_at_once() -> None:
     _, decision = loss_after(2.0)
     assert is_removed(decision)
     assert decision.reason.startswith("Rank 1 (node b on host host-b) is lost: its stream ended (reset).")
+
+
+def test_a_worker_whose_hosts_stream_broke_keeps_its_place_until_node_timeout() -> None:
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    decision = job.step(e.SessionLost(2, "its host's stream ended", may_return=True), 1.0)
+    assert not is_removed(decision)
+    assert "it has 4.0 s to come back" in decision.reason
+    back = job.step(e.Joined(5, join(5, "b").candidate, held_generation=1, held_rank=1, built=True), 2.0)
+    assert not is_removed(back)
+    job.step(e.SessionLost(5, "its host's stream ended", may_return=True), 2.5)
+    job.step(e.Heard(1, 1, 0, 0, 0.0), 6.0)
+    assert is_removed(job.step(e.Tick(), 7.0))
 
 
 def test_a_worker_whose_stream_ends_in_a_pause_keeps_its_place_until_node_timeout() -> None:
@@ -337,8 +378,21 @@ def test_silence_does_not_count_while_what_a_worker_sent_is_unread() -> None:
     assert is_removed(decision) and "(node b on host host-b) is lost: not heard for 5.0 s" in decision.reason
 
 
+def test_a_stream_may_have_broken_until_it_is_looked_again_whether_the_scheduler_is_behind() -> None:
+    """Workers that were not heard since they were placed may be silent for longer: a look comes later."""
+    job = Machine("red", SETTINGS)
+    history(job, join(1, "a"), join(2, "b"))
+    behind_at = next(at / 4 for at in range(100) if job.overdue(at / 4))
+    assert behind_at > SETTINGS.node_timeout_s
+    job.step(e.FellBehind((1, 2)), behind_at)
+    look_at = next(behind_at + at / 4 for at in range(100) if job.overdue(behind_at + at / 4))
+    for session in (1, 2):  # the end of a flood: what waited is read in one go, with the stream's end
+        job.step(e.Heard(session, 1, 0, 0, 0.0), look_at)
+        assert not is_removed(job.step(e.SessionLost(session, "ping timeout"), look_at))
+
+
 def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> None:
-    job = Job("red", SETTINGS)
+    job = Machine("red", SETTINGS)
     history(job, join(1, "a"))
     job.step(e.StoodStill(29.0), 29.0)
     assert job.step(e.Tick(), 31.0).records == ()  # MS_TOPO_TIMEOUT, 30 s, has not run meanwhile
@@ -350,27 +404,73 @@ def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> 
     assert decision.records == () and "No progress" not in decision.reason
 
 
+def test_what_the_scheduler_did_not_read_costs_the_group_no_time_to_be_built() -> None:
+    job = Machine("red", SETTINGS)
+    history(job, join(1, "a"), join(2, "b"))
+    for behind_at in (15.0, 20.0, 25.0):
+        job.step(e.FellBehind((1, 2)), behind_at)
+        job.step(e.Heard(1, 1, 0, 0, 0.0), behind_at)
+    due = job.deadline()
+    assert due is not None and due <= 30.0
+    for session in (1, 2):
+        job.step(e.Heard(session, 1, 0, 0, 0.0), 29.0)
+    assert not job.step(e.Tick(), 31.0).records
+    for session in (1, 2):
+        job.step(e.Heard(session, 1, 0, 0, 0.0), 44.0)
+    assert not job.step(e.Tick(), 44.9).records
+    [ended] = job.step(e.Tick(), 45.0).records
+    assert isinstance(ended, r.JobEnded) and "was not built in time" in ended.reason
+
+
+def test_a_group_formed_again_late_has_half_of_the_time_and_all_together_twice() -> None:
+    """Else a cut or a hang that is found late, before a group has ever stood, ends the job."""
+    job = Machine("red", replace(SETTINGS, worker_num=6, worker_min=2, node_timeout_s=1000.0))
+    history(job, *(join(number, node_id, 6) for number, node_id in enumerate("abcdef", 1)))
+    for session, lost_at in ((6, 29.0), (5, 43.0), (4, 55.0), (3, 59.0)):
+        assert not job.step(e.Tick(), lost_at).records
+        job.step(e.Heard(session, 1, 0, 0, 0.0), lost_at)
+        lost, formed = job.step(e.SessionLost(session, "reset"), lost_at).records
+        assert isinstance(lost, r.Removed) and isinstance(formed, r.GenerationFormed)
+    [ended] = job.step(e.Tick(), 60.0).records
+    assert isinstance(ended, r.JobEnded) and "was not built in time" in ended.reason
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["heartbeat first", "built before its next heartbeat"])
+def test_a_member_that_comes_late_to_build_gives_all_their_time(heard: bool) -> None:
+    """One that was busy alone, with an evaluation, is waited for; the others build when it has come."""
+    job = three(2, node_timeout_s=1000.0)
+    job.step(e.SessionLost(3, "reset"), 1.0)
+    job.step(e.Heard(1, 2, 4, 5, 1.0, (), 2), 2.0)  # a has come, b evaluates
+    job.step(e.Heard(2, 2, 4, 5, 1.0, (), 1), 30.5)
+    if heard:
+        job.step(e.Heard(2, 2, 4, 5, 1.0, (), 2), 30.9)
+    assert not job.step(e.BuiltReported(2, 2), 31.1).records
+    assert not job.step(e.Tick(), 32.0).records
+    [established] = job.step(e.BuiltReported(1, 2), 33.0).records
+    assert isinstance(established, r.GroupEstablished)
+
+
 def test_a_launch_is_named_by_its_first_admission_whoever_comes_later_and_after_a_restart() -> None:
     """So that replacements know which checkpoints are of their own launch."""
 
-    def launches(job: Job, session: int, node_id: str, incarnation: int) -> set[int]:
+    def launches(job: Machine, session: int, node_id: str, incarnation: int) -> set[int]:
         messages = job.step(join(session, node_id, incarnation=incarnation), 1.0).messages
         return {message.launch for _, message in messages if isinstance(message, m.Assignment)}
 
-    job = Job("red", SETTINGS)
+    job = Machine("red", SETTINGS)
     records = history(job, join(1, "a", incarnation=71))
     decision = job.step(join(2, "b", incarnation=72), 0.0)
     assert {x.launch for _, x in decision.messages if isinstance(x, m.Assignment)} == {71}
     records += decision.records
     lost = [job.step(e.SessionLost(session, "reset"), 0.5) for session in (1, 2)]
     records += [record for each in lost for record in each.records]
-    recovered = Job.recover("red", SETTINGS, records, 0.7)
+    recovered = Machine.recover("red", SETTINGS, records, 0.7)
     for each in (job, recovered):
         assert launches(each, 3, "a", 73) | launches(each, 4, "b", 74) == {71}
 
 
 def test_a_suspension_leaves_it_to_the_worker_to_say_how_long_it_waits() -> None:
-    job = Job("red", SETTINGS)
+    job = Machine("red", SETTINGS)
     history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
     decision = job.step(e.SessionLost(2, "reset"), 0.0)
     (suspended,) = (message for _, message in decision.messages if isinstance(message, m.Suspended))
@@ -388,7 +488,7 @@ def suspended() -> list[r.Record]:
 def test_a_lower_worker_min_at_a_restart_is_journaled_and_frees_a_suspended_job() -> None:
     lower = replace(SETTINGS, worker_min=1)
     records = suspended()
-    job = Job.recover("red", lower, records, 5.0)
+    job = Machine.recover("red", lower, records, 5.0)
     assert job.deadline() == 0.0  # at once
     decision = job.step(e.Tick(), 5.0)
     assert decision.reason.startswith(
@@ -396,13 +496,13 @@ def test_a_lower_worker_min_at_a_restart_is_journaled_and_frees_a_suspended_job(
     )
     assert decision.records[0] == r.JobOpened("red", 2, 1)
     assert job.view(5.0).worker_min == 1
-    same = replace(join(3, "b", incarnation=2).candidate, worker_min=1)
-    other = replace(join(4, "b", incarnation=3).candidate, worker_min=2)
+    same = join(3, "b", incarnation=2).candidate.replaced(worker_min=1)
+    other = join(4, "b", incarnation=3).candidate.replaced(worker_min=2)
     answers = [job.step(e.Joined(session, each), 6.0) for session, each in ((4, other), (3, same))]
     (refused,) = (message for _, message in answers[0].messages)
     assert isinstance(refused, m.Refused) and "the job has MS_WORKER_MIN=1" in refused.sentence
     assert any(isinstance(record, r.Admitted) for record in answers[1].records)
-    again = Job.recover("red", lower, [*records, *decision.records], 7.0)
+    again = Machine.recover("red", lower, [*records, *decision.records], 7.0)
     assert again.view(7.0).worker_min == 1
     assert not again.step(e.Tick(), 7.0).records
 
@@ -410,41 +510,41 @@ def test_a_lower_worker_min_at_a_restart_is_journaled_and_frees_a_suspended_job(
 def test_a_worker_min_that_the_workers_said_stays() -> None:
     settings = replace(SETTINGS, worker_num=0)
     event = join(1, "a", 3)
-    said = replace(event, candidate=replace(event.candidate, worker_min=2))
-    records = history(Job("red", settings), said)
-    assert Job.recover("red", settings, records, 1.0).view(1.0).worker_min == 2
+    said = event.replaced(candidate=event.candidate.replaced(worker_min=2))
+    records = history(Machine("red", settings), said)
+    assert Machine.recover("red", settings, records, 1.0).view(1.0).worker_min == 2
 
 
 def test_a_recovered_job_has_a_reason_at_once() -> None:
-    assert Job.recover("red", SETTINGS, suspended(), 5.0).view(5.0).reason == (
+    assert Machine.recover("red", SETTINGS, suspended(), 5.0).view(5.0).reason == (
         "Generation 1 is over: rank 1 (node b on host host-b) is lost: its stream ended (reset). "
         "1 member left (a), MS_WORKER_MIN is 2; waiting up to 30 s for more."
     )
     first, both = (
-        history(Job("red", SETTINGS), join(1, "a")),
-        history(Job("red", SETTINGS), join(1, "a"), join(2, "b")),
+        history(Machine("red", SETTINGS), join(1, "a")),
+        history(Machine("red", SETTINGS), join(1, "a"), join(2, "b")),
     )
-    assert Job.recover("red", SETTINGS, first, 5.0).view(5.0).reason == (
+    assert Machine.recover("red", SETTINGS, first, 5.0).view(5.0).reason == (
         "1 of 2 workers is in: a; missing: 1 worker."
     )
-    assert Job.recover("red", SETTINGS, both, 5.0).view(5.0).reason == (
+    assert Machine.recover("red", SETTINGS, both, 5.0).view(5.0).reason == (
         "Generation 1 is formed with 2 members: all 2 workers are in."
     )
 
 
-ELASTIC = v.Settings(2, 1, 0, 30.0, 5.0, 1.0)
+ELASTIC = e.Settings(2, 1, 0, 30.0, 5.0, 1.0)
 
 
-def switching(settings: v.Settings = ELASTIC) -> Job:
+def switching(settings: e.Settings = ELASTIC) -> Machine:
     """A job of member a; b is to arrive after step 7: generation 3 is formed, and a still runs in 2."""
-    job = Job("red", settings)
+    job = Machine("red", settings)
     history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
     history(job, e.LeftCleanly(2, 1, False, "gives up"), e.BuiltReported(1, 2))
     history(job, join(3, "b", incarnation=2), e.QuiescedReported(1, 2, 7))
     return job
 
 
-def formed_by(job: Job, event: e.Event) -> r.GenerationFormed:
+def formed_by(job: Machine, event: e.Event) -> r.GenerationFormed:
     (record,) = [each for each in job.step(event, 0.0).records if isinstance(each, r.GenerationFormed)]
     return record
 
@@ -462,7 +562,7 @@ def test_a_member_that_is_lost_before_a_switch_breaks_its_step() -> None:
 
 
 def test_what_fails_among_those_who_switched_too_early_breaks_no_step() -> None:
-    """Only a failure in the generation that stands tells that its last step cannot be finished."""
+    """Only a failure in the generation that stands shows that its last step cannot be finished."""
     job = switching()
     formed_by(job, e.LeftCleanly(3, 3, False, "gives up"))
     late = e.PeerSuspected(1, 3, 1, "connection reset")  # a was about to build generation 3 with the newcomer
@@ -470,15 +570,15 @@ def test_what_fails_among_those_who_switched_too_early_breaks_no_step() -> None:
     assert formed_by(job, e.PeerSuspected(1, 2, 0, "connection reset")).switch_after_step == -1
 
 
-def three(worker_min: int) -> Job:
+def three(worker_min: int, node_timeout_s: float = 5.0) -> Machine:
     """A job of members a, b and c that stands."""
-    job = Job("red", v.Settings(3, worker_min, 0, 30.0, 5.0, 1.0))
+    job = Machine("red", e.Settings(3, worker_min, 0, 30.0, node_timeout_s, 1.0))
     history(job, *[join(number, node, 3) for number, node in enumerate("abc", 1)])
     history(job, *[e.BuiltReported(number, 1) for number in (1, 2, 3)])
     return job
 
 
-def losses_told(job: Job, event: e.Event) -> dict[int, m.FirstLoss | None]:
+def losses_told(job: Machine, event: e.Event) -> dict[int, m.FirstLoss | None]:
     """Whom each session hears of as the first loss, with what follows from the event."""
     kinds = (m.Assignment, m.Suspended, m.Ended)
     messages = job.step(event, 0.0).messages
@@ -507,6 +607,56 @@ def test_who_goes_because_of_others_is_not_the_first_even_if_it_is_heard_first()
     assert first is not None and first.node_id == "b"
 
 
+def test_who_leaves_as_asked_from_a_suspended_job_is_not_lost_to_those_that_finish() -> None:
+    """It may have finished as well: its goodbye is on the way when it is let go."""
+    job = three(3)
+    history(job, e.LeaveRequested(1, 1, "SIGTERM"))
+    history(job, *[e.QuiescedReported(number, 1, 5) for number in (1, 2, 3)])
+    assert job.view(0.0).state == "suspended"
+    history(job, e.LeaveRequested(2, 1, "SIGTERM"))
+    finish(job, 3)
+    assert job.outcome == r.JobEnded(True, "All members have completed the training.")
+
+
+def finish(job: Machine, session: int, now: float = 0.0) -> Decision:
+    return job.step(e.LeftCleanly(session, 1, True, ""), now)
+
+
+EARLY = "rank 1 (node b on host host-b) has finished, while others still wait: it had fewer batches"
+
+
+def test_a_group_formed_because_a_member_finished_early_says_so() -> None:
+    job = three(1)
+    finish(job, 2)
+    job.step(e.PeerSuspected(1, 1, 0, "all_reduce failed in Gloo"), 0.0)
+    for session in (1, 3):
+        job.step(e.Heard(session, 1, 0, 0, 1.0), 4.0)
+    [record] = [each for each in job.step(e.Tick(), 5.0).records if isinstance(each, r.GenerationFormed)]
+    assert EARLY in record.reason
+
+
+def test_who_cannot_say_on_whom_a_collective_failed_is_answered_who_has_finished() -> None:
+    job = three(1)
+    failed = e.PeerSuspected(1, 1, -1, "all_reduce failed in Gloo")
+    assert not job.step(failed, 0.0).messages
+    answers = finish(job, 2).messages, job.step(failed, 0.0).messages  # whichever is heard first
+    for answer in [told for messages in answers for session, told in messages if session == 1]:
+        assert isinstance(answer, m.Waiting) and answer.finished_ranks == (1,)
+        assert answer.sentence.startswith(EARLY.replace("rank", "Rank"))
+    assert [len(messages) for messages in answers] == [2, 1]
+    assert not job.step(e.Tick(), 4.9).records, "the generation stands"
+
+
+def test_a_stall_report_names_who_has_finished() -> None:
+    job = three(1)
+    for session in (1, 3):
+        job.step(e.Heard(session, 1, 4, 5, 1.0), 0.0)
+    finish(job, 2)
+    for session in (1, 3):
+        job.step(e.Heard(session, 1, 4, 5, 1.0), 59.0)
+    assert EARLY in job.step(e.Tick(), 61.0).reason
+
+
 def test_a_leave_is_no_loss_and_a_group_that_goes_on_forgets_the_last_one() -> None:
     job = three(1)
     history(job, e.LeaveRequested(1, 1, "SIGTERM"))
@@ -518,3 +668,56 @@ def test_a_leave_is_no_loss_and_a_group_that_goes_on_forgets_the_last_one() -> N
     assert job.view(0.0).state == "running"
     [second] = set(losses_told(job, e.LeftCleanly(3, generation, False, "KeyError: 1")).values())
     assert second is not None and second.node_id == "c"
+
+
+# ---------------------------------------------------------------- how often workers are heard
+
+
+def many(number: int, **settings: float) -> Machine:
+    """A job of so many workers, which all are in."""
+    job = Machine("red", replace(SETTINGS, worker_num=number, worker_min=1, **settings))  # type: ignore[arg-type]
+    for session in range(1, number + 1):
+        job.step(join(session, f"n{session}", number), 0.0)
+    assert job.view(0.0).state == "building"
+    return job
+
+
+@pytest.mark.parametrize(
+    ("number", "per_s", "node_timeout_s", "member_s", "waiting_s"),
+    [
+        (2, 1000.0, 30.0, 1.0, 10.0),  # a third of the node timeout while they wait, then once a second
+        (20, 10.0, 30.0, 2.0, 10.0),  # all members together so many times a second
+        (90, 10.0, 30.0, 6.0, 10.0),  # a fifth of the node timeout at most
+        (90, 10.0, 4.0, 1.0, 4.0 / 3),
+        (2, 1000.0, 2.0, 1.0, 1.0),
+    ],
+)
+def test_workers_hear_how_often_they_are_to_be_heard(
+    number: int, per_s: float, node_timeout_s: float, member_s: float, waiting_s: float
+) -> None:
+    job = Machine(
+        "red", replace(SETTINGS, worker_num=number, node_timeout_s=node_timeout_s, heartbeats_per_s=per_s)
+    )
+    decision = job.step(join(1, "a", number), 0.0)
+    [welcome] = [message for _, message in decision.messages if isinstance(message, m.Welcome)]
+    assert welcome.heartbeat_interval_s == pytest.approx(member_s)
+    assert welcome.waiting_interval_s == pytest.approx(waiting_s)
+
+
+def test_who_is_heard_less_often_is_waited_for_that_much_longer() -> None:
+    """A pause of the node timeout may begin just before a heartbeat."""
+    job = many(4, node_timeout_s=6.0, heartbeats_per_s=4 / 1.2)  # members every 1.2 s, others every 2 s
+    job.step(e.Heard(1, 1, 0, 0, 0.0), 1.0)
+    assert job.overdue(7.2) == ()
+    assert job.overdue(7.4) == (1,)  # heard as a member since 1.0; the others not since 0.0, without a place
+    assert job.overdue(7.5) == (1, 2, 3, 4)
+    assert job.deadline() == pytest.approx(7.3)
+
+
+def test_a_stream_that_ends_within_two_heartbeats_is_that_of_a_killed_worker_however_rare_they_are() -> None:
+    job = many(4, node_timeout_s=6.0, heartbeats_per_s=4 / 1.2)
+    assert is_removed(job.step(e.SessionLost(4, "reset"), 3.9))  # without a place, every 2 s
+    for session in (1, 2, 3):
+        job.step(e.Heard(session, 2, 0, 0, 0.0), 4.0)
+    assert not is_removed(job.step(e.SessionLost(3, "reset"), 6.5))
+    assert is_removed(job.step(e.SessionLost(2, "reset"), 6.3))

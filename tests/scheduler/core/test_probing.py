@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
 
+from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as m
-from muster.scheduler.core import messages as v
+from muster.scheduler.core import probing
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import ROUND_PAUSE_S, ROUND_S, Job
+from muster.scheduler.core.job import ROUND_PAUSE_S, ROUND_S
+from muster.scheduler.core.machine import Machine
+from muster.scheduler.core.probing import Accusation, Party, leaving
 
-SETTINGS = v.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
+SETTINGS = e.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)
 
 
 class Hosts:
     """A job of workers ``a0 a1 b0 ...`` on hosts a, b, ...; nobody dies, time moves by hand."""
 
     def __init__(self, *names: str, worker_min: int = 1) -> None:
-        self.job = Job("red", replace(SETTINGS, worker_num=len(names), worker_min=worker_min))
+        self.job = Machine("red", replace(SETTINGS, worker_num=len(names), worker_min=worker_min))
         self.now = 100.0
         self.sessions: dict[str, int] = {}
         self.incarnation = 1
@@ -36,9 +40,9 @@ class Hosts:
 
     def join(self, name: str) -> Decision:
         session = self.sessions[name] = len(self.said) + 1
-        host = v.Host(name[0], f"host-{name[0]}", "")
-        size = self.job.settings.worker_num
-        candidate = v.Candidate(name, self.incarnation, host, v.Device(), size, 0, "tcp")
+        host = m.Host(name[0], f"host-{name[0]}", "")
+        size = self.job.job.settings.worker_num
+        candidate = m.Candidate(name, self.incarnation, host, m.Device(), size, 0, "tcp")
         return self.feed(e.Joined(session, candidate, probe_address=f"{name}:1"))
 
     def stand(self) -> None:
@@ -191,6 +195,17 @@ def test_who_stood_still_first_does_not_accuse_one_that_stood_still_after_it() -
     assert hosts.ranks() == ["a0", "b0", "c0"]
 
 
+def test_who_stood_still_right_after_its_answer_is_not_taken_for_cut_off() -> None:
+    """It has not been heard since the other began to try."""
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("c0")
+    number = hosts.number()
+    probed(hosts, number, "b0", 0.0, 0.1, "")
+    probed(hosts, number, "c0", 0.0, 0.1, "")
+    probed(hosts, number, "a0", 0.3, 3.0, "b0")
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
 def test_two_that_stood_still_one_after_the_other_are_not_apart() -> None:
     hosts = Hosts("a0", "b0", "c0")
     hosts.late("c0")
@@ -199,6 +214,22 @@ def test_two_that_stood_still_one_after_the_other_are_not_apart() -> None:
     probed(hosts, number, "b0", 0.0, 3.0, "a0")
     probed(hosts, number, "a0", 3.2, 3.0, "b0")
     assert hosts.ranks() == ["a0", "b0", "c0"]
+
+
+def test_a_failure_that_cannot_be_judged_is_soon_asked_about_again() -> None:
+    """Rounds in which all reach each other follow ever more seldom; this one has not shown that."""
+    hosts = Hosts("a0", "b0", "c0")
+    for _ in range(2):
+        assert hosts.late("c0")
+        hosts.answer()
+    assert not hosts.late("c0")
+    assert hosts.late("c0")
+    number, at = hosts.number(), hosts.now - 100.0
+    probed(hosts, number, "c0", at, 0.1, "")
+    probed(hosts, number, "b0", at, 3.0, "a0")
+    probed(hosts, number, "a0", at + 3.2, 3.0, "b0")
+    assert hosts.ranks() == ["a0", "b0", "c0"]
+    assert hosts.late("c0")
 
 
 def test_long_probes_count_when_both_began_at_the_same_time() -> None:
@@ -253,6 +284,27 @@ def test_who_was_expelled_waits_outside_until_probes_succeed_both_ways() -> None
     assert not hosts.asked(), "nothing is probed once nobody is outside"
 
 
+def test_a_host_that_comes_back_during_the_round_is_asked_before_another_is_taken_in() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0")
+    hosts.late("a0")
+    hosts.answer("a0>b0 b0>a0 b0>c0 b0>d0")
+    hosts.feed(e.SessionLost(hosts.sessions["d0"], "killed"))
+    hosts.stand()
+    hosts.incarnation = 2
+    hosts.join("b0")
+    hosts.tick(ROUND_PAUSE_S)
+    asked, number = hosts.asked(), hosts.number()
+    assert asked["b0"] == ["a0", "c0"]
+    hosts.join("d0")
+    for name in asked:
+        hosts.feed(e.Probed(hosts.sessions[name], number, (), False, False))
+    assert "b0" not in [w.candidate.node_id for w in hosts.job.view(hosts.now).workers]
+    hosts.tick(ROUND_PAUSE_S)
+    assert hosts.asked()["b0"] == ["a0", "c0", "d0"]
+    hosts.answer(late=False)
+    assert "b0" in [w.candidate.node_id for w in hosts.job.view(hosts.now).workers]
+
+
 def test_who_does_not_answer_stays_outside() -> None:
     hosts = expelled()
     hosts.join("b0")
@@ -283,6 +335,41 @@ def test_who_waits_outside_and_goes_is_forgotten() -> None:
     hosts.feed(e.SessionLost(hosts.sessions["b0"], "gone"))
     hosts.tick(ROUND_PAUSE_S)
     assert not hosts.asked()
+
+
+def test_a_newer_process_of_a_node_takes_its_place_outside() -> None:
+    hosts = expelled()
+    hosts.join("b0")
+    first = hosts.sessions["b0"]
+    hosts.incarnation = 3
+    told = [message for session, message in hosts.join("b0").messages if session == first]
+    assert [type(message) for message in told] == [m.Refused]
+    hosts.tick(ROUND_PAUSE_S)
+    assert hosts.asked() == {"a0": ["b0"], "c0": ["b0"], "b0": ["a0", "c0"]}
+
+
+def test_who_waits_for_one_that_has_finished_is_told_so() -> None:
+    """With NCCL nothing breaks: the rest waits in its collective."""
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.feed(e.LeftCleanly(hosts.sessions["b0"], 1, True, ""))
+    hosts.late("a0")
+    hosts.answer(idle="c0")
+    assert "finished" not in hosts.last.reason, "rank 2 may still come, and be the last"
+    hosts.tick(ROUND_PAUSE_S)
+    hosts.late("a0")
+    hosts.answer()
+    said = "Rank 1 (node b0 on host host-b) has finished, while others still wait: it had fewer batches"
+    assert said in hosts.last.reason
+    told = {s for s, message in hosts.last.messages if isinstance(message, m.Waiting)}
+    assert told == {hosts.sessions["a0"], hosts.sessions["c0"]}
+
+
+def test_a_round_that_nobody_answered_is_soon_followed_by_another() -> None:
+    """It has shown nothing: the members are not taken to reach each other."""
+    hosts = Hosts("a0", "b0")
+    for _ in range(3):
+        assert hosts.late("a0")
+        hosts.tick(ROUND_S)
 
 
 def test_a_rank_that_does_not_come_is_named_at_once_and_expelled_in_the_end() -> None:
@@ -325,7 +412,7 @@ def test_who_is_slow_or_busy_is_not_expelled(how: str) -> None:
 def test_who_has_issued_as_much_as_those_that_wait_may_wait_for_its_device_and_is_not_named() -> None:
     hosts = Hosts("a0", "b0", "c0")
     for name, sequence in (("a0", 7), ("b0", 7), ("c0", 6)):
-        last = v.Collective(sequence, "all_reduce", "world", "float32", 4, False)
+        last = m.Collective(sequence, "all_reduce", "world", "float32", 4, False)
         hosts.feed(e.Heard(hosts.sessions[name], 1, 5, 6, 1.0, (last,), 1))
     hosts.late("a0")
     number = hosts.number()
@@ -360,3 +447,82 @@ def test_one_that_holds_the_state_is_told_to_save_when_the_job_cannot_go_on() ->
     hosts.feed(e.SessionLost(hosts.sessions["a0"], "gone"))
     told = {s: message.save for s, message in hosts.last.messages if isinstance(message, m.Suspended)}
     assert told == {hosts.sessions["b0"]: True, hosts.sessions["c0"]: False}
+
+
+# ---------------------------------------------------------------- who stays
+
+
+def parties(**workers: int) -> dict[str, Party]:
+    """Hosts by name with so many workers; all hold the state, ranks go up from the first."""
+    return {name: Party(count, True, 10 * number) for number, (name, count) in enumerate(workers.items())}
+
+
+def both_ways(*pairs: str) -> set[Accusation]:
+    """``"ab"``: a and b accuse each other."""
+    return {ends for pair in pairs for ends in ((pair[0], pair[1]), (pair[1], pair[0]))}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "accusations", "out"),
+    [
+        (parties(a=1, b=1, c=1), set(), ""),
+        # Of two that cannot reach each other the one with fewer workers goes, else that of higher rank.
+        (parties(a=1, b=2, c=1), both_ways("ab"), "a"),
+        (parties(a=1, b=1, c=1), both_ways("ab"), "b"),
+        # A host that nobody reaches goes, wherever it stands.
+        (parties(a=1, b=1, c=1, d=1), both_ways("ab", "ac", "ad"), "a"),
+        # The largest set, not the first that comes: b is in most broken pairs.
+        (parties(a=1, b=1, c=1, d=1), both_ways("ab", "bc", "bd", "cd"), "bd"),
+        # One direction is enough; in doubt the accuser goes.
+        (parties(a=1, b=1), {("a", "b")}, "a"),
+        (parties(a=1, b=1), {("b", "a")}, "b"),
+        # One that alone accuses many goes, however many workers it has.
+        (parties(a=8, b=1, c=1), {("a", "b"), ("a", "c")}, "a"),
+        # Not if they accuse it as well: then it is a cut between equals, and the most workers stay.
+        (parties(a=8, b=1, c=1), both_ways("ab", "ac"), "bc"),
+        (parties(a=8, b=1, c=1), {("a", "b"), ("a", "c"), ("c", "a")}, "bc"),
+    ],
+)
+def test_who_goes(hosts: dict[str, Party], accusations: set[Accusation], out: str) -> None:
+    assert leaving(hosts, accusations) == set(out)
+
+
+def test_the_training_state_stays() -> None:
+    hosts = {"a": Party(1, True, 0), "b": Party(3, False, 1), "c": Party(3, False, 4)}
+    assert leaving(hosts, both_ways("ab", "ac")) == {"b", "c"}
+    assert leaving(hosts, {("a", "b"), ("a", "c")}) == {"b", "c"}
+
+
+def test_the_training_state_stays_among_many_hosts() -> None:
+    names = [f"h{n}" for n in range(20)]
+    hosts = {name: Party(1, name == "h7", n) for n, name in enumerate(names)}
+    cut = {(a, b) for a in names for b in names if a != b and "h7" in (a, b)}
+    assert "h7" not in leaving(hosts, cut)
+
+
+def test_above_sixteen_hosts_the_one_with_the_most_broken_pairs_goes_first() -> None:
+    hosts = {f"h{n}": Party(1, True, n) for n in range(40)}
+    stars = {("h3", f"h{n}") for n in range(10, 20)} | {("h4", f"h{n}") for n in range(20, 30)}
+    back = {(b, a) for a, b in stars}
+    assert leaving(hosts, stars | back) == {"h3", "h4"}
+
+
+def test_the_exact_answer_is_that_of_trying_all_sets() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        names = "abcdefg"[: rng.randint(2, 7)]
+        hosts = {name: Party(rng.randint(1, 3), True, n) for n, name in enumerate(names)}
+        broken = [pair for pair in itertools.combinations(names, 2) if rng.random() < 0.4]
+        accusations = both_ways(*("".join(pair) for pair in broken))
+        stay = set(names) - leaving(hosts, accusations)
+        assert not any(set(pair) <= stay for pair in broken)
+        sets = (set(some) for n in range(len(names) + 1) for some in itertools.combinations(names, n))
+        whole = [each for each in sets if not any(set(pair) <= each for pair in broken)]
+        most = max(sum(hosts[name].workers for name in each) for each in whole)
+        assert sum(hosts[name].workers for name in stay) == most
+
+
+def test_sixteen_hosts_that_all_hate_each_other_are_decided_soon() -> None:
+    names = [f"h{n}" for n in range(probing.EXACT_PARTIES)]
+    hosts = {name: Party(1, True, n) for n, name in enumerate(names)}
+    assert leaving(hosts, set(itertools.permutations(names, 2))) == set(names[1:])

@@ -1,4 +1,6 @@
-"""Transcripts of a job: commands in, what the machine answers below each, rewritable.
+"""Transcripts of a job: commands in, what the machine decides below each, rewritable.
+
+They hold facts; how things are said, ``wording.txt`` shows once for each kind of sentence.
 
 A line ``> TIME COMMAND ...`` is stepped; the lines up to the next blank line are what came of it. Run the
 tests with ``REWRITE_TRANSCRIPTS=1`` to write down what the machine says now, then read the diff.
@@ -8,25 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from muster.rendezvous import messages as m
+from muster.rendezvous.rank_table import parse_rank_table
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as m
-from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import Job
-from muster.scheduler.core.rank_table import parse_rank_table
+from muster.scheduler.core.machine import Machine
 
 Arguments = dict[str, str]
 
 
-def candidate(node_id: str, options: Arguments, worker_num: int) -> v.Candidate:
+def candidate(node_id: str, options: Arguments, worker_num: int) -> m.Candidate:
     host = options.get("host", f"host-{node_id}")
     facts = [pair.split(":") for pair in options.get("facts", "").split(",") if pair]
-    return v.Candidate(
+    return m.Candidate(
         node_id=node_id,
         incarnation=int(options.get("inc", "1")),
-        host=v.Host(options.get("hostid", f"id-{host}"), host, options.get("address", "10.0.0.1"), ""),
-        device=v.Device(index=int(options.get("device", "-1"))),
+        host=m.Host(options.get("hostid", f"id-{host}"), host, options.get("address", "10.0.0.1"), ""),
+        device=m.Device(index=int(options.get("device", "-1"))),
         worker_num=int(options.get("num", worker_num)),
         worker_min=int(options.get("min", "0")),
         backend=options.get("backend", "tcp"),
@@ -35,19 +36,29 @@ def candidate(node_id: str, options: Arguments, worker_num: int) -> v.Candidate:
     )
 
 
-def show_message(message: m.Message) -> str:
+def words(message: m.SchedulerMessage) -> str:
+    """What a message says in words."""
+    if isinstance(message, m.Waiting | m.Refused):
+        return message.sentence
+    return message.reason if isinstance(message, m.Suspended | m.Quiesce | m.Ended) else ""
+
+
+def show_message(message: m.SchedulerMessage) -> str:
+    """What a message says in facts."""
     if isinstance(message, m.Welcome):
         return "Welcome as spare" if message.spare else "Welcome"
     if isinstance(message, m.Waiting):
-        return f"Waiting {message.present}/{message.needed}: {message.sentence}"
+        return f"Waiting {message.present}/{message.needed}"
     if isinstance(message, m.Assignment):
-        members = " ".join(member.candidate.node_id for member in message.members)
+        members = " ".join(member.node_id for member in message.members)
         parts = [f"Assignment g{message.generation} rank {message.rank} of [{members}]"]
         if message.state_source_rank >= 0:
             parts.append(f"state from {message.state_source_rank} to {list(message.newcomer_ranks)}")
         if message.switch_after_step >= 0:
             parts.append(f"after step {message.switch_after_step}")
-        return ", ".join([*parts, *(f"lost: {sentence}" for sentence in message.lost)])
+        if message.lost:
+            parts.append(f"{len(message.lost)} lost")
+        return ", ".join(parts)
     if isinstance(message, m.UniqueIds):
         return f"UniqueIds g{message.generation} x{len(message.unique_ids)}"
     if isinstance(message, m.GroupBuilt):
@@ -55,13 +66,12 @@ def show_message(message: m.Message) -> str:
     if isinstance(message, m.Suspended):
         return f"Suspended g{message.generation} for {message.wait_s:g} s"
     if isinstance(message, m.Quiesce):
-        return f"Quiesce g{message.generation}: {message.reason}"
+        return f"Quiesce g{message.generation}"
     if isinstance(message, m.Probe):
         return f"Probe {message.round} of {' '.join(node_id for node_id, _ in message.targets)}"
     if isinstance(message, m.Refused):
-        return f"Refused {message.code.name}: {message.sentence}"
-    how = "leave" if message.leave else "well" if message.ok else "badly"
-    return f"Ended {how}: {message.reason}"
+        return f"Refused {message.code.name}"
+    return f"Ended {'leave' if message.leave else 'well' if message.ok else 'badly'}"
 
 
 def show_record(record: r.Record) -> str:
@@ -81,18 +91,19 @@ def show_record(record: r.Record) -> str:
         return f"{name} g{record.generation} [{members}]"
     if isinstance(record, r.GroupEstablished | r.GenerationEnded):
         return f"{name} g{record.generation}"
-    return f"{name} {'well' if record.ok else 'badly'}"
+    return f"{name} {'well' if record.ok else 'badly'}" if isinstance(record, r.JobEnded) else name
 
 
 class Player:
     """Plays one transcript."""
 
     def __init__(self) -> None:
-        self.settings = v.Settings(2, 0, 0, 30.0, 5.0, 1.0)
-        self.job = Job("job", self.settings)
+        self.settings = e.Settings(2, 0, 0, 30.0, 5.0, 1.0)
+        self.job = Machine("job", self.settings)
         self.records: list[r.Record] = []
-        self.sent: set[v.SessionId] = set()
-        self.over: set[v.SessionId] = set()
+        self.sent: set[e.SessionId] = set()
+        self.over: set[e.SessionId] = set()
+        self.said: list[str] = []
 
     def play(self, lines: list[str]) -> Iterator[str]:
         """The transcript with the machine's answers."""
@@ -130,7 +141,7 @@ class Player:
                 servers.setdefault(host, []).append({"device_id": device, "rank_id": str(rank)})
             document = {"server_list": [{"server_id": h, "device": d} for h, d in servers.items()]}
             table = parse_rank_table(document)
-        self.settings = v.Settings(
+        self.settings = e.Settings(
             worker_num=int(values.get("num", "2")),
             worker_min=int(values.get("min", "0")),
             spares=int(values.get("spares", "0")),
@@ -141,12 +152,12 @@ class Player:
             ranks_per_unique_id=int(values.get("per_id", "128")),
             rank_table=table,
         )
-        self.job = Job("job", self.settings)
+        self.job = Machine("job", self.settings)
 
     def _restart(self, now: float) -> None:
         before = self.job
-        self.job = Job.recover("job", self.settings, self.records, now)
-        assert self.job._ledger == before._ledger, "what was recovered differs from what was"
+        self.job = Machine.recover("job", self.settings, self.records, now)
+        assert self.job.job.ledger == before.job.ledger, "what was recovered differs from what was"
         self.over |= self.sent
 
     def _view(self, now: float) -> Iterator[str]:
@@ -155,8 +166,7 @@ class Player:
         for w in view.workers:
             yield f"    {w.rank} {w.candidate.node_id} {w.state} step {w.step} silent {w.silent_s:g}"
         yield from (f"    missing {name}" for name in view.missing)
-        if view.reason:
-            yield f"    {view.reason}"
+        self.said.append(view.reason)
 
     def _show(self, decision: Decision) -> Iterator[str]:
         self.records += decision.records
@@ -167,13 +177,13 @@ class Player:
             if isinstance(message, m.Refused | m.Ended):
                 self.over.add(session)
             yield f"  -> {session} {show_message(message)}"
-        if decision.reason:
-            yield f"  = {decision.reason}"
+            self.said.append(words(message))
+        self.said.append(decision.reason)
         deadline = self.job.deadline()
         yield f"  next {'never' if deadline is None else f'{deadline:g}'}"
 
 
-def joined(words: list[str], options: Arguments, settings: v.Settings) -> e.Event:
+def joined(words: list[str], options: Arguments, settings: e.Settings) -> e.Event:
     generation, _, rank = options.get("held", "0/-1").partition("/")
     return e.Joined(
         int(words[0]),
@@ -182,21 +192,22 @@ def joined(words: list[str], options: Arguments, settings: v.Settings) -> e.Even
         int(rank or "-1"),
         "built" in options,
         int(options.get("step", "0")),
+        last_call_s=float(options.get("last_call", "0")),
     )
 
 
-def heard(words: list[str], options: Arguments, settings: v.Settings) -> e.Event:
+def heard(words: list[str], options: Arguments, settings: e.Settings) -> e.Event:
     session, generation, step = (int(word) for word in words[:3])
     recent = []
     for item in options.get("recent", "").split(","):
         if item:
             sequence, name, size, done = item.split(":")
-            recent.append(v.Collective(int(sequence), name, "world", "float32", int(size), done == "done"))
+            recent.append(m.Collective(int(sequence), name, "world", "float32", int(size), done == "done"))
     started, entered = int(options.get("started", step)), int(options.get("in", generation))
     return e.Heard(session, generation, step, started, 1.0, tuple(recent), entered)
 
 
-EVENTS: dict[str, Callable[[list[str], Arguments, v.Settings], e.Event]] = {
+EVENTS: dict[str, Callable[[list[str], Arguments, e.Settings], e.Event]] = {
     "join": joined,
     "heard": heard,
     "ids": lambda w, o, s: e.UniqueIdsPublished(int(w[0]), int(w[1]), (b"secret",) * int(o.get("count", 1))),

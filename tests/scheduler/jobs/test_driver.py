@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 
+from muster.rendezvous import messages as m
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.scheduler.access import Caller
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as m
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.errors import SchedulerError, StoppingError, TooSlowError
-from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, JobDriver, Note
-from muster.scheduler.serve.access import Caller
-from muster.scheduler.serve.stream import MAX_WAITING_MESSAGES, Session
-from tests.scheduler.fakes import FakeClock, FakeJob, candidate, member
+from muster.scheduler.errors import DeposedError, SchedulerError, StoppingError, TooSlowError
+from muster.scheduler.jobs.driver import DOUBT_S, MAX_WAITING_MESSAGES, PULSE_S, JobDriver, Note, Session
+from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
+from tests.waiting import go
 
 
 class Rig:
@@ -50,16 +49,12 @@ class Rig:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def go(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
-
-
 def kind(data: bytes | None) -> str:
     assert data is not None
     return pb.SchedulerMessage.FromString(data).WhichOneof("body") or ""
 
 
-def reply(message: m.Message, *records: r.Record, reason: str = "") -> Callable[[e.Event], Decision]:
+def reply(message: m.SchedulerMessage, *records: r.Record, reason: str = "") -> Callable[[e.Event], Decision]:
     return lambda event: Decision(records, ((1, message),), reason)
 
 
@@ -80,6 +75,23 @@ def test_records_are_durable_before_any_message_leaves() -> None:
         await submitted
         assert rig.order == [(r.Admitted(candidate()),)]
         await rig.close()
+
+    go(test())
+
+
+@pytest.mark.parametrize(
+    "last", [m.Refused(m.RefusalCode.SUPERSEDED, "no"), m.Ended(True, "goodbye")], ids=["refused", "ended"]
+)
+def test_a_final_word_without_records_leaves_only_if_nobody_else_leads(last: m.SchedulerMessage) -> None:
+    async def test() -> None:
+        rig = Rig(reply(last))
+        session = rig.session(1)
+        rig.disk_error = DeposedError("Another leads.")
+        with pytest.raises(StoppingError):
+            await rig.driver.submit(e.Joined(1, candidate()))
+        assert await session.next() is None
+        with pytest.raises(DeposedError):
+            await rig.task
 
     go(test())
 
@@ -141,7 +153,24 @@ def test_the_machine_is_told_first_that_the_process_stood_still() -> None:
             8.0  # no timer has called meanwhile, and the end of a stream is there before any does
         )
         await rig.driver.submit(e.SessionLost(1, "reset"))
-        assert rig.job.events()[1:] == [e.StoodStill(8.0 - PULSE_S), e.SessionLost(1, "reset")]
+        assert rig.job.events()[1:] == [e.StoodStill(8.0), e.SessionLost(1, "reset")]
+        await rig.close()
+
+    go(test())
+
+
+def test_a_process_whose_every_turn_is_long_was_away_for_all_of_them() -> None:
+    """Else half of the silence would count that it caused itself."""
+
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        rig.job.due = 1000.0
+        await rig.driver.submit(e.Tick())
+        for turn_s in (1.0, 1.0, 0.625):
+            rig.clock.now += turn_s
+            await rig.driver.submit(e.Tick())
+        stood = [event.seconds for event in rig.job.events() if isinstance(event, e.StoodStill)]
+        assert stood == [1.0, 1.0, 0.125]  # the last was merely busy
         await rig.close()
 
     go(test())
@@ -182,6 +211,21 @@ def test_before_a_worker_is_lost_for_silence_it_is_looked_whether_its_words_are_
         await rig.driver.submit(e.Tick())
         assert asked == [["127.0.0.1:5", "[::1]:6"]]
         assert rig.job.events()[2:] == [e.FellBehind((2,)), e.Tick()]
+        await rig.close()
+
+    go(test())
+
+
+def test_workers_of_a_host_share_a_stream_and_are_behind_together() -> None:
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        for session in (1, 2, 3):
+            rig.session(session)
+        rig.driver.sessions[3].caller = Caller("127.0.0.1:6")
+        rig.driver.unread = lambda peers: [peer for peer in peers if peer == "127.0.0.1:5"]
+        rig.job.silent = (1, 2, 3)
+        await rig.driver.submit(e.Tick())
+        assert rig.job.events() == [e.FellBehind((1, 2)), e.Tick()]
         await rig.close()
 
     go(test())
@@ -266,6 +310,37 @@ def test_losses_that_come_together_are_concluded_together() -> None:
     go(test())
 
 
+def test_of_a_stream_that_ends_it_is_noted_whether_that_costs_the_place() -> None:
+    async def test() -> None:
+        removed = {1: (r.Removed("node-1", 1, "gone", False),), 2: ()}
+        rig = Rig(lambda event: Decision(removed[getattr(event, "session", 2)]))
+        for number in (1, 2):
+            rig.session(number)
+            await rig.driver.submit(e.SessionLost(number, "its host's stream ended", may_return=number == 2))
+        assert [(note.kind, note.text) for note in rig.notes] == [
+            ("lost", "its host's stream ended"),
+            ("lost", "its host's stream ended; its place is kept, if it has one"),
+        ]
+        await rig.close()
+
+    go(test())
+
+
+def test_goodbyes_that_come_together_are_concluded_together() -> None:
+    """As of all workers of a script that fails: a group of the others is not formed after each."""
+
+    async def test() -> None:
+        rig = Rig(lambda event: Decision())
+        left = [e.LeftCleanly(number, 1, False, "ValueError") for number in range(3)]
+        for event in left[:2]:
+            rig.driver.post(event)
+        await rig.driver.submit(left[2])
+        assert rig.job.postponed == left[:2]
+        await rig.close()
+
+    go(test())
+
+
 def test_a_goodbye_closes_the_stream_well() -> None:
     async def test() -> None:
         rig = Rig(reply(m.Ended(True, "Goodbye.")))
@@ -307,7 +382,7 @@ def test_counters_time_the_formation() -> None:
     async def test() -> None:
         answers: dict[type, r.Record] = {
             e.BuiltReported: r.GroupEstablished(1),
-            e.UniqueIdsPublished: r.GenerationFormed(1, (member(0, "a"),), -1, (), ""),
+            e.UniqueIdsPublished: r.GenerationFormed(1, (placed(0, "a"),), -1, (), ""),
             e.LeftCleanly: r.JobEnded(True, "done"),
         }
         rig = Rig(lambda event: Decision((answers[type(event)],) if type(event) in answers else ()))
@@ -325,6 +400,19 @@ def test_counters_time_the_formation() -> None:
         await rig.driver.submit(e.LeftCleanly(1, 1, True, ""))
         assert ended == [rig.driver]
         assert rig.driver.ended == r.JobEnded(True, "done")
+        await rig.close()
+
+    go(test())
+
+
+def test_a_generation_that_its_members_held_before_was_not_formed_here() -> None:
+    async def test() -> None:
+        newest = iter((4, 5))
+        rig = Rig(lambda event: Decision((r.GenerationFormed(next(newest), (placed(0, "a"),), -1, (), ""),)))
+        await rig.driver.submit(e.Joined(1, candidate(), held_generation=4))
+        assert not rig.driver.formed_here
+        await rig.driver.submit(e.Joined(1, candidate(), held_generation=4))
+        assert rig.driver.formed_here
         await rig.close()
 
     go(test())

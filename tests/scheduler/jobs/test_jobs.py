@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
+from muster.scheduler.access import Caller
 from muster.scheduler.config import load_settings
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as v
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
+from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.errors import JournalUnavailableError, LimitError, NotFoundError
-from muster.scheduler.jobs import jobs as jobs_module
-from muster.scheduler.jobs.driver import Note
-from muster.scheduler.jobs.jobs import Jobs, Storage, UnknownJobError
-from muster.scheduler.serve.access import Caller
-from muster.scheduler.serve.stream import Session
-from tests.scheduler.fakes import FakeClock, FakeJob, candidate
+from muster.scheduler.jobs import driver as jobs_module
+from muster.scheduler.jobs.driver import Jobs, Note, Session, UnknownJobError
+from muster.scheduler.jobs.journal import InThread
+from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
+from tests.waiting import go
 
 
 class MemoryStorage:
@@ -64,14 +63,14 @@ class Rig:
             self.notes.append,
             new_machine=self._new,
             recover_machine=self._recover,
-            open_storage=(lambda: storage) if storage is not None else None,
+            storage=InThread(lambda: storage) if storage is not None else None,
         )
 
-    def _new(self, job_id: str, settings: v.Settings) -> FakeJob:
+    def _new(self, job_id: str, settings: e.Settings) -> FakeJob:
         self.made.append((job_id, settings.worker_num))
         return FakeJob(_script)
 
-    def _recover(self, job_id: str, settings: v.Settings, records: Sequence[r.Record], now: float) -> FakeJob:
+    def _recover(self, job_id: str, settings: e.Settings, records: Sequence[r.Record], now: float) -> FakeJob:
         if self.recover_error is not None:
             raise self.recover_error
         self.recovered.append((job_id, len(records)))
@@ -82,10 +81,6 @@ def _script(event: e.Event) -> Decision:
     if isinstance(event, e.LeftCleanly):
         return Decision((r.JobEnded(event.finished, event.reason),))
     return Decision((r.Admitted(candidate()),))
-
-
-def go(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
 
 
 def test_the_own_job_is_there_from_the_start_and_others_are_refused() -> None:
@@ -140,7 +135,7 @@ def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
         assert storage.records["a"] == [r.JobEnded(True, "done")]
         assert await rig.jobs.for_join("a", fresh=False) is first
         first.sessions[9] = Session(9, Caller("x"))
-        assert await rig.jobs.for_join("a", fresh=True) is first  # somebody is still being told goodbye
+        assert await rig.jobs.for_join("a", fresh=True) is first  # a goodbye is still being sent
         first.sessions.clear()
         second = await rig.jobs.for_join("a", fresh=True)
         assert second is not first
@@ -195,6 +190,33 @@ def test_jobs_are_taken_up_from_the_journal() -> None:
     go(test())
 
 
+@pytest.mark.parametrize("over", ["", "too few are left"])
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_the_newest_generation_is_known_again(is_compacted: bool, over: str) -> None:
+    formed = r.GenerationFormed(3, (placed(0, "node-a"), placed(1, "node-b")), -1, (), "all are in")
+    records: list[r.Record] = [
+        r.JobOpened("default", 2, 2),
+        r.Admitted(candidate("node-a")),
+        r.Admitted(candidate("node-b")),
+        formed,
+        r.GroupEstablished(3),
+    ]
+    ledger = Ledger()
+    for record in records:
+        ledger.apply(record)
+    kept: list[r.Record] = [ledger.snapshot()] if is_compacted else records
+    ends = [r.GenerationEnded(3, over)] if over else []
+
+    async def test() -> None:
+        rig = Rig(MemoryStorage(default=[*kept, *ends]))
+        await rig.jobs.open()
+        driver = rig.jobs.get("")
+        assert (driver.formed, driver.formed_here, driver.generation_over) == (formed, False, over)
+        await rig.jobs.close()
+
+    go(test())
+
+
 def test_an_ended_job_in_the_journal_is_a_new_run() -> None:
     async def test() -> None:
         storage = MemoryStorage(default=[r.JobOpened("default", 2, 2), r.JobEnded(True, "done")])
@@ -220,7 +242,7 @@ def test_records_that_do_not_fit_end_the_start_in_words() -> None:
 
 def test_a_journal_that_cannot_be_opened_ends_the_start_in_words() -> None:
     async def test() -> None:
-        def broken() -> Storage:
+        def broken() -> MemoryStorage:
             raise OSError("no such disk")
 
         rig = Rig()
@@ -230,7 +252,7 @@ def test_a_journal_that_cannot_be_opened_ends_the_start_in_words() -> None:
             rig.notes.append,
             new_machine=rig._new,
             recover_machine=rig._recover,
-            open_storage=broken,
+            storage=InThread(broken),
         )
         with pytest.raises(JournalUnavailableError, match="no such disk"):
             await rig.jobs.open()
@@ -250,5 +272,27 @@ def test_a_journal_that_fails_later_ends_the_own_job() -> None:
         with pytest.raises(JournalUnavailableError, match="disk full"):
             await rig.jobs.own_job_over
         await rig.jobs.close()
+
+    go(test())
+
+
+def test_a_job_that_ended_while_this_scheduler_stood_by_is_over() -> None:
+    async def test() -> None:
+        ended = r.JobEnded(True, "all done")
+        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2), ended])
+        jobs = Jobs(
+            load_settings({"MS_WORKER_NUM": "2"}),
+            FakeClock(),
+            lambda note: None,
+            new_machine=lambda job_id, settings: FakeJob(_script),
+            recover_machine=lambda *arguments: FakeJob(_script),
+            storage=InThread(lambda: storage),
+            stood_by=lambda: True,
+        )
+        await jobs.open()
+        assert jobs.own_job_over.result() == ended
+        assert jobs.all() == []
+        assert storage.records["default"]  # the next one that stood by sees it, too
+        await jobs.close()
 
     go(test())

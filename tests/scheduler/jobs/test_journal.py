@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from muster.scheduler.core import messages as v
+from muster.rendezvous import messages as m
+from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
+from muster.scheduler.core.ledger import Ledger
+from muster.scheduler.core.machine import Machine as Job
 from muster.scheduler.core.records import RECORD_TYPES, RecordError, decode_record, encode_record
 from muster.scheduler.errors import SchedulerError
+from muster.scheduler.jobs import journal as journals
 from muster.scheduler.jobs.journal import (
     Journal,
     JournalBusyError,
@@ -26,12 +32,13 @@ from muster.scheduler.jobs.journal import (
     JournalUnreadableError,
     JournalVersionError,
 )
+from muster.version import __version__
 
-CANDIDATE = v.Candidate(
+CANDIDATE = m.Candidate(
     node_id="knoten-ü7",
     incarnation=(1 << 64) - 1,
-    host=v.Host("id-1", "alpha", "10.0.0.1", "rack 3"),
-    device=v.Device("cuda", 3, "0000:41:00.0", "H200"),
+    host=m.Host("id-1", "alpha", "10.0.0.1", "rack 3"),
+    device=m.Device("cuda", 3, "0000:41:00.0", "H200"),
     worker_num=2,
     worker_min=1,
     backend="nccl",
@@ -43,12 +50,29 @@ CANDIDATE = v.Candidate(
 RECORDS: tuple[r.Record, ...] = (
     r.JobOpened("default", 2, 1),
     r.Admitted(CANDIDATE),
-    r.GenerationFormed(1, (v.Member(0, 0, 1, CANDIDATE),), -1, (), "all are in"),
+    r.GenerationFormed(1, (r.Placed(0, 0, 1, CANDIDATE),), -1, (), "all are in"),
     r.GroupEstablished(1),
     r.LeavePlanned("knoten-ü7", 5, "drained"),
     r.Removed("knoten-ü7", 5, "left", finished=True),
     r.GenerationEnded(1, "too few"),
     r.JobEnded(False, "nobody came"),
+    r.Snapshot(
+        opened=(r.JobOpened("default", 2, 1),),
+        claims=(r.Holder(CANDIDATE, 3, True, ("drained",)),),
+        retired=(r.Process("n", 5, "lost"),),
+        absent=(r.Process("m", 6),),
+        formed=(),
+        completed=(r.Process("l", 7),),
+        lost=(("k", "killed"),),
+        parted=("k",),
+        arriving=(),
+        finished=("l",),
+        launch=(1 << 64) - 1,
+        finishing=True,
+        established=False,
+        stood=2,
+        suspended=("too few",),
+    ),
 )
 
 
@@ -155,7 +179,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], type[JournalError], str]] = [
         JournalDamagedError,
         "not a journal of Muster",
     ),
-    ("later version", lambda p: change(p, "PRAGMA user_version = 2"), JournalVersionError, "version 2"),
+    ("later version", lambda p: change(p, "PRAGMA user_version = 3"), JournalVersionError, "version 3"),
     ("no owner", lambda p: change(p, "DELETE FROM meta"), JournalDamagedError, "whose"),
     ("no table", lambda p: change(p, "DROP TABLE meta"), JournalError, "no such table"),
 ]
@@ -185,7 +209,7 @@ def test_a_commit_that_a_crash_cut_short_is_as_if_it_had_never_begun(tmp_path: P
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as half_done:
         half_done.execute("PRAGMA cache_size = 1")  # so that pages reach the file before the commit
         half_done.execute("BEGIN")
-        rows = [("default", "x" * 500, 0)] * 200
+        rows = [("default", "x" * 500, "0")] * 200
         half_done.executemany("INSERT INTO records (job_id, record, checksum) VALUES (?, ?, ?)", rows)
         for name in ("j", "j-journal"):
             (crashed / name).write_bytes((tmp_path / name).read_bytes())
@@ -230,3 +254,218 @@ BAD_RECORDS: list[tuple[object, str]] = [
 def test_a_record_that_does_not_fit_is_refused(value: object, told: str) -> None:
     with pytest.raises(RecordError, match=told):
         decode_record(value)
+
+
+# ---------------------------------------------------------------- what checksums and snapshots are for
+
+
+def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with Journal(path, owner="default") as journal:
+        journal.append("default", RECORDS)
+        journal.append("other", RECORDS[:3])
+    good = path.read_bytes()
+    chance, refused = random.Random(5), 0
+    places = [at for at, byte in enumerate(good) if byte] + chance.sample(range(len(good)), 50)
+    for at in chance.sample(places, 120):
+        path.write_bytes(good[:at] + bytes((good[at] ^ 1 << chance.randrange(8),)) + good[at + 1 :])
+        try:
+            with Journal(path, owner="default") as journal:
+                assert journal.load("default") == list(RECORDS), at
+                assert journal.load("other") == list(RECORDS[:3]), at
+        except JournalError:
+            refused += 1
+    assert refused > 40
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "DELETE FROM records WHERE number = 8",
+        "DELETE FROM records WHERE number = 1",
+        "DELETE FROM records",
+        "UPDATE records SET number = 100 WHERE number = 3",
+        "INSERT INTO records SELECT 100, job_id, record, checksum FROM records WHERE number = 2",
+        "UPDATE meta SET value = 'another'",
+    ],
+)
+def test_records_that_are_missing_moved_or_repeated_are_noticed(tmp_path: Path, harm: str) -> None:
+    with Journal(tmp_path / "j", owner="default") as journal:
+        journal.append("default", RECORDS[:8])
+    change(tmp_path / "j", harm)
+    with pytest.raises(JournalDamagedError):
+        Journal(tmp_path / "j", owner="default")
+
+
+def generations(numbers: range) -> list[list[r.Record]]:
+    """A job in which node b is lost and replaced in every generation."""
+    stays = CANDIDATE.replaced(node_id="a", incarnation=1)
+    steps: list[list[r.Record]] = [] if numbers.start else [[r.JobOpened("default", 2, 1), r.Admitted(stays)]]
+    for number in numbers:
+        other = CANDIDATE.replaced(node_id="b", incarnation=100 + number)
+        members = (r.Placed(0, 0, 1, stays), r.Placed(1, 0, 1, other))
+        steps += [
+            [r.Admitted(other), r.GenerationFormed(number + 1, members, 0, (1,), "replaced")],
+            [r.GroupEstablished(number + 1)],
+            [r.Removed("b", 100 + number, "killed")],
+        ]
+    return steps
+
+
+def folded(records: Iterable[r.Record]) -> Ledger:
+    ledger = Ledger()
+    for record in records:
+        ledger.apply(record)
+    return ledger
+
+
+def test_a_compacted_journal_says_the_same_in_fewer_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "COMPACT_RECORDS", 20)
+    path, steps = tmp_path / "j", generations(range(60))
+    with Journal(path) as journal:
+        journal.append("other", RECORDS[:2])
+        for step in steps[:120]:
+            journal.append("default", step)
+        assert folded(journal.load("default")) == folded(record for step in steps[:120] for record in step)
+    size = path.stat().st_size
+    with Journal(path) as journal:  # also after a restart
+        for step in steps[120:]:
+            journal.append("default", step)
+        assert len(journal.load("default")) <= 25
+        assert journal.load("other") == list(RECORDS[:2])
+        assert folded(journal.load("default")) == folded(record for step in steps for record in step)
+    assert path.stat().st_size < size + 20_000  # 20 generations are 40,000 bytes
+
+
+def test_records_that_contradict_one_another_are_kept_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "COMPACT_RECORDS", 3)
+    records = [r.Removed("nobody", number, "") for number in range(9)]
+    with Journal(tmp_path / "j") as journal:
+        for record in records:
+            journal.append("default", [record])
+        assert journal.load("default") == records
+
+
+def test_every_ledger_comes_back_from_its_snapshot() -> None:
+    ledger = Ledger()
+    for step in generations(range(3)):
+        for record in step:
+            ledger.apply(record)
+            again = Ledger()
+            again.apply(decode_record(json.loads(json.dumps(encode_record(ledger.snapshot())))))
+            assert again == ledger
+    ledger.apply(r.LeavePlanned("a", 1, "drained"))
+    ledger.apply(r.GenerationEnded(3, "too few"))
+    ledger.apply(r.Removed("a", 1, "", finished=True))
+    again = Ledger()
+    again.apply(ledger.snapshot())
+    assert again == ledger
+
+
+def test_a_job_recovered_from_a_snapshot_is_the_same_job() -> None:
+    steps = generations(range(3))[:-1]
+    records = [record for step in steps for record in step]
+    settings = e.Settings(2, 1, 0, 60.0, 5.0, 1.0)
+    jobs = [Job.recover("default", settings, kept, 1.0) for kept in (records, [folded(records).snapshot()])]
+    views = [job.view(2.0) for job in jobs]
+    assert views[0] == views[1]
+    back = e.Joined(e.SessionId(7), CANDIDATE.replaced(node_id="a", incarnation=1), 3, 0, built=True)
+    assert jobs[0].step(back, 2.0) == jobs[1].step(back, 2.0)
+    assert jobs[0].step(e.Tick(), 30.0) == jobs[1].step(e.Tick(), 30.0)
+    assert jobs[0].deadline() == jobs[1].deadline()
+
+
+# ---------------------------------------------------------------- journals of other versions
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "journal-0.1.sqlite"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "scheduler-golden.sqlite"
+    path.write_bytes(GOLDEN.read_bytes())
+    return path
+
+
+def test_a_journal_of_version_0_1_is_rewritten_and_kept(old: Path) -> None:
+    with Journal(old, owner="golden") as journal:
+        records = journal.load("golden")
+        assert [type(record).__name__ for record in records] == [
+            "JobOpened",
+            "Admitted",
+            "Admitted",
+            "GenerationFormed",
+            "GroupEstablished",
+        ]
+        formed = records[3]
+        assert isinstance(formed, r.GenerationFormed)
+        assert [(each.rank, each.candidate.node_id) for each in formed.members] == [(0, "0"), (1, "1")]
+        journal.append("golden", [r.GenerationEnded(1, "too few")])
+    assert old.with_name(f"{old.name}.format-1").read_bytes() == GOLDEN.read_bytes()
+    with Journal(old, owner="golden") as again:
+        assert again.load("golden") == [*records, r.GenerationEnded(1, "too few")]
+        with pytest.raises(JournalBusyError):
+            Journal(old, owner="golden")
+
+
+def test_a_job_of_version_0_1_goes_on(old: Path) -> None:
+    with Journal(old, owner="golden") as journal:
+        settings = e.Settings(2, 2, 0, 30.0, 5.0, 1.0)
+        job = Job.recover("golden", settings, journal.load("golden"), now=10.0)
+    assert (job.view(10.0).state, job.view(10.0).generation) == ("running", 1)
+
+
+OLD_DAMAGE: list[tuple[str, Callable[[Path], object], type[JournalError], str]] = [
+    (
+        "text",
+        lambda p: change(p, "UPDATE records SET record = 'x' WHERE number = 2"),
+        JournalDamagedError,
+        "sum",
+    ),
+    ("owner", lambda p: change(p, "UPDATE meta SET value = 'other'"), JournalOwnerError, "that of job other"),
+    ("no owner", lambda p: change(p, "DELETE FROM meta"), JournalDamagedError, "whose"),
+]
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "named"), [d[1:] for d in OLD_DAMAGE], ids=[d[0] for d in OLD_DAMAGE]
+)
+def test_a_damaged_journal_of_version_0_1_is_not_touched(
+    old: Path, harm: Callable[[Path], object], error: type[JournalError], named: str
+) -> None:
+    harm(old)
+    before = contents(old.parent)
+    with pytest.raises(error, match=named):
+        Journal(old, owner="golden")
+    assert contents(old.parent) == before
+
+
+def set_writer(path: Path, version: str) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'version'", (version,))
+
+
+def test_a_journal_of_a_later_version_is_refused_and_not_touched(tmp_path: Path) -> None:
+    Journal(tmp_path / "j").close()
+    set_writer(tmp_path / "j", "99.0.0")
+    before = contents(tmp_path)
+    with pytest.raises(JournalVersionError, match=r"Muster 99\.0\.0 has written it"):
+        Journal(tmp_path / "j")
+    assert contents(tmp_path) == before
+
+
+def test_a_journal_that_an_earlier_version_wrote_is_taken_over_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Journal(tmp_path / "j").close()
+    set_writer(tmp_path / "j", "0.1.5")
+    with caplog.at_level("INFO", "scheduler"):
+        Journal(tmp_path / "j").close()
+        Journal(tmp_path / "j").close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"journal {tmp_path / 'j'} was written by Muster 0.1.5, and goes on with {__version__}"
+    ]

@@ -179,3 +179,29 @@ def test_the_journal_of_another_job_is_named_and_left_as_it_is(tmp_path: Path) -
     assert "default" in done.stderr and "another" in done.stderr
     assert "Traceback" not in done.stderr
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in before} == before
+
+
+def test_workers_ahead_of_a_restored_journal_wait_until_they_are_adopted(tmp_path: Path) -> None:
+    env = recovery(tmp_path)
+    form_and_stop(env, signal.SIGKILL)
+    ahead = {"held_generation": 5, "held_world_size": 2, "built": True, "step": 90}
+    with scheduler(**env) as running, channel(running.target) as over:
+        stream = Stream(over)
+        stream.put(join("node-0", held_rank=0, **ahead))
+        stream.next("welcome")
+        assert "older than the workers" in stream.next("waiting").waiting.sentence
+        running.await_log("--adopt")
+        running.signal(signal.SIGKILL)
+        running.wait()
+    with scheduler("--adopt", **env) as running, channel(running.target) as over:
+        streams = [Stream(over), Stream(over)]
+        for index, stream in enumerate(streams):
+            stream.put(join(f"node-{index}", held_rank=index, **ahead))
+        for index, stream in enumerate(streams):
+            assignment = stream.next("assignment").assignment
+            assert (assignment.generation, assignment.rank) == (5, index)
+        running.await_log("is adopted")
+        for stream in streams:
+            stream.put(leave())
+            assert stream.next("ended").ended.ok
+        assert running.wait() == 0

@@ -1,4 +1,4 @@
-"""Bytes that wait unread, as the kernel tells of real connections."""
+"""Bytes that wait unread, as the kernel reports them of real connections."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_of_thousands_of_connections_all_that_are_unread_are_found() -> None:
 
 
 def test_where_the_system_does_not_tell_nothing_is_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muster.scheduler.jobs.unread._NETLINK_SOCK_DIAG", 31)  # no such protocol
+    monkeypatch.setattr(socket, "AF_NETLINK", 255)  # no such family
     assert unread_peers(["127.0.0.1:5"]) == []

@@ -311,7 +311,7 @@ def test_only_a_certificate_that_peers_would_take_is_put_in_force(own_pki: Pki) 
         assert "the old ones stay in force" in running.await_log("was revoked by")
         own_pki.issue("bad", Identity("default", "worker")).replace(own_pki.directory / "server.p12")
         assert "the old ones stay in force" in running.await_log("has the role worker")
-        # Whoever knows only the first one is still served, and health answers on a new connection.
+        # A client that knows only the first one is still served, and health answers on a new connection.
         health: Any = health_pb2_grpc.HealthStub(over)
         assert health.Check(health_pb2.HealthCheckRequest()).status == 1
         own_pki.issue("good", Identity("default", "scheduler"), ("127.0.0.1",))

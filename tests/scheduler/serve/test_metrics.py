@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import socket
+import threading
 import urllib.request
+from collections.abc import Callable, Coroutine
 
+import pytest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from muster.scheduler.serve import metrics
 from tests.scheduler.processes import Pki, Stream, channel, environment, form, join, run_scheduler, scheduler
 
 
@@ -65,3 +72,115 @@ def test_a_taken_metrics_port_is_named() -> None:
     assert done.returncode == 1
     assert f"metrics cannot be served on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def served(talk: Callable[[int], Coroutine[object, object, None]], made: list[int] | None = None) -> None:
+    """Runs a metrics server of one gauge, and a conversation with its port."""
+
+    def snapshot() -> list[Metric]:
+        if made is not None:
+            made.append(1)
+        return [GaugeMetricFamily("muster_one", "One.", 1)]
+
+    async def run() -> None:
+        server, port = metrics.MetricsServer(snapshot), free_port()
+        await server.start("127.0.0.1", port)
+        try:
+            async with asyncio.timeout(30):
+                await talk(port)
+        finally:
+            server.close()
+
+    asyncio.run(run())
+
+
+async def ask(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        return await reader.read()
+    except ConnectionError:
+        return b""  # closed before all was read
+    finally:
+        writer.close()
+
+
+def test_half_requests_cost_no_thread_and_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "EXCHANGE_TIMEOUT_S", 1.0)
+
+    async def talk(port: int) -> None:
+        threads = threading.active_count()
+        halves = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+        for _, writer in halves:
+            writer.write(b"GET /metrics HTT")
+        ended = await asyncio.gather(*(reader.read() for reader, _ in halves), return_exceptions=True)
+        assert all(each == b"" or isinstance(each, ConnectionError) for each in ended)
+        assert threading.active_count() <= threads  # those of other tests may have ended meanwhile
+        assert b"muster_one 1.0" in await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        for _, writer in halves:
+            writer.close()
+
+    served(talk)
+
+
+def test_who_asks_ever_again_costs_the_event_loop_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CHEAP_S", 0.0)
+    monkeypatch.setattr(metrics, "SHARE", 1e-9)
+    made: list[int] = []
+
+    async def talk(port: int) -> None:
+        for _ in range(50):
+            assert b"muster_one 1.0" in await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+    served(talk, made)
+    assert 1 <= len(made) < 25
+
+
+def test_a_slow_reader_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_CONNECTIONS", 1)
+
+    async def talk(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)  # takes the one place, and is silent
+        for _ in range(1000):
+            refused = await ask_quietly(port)
+            if refused == b"":
+                break
+        assert refused == b""
+        writer.close()
+        answers = [await ask_quietly(port) for _ in range(200)]
+        assert any(b"muster_one 1.0" in answer for answer in answers)
+
+    async def ask_quietly(port: int) -> bytes:
+        return await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+    served(talk)
+
+
+def test_what_is_no_request_for_metrics_is_answered_in_words() -> None:
+    made: list[int] = []
+
+    async def talk(port: int) -> None:
+        assert (await ask(port, b"POST / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 405 ")
+        assert (await ask(port, b"GET /secret HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
+        assert await ask(port, b"x" * 20_000) == b""
+        assert not made
+        text = await ask(port, b"GET /metrics?a HTTP/1.1\r\nAccept: application/openmetrics-text\r\n\r\n")
+        assert b"openmetrics" in text and text.endswith(b"# EOF\n")
+
+    served(talk, made)
+
+
+@pytest.mark.parametrize(("leads", "code"), [(True, 200), (False, 503)])
+def test_a_probe_learns_who_leads(leads: bool, code: int) -> None:
+    async def test() -> None:
+        server = metrics.MetricsServer(list, lambda: leads)
+        port = free_port()
+        await server.start("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /leader HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        server.close()
+        assert answer.startswith(b"HTTP/1.1 %d " % code)
+
+    asyncio.run(asyncio.wait_for(test(), 30))

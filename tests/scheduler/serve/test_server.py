@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from muster.rendezvous.settings import show_address
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.scheduler.serve import listen
@@ -323,7 +326,7 @@ def test_nobody_listens() -> None:
 def test_an_unknown_command_is_named_with_those_there_are() -> None:
     done = run_scheduler("statsu", env=environment())
     assert done.returncode == 2
-    assert "there is no command 'statsu'; there are status, health and drain" in done.stderr
+    assert "there is no command 'statsu'; there are status, jobs, health, drain" in done.stderr
 
 
 # ---------------------------------------------------------------- starting
@@ -347,8 +350,8 @@ def test_a_host_name_listens_on_all_its_addresses() -> None:
     with scheduler(MS_SCHED_HOST="localhost") as running:
         assert running.ready_line.startswith(f"scheduler ready on localhost:{running.port} ")
         assert "NO TLS" in running.ready_line
-        for address in listen.usable(listen.resolve("localhost"), 0):
-            with channel(listen.show(address, running.port)) as over:
+        for address in listen.usable(listen.resolve(["localhost"]), 0):
+            with channel(show_address(address, running.port)) as over:
                 stub: Any = health_pb2_grpc.HealthStub(over)
                 reply = stub.Check(health_pb2.HealthCheckRequest())
                 assert reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -375,3 +378,27 @@ def test_the_options_that_liveness_and_limits_rest_on() -> None:
     assert options["grpc.max_receive_message_length"] == 1024 * 1024
     assert "grpc.max_connection_age_ms" not in options  # it would end living streams
     assert dict(grpc_options(60.0))["grpc.http2.ping_timeout_ms"] == 120_000
+
+
+HANGING = """
+import atexit, os, signal, sys, threading, time
+from muster.scheduler.__main__ import main
+from muster.scheduler.serve import server
+server.EXIT_LIMIT_S, server.EXIT_WARNING_S = 2, 1
+atexit.register(time.sleep, 60)
+server._say_ready = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(main(["--serve", "--port", "0"]))
+"""
+
+
+def test_an_end_that_hangs_is_cut_short_and_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING],
+        env=environment(MS_ROLE="MS_SCHED"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGALRM
+    assert "its end takes long: SIGALRM ends it in 1 s" in done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,19 +11,21 @@ import grpc
 import grpc.aio
 import pytest
 
+from muster.rendezvous import messages as m
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.scheduler.access import Access
 from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.config import load_settings
 from muster.scheduler.core import events as e
-from muster.scheduler.core import messages as m
 from muster.scheduler.core.events import Decision
-from muster.scheduler.jobs.driver import Note
-from muster.scheduler.jobs.jobs import Jobs
-from muster.scheduler.serve.access import Access
-from muster.scheduler.serve.server import _follow_files
-from muster.scheduler.serve.service import Limits, Service
+from muster.scheduler.jobs.driver import Jobs, Note
+from muster.scheduler.serve.host_stream import HostStreams
+from muster.scheduler.serve.server import keep_in_force
+from muster.scheduler.serve.service import Service
+from muster.scheduler.serve.sessions import Limits, Sessions
 from tests.scheduler.fakes import FakeJob
 from tests.scheduler.processes import join
+from tests.waiting import go
 
 SESSION = "/rendezvous.v1.Rendezvous/Session"
 
@@ -32,10 +34,10 @@ class Rig:
     """A service in this process with one scripted job, and channels to it."""
 
     def __init__(
-        self, job: FakeJob, service: Service, jobs: Jobs, access: Access, recorder: Recorder
+        self, job: FakeJob, sessions: Sessions, jobs: Jobs, access: Access, recorder: Recorder
     ) -> None:
         self.job = job
-        self.service = service
+        self.sessions = sessions
         self.jobs = jobs
         self.access = access
         self.recorder = recorder
@@ -62,21 +64,18 @@ async def served(
     )
     await jobs.open()
     access = Access(tls=False)
-    service = Service(jobs, access, recorder, "default", limits or Limits())
+    sessions = Sessions(jobs, access, recorder, limits or Limits())
+    service = Service(jobs, access, recorder, "default", sessions)
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((service.handler(),))
+    server.add_generic_rpc_handlers((service.handler(), HostStreams(sessions).handler()))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Rig(job, service, jobs, access, recorder), channel
+            yield Rig(job, sessions, jobs, access, recorder), channel
     finally:
         await jobs.close()
         await server.stop(0)
-
-
-def go(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 def welcome(event: e.Event) -> Decision:
@@ -95,7 +94,7 @@ def test_too_many_streams_from_one_host() -> None:
             assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "127.0.0.1 already holds 1 streams (MS_MAX_STREAMS_PER_HOST=1)" in await second.details()
             first.cancel()
-            await rig.service.idle.wait()
+            await rig.sessions.idle.wait()
             third = rig.call(channel)
             await third.write(join("node-0"))
             assert (await third.read()).WhichOneof("body") == "welcome"
@@ -120,7 +119,7 @@ def test_a_stream_without_join_is_ended() -> None:
             await call.wait_for_connection()
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "sent no Join" in await call.details()
-            await rig.service.idle.wait()
+            await rig.sessions.idle.wait()
             assert rig.job.events() == []
 
     go(test())
@@ -141,13 +140,13 @@ def test_a_worker_that_does_not_read_is_dropped_and_reported_lost() -> None:
             call = rig.call(channel)
             await call.write(join("node-0"))
             await call.read()
-            session = rig.service.sessions[1]
+            session = rig.sessions.all[1]
             for _ in range(60):  # far more than flow control and the session's queue hold
                 await call.write(pb.WorkerMessage(heartbeat=pb.Heartbeat()))
             await session.dropped.wait()
             assert "does not read" in (await lost).detail
             call.cancel()
-            await rig.service.idle.wait()
+            await rig.sessions.idle.wait()
 
     go(test())
 
@@ -165,7 +164,7 @@ def test_every_end_without_goodbye_is_reported_once(how: str) -> None:
                 await call.done_writing()
             else:
                 await call.write(pb.WorkerMessage())
-            await rig.service.idle.wait()
+            await rig.sessions.idle.wait()
             driver = rig.jobs.get("default")
             await driver.submit(e.Tick())
             assert [type(event) for event in rig.job.events()] == [e.Joined, e.SessionLost, e.Tick]
@@ -181,7 +180,7 @@ def test_a_revoked_stream_without_a_place_is_dropped_too() -> None:
             await call.write(join("node-0"))
             await call.read()
             rig.access.revoked = lambda caller: "it was revoked"  # type: ignore[method-assign]
-            await rig.service.expel_revoked()
+            await rig.sessions.expel_revoked()
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
             assert await call.details() == "it was revoked"
             assert e.Expel("node-0", "it was revoked") in rig.job.events()
@@ -189,14 +188,14 @@ def test_a_revoked_stream_without_a_place_is_dropped_too() -> None:
     go(test())
 
 
-class Unreadable:
-    """Certificates that nobody can look at any more: what is in force goes on ending all the same."""
+class Unchanged:
+    """Certificates whose files do not change: what is in force goes on ending all the same."""
 
-    def poll(self) -> object:
-        raise OSError("the disk is gone")
+    def poll(self) -> None:
+        return
 
-    def expiry_warnings(self) -> list[str]:
-        return []
+    def log_change(self, change: object) -> None:
+        assert change is None
 
 
 def test_a_certificate_that_ends_while_its_stream_lives_is_told_once() -> None:
@@ -213,15 +212,15 @@ def test_a_certificate_that_ends_while_its_stream_lives_is_told_once() -> None:
                 told.set_result(None)
 
             rig.recorder.note = record  # type: ignore[method-assign]
-            rig.service.report_expired()
+            rig.sessions.report_expired()
             assert notes == []
             rig.access.expired = lambda caller: True  # type: ignore[method-assign]
-            following = asyncio.ensure_future(_follow_files(Unreadable(), None, rig.service))  # type: ignore[arg-type]
+            following = asyncio.ensure_future(keep_in_force(Unchanged(), None, rig.sessions))  # type: ignore[arg-type]
             await asyncio.wait({told, following}, return_when=asyncio.FIRST_COMPLETED)
             following.cancel()
-            rig.service.report_expired()
+            rig.sessions.report_expired()
             [only] = notes
-            assert (only.kind, only.job_id, only.session) == ("expired", "default", rig.service.sessions[1])
+            assert (only.kind, only.job_id, only.session) == ("expired", "default", rig.sessions.all[1])
             call.cancel()
 
     go(test())
@@ -240,7 +239,7 @@ def test_a_goodbye_is_no_loss() -> None:
             await call.write(pb.WorkerMessage(leave=pb.Leave(generation=1, finished=True)))
             assert [(await call.read()).WhichOneof("body") for _ in range(2)] == ["welcome", "ended"]
             assert await call.code() is grpc.StatusCode.OK
-            await rig.service.idle.wait()
+            await rig.sessions.idle.wait()
             await rig.jobs.get("default").submit(e.Tick())
             assert [type(event) for event in rig.job.events()] == [e.Joined, e.LeftCleanly, e.Tick]
 

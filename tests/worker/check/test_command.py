@@ -1,4 +1,4 @@
-"""The check before training: what it compares, how it judges, what it tells."""
+"""The check before training: what it compares, how it judges, what it prints."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import muster
-from muster.worker.check.command import Result, tell
-from muster.worker.check.facts import (
-    PROJECTS,
-    all_facts,
-    bind_libraries,
-    driver_version,
-    gpu_models,
-    join_facts,
-    package_versions,
-)
+from muster.worker.check.command import Result, show
 from muster.worker.check.rules import (
     MUST_AGREE,
     clock_skews,
@@ -33,14 +24,33 @@ from muster.worker.check.rules import (
     rounds,
     slow_sentences,
 )
-from muster.worker.control.compatibility import MUST_AGREE_NCCL
+from muster.worker.host import (
+    MUST_AGREE_NCCL,
+    PROJECTS,
+    all_facts,
+    bind_libraries,
+    driver_version,
+    gpu_models,
+    join_facts,
+    package_versions,
+)
 from tests.end_to_end.workers import company
 from tests.scheduler.processes import ROOT, environment, scheduler
 from tests.worker.launch.launching import free_port
 
 
+class OnCpu:
+    facts: ClassVar[dict[str, str]] = {}
+    on_device = False
+
+
 class Plane:
-    facts = {"nccl": "2.28.9"}  # noqa: RUF012 - a stand-in
+    facts: ClassVar[dict[str, str]] = {"nccl": "2.28.9"}
+    on_device = True
+
+
+def plane(kind: type) -> Any:
+    return kind()
 
 
 def machine(root: Path) -> Path:
@@ -74,8 +84,8 @@ def test_what_a_worker_sends_when_it_joins(tmp_path: Path) -> None:
         tmp_path / "second", "torch-1.0.dist-info", "cupy_cuda12x-13.4.1.dist-info", "numpy-2.4.dist-info"
     )
     path = [str(tmp_path / "nowhere.zip"), first, second]
-    assert join_facts("tcp", object(), env, tmp_path, path) == {"muster": muster.__version__}
-    assert join_facts("nccl", Plane(), env, machine(tmp_path), path) == {
+    assert join_facts(plane(OnCpu), env, tmp_path, path) == {"muster": muster.__version__}
+    assert join_facts(plane(Plane), env, machine(tmp_path), path) == {
         "muster": muster.__version__,
         "nccl": "2.28.9",
         "NCCL_ALGO": "Ring",
@@ -88,7 +98,9 @@ def test_what_a_worker_sends_when_it_joins(tmp_path: Path) -> None:
 def test_the_join_path_imports_nothing_that_is_slow() -> None:
     slow = "{'torch', 'cupy', 'numpy', 'importlib.metadata', 'dataclasses', 'email.parser', 'json'}"
     code = (
-        "import sys, muster.worker.check.facts as f; f.join_facts('nccl', object(), {'NCCL_ALGO': 'Ring'}); "
+        "import sys, muster.worker.host as f;"
+        "plane = type('Plane', (), {'facts': {}, 'on_device': True});"
+        "f.join_facts(plane, {'NCCL_ALGO': 'Ring'}); "
         f"print({slow} & set(sys.modules))"
     )
     done = subprocess.run(
@@ -131,7 +143,7 @@ def test_what_is_compared_at_each_join_is_refused_by_the_check_too(tmp_path: Pat
     projects = {name: projects[-1] for name, projects in PROJECTS.items()}
     path = folder(tmp_path / "site", *(f"{name}-1.0.dist-info" for name in projects.values()))
     env = dict.fromkeys(MUST_AGREE_NCCL, "1")
-    facts = join_facts("nccl", Plane(), env, machine(tmp_path), [path])
+    facts = join_facts(plane(Plane), env, machine(tmp_path), [path])
     assert {"torch", "cupy", "cuda", "nccl", *MUST_AGREE_NCCL} <= facts.keys()
     assert {name for name in facts if not name.startswith("~")} <= MUST_AGREE
 
@@ -277,7 +289,7 @@ def test_everything_that_was_found_is_told(capsys: pytest.CaptureFixture[str]) -
     host = SimpleNamespace(id="one", name="alpha")
     session: Any = SimpleNamespace(members=[SimpleNamespace(rank=rank, host=host) for rank in range(2)])
     facts = [{"nccl": "2.28", "muster": "1"}, {"nccl": "2.27", "muster": "1"}]
-    tell(session, facts, Result(compare(facts), warnings=["A clock is off."], errors=["Wrong numbers."]))
+    show(session, facts, Result(compare(facts), warnings=["A clock is off."], errors=["Wrong numbers."]))
     told = capsys.readouterr().out
     assert "2 ranks on 1 host" in told and "the same everywhere: muster 1" in told
     assert "warning: A clock is off." in told and "refused: Wrong numbers." in told

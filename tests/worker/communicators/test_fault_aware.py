@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from muster.scheduler.core.events import Heard
-from muster.scheduler.wire import decode_worker_message
+from muster.rendezvous import messages as m
+from muster.rendezvous.codec import decode_worker_message, encode
+from muster.worker.communicators.arrays import describe
 from muster.worker.communicators.base import Communicator, ReduceOp
-from muster.worker.communicators.fault_aware import GuardedCommunicator
-from muster.worker.communicators.flight_recorder import CollectiveLog
-from muster.worker.control import messages as m
-from muster.worker.control.wire import encode
+from muster.worker.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.worker.errors import (
     ArrayError,
     CollectiveMismatchError,
@@ -26,7 +24,7 @@ from muster.worker.errors import (
 )
 from tests.worker.control.scripted import DoneWork, StubCommunicator, stub_communicator
 
-X = np.zeros(3, np.float32)
+X = describe(np.zeros(3, np.float32))
 CHANGED = MembershipChanged("over", generation=1)
 
 
@@ -51,10 +49,10 @@ def guard(
     verdict: Asked,
     adopted: Callable[[Communicator], None] = ignore,
     closed: Callable[[Communicator], None] = ignore,
-) -> GuardedCommunicator:
+) -> FaultAwareCommunicator:
     ranks = range(len(inner.membership.peers))
-    return GuardedCommunicator(
-        inner, world_ranks=ranks, verdict=verdict, recorder=CollectiveLog(), adopted=adopted, closed=closed
+    return FaultAwareCommunicator(
+        inner, world_ranks=ranks, verdict=verdict, recorder=FlightRecorder(), adopted=adopted, closed=closed
     )
 
 
@@ -172,8 +170,8 @@ def test_the_deadline_and_the_rest_are_the_backends() -> None:
 
 def test_the_scheduler_understands_whatever_is_noted() -> None:
     """It drops the stream of who sends a name that breaks its rules."""
-    log = CollectiveLog()
-    guarded = GuardedCommunicator(
+    log = FlightRecorder()
+    guarded = FaultAwareCommunicator(
         stub_communicator(),
         world_ranks=range(2),
         verdict=Asked(),
@@ -186,8 +184,8 @@ def test_the_scheduler_understands_whatever_is_noted() -> None:
     guarded.note("captured_step")
     log.begin("all_reduce", "a\nname" * 50, X)
     sent = encode(m.Heartbeat(1, 2, 3, 4.0, recent=log.recent()))
-    heard = decode_worker_message(sent, 1)
-    assert isinstance(heard, Heard)
+    heard = decode_worker_message(sent)
+    assert isinstance(heard, m.Heartbeat)
     assert [one.name for one in heard.recent[-2:]] == ["captured_step", "all_reduce"]
 
 
@@ -198,7 +196,7 @@ def test_a_launch_of_several_is_explained_when_it_breaks_at_its_end() -> None:
         raise PeerLostError("reset", rank=1)
 
     inner, verdict = stub_communicator(), Asked(CHANGED)
-    inner.group = together  # type: ignore[attr-defined]
+    inner.group = together  # type: ignore[method-assign]
     with pytest.raises(MembershipChanged), guard(inner, verdict).group():
         pass
     assert verdict.questions[0][0] == 1
@@ -209,7 +207,7 @@ def test_a_launch_of_several_is_explained_when_it_breaks_at_its_end() -> None:
 
 
 def test_whether_a_rank_waits_for_others_is_known_without_a_device() -> None:
-    log = CollectiveLog()
+    log = FlightRecorder()
     seen: list[bool] = []
 
     class Looking(DoneWork):
@@ -217,7 +215,7 @@ def test_whether_a_rank_waits_for_others_is_known_without_a_device() -> None:
             seen.append(log.waits())
 
     inner = stub_communicator()
-    guarded = GuardedCommunicator(
+    guarded = FaultAwareCommunicator(
         inner, world_ranks=range(2), verdict=Asked(), recorder=log, adopted=ignore, closed=ignore
     )
     inner.barrier = lambda: seen.append(log.waits())  # type: ignore[method-assign]
@@ -236,7 +234,7 @@ def test_whether_a_rank_waits_for_others_is_known_without_a_device() -> None:
 
 
 def test_a_rank_waits_until_a_failure_is_explained_and_not_after_that() -> None:
-    log = CollectiveLog()
+    log = FlightRecorder()
     seen: list[bool] = []
 
     def verdict(rank: int, error: Exception) -> Exception:
@@ -244,7 +242,7 @@ def test_a_rank_waits_until_a_failure_is_explained_and_not_after_that() -> None:
         return error
 
     inner = stub_communicator()
-    guarded = GuardedCommunicator(
+    guarded = FaultAwareCommunicator(
         inner, world_ranks=range(2), verdict=verdict, recorder=log, adopted=ignore, closed=ignore
     )
     for error in (PeerLostError("reset", rank=1), ArrayError("dtype")):
@@ -257,7 +255,7 @@ def test_a_rank_waits_until_a_failure_is_explained_and_not_after_that() -> None:
 
 def test_on_a_device_the_time_since_the_last_launch_counts() -> None:
     now = [100.0]
-    log = CollectiveLog(lambda: now[0])
+    log = FlightRecorder(lambda: now[0])
     log.begin("all_reduce", "world", X).on_device = True
     now[0] = 130.0
     assert (log.hanging_s(), log.late_s()) == (0.0, 30.0)

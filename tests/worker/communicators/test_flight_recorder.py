@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from muster.worker.communicators.flight_recorder import KEPT_COLLECTIVES, CollectiveLog
+from muster.worker.communicators.arrays import describe
+from muster.worker.communicators.fault_aware import KEPT_COLLECTIVES, FlightRecorder
 from tests.worker.control.scripted import DoneWork
 
-X = np.zeros(3, np.float32)
+X = describe(np.zeros(3, np.float32))
 
 
 def test_the_ring_keeps_the_newest_and_shows_what_hangs() -> None:
-    log = CollectiveLog()
+    log = FlightRecorder()
     for _ in range(KEPT_COLLECTIVES + 3):
         log.begin("all_reduce", "world", X).work = DoneWork()
     log.begin("broadcast", "tp0", X)
@@ -26,7 +27,7 @@ def test_the_ring_keeps_the_newest_and_shows_what_hangs() -> None:
 
 
 def test_each_group_counts_for_itself_and_a_new_generation_from_one() -> None:
-    log = CollectiveLog()
+    log = FlightRecorder()
     for group in ("world", "tp0", "world"):
         log.begin("all_reduce", group, X)
     assert [(one.group, one.sequence) for one in log.recent()] == [("world", 1), ("tp0", 1), ("world", 2)]
@@ -37,7 +38,7 @@ def test_each_group_counts_for_itself_and_a_new_generation_from_one() -> None:
 
 
 def test_what_only_the_device_knows_is_over_once_it_was_waited_for() -> None:
-    log = CollectiveLog()
+    log = FlightRecorder()
     log.begin("all_reduce", "world", X)
     assert [one.done for one in log.recent()] == [False]
     log.settle()
@@ -47,7 +48,7 @@ def test_what_only_the_device_knows_is_over_once_it_was_waited_for() -> None:
 
 def test_it_tells_for_how_long_the_oldest_open_collective_has_been_under_way() -> None:
     now = [10.0]
-    log = CollectiveLog(lambda: now[0])
+    log = FlightRecorder(lambda: now[0])
     assert log.hanging_s() == 0
     entry = log.begin("all_reduce", "world", X)
     now[0] = 13.0
@@ -59,7 +60,7 @@ def test_it_tells_for_how_long_the_oldest_open_collective_has_been_under_way() -
 
 def test_what_lies_on_the_device_hangs_only_while_the_host_waits_for_it() -> None:
     now = [10.0]
-    log = CollectiveLog(lambda: now[0])
+    log = FlightRecorder(lambda: now[0])
     log.begin("all_reduce", "world", X).on_device = True
     now[0] = 20.0
     assert log.hanging_s() == 0

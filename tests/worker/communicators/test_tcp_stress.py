@@ -101,7 +101,7 @@ def test_every_generation_forms(
         "max_parked": 8,
     }
     monkeypatch.setattr(
-        "muster.worker.communicators.tcp.backend.Endpoint", lambda tls: Endpoint(tls, **bounds)
+        "muster.worker.communicators.tcp.communicator.Endpoint", lambda tls: Endpoint(tls, **bounds)
     )
     office = Office(tmp_path)
     world = make_world([office.credentials(node=f"n{rank}") for rank in range(3)])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import sys
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
+from muster.worker.communicators.tcp.connection import Connection, Incoming, Multiplexer
 from muster.worker.communicators.work import FINISHED, WorkQueue
 
 
@@ -45,3 +51,86 @@ def test_an_error_comes_out_of_wait_and_does_not_stop_the_queue() -> None:
 def test_finished_work_is_done() -> None:
     FINISHED.wait()
     assert FINISHED.done()
+
+
+def test_what_waits_goes_on_when_it_is_told_and_what_comes_later_does_not_wait() -> None:
+    queue, gate, ran = WorkQueue("test"), threading.Event(), list[str]()
+    running = queue.put(lambda: ran.append(str(gate.wait(10))))
+    queued = queue.put(lambda: ran.append("queued"))
+    queue.end_all(ValueError("aborted"))
+    later = queue.put(lambda: ran.append("later"))
+    for work in (running, queued, later):
+        assert work.done()
+        with pytest.raises(ValueError, match="aborted"):
+            work.wait()
+    gate.set()
+    queue.close()
+    assert "later" not in ran
+    with pytest.raises(ValueError, match="aborted"):
+        running.wait()  # that it ended well after all is no news
+
+
+# ---------------------------------------------------------------- signals
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+class Signalled:
+    """Sends SIGUSR1 once Python's main thread waits; another thread takes it. Its handler frees that wait."""
+
+    def __init__(self, free: Callable[[], object]) -> None:
+        self._free = free
+        self._over, self._handled = threading.Event(), threading.Event()
+        self.was_handled = False
+        self._taker = threading.Thread(target=self._over.wait, args=(60,), daemon=True)
+        self._sender = threading.Thread(target=self._send, daemon=True)
+
+    def __enter__(self) -> Signalled:
+        self._before = signal.signal(signal.SIGUSR1, self._handle)
+        self._taker.start()
+        self._sender.start()
+        return self
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.was_handled = not self._over.is_set()
+        self._handled.set()
+        self._free()
+
+    def _send(self) -> None:
+        main = threading.main_thread().ident or 0
+        while not self._over.wait(0.005):
+            if sys._current_frames()[main].f_code.co_name in ("wait", "_wait"):
+                break
+        signal.pthread_kill(self._taker.ident or 0, signal.SIGUSR1)
+        if not self._handled.wait(5):  # a wait that hangs must end for the test to say so
+            self._over.set()
+            self._free()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._taker.join(20)
+        self._sender.join(20)
+        signal.signal(signal.SIGUSR1, self._before)
+
+
+def test_a_wait_ends_with_a_signal_that_another_thread_takes() -> None:
+    """Python handles it in the main thread, which a wait without end would never give it."""
+    queue, gate = WorkQueue("test"), threading.Event()
+    work = queue.put(lambda: assert_set(gate))
+    with Signalled(gate.set) as signalled:
+        work.wait()
+    queue.close()
+    assert signalled.was_handled
+
+
+def test_a_transfer_goes_on_with_a_signal_that_another_thread_takes() -> None:
+    ours, theirs = socket.socketpair()
+    mover, link = Multiplexer(), Connection(ours, 1)
+    mover.watch(link)
+    view = memoryview(bytearray(4))
+    with ours, theirs, Signalled(lambda: theirs.sendall(b"data")) as signalled:
+        mover.run([], [Incoming(link, [view])], time.monotonic() + 60)
+    mover.close()
+    assert signalled.was_handled and bytes(view) == b"data"

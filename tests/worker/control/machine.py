@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from muster.rendezvous import messages as m
 from muster.worker.control import events as e
-from muster.worker.control import messages as m
 from muster.worker.control.machine import Membership
 
 HOST = m.Host("host-id", "alpha", "10.0.0.1")
@@ -45,7 +45,7 @@ def assignment(generation: int = 1, rank: int = 0, incarnation: int = 7, **chang
 
 
 class Machine:
-    """Feeds a machine and keeps the last decision. ``now`` only moves when told to."""
+    """Feeds a machine and keeps the last decision. ``now`` only moves when a test moves it."""
 
     def __init__(
         self, timing: e.Timing | None = None, jitter: float = 0.5, address: str = "", **changes: object
@@ -63,7 +63,7 @@ class Machine:
                 self.stream = notice.stream
         return self.last
 
-    def hear(self, message: m.Incoming) -> e.Decision:
+    def hear(self, message: m.SchedulerMessage) -> e.Decision:
         return self.feed(e.Received(self.stream, message))
 
     def tick_at_deadline(self) -> e.Decision:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from muster.rendezvous import messages as m
+from muster.rendezvous.messages import Device
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.version import __version__
 from muster.worker.communicators.base import Array, Backend, Communicator, Membership, Peer, ReduceOp, Work
 from muster.worker.config import Settings
-from muster.worker.control import messages as m
-from muster.worker.control.messages import Device
+from muster.worker.control.connection import Connection, Stream
+from muster.worker.control.events import Timing
 from muster.worker.control.session import Session
 from muster.worker.errors import CommunicatorAbortedError
 from muster.worker.host import DeviceChoice
@@ -46,7 +49,10 @@ class Line:
     def welcome(self, heartbeat_interval_s: float = 3600.0, node_timeout_s: float = 5.0) -> None:
         self.say(
             welcome=pb.Welcome(
-                heartbeat_interval_s=heartbeat_interval_s, node_timeout_s=node_timeout_s, topo_timeout_s=60.0
+                heartbeat_interval_s=heartbeat_interval_s,
+                node_timeout_s=node_timeout_s,
+                topo_timeout_s=60.0,
+                version=__version__,
             )
         )
 
@@ -115,14 +121,14 @@ class ScriptedConnector:
         self.lines: list[Line] = []
         self.attempts = 0
 
-    def open(self, outbox: SimpleQueue[bytes | None]) -> Line:
+    def dial(self, outbox: SimpleQueue[bytes | None]) -> Stream:
         self.attempts += 1
         if self._errors:
             raise self._errors.pop(0)
         line = Line(outbox)
         self.lines.append(line)
         self._lines.put(line)
-        return line
+        return line, line.close
 
     def next_line(self) -> Line:
         return self._lines.get(timeout=WAIT_S)
@@ -260,6 +266,7 @@ def scripted_session(
     connector: ScriptedConnector,
     backend: StubBackend | None = None,
     probes: Any = None,
+    timing: Timing | None = None,
     **settings: object,
 ) -> Session:
     """A session as node ``n0`` of a job of two."""
@@ -268,8 +275,9 @@ def scripted_session(
         profile=profile(),
         device=DeviceChoice(Device()),
         backend=backend or StubBackend(),
-        connector=connector,
+        connection=Connection(connector.dial),
         probes=probes,
+        timing=timing,
     )
 
 

@@ -22,8 +22,7 @@ from muster.certs.pki.identity import Identity
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.worker.config import Settings
-from muster.worker.control.connection import DeniedError, GrpcConnector, MalformedError
-from muster.worker.control.credentials import load_keyring
+from muster.worker.control.connection import DeniedError, Dial, MalformedError, grpc_dial, load_keyring
 from tests.certs.servers import server_credentials
 from tests.scheduler.processes import Pki, environment
 
@@ -57,7 +56,7 @@ def serving(behaviour: Behaviour, pki: Pki | None = None, name: str = "server") 
 
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[int]:
-    """A bare socket that answers whoever comes, up to three times, and hangs up."""
+    """A bare socket that answers every caller, up to three times, and hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -84,11 +83,11 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return made
 
 
-def connector(port: int, pki: Pki | None = None) -> GrpcConnector:
+def connector(port: int, pki: Pki | None = None) -> Dial:
     settings = Settings(worker_num=1, worker_min=1, scheduler_port=port)
     env = {} if pki is None else pki.env()
     path = None if pki is None else pki.config
-    return GrpcConnector(settings, load_keyring(settings.replaced(config_path=path), env))
+    return grpc_dial(settings, load_keyring(settings.replaced(config_path=path), env))
 
 
 def welcome_each(requests: Iterator[Any], context: Any) -> Iterator[Any]:
@@ -105,29 +104,29 @@ def test_messages_go_both_ways(pki: Pki, secure: bool) -> None:
     used = pki if secure else None
     with serving(welcome_each, used) as port:
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        stream = connector(port, used).open(outbox)
-        replies = iter(stream)
+        messages, end = connector(port, used)(outbox)
+        replies = iter(messages)
         for name in ("a", "b"):
             outbox.put(join(name))
             assert pb.SchedulerMessage.FromString(next(replies)).waiting.sentence == name
-        stream.close()
-        stream.close()
+        end()
+        end()
 
 
 def test_closing_ends_a_reader_that_waits(pki: Pki) -> None:
     with serving(welcome_each, pki) as port:
-        stream = connector(port, pki).open(SimpleQueue())
+        messages, end = connector(port, pki)(SimpleQueue())
         ended: list[Exception] = []
 
         def read() -> None:
             try:
-                next(iter(stream))
+                next(iter(messages))
             except Exception as error:
                 ended.append(error)
 
         reader = threading.Thread(target=read)
         reader.start()
-        stream.close()
+        end()
         reader.join(20)
         assert not reader.is_alive()
         assert isinstance(ended[0], OSError)
@@ -151,12 +150,12 @@ def test_how_a_stream_is_turned_down(code: grpc.StatusCode, kind: type[Exception
 
     with serving(abort) as port:
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        stream = connector(port).open(outbox)
+        messages, end = connector(port)(outbox)
         with pytest.raises(kind, match=words) as caught:
-            next(iter(stream))
+            next(iter(messages))
         if isinstance(caught.value, DeniedError):
             assert caught.value.by_scheduler
-        stream.close()
+        end()
 
 
 def test_nobody_there_is_worth_another_try(pki: Pki) -> None:
@@ -164,12 +163,12 @@ def test_nobody_there_is_worth_another_try(pki: Pki) -> None:
         port = taken.getsockname()[1]
     for used in (None, pki):
         with pytest.raises(ConnectionRefusedError):
-            connector(port, used).open(SimpleQueue())
+            connector(port, used)(SimpleQueue())
 
 
 def test_a_worker_without_tls_is_told_that_the_scheduler_demands_it(pki: Pki) -> None:
     with serving(welcome_each, pki) as port, pytest.raises(DeniedError, match=r"demands TLS.*MS_CONFIG_FILE"):
-        connector(port).open(SimpleQueue())
+        connector(port)(SimpleQueue())
 
 
 def test_a_tls_alert_tells_too() -> None:
@@ -177,17 +176,17 @@ def test_a_tls_alert_tells_too() -> None:
         answering(b"\x15\x03\x01\x00\x02\x02\x46") as port,
         pytest.raises(DeniedError, match="demands TLS"),
     ):
-        connector(port).open(SimpleQueue())
+        connector(port)(SimpleQueue())
 
 
 def test_a_hang_up_is_worth_another_try() -> None:
     with answering(b"") as port, pytest.raises(ConnectionError):
-        connector(port).open(SimpleQueue())
+        connector(port)(SimpleQueue())
 
 
 def test_a_plaintext_scheduler_is_refused_by_a_worker_with_tls(pki: Pki) -> None:
     with serving(welcome_each) as port, pytest.raises(DeniedError, match="does not speak TLS") as caught:
-        connector(port, pki).open(SimpleQueue())
+        connector(port, pki)(SimpleQueue())
     assert not caught.value.by_scheduler
 
 
@@ -197,12 +196,12 @@ def test_a_plaintext_scheduler_is_refused_by_a_worker_with_tls(pki: Pki) -> None
 )
 def test_a_server_that_is_not_this_jobs_scheduler_is_refused(pki: Pki, name: str, words: str) -> None:
     with serving(welcome_each, pki, name) as port, pytest.raises(DeniedError, match=words):
-        connector(port, pki).open(SimpleQueue())
+        connector(port, pki)(SimpleQueue())
 
 
 def test_a_scheduler_of_another_authority_is_refused(pki: Pki, tmp_path: Path) -> None:
     with serving(welcome_each, Pki.make(tmp_path)) as port, pytest.raises(DeniedError, match="not trusted"):
-        connector(port, pki).open(SimpleQueue())
+        connector(port, pki)(SimpleQueue())
 
 
 def test_a_scheduler_that_is_revoked_meanwhile_is_left(tmp_path: Path) -> None:
@@ -210,8 +209,8 @@ def test_a_scheduler_that_is_revoked_meanwhile_is_left(tmp_path: Path) -> None:
     with serving(welcome_each, own) as port:
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
         looking = connector(port, own)
-        stream = looking.open(outbox)
-        replies = iter(stream)
+        messages, end = looking(outbox)
+        replies = iter(messages)
         outbox.put(join("a"))
         next(replies)
         server = x509.load_pem_x509_certificate(own.credentials("server").leaf_pem)
@@ -219,21 +218,31 @@ def test_a_scheduler_that_is_revoked_meanwhile_is_left(tmp_path: Path) -> None:
         outbox.put(join("b"))
         with pytest.raises(ConnectionError, match="cancelled"):
             next(replies)
-        stream.close()
+        end()
         with pytest.raises(DeniedError, match="was revoked"):
-            looking.open(SimpleQueue())
+            looking(SimpleQueue())
 
 
 LOCKED = """
 import grpc, signal, threading
 from queue import SimpleQueue
-from muster.worker.control.connection import _GrpcStream, _keep_library_up
+from muster.worker.control.connection import stream_on
+
+calls = []
+class Channel:
+    def stream_stream(self, method):
+        def call(requests):
+            calls.append(real.stream_stream(method)(requests))
+            return calls[0]
+        return call
+    def close(self):
+        real.close()
 
 signal.alarm(20)
-_keep_library_up()
-stream = _GrpcStream(grpc.insecure_channel("127.0.0.1:1"), SimpleQueue(), lambda: False)
-stream.close()
-stopped = threading.Thread(target=stream._call._state.condition.acquire)
+real = grpc.insecure_channel("127.0.0.1:1")
+messages, end = stream_on(Channel(), SimpleQueue())
+end()
+stopped = threading.Thread(target=calls[0]._state.condition.acquire)
 stopped.start()
 stopped.join()
 """

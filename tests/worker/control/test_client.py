@@ -9,21 +9,24 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from muster.rendezvous.messages import Assignment, Quiesce, RefusalCode, Refused, Suspended, Waiting
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.worker.communicators.base import Communicator
 from muster.worker.control import events as e
-from muster.worker.control.client import HANG_S, Client
-from muster.worker.control.leave import LoneLeave
-from muster.worker.control.machine import Membership
-from muster.worker.control.messages import Assignment, Quiesce, RefusalCode, Refused, Suspended
+from muster.worker.control.client import HANG_S, Client, Threads
+from muster.worker.control.connection import Connection
+from muster.worker.control.machine import LoneLeave, Membership
 from muster.worker.errors import (
+    CommunicatorError,
     LeaveGranted,
     MembershipChanged,
     NotInitializedError,
+    PeerFinishedError,
     PeerLostError,
     RefusedError,
     WorkerError,
 )
+from tests.waiting import wait_for
 from tests.worker.control.machine import assignment, profile
 from tests.worker.control.scripted import ScriptedConnector, Thread, stub_communicator
 
@@ -50,13 +53,18 @@ class Hanging:
 
 
 def client(
-    connector: ScriptedConnector, mint: Mint | None = None, hanging: Hanging | None = None, **timing: float
+    connector: ScriptedConnector,
+    mint: Mint | None = None,
+    hanging: Hanging | None = None,
+    threads: Threads | None = None,
+    **timing: float,
 ) -> Client:
     """A client that waits for nobody once it is to leave."""
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)
     return Client(
         core,
-        connector,
+        Connection(connector.dial),
+        threads=threads,
         mint=mint or Mint(),
         hanging_s=hanging or Hanging(),
         lone_leave=LoneLeave(unreachable_s=0.0, unformed_s=0.0, unfinished_s=0.0),
@@ -92,19 +100,20 @@ def running(connector: ScriptedConnector, hanging: Hanging) -> Iterator[Client]:
     made.close()
 
 
-def muster_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("muster-")}
-
-
 def test_no_thread_is_left_after_close(connector: ScriptedConnector) -> None:
+    others = set(threading.enumerate())
+
+    def its_threads() -> set[str]:
+        return {thread.name for thread in set(threading.enumerate()) - others}
+
     made = client(connector)
     made.start()
     line = connector.next_line()
     line.hear("join")
-    assert muster_threads() == {"muster-timer", "muster-stream", "muster-watcher"}
+    assert its_threads() == {"muster-timer", "muster-stream", "muster-watcher"}
     made.close()
     made.close()
-    assert muster_threads() == set()
+    assert its_threads() == set()
     assert line.closed
     assert made.post(e.Tick()) == e.Decision()
 
@@ -179,6 +188,35 @@ def test_a_suspension_says_once_that_the_generation_is_over(running: Client) -> 
         running.check(1)
 
 
+def test_whoever_does_not_come_after_a_generation_that_never_stood_waits_for_nobody(
+    connector: ScriptedConnector,
+) -> None:
+    """The training thread is in something of its own, and the others wait for it."""
+    made = client(connector)
+    made.start()
+    line = connector.next_line()
+    line.welcome()
+
+    def waits() -> bool:
+        line.say(probe=pb.Probe(round=1))
+        return bool(line.hear("probed").waits)
+
+    building = Thread(made.next_build)
+    join = line.hear("join")
+    line.assign(join)
+    line.say(unique_ids=pb.UniqueIds(generation=1, unique_ids=[b"secret"]))
+    building.result()
+    assert waits()  # it builds
+    made.post(e.Received(1, Suspended(1, "Generation 1 is over: rank 0 left. Waiting.", 30.0)))
+    assert not waits()
+    entering = Thread(made.next_build)
+    wait_for(waits)
+    line.assign(join, 2)
+    line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"other"]))
+    assert entering.result().assignment.generation == 2
+    made.close()
+
+
 def raise_verdict(running: Client) -> None:
     raise running.verdict(1, 0, PeerLostError("Rank 0 is gone.", rank=0))
 
@@ -239,6 +277,18 @@ def test_the_end_of_a_generation_aborts_what_is_being_closed(running: Client) ->
     running.communicators.forget(closed)
 
 
+def test_a_failure_that_blames_nobody_is_put_down_to_the_rank_that_has_finished(
+    running: Client, connector: ScriptedConnector
+) -> None:
+    failed = CommunicatorError("all_reduce failed in Gloo: connection closed")
+    asking = Thread(lambda: running.verdict(1, -1, failed))
+    assert connector.lines[0].hear("suspect_peer").rank == -1
+    running.post(e.Received(1, Waiting(1, 2, "Rank 1 has finished.", (1,))))
+    error = asking.result()
+    assert isinstance(error, PeerFinishedError) and error.rank == 1
+    assert str(error).startswith("Rank 1 has finished. Let all ranks make as many steps")
+
+
 def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Client) -> None:
     communicator = stub_communicator()
     running.adopt(1, communicator)
@@ -275,7 +325,7 @@ def test_a_leave_that_was_asked_for_is_told_again_after_the_place_was_lost(
     connector: ScriptedConnector,
 ) -> None:
     core = Membership(profile(), e.Timing(goodbye_timeout_s=0.01), lambda: 0.5)
-    made = Client(core, connector, mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
+    made = Client(core, Connection(connector.dial), mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
     made.start()
     made.expect_leave("SIGTERM")
     for renewed in (False, True):
@@ -332,7 +382,7 @@ def test_who_is_to_leave_waits_but_a_while_for_the_next_generation_to_form(
 @pytest.mark.parametrize("is_there", [True, False])
 def test_who_leaves_now_waits_for_nothing(connector: ScriptedConnector, is_there: bool) -> None:
     core = Membership(profile(), e.Timing(), lambda: 0.5)
-    made = Client(core, connector, mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
+    made = Client(core, Connection(connector.dial), mint=Mint(), lone_leave=LoneLeave(unfinished_s=1e6))
     made.start()
     if is_there:
         line = connector.next_line()
@@ -348,7 +398,13 @@ def test_who_leaves_now_waits_for_nothing(connector: ScriptedConnector, is_there
 @pytest.mark.timeout(30, method="signal")
 def test_a_signal_that_another_thread_got_ends_the_wait(connector: ScriptedConnector) -> None:
     """As when a process is stopped, terminated and continued; the main thread is not interrupted then."""
-    made = client(connector)
+    changed = threading.Condition(threading.RLock())
+
+    class Watched(Threads):
+        def condition(self) -> threading.Condition:
+            return changed
+
+    made = client(connector, threads=Watched())
     made.start()
     line = connector.next_line()
     line.hear("join")
@@ -357,13 +413,13 @@ def test_a_signal_that_another_thread_got_ends_the_wait(connector: ScriptedConne
 
     def get_signal() -> None:
         assert waits.wait(20)
-        with made._lock:  # the main thread is in its wait, or has given this lock up for it
+        with changed:  # the main thread is in its wait, or has given this lock up for it
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: made.leave_now("SIGUSR1"))
     try:
         thread = Thread(get_signal)
-        with made._lock:
+        with changed:
             waits.set()
             with pytest.raises(LeaveGranted):
                 made.next_build()

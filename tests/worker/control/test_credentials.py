@@ -11,9 +11,11 @@ from cryptography import x509
 
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.peer import peer_of_pem
-from muster.worker.communicators import create_backend
+from muster.certs.runtime.follower import Follower
+from muster.certs.runtime.watcher import Change, CredentialsWatcher
+from muster.worker.communicators import tls_policies
 from muster.worker.config import Settings
-from muster.worker.control.credentials import Keyring, load_keyring
+from muster.worker.control.connection import load_keyring
 from tests.scheduler.processes import Pki
 
 HOSTS = ("127.0.0.1",)
@@ -25,7 +27,7 @@ def pki(tmp_path: Path) -> Pki:
 
 
 @pytest.fixture
-def keyring(pki: Pki) -> Keyring:
+def keyring(pki: Pki) -> Follower:
     settings = Settings(worker_num=1, worker_min=1, config_path=pki.config)
     loaded = load_keyring(settings, pki.env())
     assert loaded is not None
@@ -42,18 +44,18 @@ def serial(pki: Pki, name: str) -> int:
     return x509.load_pem_x509_certificate(pki.credentials(name).leaf_pem).serial_number
 
 
-def test_nothing_changes_while_no_file_does(keyring: Keyring) -> None:
+def test_nothing_changes_while_no_file_does(keyring: Follower) -> None:
     assert keyring() is keyring()
 
 
-def test_a_renewed_certificate_is_used(keyring: Keyring, pki: Pki) -> None:
+def test_a_renewed_certificate_is_used(keyring: Follower, pki: Pki) -> None:
     before = keyring().fingerprint
     assert replace(pki, Identity("default", "worker")) == keyring().fingerprint != before
 
 
 @pytest.mark.parametrize("identity", [Identity("default", "operator"), Identity("other", "worker")])
 def test_a_certificate_of_another_role_or_job_is_not(
-    keyring: Keyring, pki: Pki, identity: Identity, caplog: pytest.LogCaptureFixture
+    keyring: Follower, pki: Pki, identity: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = keyring().fingerprint
     replace(pki, identity)
@@ -64,7 +66,7 @@ def test_a_certificate_of_another_role_or_job_is_not(
 
 
 def test_a_revoked_certificate_is_not_but_the_list_that_says_so_is(
-    keyring: Keyring, pki: Pki, caplog: pytest.LogCaptureFixture
+    keyring: Follower, pki: Pki, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = keyring().fingerprint
     pki.issue("staged", Identity("default", "worker"))
@@ -79,7 +81,7 @@ def test_a_revoked_certificate_is_not_but_the_list_that_says_so_is(
 
 
 def test_new_settings_are_in_force_and_told(
-    keyring: Keyring, pki: Pki, caplog: pytest.LogCaptureFixture
+    keyring: Follower, pki: Pki, caplog: pytest.LogCaptureFixture
 ) -> None:
     fingerprint = keyring().fingerprint
     pki.write_config(crl_path="crl.pem", require_identity=False, cipher_list="ECDHE-ECDSA-AES128-GCM-SHA256")
@@ -95,7 +97,7 @@ def test_new_settings_are_in_force_and_told(
 
 
 def test_a_bad_file_is_said_and_changes_nothing(
-    keyring: Keyring, pki: Pki, caplog: pytest.LogCaptureFixture
+    keyring: Follower, pki: Pki, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = keyring().fingerprint
     (pki.directory / "client.p12").write_bytes(b"junk")
@@ -103,15 +105,18 @@ def test_a_bad_file_is_said_and_changes_nothing(
     assert "the old ones stay in force" in caplog.text
 
 
-def test_a_fault_of_ours_changes_nothing_either(
-    keyring: Keyring, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(keyring._watcher, "poll", lambda: 1 / 0)
+class Faulty(CredentialsWatcher):
+    def poll(self) -> Change | None:
+        raise OSError("the disk is gone")
+
+
+def test_a_fault_while_reading_changes_nothing_either(pki: Pki, caplog: pytest.LogCaptureFixture) -> None:
+    keyring = Follower(Faulty(pki.config, "worker", pki.env()), logging.getLogger("muster.worker"))
     assert keyring().identity.role == "worker"
     assert "those in force stay" in caplog.text
 
 
-def test_who_is_revoked_meanwhile(keyring: Keyring, pki: Pki) -> None:
+def test_who_is_revoked_meanwhile(keyring: Follower, pki: Pki) -> None:
     peer = keyring().peer(pki.credentials("server").leaf_pem)
     assert not keyring.has_revoked(peer)
     (pki.directory / "crl.pem").write_text("junk")
@@ -132,18 +137,14 @@ def test_what_ends_soon_is_said(pki: Pki, caplog: pytest.LogCaptureFixture) -> N
     assert "renew" in caplog.text
 
 
-def test_no_core_file_is_left_once_a_key_is_loaded(keyring: Keyring) -> None:
+def test_no_core_file_is_left_once_a_key_is_loaded(keyring: Follower) -> None:
     assert keyring().identity.job == "default"
     assert resource.getrlimit(resource.RLIMIT_CORE)[0] == 0
 
 
-def test_each_peer_connection_asks_for_the_credentials_in_force(keyring: Keyring, pki: Pki) -> None:
-    backend = create_backend("tcp", tls=keyring)
-    try:
-        endpoint = backend._endpoint  # type: ignore[attr-defined]
-        before = endpoint._policy()
-        assert endpoint._policy() is before
-        replace(pki, Identity("default", "worker"))
-        assert endpoint._policy() is not before
-    finally:
-        backend.close()
+def test_each_peer_connection_asks_for_the_credentials_in_force(keyring: Follower, pki: Pki) -> None:
+    policy = tls_policies(keyring, "default")
+    before = policy()
+    assert policy() is before
+    replace(pki, Identity("default", "worker"))
+    assert policy() is not before

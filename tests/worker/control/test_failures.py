@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from muster.rendezvous.messages import RefusalCode
 from muster.worker.control import events as e
 from muster.worker.control.client import exit_code_of, failure_of, is_consequence, reason_of, sentence
-from muster.worker.control.messages import RefusalCode
 from muster.worker.errors import (
     FormationTimeoutError,
     JobEndedError,

@@ -81,3 +81,27 @@ def test_it_is_asked_for_once() -> None:
         GRPC_VERBOSITY="ERROR",
     )
     assert told == "WARNING gRPC (a.cc:1) says: x\n"
+
+
+FORKING = """
+guard_grpc_log(os.environ)
+import grpc, multiprocessing, threading
+channel = grpc.insecure_channel("127.0.0.1:1")
+stopping = threading.Event()
+def watch():
+    while not stopping.is_set():
+        try: channel.unary_unary("/a/b")(b"", timeout=0.05)
+        except grpc.RpcError: pass
+threads = [threading.Thread(target=watch) for _ in range(2)]
+[thread.start() for thread in threads]
+for _ in range(3):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(abs, range(4))
+stopping.set()
+[thread.join() for thread in threads]
+"""
+
+
+@pytest.mark.parametrize("env", [{}, {"GRPC_VERBOSITY": "INFO"}])
+def test_a_scripts_own_forks_are_nothing_that_grpc_complains_of(env: dict[str, str]) -> None:
+    assert "fork" not in run(FORKING, **env)

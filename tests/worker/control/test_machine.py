@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from muster.rendezvous import messages as m
+from muster.version import __version__
 from muster.worker.control import events as e
-from muster.worker.control import messages as m
 from tests.worker.control.machine import Machine, assignment, member
 
 
@@ -16,10 +17,45 @@ class TestJoining:
         w = Machine()
         assert w.feed(e.Started()).notices == (e.Connect(1),)
         w.feed(e.StreamOpened(1))
-        assert w.last.messages == (m.Join(w.core.profile),)
+        assert w.last.messages == (m.Join(w.core.profile, takes_deltas=True),)
         assert w.core.phase == "joining"
         w.hear(m.Welcome(1.0, 5.0, 60.0))
         assert w.core.phase == "waiting"
+
+    def test_the_scheduler_says_how_often_it_wants_to_hear_of_a_worker(self) -> None:
+        w = Machine()
+        w.feed(e.Started())
+        w.feed(e.StreamOpened(1))
+        w.hear(m.Welcome(2.0, 30.0, 60.0, waiting_interval_s=10.0))
+        beats = []
+        for _ in range(2):  # while it waits for a place
+            w.tick_at_deadline()
+            beats.append(w.now)
+            w.message(m.Heartbeat)
+        assert beats == [110.0, 120.0]
+        w.now = 121.0
+        w.hear(assignment(1, 0))
+        for _ in range(2):  # those of all members are spread over the first interval
+            w.tick_at_deadline()
+            beats.append(w.now)
+            w.message(m.Heartbeat)
+        assert beats[2:] == [122.0, 124.0]
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.feed(e.StreamOpened(2))
+        now = w.now
+        w.hear(m.Welcome(2.0, 30.0, 60.0, waiting_interval_s=10.0))
+        assert w.core.deadline() == now + 2.0
+
+    @pytest.mark.parametrize("version", ["", "0.1.0", "99.0.0"])
+    def test_a_scheduler_of_a_version_that_may_not_meet_this_one_is_left(self, version: str) -> None:
+        w = Machine()
+        w.feed(e.Started())
+        w.feed(e.StreamOpened(1))
+        w.hear(m.Welcome(1.0, 5.0, 60.0, version=version))
+        failed = w.notice(e.Failed)
+        assert (failed.kind, failed.code) == (e.FailureKind.REFUSED, m.RefusalCode.SETTINGS_DIFFER)
+        assert (version or "0.1 or older") in failed.sentence and __version__ in failed.sentence
 
     def test_an_older_stream_is_closed_and_its_messages_are_ignored(self) -> None:
         w = Machine().welcomed()
@@ -32,7 +68,7 @@ class TestJoining:
 
     def test_waiting_is_told_once_for_each_sentence(self) -> None:
         w = Machine().welcomed()
-        assert w.hear(m.Waiting(1, 2, "n1 is missing")).notices == (e.Tell("n1 is missing"),)
+        assert w.hear(m.Waiting(1, 2, "n1 is missing")).notices == (e.LogLine("n1 is missing"),)
         assert w.hear(m.Waiting(1, 2, "n1 is missing")).notices == ()
 
     def test_rank_0_mints_and_publishes_and_all_wait_for_the_ids(self) -> None:
@@ -179,14 +215,14 @@ class TestEndings:
 
 
 def absence(w: Machine) -> list[tuple[float, str]]:
-    """When it was told that the scheduler does not answer, in seconds since the start, until it gives up."""
+    """When the scheduler's silence was reported, in seconds since the start, until the worker gives up."""
     told = []
     while w.core.phase != "ended":
         w.tick_at_deadline()
         for notice in w.last.notices:
             if isinstance(notice, e.Connect):
                 w.feed(e.StreamLost(notice.stream, "refused"))
-            elif isinstance(notice, e.Tell):
+            elif isinstance(notice, e.LogLine):
                 told.append((w.now - 100.0, notice.sentence))
     return told
 
@@ -213,7 +249,7 @@ class TestReconnecting:
             w.feed(e.StreamLost(w.stream, "cut"))
             w.now += 10.0
             w.feed(e.Tick())
-            assert w.notice(e.Tell).sentence == (
+            assert w.notice(e.LogLine).sentence == (
                 "the scheduler at host:6667 has not answered for 10 s (cut); trying again, training goes on."
             )
             w.reconnected()
@@ -240,13 +276,13 @@ class TestReconnecting:
     def test_a_worker_without_a_place_gives_up_after_the_topology_timeout(self) -> None:
         w = Machine(e.Timing(topo_timeout_s=30.0))
         w.feed(e.Started())
-        told = 0
+        logged = 0
         while w.core.phase != "ended":
             w.feed(e.StreamLost(w.stream, "connection refused"))
             w.tick_at_deadline()
-            told += sum(isinstance(notice, e.Tell) for notice in w.last.notices)
+            logged += sum(isinstance(notice, e.LogLine) for notice in w.last.notices)
         assert w.now == 130.0
-        assert told == 3  # after 3, 9 and 21 s
+        assert logged == 3  # after 3, 9 and 21 s
         failed = w.notice(e.Failed)
         assert failed.kind is e.FailureKind.UNREACHABLE
         assert "30 s" in failed.sentence and "connection refused" in failed.sentence
@@ -306,7 +342,7 @@ class TestReconnecting:
         w.feed(e.StreamLost(1, "cut"))
         w.tick_at_deadline()
         w.feed(e.StreamOpened(2))
-        assert w.message(m.Join) == m.Join(w.core.profile, 3, 1, True, 41)
+        assert w.message(m.Join) == m.Join(w.core.profile, 3, 1, True, 41, 2, takes_deltas=True)
 
     def test_the_same_assignment_again_changes_nothing(self) -> None:
         w = Machine().running(generation=3, rank=1)
@@ -342,7 +378,7 @@ class TestUnplannedChange:
     def test_a_death_interrupts_at_once_and_the_next_generation_is_entered_when_asked(self) -> None:
         w = Machine().running()
         w.hear(assignment(2, 1, lost=("n2 was killed",)))
-        assert w.notice(e.Interrupt) == e.Interrupt(1, "because 2", ("n2 was killed",))
+        assert w.notice(e.Over) == e.Over(1, "because 2", ("n2 was killed",))
         assert w.feed(e.StepStarting(5)).notices == (e.StepHeld(),)
         assert w.hear(m.UniqueIds(2, (b"new",))).notices == ()
         w.feed(e.EntryRequested())
@@ -371,7 +407,7 @@ class TestUnplannedChange:
         w.hear(assignment(1, 1))
         w.hear(m.UniqueIds(1, (b"one",)))
         w.hear(assignment(2, 1))
-        assert w.notice(e.Interrupt).generation == 1
+        assert w.notice(e.Over).generation == 1
         w.feed(e.EntryRequested())
         w.hear(m.UniqueIds(2, (b"two",)))
         assert w.notice(e.Build).unique_ids == (b"two",)
@@ -385,11 +421,27 @@ class TestUnplannedChange:
 
     def test_a_failed_collective_is_a_hint_and_waits_for_the_verdict(self) -> None:
         w = Machine(e.Timing(verdict_margin_s=2.0)).running()
+        w.feed(e.CommunicatorFailed(1, -1, "closed"))
+        assert w.last.messages == (m.SuspectPeer(1, -1, "closed"),)
+        while not any(isinstance(notice, e.NoVerdict) for notice in w.last.notices):
+            w.tick_at_deadline()
+        assert w.now == 107.0  # node time-out 5 s and the margin
+
+    def test_who_names_a_peer_is_answered_also_by_a_scheduler_that_is_far_behind(self) -> None:
+        w = Machine(e.Timing(verdict_margin_s=2.0, reconnect_timeout_s=60.0)).running()
         w.feed(e.CommunicatorFailed(1, 0, "reset"))
         assert w.last.messages == (m.SuspectPeer(1, 0, "reset"),)
         while not any(isinstance(notice, e.NoVerdict) for notice in w.last.notices):
             w.tick_at_deadline()
-        assert w.now == 107.0  # node time-out 5 s and the margin
+        assert w.now == 160.0
+
+    def test_whoever_cannot_say_on_whom_it_failed_asks_and_learns_who_has_finished(self) -> None:
+        w = Machine().running()
+        w.feed(e.CommunicatorFailed(1, -1, "connection closed"))
+        assert w.last.messages == (m.SuspectPeer(1, -1, "connection closed"),)
+        sentence = "Rank 1 has finished, while others still wait."
+        w.hear(m.Waiting(1, 2, sentence, (1,)))
+        assert w.last.notices == (e.LogLine(sentence), e.NoVerdict(1, 1, sentence))
 
     def test_a_restarted_scheduler_hears_of_a_suspicion_again(self) -> None:
         w = Machine().running()
@@ -407,7 +459,7 @@ class TestUnplannedChange:
         w.hear(assignment(2, 0, switch_after_step=5))
         w.feed(e.CommunicatorFailed(1, 1, "reset"))
         assert w.message(m.SuspectPeer) == m.SuspectPeer(1, 1, "reset")
-        assert w.notice(e.Interrupt).generation == 1
+        assert w.notice(e.Over).generation == 1
 
     def test_a_step_that_was_broken_off_is_not_begun_in_the_next_generation(self) -> None:
         w = Machine().running()
@@ -452,11 +504,16 @@ class TestUnplannedChange:
         w.feed(e.EntryRequested())
         w.entered(2)
         w.feed(e.CommunicatorFailed(2, -1, "timed out", timed_out=True))
-        assert w.last.messages == ()  # in the same step once more: the script's own deadlock, say
+        # In the same step once more: the script's own deadlock, say.
+        assert w.last.messages == (m.SuspectPeer(2, -1, "timed out"),)
 
     def test_an_error_that_blames_nobody_asks_for_no_next_generation(self) -> None:
         w = Machine().running()
-        assert w.feed(e.CommunicatorFailed(1, -1, "a fault")).messages == ()
+        assert w.feed(e.CommunicatorFailed(1, -1, "a fault")).messages == (m.SuspectPeer(1, -1, "a fault"),)
+        w.feed(e.StreamLost(w.stream, "cut"))
+        w.tick_at_deadline()
+        w.feed(e.StreamOpened(w.stream))
+        assert m.SuspectPeer not in [type(sent) for sent in w.hear(m.Welcome(1.0, 5.0, 60.0)).messages]
 
     def test_a_late_collective_is_told_with_how_far_this_worker_is_and_again_after_a_while(self) -> None:
         w = Machine(e.Timing(late_again_s=10.0)).running()
@@ -486,13 +543,13 @@ class TestUnplannedChange:
     def test_a_suspension_says_who_saves(self) -> None:
         w = Machine().running()
         w.hear(m.Suspended(1, "one of two is left.", 30.0, save=True))
-        assert w.notice(e.Interrupt).save
+        assert w.notice(e.Over).save
 
     def test_suspension_interrupts_and_keeps_waiting(self) -> None:
         w = Machine().running()
         w.hear(m.Suspended(1, "one of two is left.", 30.0))
-        assert w.notice(e.Interrupt) == e.Interrupt(1, "one of two is left.", ("one of two is left.",))
-        assert w.notice(e.Tell).sentence == "one of two is left. Waiting up to 30 s for workers."
+        assert w.notice(e.Over) == e.Over(1, "one of two is left.", ("one of two is left.",))
+        assert w.notice(e.LogLine).sentence == "one of two is left. Waiting up to 30 s for workers."
         assert w.core.phase == "suspended"
         w.hear(m.Suspended(1, "one of two is left.", 30.0))
         assert w.last.notices == ()
@@ -543,7 +600,7 @@ class TestPlannedChange:
         assert w.notice(e.ChangePending).after_step == 1
         assert w.feed(e.StepStarting(0)).notices == (e.StepGranted(),)
         w.feed(e.StepStarting(1))
-        assert w.notice(e.Interrupt).planned
+        assert w.notice(e.Over).planned
 
     def test_leaving_asked_for_before_there_was_a_place_is_said_with_the_first_one(self) -> None:
         w = Machine().welcomed()
@@ -563,20 +620,20 @@ class TestPlannedChange:
         assert w.notice(e.ChangePending).after_step == 6
         assert w.feed(e.StepStarting(5)).notices == (e.StepGranted(),)
         w.feed(e.StepStarting(6))
-        assert w.last.notices == (e.Interrupt(1, "because 2", planned=True),)
+        assert w.last.notices == (e.Over(1, "because 2", planned=True),)
 
     def test_without_step_boundaries_the_change_interrupts(self) -> None:
         w = Machine().running()
         w.hear(m.Quiesce(1, "a worker joins"))
         w.hear(assignment(2, 1, switch_after_step=0))
-        assert w.notice(e.Interrupt) == e.Interrupt(1, "because 2")
+        assert w.notice(e.Over) == e.Over(1, "because 2")
 
     def test_a_death_before_the_switch_interrupts(self) -> None:
         w = Machine().running()
         w.feed(e.StepStarting(4))
         w.hear(assignment(2, 1, switch_after_step=5))
         w.hear(assignment(3, 1, lost=("n2 was killed",)))
-        assert w.notice(e.Interrupt).lost == ("n2 was killed",)
+        assert w.notice(e.Over).lost == ("n2 was killed",)
 
     def test_a_scheduler_that_forgot_its_plan_lets_the_steps_go_on(self) -> None:
         w = Machine().running()
@@ -614,7 +671,7 @@ class TestPlannedChange:
         w.feed(e.StepStarting(5))
         assert w.last.notices == (
             e.Dismissed("because 2"),
-            e.Interrupt(1, "because 2", planned=True),
+            e.Over(1, "because 2", planned=True),
         )
 
     def test_a_leaving_worker_that_waits_for_a_place_is_dismissed_at_once(self) -> None:

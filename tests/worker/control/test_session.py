@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from muster.rendezvous.messages import Device
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.worker.communicators.base import Membership, ReduceOp
 from muster.worker.communicators.tcp.probe import Probes
 from muster.worker.control.connection import DeniedError, MalformedError
-from muster.worker.control.messages import Device
+from muster.worker.control.events import Timing
 from muster.worker.control.session import Session
 from muster.worker.errors import (
     FormationTimeoutError,
@@ -70,14 +72,28 @@ def end(session: Session, line: Line) -> None:
     releasing.result()
 
 
-@pytest.fixture
-def stage() -> Iterator[Stage]:
+def is_over(session: Session) -> bool:
+    """Whether its generation is."""
+    try:
+        return session.communicator is None
+    except MembershipChanged:
+        return True
+
+
+@contextlib.contextmanager
+def staged(timing: Timing | None = None) -> Iterator[Stage]:
     backend, connector = StubBackend(), ScriptedConnector()
-    session = scripted_session(connector, backend)
+    session = scripted_session(connector, backend, timing=timing)
     line, join = opened(session, connector)
     stage = Stage(session, backend, connector, line, join)
     yield stage
     end(session, stage.line)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with staged() as made:
+        yield made
 
 
 # ---------------------------------------------------------------- joining
@@ -218,14 +234,20 @@ def test_who_was_the_first_to_go_is_noted_for_the_launcher_before_the_change_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noted: list[dict[str, object]] = []
-    monkeypatch.setattr("muster.worker.launch.last_words.note", lambda **facts: noted.append(facts))
+
+    def note(**facts: object) -> None:
+        if "group" not in facts:
+            noted.append(facts)
+
+    monkeypatch.setattr("muster.worker.launch.last_words.note", note)
     connector = ScriptedConnector()
     session = scripted_session(connector)
     line, join = opened(session, connector)
     loss = pb.FirstLoss(node_id="n1", incarnation=3, sentence="rank 0 left: ValueError", exit_code=1)
     line.say(suspended=pb.Suspended(generation=1, reason="rank 0 left", wait_s=9, first_loss=loss))
-    wait_for(lambda: session._client.change_of(1) is not None)
+    wait_for(lambda: is_over(session))
     first = {"node_id": "n1", "incarnation": 3, "sentence": "rank 0 left: ValueError", "exit_code": 1}
+    noted = [each for each in noted if "waits" not in each]
     assert noted == [{"node_id": "n0", "incarnation": join.incarnation}, {"first": first}]
     rejoining = Thread(session.rejoin)
     line.form(join, 2)
@@ -315,14 +337,14 @@ def test_a_lost_peer_is_reported_and_becomes_a_change_of_members(stage: Stage) -
     assert isinstance(caught.value.__cause__, PeerLostError)
 
 
-def test_a_lost_peer_that_the_scheduler_still_sees_stays_an_error_of_its_own(stage: Stage) -> None:
-    stage.line.welcome(node_timeout_s=0.01)
-    stage.session._client._core._timing = stage.session._client._core._timing.replaced(verdict_margin_s=0.01)
-    stage.communicator.error = PeerLostError("reset", rank=0)
-    failing = stage.all_reduce()
-    stage.line.hear("suspect_peer")
-    with pytest.raises(PeerLostError, match="reset"):
-        failing.result()
+def test_what_the_scheduler_knows_nothing_of_stays_an_error_of_its_own() -> None:
+    with staged(Timing(verdict_margin_s=0.01)) as stage:
+        stage.line.welcome(node_timeout_s=0.01)
+        stage.communicator.error = PeerLostError("reset", rank=-1)
+        failing = stage.all_reduce()
+        stage.line.hear("suspect_peer")
+        with pytest.raises(PeerLostError, match="reset"):
+            failing.result()
 
 
 def test_rejoin_in_a_generation_that_stands_does_nothing(stage: Stage) -> None:
@@ -514,7 +536,9 @@ def test_a_group_that_was_destroyed_is_not_kept(stage: Stage) -> None:
     assert part.closed
     stage.line.assign(stage.join, 2)
     stage.communicator.hang()
-    stage.session._client.communicators.settle_aborts()
+    rejoining = Thread(stage.session.rejoin)  # waits for aborts under way
+    stage.line.form(stage.join, 2)
+    rejoining.result()
     assert not part.aborted.is_set()  # nobody holds it to abort it
 
 
@@ -638,9 +662,17 @@ def test_a_gpu_is_the_one_chosen_or_that_of_the_local_rank(ordinal: int, expecte
     connector, backend = ScriptedConnector(), StubBackend()
     session = scripted_session(connector, backend)
     session.device = DeviceChoice(Device("cuda", 7), ordinal, 4)
-    line, _join = opened(session, connector)
+    line, join = opened(session, connector)
     assert session.device_ordinal == expected
     assert [peer.device_index for peer in backend.made[0].membership.peers] == [-1, expected]
     # When others die its local rank changes, but not the GPU that its arrays lie on.
-    assert session._ordinal(0) == expected
+    line.assign(join, 2, 0)
+    wait_for(lambda: is_over(session))
+    rejoining = Thread(session.rejoin)
+    line.hear("publish_unique_ids")
+    line.say(unique_ids=pb.UniqueIds(generation=2, unique_ids=[b"secret"]))
+    line.hear("built")
+    line.say(group_built=pb.GroupBuilt(generation=2))
+    rejoining.result()
+    assert (session.local_rank, session.device_ordinal) == (0, expected)
     end(session, line)

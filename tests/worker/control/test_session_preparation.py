@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from muster.rendezvous.messages import Device
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.worker.control.messages import Device
 from muster.worker.host import DeviceChoice
 from tests.worker.control.scripted import ScriptedConnector, StubBackend, Thread, opened, scripted_session
 

@@ -1,26 +1,32 @@
-"""What the watching thread tells the machine; its looks are called by hand here."""
+"""What the watching thread reports to the machine; its looks are called by hand here."""
 
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from muster.worker.control import events as e
-from muster.worker.control.pace import Pace
-from muster.worker.control.watcher import Watcher
+from muster.worker.control.client import TRIES, Threads, Watcher
+from muster.worker.control.machine import Pace
+from muster.worker.errors import MembershipChanged
 from tests.waiting import wait_for
 
 
 class Training:
     """What a training thread is in, and what its watcher says of it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        threads: Threads | None = None,
+        probe: Callable[[dict[str, str]], dict[str, str]] | None = None,
+    ) -> None:
         self.hanging_s = 0.0
         self.waits = True
         self.busy = ""
+        self.change: Exception | None = None
         self.unreached: dict[str, str] | Exception = {}
         self.probed: list[dict[str, str]] = []
         self.may_answer = threading.Event()
@@ -31,8 +37,10 @@ class Training:
             hanging_s=lambda: self.hanging_s,
             waits=lambda: self.waits,
             busy=lambda: self.busy,
-            probe_all=self.probe,
+            broken=lambda: self.change,
+            probe_all=probe or self.probe,
             post=self.posted.append,
+            threads=threads or Threads(),
         )
 
     def probe(self, targets: dict[str, str]) -> dict[str, str]:
@@ -63,6 +71,17 @@ def test_a_late_collective_is_told_and_one_as_long_is_not_late_again() -> None:
     assert training.posted == [e.PeersLate(12.0)]
 
 
+def test_a_wait_that_a_change_of_members_ends_says_nothing_of_the_steps() -> None:
+    training = Training()
+    training.hanging_s = 12.0
+    training.watcher.look()
+    training.hanging_s, training.change = 0.0, MembershipChanged("over", generation=1)
+    training.watcher.look()
+    training.hanging_s = 14.0
+    training.watcher.look()
+    assert training.posted == [e.PeersLate(12.0), e.PeersLate(14.0)]
+
+
 def test_probes_are_made_by_the_thread_and_answered_with_what_the_training_is_in() -> None:
     training = Training()
     training.unreached = {"b": "timed out"}
@@ -80,22 +99,20 @@ def test_probes_are_made_by_the_thread_and_answered_with_what_the_training_is_in
     training.watcher.close()
 
 
-def test_who_stood_still_while_it_probed_says_since_when_it_has_lived(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_stood_still_while_it_probed_says_since_when_it_has_lived() -> None:
     now, reads = 100.0, 0
 
-    def monotonic() -> float:
-        nonlocal reads
-        reads += 1
-        return now
+    class Clocked(Threads):
+        def now(self) -> float:
+            nonlocal reads
+            reads += 1
+            return now
 
     def wait_for_reads(count: int) -> None:
         wanted = reads + count
         wait_for(lambda: reads >= wanted)
 
-    monkeypatch.setattr("muster.worker.control.watcher.time", SimpleNamespace(monotonic=monotonic))
-    training = Training()
+    training = Training(Clocked())
     training.may_answer.clear()
     training.watcher.start()
     training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"),)))
@@ -108,6 +125,55 @@ def test_who_stood_still_while_it_probed_says_since_when_it_has_lived(
     training.may_answer.set()
     wait_for(lambda: training.posted)
     assert training.posted[0].seconds == pytest.approx(0.5)
+    training.watcher.close()
+
+
+class Stopped(Threads):
+    """A process that is stopped during the first of its probes."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.seconds, self.reads = 100.0, 0
+        self.training = Training(self, self.probe)
+        self.training.unreached = {"b": "no answer"}
+
+    def now(self) -> float:
+        self.reads += 1
+        return self.seconds
+
+    def probe(self, targets: dict[str, str]) -> dict[str, str]:
+        if len(self.training.probed) < self.times:
+            self._wait_for_reads(2)
+            self.seconds += 9.0
+            self._wait_for_reads(2)
+        return self.training.probe(targets)
+
+    def _wait_for_reads(self, count: int) -> None:
+        wanted = self.reads + count
+        wait_for(lambda: self.reads >= wanted)
+
+
+def test_who_stood_still_while_it_probed_tries_again_whom_it_did_not_reach() -> None:
+    """What failed did so before; the answer is about the time since then."""
+    stopped = Stopped(times=1)
+    training = stopped.training
+    training.watcher.start()
+    training.watcher.ask(e.ProbeWanted(7, (("a", "x:1"), ("b", "y:2"))))
+    wait_for(lambda: training.posted)
+    assert training.probed == [{"a": "x:1", "b": "y:2"}, {"b": "y:2"}]
+    assert training.posted[0].unreached == (("b", "no answer"),)
+    training.watcher.close()
+
+
+def test_who_stands_still_at_each_try_says_nothing_of_others() -> None:
+    stopped = Stopped(times=TRIES)
+    training = stopped.training
+    training.watcher.start()
+    training.watcher.ask(e.ProbeWanted(7, (("b", "y:2"),)))
+    training.watcher.ask(e.ProbeWanted(8, (("b", "y:2"),)))
+    wait_for(lambda: training.posted)
+    assert [answer.round for answer in training.posted] == [8]
+    assert len(training.probed) == TRIES + 1
     training.watcher.close()
 
 

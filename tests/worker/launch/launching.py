@@ -59,8 +59,12 @@ class Place:
 
     def log(self, label: str) -> str:
         """What a worker wrote, without the head of its log."""
-        text = (self.directory / "device" / f"worker_{label}.log").read_text()
+        text = (self.directory / "muster-runs" / "latest" / f"worker_{label}.log").read_text()
         return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("# "))
+
+    def scheduler_log(self) -> str:
+        """What the scheduler of the latest launch wrote."""
+        return (self.directory / "muster-runs" / "latest" / "scheduler.log").read_text()
 
     def until(self, name: str) -> str:
         """Waits for a file that a script writes (and renames into place) and returns its text."""

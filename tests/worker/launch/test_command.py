@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -11,25 +12,24 @@ import pytest
 
 from muster.worker.errors import SettingsError
 from muster.worker.launch import options as launch_options
-from muster.worker.launch.command import Launch
-from muster.worker.launch.plan import WorkerPlan
+from muster.worker.launch.command import check_port, look, plan_of
+from muster.worker.launch.plan import LaunchPlan, WorkerPlan, plan_launch
 from muster.worker.launch.rank_table import with_table_ranks
 from tests.worker.test_host import machine
 
 ENV = {"MS_SCHED_PORT": "6667", "PATH": "/usr/bin:/bin"}
 
 
-def launch(directory: Path, *options: str, gpus: int = 0, **env: str) -> Launch:
+def launch(*options: str, gpus: int = 0, **env: str) -> LaunchPlan:
     """A launch of ``true`` that is not carried out."""
-    return launch_holding(contextlib.ExitStack(), directory, *options, gpus=gpus, **env)
+    with contextlib.ExitStack() as held:
+        return launch_holding(held, *options, gpus=gpus, **env)
 
 
-def launch_holding(
-    held: contextlib.ExitStack, directory: Path, *options: str, gpus: int = 0, **env: str
-) -> Launch:
+def launch_holding(held: contextlib.ExitStack, *options: str, gpus: int = 0, **env: str) -> LaunchPlan:
     """The same; ``held`` closes what is held for it."""
-    line = [*options, "--log-dir", str(directory), "--start", "exec", "--", "true"]
-    return Launch(launch_options.parse(line), {**ENV, **env}, gpus, held)
+    parsed = launch_options.parse([*options, "--start", "exec", "--", "true"])
+    return plan_launch(parsed, look(parsed, {**ENV, **env}, held, gpus))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_the_devices_asked_for_are_those_that_workers_see(
     tmp_path: Path, options: tuple[str, ...], visible: str | None, offered: str
 ) -> None:
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    recipes = launch(tmp_path, *options, gpus=8, **env).worker_recipes()
+    recipes = launch(*options, gpus=8, **env).recipes
     seen = [recipe.environment(env) for recipe in recipes]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == [offered, offered]
     assert [each.get("DEVICE_ID") for each in seen] == (["0", "1"] if offered else [None, None])
@@ -61,10 +61,10 @@ def test_the_spellings_of_other_launchers_are_understood(tmp_path: Path) -> None
 
 def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> None:
     with contextlib.ExitStack() as held:
-        made = launch_holding(held, tmp_path, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT="")
-        scheduler = made.scheduler_recipe()
+        made = launch_holding(held, "-n", "2", "--scheduler", "--job-id", "night", MS_SCHED_PORT="")
+        scheduler = made.scheduler
         assert scheduler is not None
-        recipes = [scheduler, *made.worker_recipes()]
+        recipes = [scheduler, *made.recipes]
     assert [recipe.env["MS_JOB_ID"] for recipe in recipes] == ["night"] * 3
 
 
@@ -89,14 +89,14 @@ def test_the_address_decides_only_where_nothing_numbers_the_hosts(
 
 @pytest.mark.parametrize(
     ("tail", "shown"),
-    [("0", ["node_0"]), ("node_1", ["node_1"]), ("all", ["node_0", "node_1"]), ("7", [])],
+    [("0", ["node_0"]), ("node_1", ["node_1"]), ("all", ["node_0", "node_1"])],
 )
 def test_unknown_ranks_are_shown_by_index_or_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str, shown: list[str]
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node")
-    made = launch(tmp_path, "-n", "4", "--nnodes", "2", "--join", "127.0.0.1:6667", "--tail", tail)
-    assert [recipe.label for recipe in made.worker_recipes() if not recipe.quiet] == shown
+    made = launch("-n", "4", "--nnodes", "2", "--join", "127.0.0.1:6667", "--tail", tail)
+    assert [recipe.label for recipe in made.recipes if not recipe.quiet] == shown
 
 
 def test_a_rank_table_is_read_as_the_scheduler_will(tmp_path: Path) -> None:
@@ -123,18 +123,21 @@ def test_no_scheduler_is_started_where_another_process_listens(tmp_path: Path, h
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as stranger:
         port = str(stranger.getsockname()[1])
-        taken = launch(tmp_path, "-n", "1", "--scheduler", MS_SCHED_HOST=host, MS_SCHED_PORT=port)
         with pytest.raises(SettingsError, match=f"listens on port {port} of {host} already"):
-            taken.scheduler_recipe()
-        joining = launch(tmp_path, "-n", "1", MS_SCHED_HOST=host, MS_SCHED_PORT=port)
-        assert joining.scheduler_recipe() is None
-    assert taken.scheduler_recipe() is not None
+            check_port(host, port)
+        argv = ["-n", "1", "--start", "exec", "--scheduler", "--", "true"]
+        env = {**ENV, "MS_SCHED_HOST": host, "MS_SCHED_PORT": port}
+        with pytest.raises(SettingsError, match=f"listens on port {port} of {host} already"):
+            plan_of(argv, env, contextlib.ExitStack())
+        argv.remove("--scheduler")
+        assert plan_of(argv, env, contextlib.ExitStack()).scheduler is None
+    check_port(host, port)
 
 
 def test_the_port_of_a_scheduler_to_be_started_is_kept_free_until_the_launch_is_over(tmp_path: Path) -> None:
     with contextlib.ExitStack() as held:
-        made = launch_holding(held, tmp_path, "-n", "2", "--scheduler", MS_SCHED_PORT="")
-        scheduler = made.scheduler_recipe()
+        made = launch_holding(held, "-n", "2", "--scheduler", MS_SCHED_PORT="")
+        scheduler = made.scheduler
         assert scheduler is not None
         address = ("127.0.0.1", int(scheduler.env["MS_SCHED_PORT"]))
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -145,7 +148,7 @@ def test_the_port_of_a_scheduler_to_be_started_is_kept_free_until_the_launch_is_
 
 def test_workers_are_told_to_leave_before_the_launcher_kills_them(tmp_path: Path) -> None:
     def told(grace: str = "10", **env: str) -> set[str]:
-        recipes = launch(tmp_path, "-n", "2", "--grace", grace, **env).worker_recipes()  # type: ignore[arg-type]
+        recipes = launch("-n", "2", "--grace", grace, **env).recipes  # type: ignore[arg-type]
         return {each.env.get("MS_LEAVE_TIMEOUT", "") for each in recipes}
 
     assert [told(), told("100"), told("0")] == [{"8"}, {"80"}, {"1"}]
@@ -163,22 +166,22 @@ def rank_table(directory: Path, *devices: int, host: str = "127.0.0.1") -> str:
 @pytest.mark.parametrize("variable", ["RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"])
 def test_devices_and_their_number_come_from_the_rank_table(tmp_path: Path, variable: str) -> None:
     table = rank_table(tmp_path, 4, 5, 7, 6)
-    made = launch(tmp_path, gpus=8, **{variable: table})
+    made = launch(gpus=8, **{variable: table})
     assert made.layout.local_size == 4
-    assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in made.worker_recipes()] == ["4,5,7,6"] * 4
-    assert [recipe.env["DEVICE_ID"] for recipe in made.worker_recipes()] == ["0", "1", "2", "3"]
-    without_gpus = launch(tmp_path, **{variable: table})  # type: ignore[arg-type]
+    assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in made.recipes] == ["4,5,7,6"] * 4
+    assert [recipe.env["DEVICE_ID"] for recipe in made.recipes] == ["0", "1", "2", "3"]
+    without_gpus = launch(**{variable: table})  # type: ignore[arg-type]
     assert [worker.env["DEVICE_ID"] for worker in without_gpus.workers] == ["4", "5", "7", "6"]
     assert [worker.rank for worker in without_gpus.workers] == [0, 1, 2, 3]
 
 
 def test_devices_that_are_asked_for_go_before_the_tables(tmp_path: Path) -> None:
     table = rank_table(tmp_path, 4, 5)
-    asked = launch(tmp_path, "--devices", "4", gpus=8, RANK_TABLE_FILE=table)
-    assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in asked.worker_recipes()] == ["4"]
-    seen = launch(tmp_path, gpus=8, RANK_TABLE_FILE=table, CUDA_VISIBLE_DEVICES="5")
-    assert "CUDA_VISIBLE_DEVICES" not in seen.worker_recipes()[0].env
-    elsewhere = launch(tmp_path, "-n", "3", RANK_TABLE_FILE=rank_table(tmp_path, 4, 5, host="192.0.2.1"))
+    asked = launch("--devices", "4", gpus=8, RANK_TABLE_FILE=table)
+    assert [recipe.env["CUDA_VISIBLE_DEVICES"] for recipe in asked.recipes] == ["4"]
+    seen = launch(gpus=8, RANK_TABLE_FILE=table, CUDA_VISIBLE_DEVICES="5")
+    assert "CUDA_VISIBLE_DEVICES" not in seen.recipes[0].env
+    elsewhere = launch("-n", "3", RANK_TABLE_FILE=rank_table(tmp_path, 4, 5, host="192.0.2.1"))
     assert ["DEVICE_ID" in worker.env for worker in elsewhere.workers] == [False] * 3
 
 
@@ -187,18 +190,89 @@ def test_a_device_of_the_table_that_is_not_there_is_refused(tmp_path: Path) -> N
     with pytest.raises(
         SettingsError, match=r"gives devices 6,8 to this host, which offers 0, 1, 2, 3, 4, 5, 6, 7"
     ):
-        launch(tmp_path, gpus=8, RANK_TABLE_FILE=table)
+        launch(gpus=8, RANK_TABLE_FILE=table)
 
 
 def test_a_rank_id_that_contradicts_a_workers_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"RANK_ID is '0', but a worker of this launch has rank 1"):
-        launch(tmp_path, "-n", "2", RANK_ID="0")
+        launch("-n", "2", RANK_ID="0")
     table = rank_table(tmp_path, 4)
-    assert launch(tmp_path, RANK_TABLE_FILE=table, RANK_ID="0").workers[0].rank == 0
+    assert launch(RANK_TABLE_FILE=table, RANK_ID="0").workers[0].rank == 0
     with pytest.raises(SettingsError, match="RANK_ID is '1'"):
-        launch(tmp_path, RANK_TABLE_FILE=table, RANK_ID="1")
+        launch(RANK_TABLE_FILE=table, RANK_ID="1")
 
 
 def test_a_rank_table_and_another_by_its_old_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="MINDSPORE_HCCL_CONFIG_PATH, its old name, is 'b'"):
-        launch(tmp_path, "-n", "1", RANK_TABLE_FILE="a", MINDSPORE_HCCL_CONFIG_PATH="b")
+        launch("-n", "1", RANK_TABLE_FILE="a", MINDSPORE_HCCL_CONFIG_PATH="b")
+
+
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [
+        ("7", "--tail names 7; there are ranks 0 to 1"),
+        ("0,rank1", "--tail is '0,rank1'"),
+        ("", "--tail is ''"),
+    ],
+)
+def test_a_rank_that_the_job_does_not_have_cannot_be_shown(tail: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        launch("-n", "2", "--tail", tail)
+
+
+def test_output_of_ranks_on_other_hosts_may_be_asked_for() -> None:
+    made = launch(
+        "-n", "4", "--nnodes", "2", "--node-rank", "0", "--join", "127.0.0.1:6667", "--tail", "3,01"
+    )
+    assert [recipe.label for recipe in made.recipes if not recipe.quiet] == ["1"]
+    many = launch("-n", "4", "--nnodes", "2", "--join", "127.0.0.1:6667")
+    with pytest.raises(SettingsError, match="workers 0 to 1 of this host"):
+        launch("-n", "4", "--nnodes", "2", "--join", "127.0.0.1:6667", "--tail", "2")
+    assert [recipe.quiet for recipe in many.recipes] == [False, True]
+
+
+def test_a_command_line_of_mpiruns_is_taken_with_notes_of_what_serves_instead(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2 max_slots=4\n")
+    line = ("--allow-run-as-root", "--mca", "btl_tcp_if_include", "eth0", "--mca", "btl", "^openib")
+    made = launch(*line, "-x", "PATH", "-x", "LEVEL=a=b", "--hostfile", str(tmp_path / "hosts"))
+    assert [recipe.env["LEVEL"] for recipe in made.recipes] == ["a=b"] * 2
+    assert "PATH" not in made.recipes[0].env
+    notes = "\n".join(made.notes)
+    for words in (
+        "--allow-run-as-root is not needed",
+        "--mca btl_tcp_if_include eth0 is passed over: MS_INTERFACE=eth0 chooses",
+        "--mca btl ^openib is passed over: settings are MS_* variables",
+        "-x PATH is not needed: workers inherit",
+        "max_slots is passed over",
+    ):
+        assert words in notes
+    with pytest.raises(SettingsError, match="write NAME or NAME=VALUE"):
+        launch("-n", "1", "-x", "a b")
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        (("-n", "2", "--scheduler"), None),
+        (("-n", "2", "--scheduler", "--uplink", "on"), "uplink"),
+        (("--nnodes", "8", "--node-rank", "0", "--nproc-per-node", "8", "--join", "a:1"), "uplink_HOST"),
+        (("--nnodes", "8", "--nproc-per-node", "8", "--join", "a:1", "--uplink", "off"), None),
+        (("--nnodes", "7", "--nproc-per-node", "8", "--join", "a:1"), None),
+        (("--nnodes", "64", "--nproc-per-node", "1", "--join", "a:1"), None),
+    ],
+)
+def test_large_jobs_on_several_hosts_have_an_uplink_on_each(
+    options: tuple[str, ...], label: str | None, tmp_path: Path
+) -> None:
+    made = launch(*options, "--job-id", "red", MS_NODE_ID="n", MS_SERVER_PASSWORD="x", MS_UPLINK="7:7")
+    uplink = made.uplink
+    assert all("MS_UPLINK" not in recipe.environment({"MS_UPLINK": "7:7"}) for recipe in made.recipes)
+    if label is None:
+        assert uplink is None
+        return
+    assert uplink is not None
+    assert uplink.label == label.replace("HOST", made.workers[0].host)
+    assert uplink.last
+    env = uplink.environment({"MS_SERVER_PASSWORD": "x", "MS_UPLINK": "7:7"})
+    assert (env["MS_ROLE"], env["MS_JOB_ID"], env["MS_SCHED_HOST"]) == ("MS_WORKER", "red", made.address[0])
+    assert not {"MS_SERVER_PASSWORD", "MS_UPLINK", "MS_NODE_ID", "MS_LOCAL_INDEX"} & env.keys()

@@ -1,4 +1,4 @@
-"""A forked worker cannot be told from ``python SCRIPT`` by the script."""
+"""A script sees no difference between a forked worker and ``python SCRIPT``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.worker.launch.fork import _shadowed, refusal
+from muster.worker.launch.fork import refusal, shadowed_by
 from tests.worker.launch.launching import Place, place
 
 PYTHON = sys.executable
@@ -82,7 +82,7 @@ def test_a_script_sees_and_leaves_the_same(here: Place, name: str) -> None:
     assert seen["fork"] == seen["exec"]
 
 
-@pytest.mark.parametrize("module", ["package.tool", "package", "no_such_module"])
+@pytest.mark.parametrize("module", ["package.tool", "package", "no_such_module", "muster.worker.errors"])
 def test_a_module_sees_and_leaves_the_same(here: Place, module: str) -> None:
     here.script("", "package/__init__.py")
     text = (
@@ -152,6 +152,6 @@ def test_a_script_whose_neighbour_would_be_hidden_is_not_forked(here: Place) -> 
 
 def test_a_script_of_a_package_that_can_be_run_is_forked_too(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").touch()
-    assert _shadowed(tmp_path) == ""
+    assert shadowed_by(tmp_path) == ""
     (tmp_path / "json.py").touch()
-    assert _shadowed(tmp_path) == "json.py"
+    assert shadowed_by(tmp_path) == "json.py"

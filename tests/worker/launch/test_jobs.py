@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.worker.launch.launching import Place, free_port, place
+from tests.waiting import wait_for
+from tests.worker.launch.launching import Place, free_port, gone, place
 
 PYTHON = sys.executable
 SUM = """
@@ -32,7 +36,11 @@ def test_a_job_with_its_own_scheduler(here: Place, start: str) -> None:
     script = here.script(SUM)
     code, out, err = here.run("-n", "3", "--scheduler", "--start", start, command=(PYTHON, script))
     assert code == 0, err
-    assert "[scheduler] scheduler ready on 127.0.0.1:" in out
+    assert err.startswith(
+        "muster: 3 workers on 1 host, CPU, tcp, NOT encrypted: no certificates (--config)\n"
+    )
+    assert out == "[0] 0 3 7.0\n"
+    assert "scheduler ready on 127.0.0.1:" in here.scheduler_log()
     assert [here.log(label).splitlines()[-1] for label in "012"] == [f"{rank} 3 7.0" for rank in range(3)]
 
 
@@ -43,15 +51,25 @@ def test_mutual_tls_with_the_options_alone(here: Place) -> None:
     assert certs(["init", "--dir", str(keys), "--password-file", str(keys / "password")]) == 0
     options = ("--config", "keys/config.json", "--password-file", "keys/password")
     script = here.script(SUM)
-    code, out, err = here.run("-n", "2", "--scheduler", *options, command=(PYTHON, script))
+    code, _, err = here.run("-n", "2", "--scheduler", *options, command=(PYTHON, script))
     assert code == 0, err
-    assert "mutual TLS" in out
+    assert err.startswith("muster: 2 workers on 1 host, CPU, tcp, encrypted\n")
+    assert "mutual TLS" in here.scheduler_log()
 
 
 def test_the_shares_of_two_hosts_make_one_job(here: Place) -> None:
     script = here.script(SUM)
     port = free_port("127.0.0.1")
-    common = ("--nnodes", "2", "--nproc-per-node", "2", "--join", f"127.0.0.1:{port}")
+    common = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--join",
+        f"127.0.0.1:{port}",
+        "--log-dir",
+        "muster-runs/latest",
+    )
     second = here.start(*common, "--node-rank", "1", "--scheduler", command=(PYTHON, script))
     code, _, err = here.run(*common, "--node-rank", "0", "--scheduler", command=(PYTHON, script))
     assert code == 0, err
@@ -67,7 +85,7 @@ def test_of_hosts_without_numbers_the_one_that_is_joined_starts_the_scheduler(
     options = ("--nnodes", "2", "--nproc-per-node", "1", "--scheduler", "--join", f"{meeting}:{port}")
     code, _, err = here.run(*options, command=("true",))
     assert code == 0, err
-    assert (here.directory / "device" / "scheduler.log").exists() == starts
+    assert (here.directory / "muster-runs" / "latest" / "scheduler.log").exists() == starts
     assert ("not started here: 192.0.2.1 is no address of this host" in err) != starts
 
 
@@ -100,10 +118,39 @@ def test_a_scheduler_that_cannot_start_ends_the_launch_with_its_sentence(here: P
     assert "MS_NODE_TIMEOUT" in err
 
 
+@pytest.mark.parametrize(
+    "other", ["muster.barrier()", "pass"], ids=["the other fails, too", "the other ends well"]
+)
+def test_who_ends_after_the_scheduler_of_the_job_that_it_failed_is_the_first(here: Place, other: str) -> None:
+    """Its process may last longer than its session: here a thread of its own holds it up until then."""
+    script = here.script(
+        f"""
+import pathlib, threading, time
+import muster
+
+def last_longer():
+    [record] = pathlib.Path("muster-runs/latest").glob("record_*.jsonl")
+    until = time.monotonic() + 60
+    while '"name":"the scheduler"' not in record.read_text() and time.monotonic() < until:
+        time.sleep(0.01)
+
+with muster.init() as session:
+    if session.rank == 1:
+        threading.Thread(target=last_longer).start()
+        raise ValueError("mine")
+    {other}
+"""
+    )
+    code, _, err = here.run("-n", "2", "--scheduler", command=(PYTHON, script))
+    assert code == 1, err
+    assert "worker 1 failed first: ValueError: mine" in err and "the scheduler (pid" not in err
+
+
 def test_the_scheduler_ends_when_workers_end_without_joining(here: Place) -> None:
-    code, out, _ = here.run("-n", "2", "--scheduler", command=("true",))
+    ready = "until grep -q 'ready on' muster-runs/latest/scheduler.log; do sleep 0.05; done"
+    code, _, _ = here.run("-n", "2", "--scheduler", command=("sh", "-c", ready))
     assert code == 0
-    assert "ready on" in out
+    assert "ready on" in here.scheduler_log()
 
 
 @pytest.mark.parametrize("start", ["exec", "fork"])
@@ -176,7 +223,7 @@ def test_each_host_names_who_failed_first_wherever_that_runs(here: Place) -> Non
     for told, ranks in ((own, "3"), (other, "01")):
         lines = [line for line in told.splitlines() if line.startswith("muster: worker ")]
         assert [line[len("muster: worker ")] for line in lines if "because of that" in line] == list(ranks)
-        assert "; the end of device/worker_0" not in told
+        assert "/worker_0" not in told
 
 
 LEAVING = """
@@ -190,11 +237,13 @@ from muster.worker.training.loop import ElasticLoop
 
 session = muster.init()
 state = TrainingState({"w": np.zeros(4)}, ShardedSampler(400, 4))
-for step in ElasticLoop(session, state, epochs=1):
+for step in ElasticLoop(session, state, epochs=10**9):
     with step:
         muster.all_reduce(np.ones(4))
         if state.step == 5 and session.rank in (LEAVERS):
             os.kill(os.getpid(), signal.SIGTERM)
+    if session.world_size == 1 and 0 not in (LEAVERS):  # not sooner than the leave took effect
+        break
 print("saving the final model")
 """
 
@@ -226,3 +275,145 @@ def test_a_worker_that_leaves_is_no_failure_and_does_not_complete_the_job(
     assert "starting it again" not in err and "failed" not in err
     assert "saving" not in here.log("1")
     assert ("saving" in here.log("0")) == (code == 0)
+
+
+STAYING = """
+import os
+import numpy as np
+import muster
+from muster import ElasticLoop, ShardedSampler, TrainingState
+
+session = muster.init()
+state = TrainingState({"w": np.zeros(4)}, ShardedSampler(4 * 10**6, 4))
+for step in ElasticLoop(session, state, epochs=1):
+    with step:
+        muster.all_reduce(np.ones(4))
+    if step.done:
+        session.report(loss=0.25)
+    if os.path.exists("over"):
+        break
+"""
+
+
+def muster(here: Place, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of the other commands, without any address."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
+    return subprocess.run(
+        [PYTHON, "-m", "muster", *arguments],
+        cwd=here.directory,
+        env={**env, "XDG_RUNTIME_DIR": str(here.directory / "runtime")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_launch_is_found_shown_and_drained_without_its_address(here: Place) -> None:
+    """Over mutual TLS; then one leaves, and the launch says for what the other waits."""
+    from muster.certs.__main__ import main as certs
+
+    keys = here.directory / "keys"
+    assert certs(["init", "--dir", str(keys), "--password-file", str(keys / "password")]) == 0
+    options = ("--config", "keys/config.json", "--password-file", "keys/password", "--job-id", "night")
+    script = here.script(STAYING)
+    runtime = here.directory / "runtime"
+    runtime.mkdir()
+    launch = here.start(
+        *("-n", "2", "--scheduler", *options), command=(PYTHON, script), XDG_RUNTIME_DIR=str(runtime)
+    )
+
+    def moving() -> list[dict[str, Any]]:
+        asked = muster(here, "status", "--json")
+        workers = json.loads(asked.stdout)["workers"] if not asked.returncode else []
+        return workers if len(workers) == 2 and all(w["step"] and w["loss"] for w in workers) else []
+
+    wait_for(moving, lambda: muster(here, "status").stderr + here.scheduler_log() + here.log("0"))
+    workers = moving()
+    assert [worker["loss"] for worker in workers] == [0.25, 0.25]
+    for worker in workers:
+        shown = Path(f"/proc/{worker['pid']}/cmdline").read_bytes().rstrip(b"\0").decode()
+        assert shown == f"muster: rank {worker['rank']} script.py"
+        assert Path(f"/proc/{worker['pid']}/comm").read_text() == f"muster: rank {worker['rank']}\n"
+    table = muster(here, "status").stdout
+    assert table.startswith("job night: running, generation 1, 2 of 2 ranks"), table
+    assert all(str(worker["pid"]) in table for worker in workers)
+    [line] = [line for line in muster(here, "jobs").stdout.splitlines() if "night" in line]
+    assert line.split()[:6] == ["night", "running", "1", "2", "of", "2"]
+    watched = muster(here, "status", "--job", "other")
+    assert watched.returncode == 1  # no launch of that job: the scheduler of the default address is asked
+    assert muster(here, "drain", "1").returncode == 0
+    assert launch.stderr is not None
+    said = next(line for line in launch.stderr if b"waits for a replacement" in line).decode()
+    assert "--max-restarts N starts workers that fail anew, --min-workers N goes on with fewer" in said
+    launch.send_signal(signal.SIGINT)
+    launch.communicate(timeout=60)
+    assert not list((runtime / "muster").iterdir())
+
+
+TRAIN = """
+import os, pathlib, time
+import numpy as np
+import muster
+with muster.init() as session:
+    pathlib.Path(f"in{session.rank}").touch()
+    total = 0.0
+    while muster.all_reduce(np.array([float(pathlib.Path("end").exists())]))[0] < session.world_size:
+        time.sleep(0.02)
+    print("generation", session.generation, flush=True)
+"""
+"""Sums until all ranks have seen the file ``end``."""
+
+
+def uplink_of(launch: subprocess.Popen[bytes]) -> int:
+    """Process id of a launch's uplink; 0: it has none now."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == launch.pid and b"muster.worker.uplink" in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+        except (OSError, IndexError):
+            continue
+    return 0
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_an_uplink_that_is_killed_amid_training_costs_nobody_his_place(here: Place, start: str) -> None:
+    options = ("-n", "2", "--scheduler", "--uplink", "on", "--start", start)
+    launch = here.start(*options, command=(PYTHON, here.script(TRAIN)), MS_NODE_TIMEOUT="20")
+    for name in ("in0", "in1"):
+        here.until(name)
+    uplink = uplink_of(launch)
+    assert uplink
+    joins = [line for line in here.scheduler_log().splitlines() if " joined " in line]
+    assert len({line.split("peer=")[1].split()[0] for line in joins}) == 1  # one connection
+    os.kill(uplink, signal.SIGKILL)
+    wait_for(lambda: here.scheduler_log().count(" is back") == 2)
+    (here.directory / "end").touch()
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 0, err
+    assert b"the uplink was killed" in err or b"starting it again" in err
+    assert [here.log(label).splitlines()[-1] for label in "01"] == ["generation 1"] * 2
+
+
+def test_a_worker_that_is_killed_behind_an_uplink_is_lost_at_once(here: Place) -> None:
+    options = ("-n", "2", "--scheduler", "--uplink", "on", "--start", "exec", "--max-restarts", "1")
+    script = here.script("import os\nprint('pid', os.getpid(), flush=True)\n" + TRAIN)
+    launch = here.start(*options, command=(PYTHON, script), MS_NODE_TIMEOUT="60")
+    for name in ("in0", "in1"):
+        here.until(name)
+    wait_for(lambda: "pid" in here.log("1"))
+    os.kill(int(here.log("1").split("pid ")[1].split()[0]), signal.SIGKILL)
+    wait_for(lambda: "its stream ended (no goodbye was said)" in here.scheduler_log())
+    launch.terminate()
+    launch.communicate(timeout=60)
+
+
+def test_an_uplink_ends_with_a_launcher_that_is_killed_after_the_workers(here: Place) -> None:
+    launch = here.start("-n", "2", "--scheduler", "--uplink", "on", command=(PYTHON, here.script(TRAIN)))
+    for name in ("in0", "in1"):
+        here.until(name)
+    uplink = uplink_of(launch)
+    assert uplink
+    launch.kill()
+    wait_for(lambda: gone(uplink))

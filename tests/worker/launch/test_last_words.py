@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from muster.worker import runtime as process
+from muster.worker import runtime
 from muster.worker.errors import LeaveGranted, PeerLostError
 from muster.worker.launch import last_words
 from muster.worker.launch.report import LastWords, read_words
@@ -45,10 +45,10 @@ def test_an_exit_code_stands_for_the_error_that_was_caught(
 ) -> None:
     file = os.memfd_create(last_words.FILE_NAME)
     monkeypatch.setenv(last_words.VARIABLE, f"/proc/{os.getpid()}/fd/{file}")
-    monkeypatch.setattr(process._process, "said", False)
+    monkeypatch.setattr(runtime.process, "said", False)
     ended = SimpleNamespace(**({"error": None, "leaves": False} | session), end=lambda error: None)
-    monkeypatch.setattr(process._process, "session", ended)
-    process.abandon(SystemExit(code))
+    monkeypatch.setattr(runtime.process, "session", ended)
+    runtime.abandon(SystemExit(code))
     noted = os.pread(file, 1000, 0).decode()
     os.close(file)
     assert read_words(noted) == words

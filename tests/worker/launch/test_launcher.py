@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,6 +16,10 @@ import pytest
 
 from muster.worker.errors import SettingsError
 from muster.worker.launch import options as launch_options
+from muster.worker.launch.command import plan_of
+from muster.worker.launch.launcher import Launcher
+from muster.worker.launch.screen import Screen
+from tests.scheduler.processes import ROOT
 from tests.waiting import wait_for
 from tests.worker.launch.launching import Place, environment, gone, place
 
@@ -38,6 +43,11 @@ def here(tmp_path: Path) -> Iterator[Place]:
         yield made
 
 
+CLOSING = (  # of scripts that do not train
+    r"muster: no worker joined the job: the command never called muster\.init\(\)\n"
+    r"muster: ended well after \d:\d\d; logs: muster-runs/default-\d{8}-\d{6}(-\d+)?\n"
+)
+
 both_starts = pytest.mark.parametrize("start", ["exec", "fork"])
 
 
@@ -47,9 +57,10 @@ def test_workers_run_and_their_logs_tell_where(here: Place, start: str) -> None:
     code, out, err = here.run(
         "-n", "3", "--start", start, command=(PYTHON, script), MS_CLIENT_PASSWORD="hunter2"
     )
-    assert (code, out, err) == (0, "[0] I am 0 of 3\n", "")
+    assert (code, out) == (0, "[0] I am 0 of 3\n")
+    assert re.fullmatch(CLOSING, err)
     assert [here.log(label) for label in "012"] == [f"I am {rank} of 3\n" for rank in "012"]
-    whole = (here.directory / "device" / "worker_1.log").read_text()
+    whole = (here.directory / "muster-runs" / "latest" / "worker_1.log").read_text()
     assert f"# {PYTHON} script.py\n" in whole
     assert "# MS_NODE_ID=1\n" in whole
     assert "# MS_CLIENT_PASSWORD=(set)\n" in whole
@@ -64,8 +75,9 @@ def test_logs_are_for_their_owner_only(here: Place, start: str) -> None:
         here.run("-n", "2", "--start", start, command=(PYTHON, script), SLURM_JWT="eyJsecret")
     finally:
         os.umask(old)
-    logs = sorted((here.directory / "device").iterdir())
+    logs = sorted((here.directory / "muster-runs" / "latest").iterdir())
     assert [(log.name, log.stat().st_mode & 0o777) for log in logs] == [
+        (f"record_{os.uname().nodename}.jsonl", 0o600),
         ("worker_0.log", 0o600),
         ("worker_1.log", 0o600),
     ]
@@ -77,7 +89,8 @@ def test_hosts_that_share_a_directory_write_logs_of_their_own(here: Place) -> No
     code, out, _ = here.run(*options, command=("sh", "-c", "echo I am $MS_LOCAL_INDEX"))
     host = socket.gethostname()
     assert code == 0
-    assert sorted(path.name for path in (here.directory / "device").iterdir()) == [
+    assert sorted(path.name for path in (here.directory / "muster-runs" / "latest").iterdir()) == [
+        f"record_{host}.jsonl",
         f"worker_{host}_0.log",
         f"worker_{host}_1.log",
     ]
@@ -108,7 +121,8 @@ def test_one_failure_ends_all_and_is_shown(here: Place, start: str) -> None:
     code, _, err = here.run("-n", "3", "--start", start, command=(PYTHON, script))
     assert code == 7
     assert "worker 1 (pid " in err
-    assert "exited with code 7; the end of device/worker_1.log:\n    out of luck\n" in err
+    assert re.search(r"exited with code 7; the end of muster-runs/\S+/worker_1.log:\n    out of luck\n", err)
+    assert re.search(r"muster: ended with exit code 7 after \d:\d\d; logs: muster-runs/\S+\n$", err)
     assert all(gone(int(path.read_text())) for path in here.directory.glob("pid?"))
 
 
@@ -159,10 +173,21 @@ def test_a_worker_that_will_not_end_is_killed_after_the_grace(here: Place) -> No
     assert re.search(r"worker 0 \(pid \d+\) did not end within 0\.2 s; killed", err)
 
 
+def test_a_worker_that_is_stopped_ends_when_it_is_asked_to(here: Place) -> None:
+    script = here.script(HELPERS + "tell('ready', os.getpid())\nos.kill(os.getpid(), signal.SIGSTOP)\nstay()")
+    launch = here.start("-n", "1", "--grace", "30", command=(PYTHON, script))
+    status = Path("/proc", here.until("ready"), "status")
+    wait_for(lambda: "State:\tT" in status.read_text())
+    launch.send_signal(signal.SIGTERM)
+    _, err = launch.communicate(timeout=20)
+    assert launch.returncode == 128 + signal.SIGTERM
+    assert b"killed" not in err
+
+
 def test_the_scheduler_is_not_killed_with_a_worker_that_will_not_end(here: Place) -> None:
     script = here.script(
         HELPERS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "while 'ready on' not in open('device/scheduler.log').read():\n    time.sleep(0.01)\n"
+        "while 'ready on' not in open('muster-runs/latest/scheduler.log').read():\n    time.sleep(0.01)\n"
         "tell('ready')\nstay()"
     )
     launch = here.start("-n", "1", "--grace", "2", "--scheduler", command=(PYTHON, script))
@@ -171,7 +196,7 @@ def test_the_scheduler_is_not_killed_with_a_worker_that_will_not_end(here: Place
     _, err = launch.communicate(timeout=60)
     assert "worker 0 (pid " in err.decode()
     assert "scheduler" not in err.decode()
-    assert "stopping on SIGTERM" in (here.directory / "device" / "scheduler.log").read_text()
+    assert "stopping on SIGTERM" in (here.directory / "muster-runs" / "latest" / "scheduler.log").read_text()
 
 
 def test_a_second_interrupt_kills_at_once(here: Place) -> None:
@@ -200,6 +225,18 @@ def test_nothing_survives_a_killed_launcher(here: Place, start: str) -> None:
     wait_for(lambda: all(gone(pid) for pid in pids))
 
 
+@both_starts
+def test_no_worker_survives_a_launcher_that_is_killed_with_its_guardian(here: Place, start: str) -> None:
+    script = here.script(HELPERS + "tell('pid' + ME, os.getpid())\nstay()")
+    launch = here.start("-n", "2", "--start", start, command=(PYTHON, script))
+    workers = {int(here.until(name)) for name in ("pid0", "pid1")}
+    children = Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
+    (guardian,) = {int(pid) for pid in children} - workers
+    os.kill(guardian, signal.SIGKILL)
+    launch.kill()
+    wait_for(lambda: all(gone(pid) for pid in workers))
+
+
 def test_what_a_worker_leaves_behind_ends_with_it(here: Place) -> None:
     script = here.script(HELPERS + "import subprocess\ntell('pid', subprocess.Popen(['sleep', '600']).pid)")
     code, _, _ = here.run("-n", "1", command=(PYTHON, script))
@@ -220,6 +257,22 @@ def test_a_failed_worker_is_started_again(here: Place, start: str) -> None:
     assert here.log("1") == "done\n"
 
 
+@both_starts
+def test_what_was_started_again_leaves_nothing_open_in_the_launcher(here: Place, start: str) -> None:
+    script = here.script(
+        HELPERS
+        + """
+counts = pathlib.Path("counts")
+with counts.open("a") as file:
+    print(len(os.listdir(f"/proc/{os.getppid()}/fd")), file=file)
+sys.exit(len(counts.read_text().split()) < 6)
+"""
+    )
+    code, _, err = here.run("-n", "1", "--max-restarts", "5", "--start", start, command=(PYTHON, script))
+    assert code == 0, err
+    assert len(set((here.directory / "counts").read_text().split()[1:])) == 1
+
+
 def test_restarts_are_limited(here: Place) -> None:
     code, _, err = here.run("-n", "1", "--max-restarts", "2", command=("sh", "-c", "exit 9"))
     assert code == 9
@@ -234,14 +287,18 @@ def test_enough_workers_go_on(here: Place) -> None:
     assert here.log("0") == "enough\n"
 
 
-def test_a_worker_that_ends_long_before_the_others_is_told_once(here: Place) -> None:
-    script = here.script(HELPERS + "while ME == '0' and not os.path.exists('go'):\n    time.sleep(0.01)")
-    launch = here.start("-n", "3", command=(PYTHON, script))
+def test_a_worker_that_ends_long_before_the_others_is_named_once_unless_asked_to(here: Place) -> None:
+    script = here.script(
+        HELPERS
+        + "from muster.worker.launch import last_words\nif ME == '3':\n    last_words.note(left=True)\n"
+        "while ME == '0' and not os.path.exists('go'):\n    time.sleep(0.01)"
+    )
+    launch = here.start("-n", "4", command=(PYTHON, script))
     assert launch.stderr is not None
-    note = next(line for line in launch.stderr if b"ended well" in line).decode()
+    note = next(line for line in launch.stderr if b"ended well:" in line).decode()
     assert "ended well: worker 1, 2; still running: worker 0; their logs say" in note
     here.script("", "go")
-    assert b"ended well" not in launch.communicate(timeout=60)[1]
+    assert b"ended well:" not in launch.communicate(timeout=60)[1]
     assert launch.returncode == 0
 
 
@@ -271,14 +328,14 @@ def test_much_output_arrives_whole_and_in_order(here: Place, start: str) -> None
 
 def test_a_full_disk_costs_the_log_and_not_the_training(here: Place) -> None:
     script = here.script(
-        HELPERS + "import resource\nlog = 'device/worker_0.log'\n"
+        HELPERS + "import resource\nlog = 'muster-runs/latest/worker_0.log'\n"
         "resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (os.path.getsize(log) + 10,) * 2)\n"
         "for i in range(20):\n    print('line', i)"
     )
     code, out, err = here.run("-n", "1", command=(PYTHON, script))
     assert code == 0
     assert out.endswith("[0] line 19\n")
-    assert err.count("device/worker_0.log cannot be written") == 1
+    assert err.count("/worker_0.log cannot be written") == 1
 
 
 @both_starts
@@ -351,7 +408,9 @@ def test_a_disk_that_is_full_at_the_start_is_told_in_one_sentence(
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"muster: The log device/\S+ cannot be written \(.+\); .*--log-dir\.\n", done.stderr)
+    assert re.fullmatch(
+        r"muster: The log muster-runs/\S+ cannot be written \(.+\); .*--log-dir\.\n", done.stderr
+    )
 
 
 def test_a_full_disk_costs_a_worker_that_is_started_again_its_log_only(here: Place) -> None:
@@ -364,7 +423,7 @@ def test_a_full_disk_costs_a_worker_that_is_started_again_its_log_only(here: Pla
     )
     code, out, err = here.run("-n", "1", "--max-restarts", "1", command=(PYTHON, script))
     assert (code, out) == (0, "[0] done\n")
-    assert err.count("device/worker_0.log cannot be written") == 1
+    assert err.count("/worker_0.log cannot be written") == 1
 
 
 def test_a_python_of_another_environment_is_refused_where_it_lacks_muster(here: Place) -> None:
@@ -409,27 +468,21 @@ def test_a_wrong_configuration_is_told_before_workers_are_forked(here: Place) ->
 def test_a_device_named_twice_is_refused_before_anything_starts(here: Place) -> None:
     code, _, err = here.run("-n", "1", command=("true",), CUDA_VISIBLE_DEVICES="2,2")
     assert (code, err) == (2, "muster: CUDA_VISIBLE_DEVICES is '2,2'; it names device '2' twice.\n")
-    assert not (here.directory / "device").exists()
-
-
-def test_the_help_names_the_other_commands(here: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    from muster.worker.__main__ import main
-
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    for words in ("muster check", "muster ranktable", "worker_<host>_<index>.log"):
-        assert words in text.partition("options:")[0].partition("\n\n")[2]
+    assert not (here.directory / "muster-runs" / "latest").exists()
 
 
 @pytest.mark.parametrize("name", ["scheduler.py", "scheduler/__init__.py"])
 def test_a_scheduler_of_the_users_own_is_not_taken_for_musters(here: Place, name: str) -> None:
     here.script("RATE = 0.1\n", name)
-    script = here.script("import scheduler\nprint(scheduler.RATE)\n")
+    script = here.script(
+        "import scheduler, time\nprint(scheduler.RATE)\n"
+        "while 'ready on' not in open('muster-runs/latest/scheduler.log').read():\n    time.sleep(0.05)\n"
+    )
     code, out, err = here.run("-n", "1", "--scheduler", "--grace", "60", command=(PYTHON, script))
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert re.fullmatch(CLOSING, err)
     assert "[0] 0.1\n" in out
-    assert "scheduler ready on" in (here.directory / "device" / "scheduler.log").read_text()
+    assert "scheduler ready on" in (here.directory / "muster-runs" / "latest" / "scheduler.log").read_text()
 
 
 def test_without_any_scheduler_nothing_starts(here: Place) -> None:
@@ -452,3 +505,95 @@ def test_the_console_command_launches_too(here: Place, start: str) -> None:
         check=False,
     )
     assert launch.stdout == f"[0] {here.directory} ['script.py']\n", launch.stderr
+
+
+TRACED = """
+import os, sys, threading
+
+ROOT = os.path.realpath({root!r}) + os.sep
+entered = set()
+waiting = False
+
+def imports(frame):
+    while frame is not None:
+        if frame.f_code.co_name == "_call_with_frames_removed":  # of importlib
+            return True
+        frame = frame.f_back
+    return False
+
+def trace(frame, event, argument):
+    global waiting
+    path = frame.f_code.co_filename
+    waiting = waiting or (path.endswith("selectors.py") and frame.f_code.co_name == "select")
+    if event == "call" and not waiting:
+        path = os.path.realpath(path)
+        if path.startswith(ROOT) and "site-packages" not in path and not imports(frame):
+            entered.add(path[len(ROOT):])
+
+from muster.__main__ import main
+
+sys.setprofile(trace)
+threading.setprofile(trace)
+code = main(["run", "-n", "2", "--scheduler", "--start", {start!r}, "--", sys.executable, "script.py"])
+sys.setprofile(None)
+print(code, *sorted(entered), file=open("entered", "w"))
+"""
+
+
+@both_starts
+def test_a_launch_passes_through_few_files_until_the_workers_run(here: Place, start: str) -> None:
+    here.script("print('ran')")
+    traced = TRACED.format(root=str(ROOT), start=start)
+    if start == "fork":  # its launcher ends at once, without taking apart what it has imported
+        traced = traced.replace("code = main", "os._exit = lambda code: None\ncode = main")
+    done = subprocess.run(
+        [PYTHON, "-c", traced],
+        cwd=here.directory,
+        env=environment(MS_SCHED_PORT="", PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    code, *entered = (here.directory / "entered").read_text().split()
+    assert code == "0", done.stderr
+    assert 5 <= len(entered) <= 13, entered  # one of them for the words of --help
+
+
+def test_only_who_uses_the_door_of_an_uplink_holds_it(here: Place) -> None:
+    """Held open by another, a door without an uplink would keep workers waiting before they go directly."""
+    script = here.script(HELPERS + "tell('door' + ME, os.environ['MS_UPLINK'].partition(':')[2])\nstay()")
+    launch = here.start("-n", "2", "--uplink", "on", command=(PYTHON, script))
+    outer = {here.until("door0"), here.until("door1")}
+    assert len(outer) == 1
+    held = [str(each.readlink()) for each in Path(f"/proc/{_guardian_of(launch.pid)}/fd").iterdir()]
+    assert f"socket:[{outer.pop()}]" not in held
+
+
+def test_a_guardian_that_is_stopped_does_not_keep_the_launch_from_its_end(here: Place) -> None:
+    script = here.script(HELPERS + "tell('ready')\nstay()")
+    launch = here.start("-n", "1", command=(PYTHON, script))
+    here.until("ready")
+    os.kill(_guardian_of(launch.pid), signal.SIGSTOP)
+    launch.send_signal(signal.SIGTERM)
+    launch.communicate(timeout=20)
+    assert launch.returncode == 128 + signal.SIGTERM
+
+
+def _guardian_of(launcher: int) -> int:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*children, str(launcher))}
+    [guardian] = [pid for pid in children if commands[pid] == commands[str(launcher)]]
+    return int(guardian)
+
+
+def test_a_launcher_that_is_only_made_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    with contextlib.ExitStack() as held:
+        plan = plan_of(["-n", "2", "--scheduler", "--", "true"], {**os.environ, "MS_SCHED_PORT": ""}, held)
+        Launcher(plan, Screen(os.environ))
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == handlers
+    assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == children
+    assert not list(tmp_path.iterdir())

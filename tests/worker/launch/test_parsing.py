@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from muster.worker.errors import SettingsError
-from muster.worker.launch.parsing import HostShare, parse_address, parse_hostfile, parse_hosts, parse_numbers
+from muster.worker.launch.parsing import (
+    HostShare,
+    parse_address,
+    parse_addresses,
+    parse_hostfile,
+    parse_hosts,
+    parse_numbers,
+)
 
 
 def test_hosts_with_and_without_counts_and_ipv6() -> None:
@@ -66,3 +73,10 @@ def test_addresses() -> None:
 def test_wrong_addresses_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="--join"):
         parse_address(text)
+
+
+def test_several_schedulers_have_one_port() -> None:
+    assert parse_addresses("a:7000,b:7000, [::1]:7000") == ("a,b,::1", "7000")
+    assert parse_addresses("a") == ("a", "6667")
+    with pytest.raises(SettingsError, match="same port"):
+        parse_addresses("a:7000,b:7001")

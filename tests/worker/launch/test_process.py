@@ -9,14 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from muster.worker.launch.process import Child, Recipe
+from muster.worker.launch.plan import Recipe
+from muster.worker.launch.process import Child
 from tests.worker.launch.launching import environment
 
 SPAWNING = """
 import json, os, signal, sys
 from pathlib import Path
-from muster.worker.launch.guardian import Guardian
-from muster.worker.launch.process import Recipe, spawn
+from muster.worker.launch.plan import Recipe
+from muster.worker.launch.process import Guardian, spawn
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1)
 def held():
@@ -24,10 +25,10 @@ def held():
 def at_fork():
     Path("at_fork").write_text(json.dumps(held()))
     os.kill(os.getpid(), signal.SIGTERM)  # the launcher is asked to end just now, and passes it on
-guardian = Guardian()
+guardian = Guardian.start()
 signal.signal(signal.SIGTERM, lambda *_: Path("launchers_handler").touch())
 os.register_at_fork(after_in_child=at_fork)
-child = spawn(Recipe("0", (sys.executable, "-c", "print('ran')"), {}, Path("log")), guardian)
+child = spawn(Recipe("0", (sys.executable, "-c", "print('ran')"), {}, "log"), Path(), guardian, print)
 print(json.dumps(held()))
 _, status = os.waitpid(child.pid, 0)
 print(os.waitstatus_to_exitcode(status))
@@ -56,7 +57,7 @@ def test_a_process_that_leads_no_group_yet_gets_the_signal_too(tmp_path: Path) -
     if not pid:
         signal.pause()
         os._exit(0)
-    child = Child(Recipe("0", ("true",), {}, tmp_path / "log"), pid, -1)
+    child = Child(Recipe("0", ("true",), {}, "log"), pid, -1, tmp_path / "log", print)
     child.signal(signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
     child.signal(signal.SIGTERM)  # nobody is there any more

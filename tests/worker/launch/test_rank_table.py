@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from muster.scheduler.core.rank_table import parse_rank_table
-from muster.worker.__main__ import main
+from muster.__main__ import main
+from muster.rendezvous.rank_table import parse_rank_table, ranks_of
 from muster.worker.errors import SettingsError
 from muster.worker.launch.rank_table import to_text
-from muster.worker.launch.rank_table_file import make_table, merge_tables, parse_interval, ranks_of
+from muster.worker.launch.rank_table_file import make_table, merge_tables, parse_interval
 
 
 def test_an_interval_leaves_out_its_end() -> None:
@@ -100,10 +100,10 @@ def test_ranks_are_looked_up_by_host_and_device(
         for _, device, rank in lines[:2]
     ]
     tables = {
-        "servers": {"server_list": [None, {"server_id": "x", "device": 3}, *servers]},
+        "servers": {"server_list": servers},
         "groups": {"group_list": [{"instance_list": instances}]},
     }
-    assert ranks_of(tables[document], names, devices) == expected
+    assert ranks_of(parse_rank_table(tables[document]), names, devices) == expected
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,15 @@ def test_ranks_are_looked_up_by_host_and_device(
         ([], "no server_list"),
         ({"server_list": []}, "no server_list"),
         ({"server_list": [{}]}, "server_id"),
-        ({"server_list": [{"server_id": "a", "device": []}]}, "not empty"),
+        ({"server_list": [{"server_id": "a", "device": []}]}, "is empty"),
         ({"server_list": [{"server_id": "a\n", "device": []}]}, "printable"),
         ({"server_list": [{"server_id": ["a"], "device": [{"device_id": 0, "rank_id": 0}]}]}, "server_id"),
         ({"server_list": [{"server_id": "a", "device": [{"device_id": 0, "rank_id": True}]}]}, "rank_id"),
         ({"server_list": [{"server_id": "a", "device": [{"device_id": 0, "rank_id": "٤"}]}]}, "rank_id"),
-        ({"server_list": [{"server_id": "a", "device": [{"device_id": 0, "rank_id": 0}] * 2}]}, "0 twice"),
+        (
+            {"server_list": [{"server_id": "a", "device": [{"device_id": 0, "rank_id": 0}] * 2}]},
+            "device 0 of server a, as",
+        ),
         ({"server_list": [{"server_id": "a", "device": [{"device_id": "0"}]}]}, "rank_id"),
     ],
 )

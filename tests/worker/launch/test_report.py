@@ -7,21 +7,19 @@ from typing import Any
 
 import pytest
 
-from muster.worker.errors import SettingsError
+from muster.rendezvous.messages import FirstLoss
+from muster.worker.launch.process import environment_dump
 from muster.worker.launch.report import (
     Ending,
-    FirstLoss,
     LastWords,
     Verdict,
     describe_exit,
     describe_other,
-    environment_dump,
     exit_status,
     first_failure,
-    parse_tail,
     read_words,
-    shortened,
 )
+from muster.worker.launch.screen import shortened
 
 
 def test_the_dump_shows_what_matters_and_no_secret() -> None:
@@ -49,16 +47,6 @@ def test_the_dump_shows_what_matters_and_no_secret() -> None:
     ]
 
 
-def test_tail() -> None:
-    labels = ["0", "1", "scheduler"]
-    assert parse_tail("all", labels) == {"0", "1", "scheduler"}
-    assert parse_tail("none", labels) == frozenset()
-    assert parse_tail("1, scheduler", labels) == {"1", "scheduler"}
-    assert parse_tail("7", labels) == {"7"}  # a rank of another host
-    with pytest.raises(SettingsError, match="--tail"):
-        parse_tail("rank0", labels)
-
-
 def test_exits_in_words_and_as_the_shell_counts_them() -> None:
     assert describe_exit(3, {}) == "exited with code 3"
     assert describe_exit(-9, {9: "SIGKILL"}) == "was ended by SIGKILL"
@@ -83,7 +71,7 @@ def changed(node: str, first: FirstLoss | None = None) -> LastWords:
 @pytest.mark.parametrize(
     ("endings", "verdict"),
     [
-        # The scheduler's word counts, whoever was seen to end first; it is awaited that this one ends.
+        # The scheduler's word counts, no matter who was seen to end first; it is awaited that this one ends.
         ([Ending(1, 1, words=changed("a", B)), Ending(1, 2, words=words("b", BOOM))], Verdict(1, sure=True)),
         ([Ending(1, 1, words=changed("a", B)), Ending(words=words("b"))], Verdict(1)),
         ([Ending(words=words("a", first=B)), Ending(-9, 1, words=words("b"))], Verdict(1, sure=True)),
@@ -102,7 +90,7 @@ def changed(node: str, first: FirstLoss | None = None) -> LastWords:
         ([Ending(1, 1, words=changed("a")), Ending(1, 2, words=words("b", BOOM))], Verdict(1, sure=True)),
         ([Ending(1, 1, words=changed("a")), Ending(words=words("b"))], Verdict(0)),
         ([Ending(-9, 1, words=words("a")), Ending(words=words("b"))], Verdict(0)),
-        # Whoever never asked for a place was in nobody's way.
+        # A worker that never asked for a place was in nobody's way.
         ([Ending(2, 1, words=words(error="SettingsError: no")), Ending()], Verdict(0, sure=True)),
         ([Ending(3, 2), Ending(4, 1)], Verdict(1, sure=True)),
         # A leave, an ending that was asked for, and a good end are no failures.

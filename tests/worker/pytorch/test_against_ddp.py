@@ -2,22 +2,26 @@
 
 Two processes serve the whole table. In each case both wrappers train the same module from the same beginning
 (rank 0's; each rank makes another one) on the same batches (others on each rank), and losses, gradients and
-parameters must be the same bits, on both ranks. With two ranks that can be asked: a sum of two numbers has
-one order, and halves are exact. So no case has a tolerance.
+parameters must be the same bits, on both ranks, whether gradients are packed or reduced where they are. With
+two ranks that can be asked: a sum of two numbers has one order, and halves are exact. So no case has a
+tolerance.
 
 Buffers are compared on rank 0 alone: DistributedDataParallel brings rank 0's to the others before a forward
 pass, DataParallel after a backward pass, so that in the end the others' are one update apart. Left out is
 what DistributedDataParallel does not reduce (a second backward pass through one graph; test_torch_modules.py
-has it), refuses (layers frozen after wrapping) or takes on GPUs only (SyncBatchNorm; it has its own tests).
+has it) or takes on GPUs only (SyncBatchNorm; it has its own tests).
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,10 +37,10 @@ RANKS = 2
 
 
 class Side:
-    """One of the two wrappers, for a case."""
+    """One of the two wrappers, for a case; ours with ``caps`` of its own."""
 
-    def __init__(self, place: Place, ours: bool) -> None:
-        self.ours, self.rank, self._communicator = ours, place.comm.rank, place.comm
+    def __init__(self, place: Place, ours: bool, **caps: int) -> None:
+        self.ours, self.rank, self._communicator, self._caps = ours, place.comm.rank, place.comm, caps
         self.seen: dict[str, Any] = {}
 
     def wrap(self, module: Any, *, unused: bool = False, small: bool = False) -> Any:
@@ -44,10 +48,17 @@ class Side:
         if self.ours:
             from muster.worker.pytorch.data_parallel import DataParallel
 
-            caps: dict[str, Any] = {"bucket_bytes": 256, "first_bytes": 64, "last_bytes": 64} if small else {}
+            caps: dict[str, Any] = dict(self._caps)
+            if small:
+                caps |= {"bucket_bytes": 256, "first_bytes": 64, "last_bytes": 64}
             return DataParallel(module, communicator=self._communicator, **caps)
         cap = {"bucket_cap_mb": 1e-4} if small else {}
         return nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused, **cap)
+
+    def session(self) -> Any:
+        """Inside, this process is in a job, as it is where a wrapper is read from a file."""
+        session = SimpleNamespace(communicator=self._communicator)
+        return mock.patch("muster.worker.runtime.current", lambda: session)
 
     def note(self, name: str, value: Any) -> None:
         """What must be the same on both sides; of a module parameters, gradients, and rank 0's buffers."""
@@ -58,6 +69,9 @@ class Side:
             for key, buffer in value.named_buffers() if self.rank == 0 else ():
                 self.note(f"{name}.{key}", buffer)
             return
+        if isinstance(value, torch.Tensor) and value.is_sparse:
+            self.note(f"{name}.layout", str(value.layout))
+            value = value.to_dense()
         kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
         self.seen[f"{len(self.seen)} {name}"] = kept
 
@@ -83,6 +97,10 @@ def loss_of(output: Any) -> Any:
 
 def sgd(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def plain_sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def train(
@@ -159,6 +177,19 @@ class Tied(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
         return self.head(self.embedding(x))
+
+
+class Words(nn.Module):  # type: ignore[misc]
+    """Embeddings of which a step uses some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Embedding(9, 4, sparse=True), nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Any, bag: bool = True) -> Any:
+        hidden = self.words(x).sum(1)
+        return self.head(hidden + self.bag(x) if bag else hidden)
 
 
 class SharedLayer(nn.Module):  # type: ignore[misc]
@@ -331,6 +362,13 @@ LAYERS: dict[str, Callable[[Side], Any]] = {
     "embedding with padding": layer(
         lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 2)), integers(9, 3, 5)
     ),
+    "sparse gradients": layer(Words, integers(9, 3, 5), optimizer=plain_sgd),
+    "sparse gradients alone": layer(
+        lambda: nn.Embedding(9, 4, sparse=True), integers(9, 3, 5), optimizer=torch.optim.SparseAdam
+    ),
+    "sparse gradients, accumulated": lambda side: train(
+        side, Words(), integers(9, 3, 5), optimizer=plain_sgd, step_of=accumulates_in_rows
+    ),
     "embedding bag": layer(lambda: nn.EmbeddingBag(9, 4), integers(9, 3, 5)),
     "rnn": layer(lambda: nn.RNN(4, 5), floats(3, 2, 4)),
     "lstm": layer(lambda: nn.LSTM(4, 5, num_layers=2, dropout=0.5), floats(3, 2, 4)),
@@ -395,6 +433,12 @@ def accumulates(model: Any, optimizer: Any, x: Any) -> Any:
         back(model(x))
         back(model(x * 2))
     return back(model(x * 3))
+
+
+def accumulates_in_rows(model: Any, optimizer: Any, x: Any) -> Any:
+    with model.no_sync():
+        back(model(x))
+    return back(model(x[:2]))
 
 
 def accumulates_synchronised(model: Any, optimizer: Any, x: Any) -> Any:
@@ -491,6 +535,31 @@ def frozen_later(side: Side) -> None:
         frozen(module, *names)
         module.zero_grad()
         train(side, module, floats(5, 6), steps=2)
+
+
+def unfrozen_later(side: Side) -> None:
+    """Ours goes on; DistributedDataParallel, which never reduces what was frozen, is made anew."""
+    module = frozen(net(), "0.weight", "2.bias", "4.weight")
+    model = side.wrap(module)
+    for names in (("0.weight", "4.weight"), ("0.weight",), ()):
+        frozen(module, *names)
+        module.zero_grad()
+        model = model if side.ours else side.wrap(module)
+        optimizer = sgd(module.parameters())
+        for step in range(2):
+            optimizer.zero_grad()
+            side.note("loss", back(model(side.batch(step, 5, 6))))
+            optimizer.step()
+            side.note(f"step {step}", module)
+
+
+def frozen_for_a_while(side: Side) -> None:
+    module = net()
+
+    def between(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        frozen(module, *(["0.weight", "2.bias"] if step % 2 else []))
+
+    train(side, module, floats(5, 6), steps=5, between=between, unused=True)
 
 
 def ways(*by_rank: str) -> Callable[[Side], None]:
@@ -590,6 +659,44 @@ def parameter_groups(parameters: Any) -> Any:
     )
 
 
+def divided(make: Callable[[Any], Any], schedule: Any = None) -> Callable[[Side], None]:
+    """A ShardedOptimizer, and an optimizer of all in a DistributedDataParallel; weights alone decay."""
+
+    def run(side: Side) -> None:
+        module = net()
+        named = list(module.named_parameters())
+        groups = [
+            {"params": [p for name, p in named if "bias" not in name], "weight_decay": 0.2},
+            {"params": [p for name, p in named if "bias" in name], "weight_decay": 0.0, "lr": 0.003},
+        ]
+        if side.ours:
+            from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
+
+            session = SimpleNamespace(communicator=side._communicator)
+            model, optimizer = module, ShardedOptimizer(module, session, make=make, groups=groups)
+        else:
+            model, optimizer = side.wrap(module), make(groups)
+        scheduler = schedule(optimizer) if schedule else None
+        for step in range(6):
+            optimizer.zero_grad()
+            side.note("loss", back(model(side.batch(step, 5, 6))))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+                side.note("rates", scheduler.get_last_lr())
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for name, parameter in named:
+                side.note(f"{step} {name}", parameter)
+        state = optimizer.state_dict()
+        for number, values in state["state"].items():
+            for name, value in values.items():
+                side.note(f"{number} {name}", value)
+        side.note("groups", state["param_groups"])
+
+    return run
+
+
 def state_taken_over(side: Side) -> None:
     """Saved in the midst, loaded into others, gone on with."""
     module = images()
@@ -647,16 +754,65 @@ def two_wrapped_one_loss(side: Side) -> None:
     side.note("second", second)
 
 
-def averaged_weights(side: Side) -> None:
-    kept: list[Any] = []
+def averaged_weights(of_the_wrapper: bool) -> Callable[[Side], None]:
+    def run(side: Side) -> None:
+        kept: list[Any] = []
 
-    def between(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        if not kept:
-            kept.append(torch.optim.swa_utils.AveragedModel(model.module))
-        kept[0].update_parameters(model.module)
+        def between(side: Side, model: Any, optimizer: Any, step: int) -> None:
+            averaged = model if of_the_wrapper else model.module
+            if not kept:
+                kept.append(torch.optim.swa_utils.AveragedModel(averaged))
+            kept[0].update_parameters(averaged)
 
-    train(side, images(), floats(4, 3, 5, 5), steps=4, between=between)
-    side.note("average", kept[0])
+        train(side, images(), floats(4, 3, 5, 5), steps=4, between=between)
+        side.note("average", kept[0])
+
+    return run
+
+
+def a_copy_of_the_wrapper(through: Callable[[Any], Any]) -> Callable[[Side], None]:
+    """The copy trains on by itself, and what was copied too."""
+
+    def run(side: Side) -> None:
+        model = train(side, images(), floats(4, 3, 5, 5), steps=2, small=True)
+        with side.session():
+            other = through(model)
+        for each in (other, model):
+            optimizer = sgd(each.parameters())
+            for step in range(2):
+                optimizer.zero_grad()
+                side.note("loss", back(each(side.batch(7 + step, 4, 3, 5, 5))))
+                optimizer.step()
+            side.note("end", each.module)
+
+    return run
+
+
+def state_of_the_wrapper(side: Side) -> None:
+    """By torch.distributed.checkpoint, with the names that it gives them."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = side.wrap(images())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        back(model(side.batch(step, 4, 3, 5, 5)))
+        optimizer.step()
+    states = get_state_dict(model, optimizer)
+    for name, value in (states[0] if side.rank == 0 else {}).items():
+        side.note(name, value)
+    for name, values in states[1]["state"].items():
+        for key, value in values.items():
+            side.note(f"{name} {key}", value)
+    side.note("groups", states[1]["param_groups"])
+    other = side.wrap(images())
+    again = torch.optim.AdamW(other.parameters())
+    set_state_dict(other, again, model_state_dict=states[0], optim_state_dict=states[1])
+    for step in range(2):
+        again.zero_grad()
+        side.note("loss", back(other(side.batch(step, 4, 3, 5, 5))))
+        again.step()
+    side.note("end", other.module)
 
 
 def evaluated_between(side: Side) -> None:
@@ -734,6 +890,11 @@ WAYS: dict[str, Callable[[Side], Any]] = {
     "adafactor": optimized(lambda p: torch.optim.Adafactor(p, lr=0.01)),
     "lbfgs": lbfgs,
     "groups of parameters": optimized(parameter_groups),
+    "divided adamw": divided(lambda groups: torch.optim.AdamW(groups, lr=0.01)),
+    "divided sgd with a schedule": divided(
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.3, 0.1], total_steps=10),
+    ),
     "several optimizers": several_optimizers,
     "rate in steps": scheduled(lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)),
     "one cycle": scheduled(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.3, total_steps=10)),
@@ -764,6 +925,8 @@ WAYS: dict[str, Callable[[Side], Any]] = {
     "recurrent by hand": recurrent_by_hand,
     "frozen": frozen_while,
     "frozen later and wrapped anew": frozen_later,
+    "frozen for a while": frozen_for_a_while,
+    "unfrozen after wrapping": unfrozen_later,
     "unused parameters": ways("left", "left"),
     "parameters used on one rank": ways("left", "right"),
     "other parameters in each step": changing_ways,
@@ -780,7 +943,11 @@ WAYS: dict[str, Callable[[Side], Any]] = {
     "state loaded into the wrapper": loaded_into_the_wrapper,
     "adversaries": adversaries,
     "two wrapped modules, one loss": two_wrapped_one_loss,
-    "averaged weights": averaged_weights,
+    "averaged weights": averaged_weights(False),
+    "averaged weights of the wrapper": averaged_weights(True),
+    "a copy of the wrapper": a_copy_of_the_wrapper(copy.deepcopy),
+    "a wrapper through a pickle": a_copy_of_the_wrapper(lambda model: pickle.loads(pickle.dumps(model))),
+    "state of the wrapper": state_of_the_wrapper,
     "evaluated between": evaluated_between,
     "a part in eval mode": a_part_in_eval_mode,
     "wrapped again": wrapped_again,
@@ -802,14 +969,18 @@ def differences(place: Place, name: str, store: str) -> list[str]:
             "gloo", init_method=f"file://{store}", rank=place.comm.rank, world_size=RANKS
         )
     found = []
-    for ours in (False, True):
+    for side in (Side(place, False), Side(place, True), Side(place, True, in_place_bytes=1)):
         torch.manual_seed(10 + place.comm.rank)
-        side = Side(place, ours)
         CASES[name](side)
         found.append(side.seen)
-    theirs, mine = found
-    assert list(theirs) == list(mine) and theirs, (list(theirs), list(mine))
-    return [f"{key}: {text}" for key in theirs if (text := different(mine[key], theirs[key]))]
+    theirs, *ours = found
+    assert all(list(theirs) == list(each) for each in ours) and theirs, [list(each) for each in found]
+    return [
+        f"{key}{where}: {text}"
+        for mine, where in zip(ours, ("", " in place"), strict=True)
+        for key in theirs
+        if (text := different(mine[key], theirs[key]))
+    ]
 
 
 def leave(place: Place) -> None:

@@ -162,7 +162,7 @@ def test_buckets_that_the_wrapper_makes_anew_are_captured_anew() -> None:
         for number in range(12):
             if number == 6:
                 assert step.captured is capture
-                model._build(list(range(len(list(model.parameters())))))
+                model.follow_order(list(range(len(list(model.parameters())))))
             step(*batch_of(4, number))
             assert step.captured is (capture and number not in (0, 1, 2, 6, 7, 8))
         return [parameter.detach().clone() for parameter in model.parameters()]
@@ -417,8 +417,21 @@ def test_an_optimizer_of_something_else_is_refused() -> None:
 def test_a_sharded_optimizer_is_refused() -> None:
     def one(communicator: graphs.GraphCommunicator) -> None:
         net = linear_net()
-        optimizer = ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(part, lr=0.1))
+        optimizer = ShardedOptimizer(
+            net, communicator=communicator, make=lambda part: torch.optim.SGD(part, lr=0.1)
+        )
         with pytest.raises(SettingsError, match=r"call its step\(\) without capture_step"):
             capture_step(print, net, optimizer)
 
     ranks(2, one)
+
+
+def test_a_step_with_sparse_gradients_says_why_it_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # this needs no graphs
+    module = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = capture_step(lambda rows: module(rows).sum(), module, optimizer)
+    assert step.reason == "sparse gradients cannot be captured: each step reads how many rows there are"
+    before = module.weight.detach().clone()
+    step(torch.tensor([3]))
+    assert torch.equal(before != module.weight.detach(), (torch.arange(6) == 3)[:, None].expand(6, 2))

@@ -79,6 +79,8 @@ def gradients_of(model: Any) -> list[Any]:
 
 loss_function = torch.nn.functional.cross_entropy
 
+packed_and_in_place = pytest.mark.parametrize("in_place_bytes", [1 << 30, 1], ids=["packed", "in place"])
+
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 def test_gradients_are_those_of_the_whole_batch(bucket_bytes: int) -> None:
@@ -148,12 +150,16 @@ def test_no_sync_accumulates_and_sends_nothing() -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_unused_parameters_count_as_zero_and_stay_without_gradient_where_no_rank_used_them() -> None:
+@packed_and_in_place
+def test_unused_parameters_count_as_zero_and_stay_without_gradient_where_no_rank_used_them(
+    in_place_bytes: int,
+) -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         with _seeding:
             torch.manual_seed(0)
             branches = Branches()
-        model = DataParallel(branches, communicator=communicator, bucket_bytes=32, first_bytes=32)
+        caps: Any = {"bucket_bytes": 32, "first_bytes": 32, "in_place_bytes": in_place_bytes}
+        model = DataParallel(branches, communicator=communicator, **caps)
         for _ in range(3):
             model.zero_grad()
             model(torch.ones(1, 4), "left" if communicator.rank == 0 else "right").sum().backward()
@@ -171,13 +177,15 @@ def test_unused_parameters_count_as_zero_and_stay_without_gradient_where_no_rank
         torch.testing.assert_close(first[name], second[name])
 
 
-def test_a_rank_without_samples_takes_part() -> None:
+@packed_and_in_place
+def test_a_rank_without_samples_takes_part(in_place_bytes: int) -> None:
     images, labels = batch_of(5, 2)
     whole = linear_net()
     loss_function(whole(images), labels).backward()
 
     def one(communicator: ThreadCommunicator) -> Any:
-        model = DataParallel(linear_net(), communicator=communicator, bucket_bytes=512, first_bytes=512)
+        caps: Any = {"bucket_bytes": 512, "first_bytes": 512, "in_place_bytes": in_place_bytes}
+        model = DataParallel(linear_net(), communicator=communicator, **caps)
         part = [slice(0, 4), slice(4, 5), slice(5, 5)][communicator.rank]
         with model.uneven_batch(len(labels[part])):
             if len(labels[part]):
@@ -220,10 +228,11 @@ def test_clipping_sees_the_averaged_gradient() -> None:
             torch.testing.assert_close(ours, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_channels_last_gradients_keep_the_layout_of_their_parameters() -> None:
+@packed_and_in_place
+def test_channels_last_gradients_keep_the_layout_of_their_parameters(in_place_bytes: int) -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         net = small_net().to(memory_format=torch.channels_last)
-        model = DataParallel(net, communicator=communicator)
+        model = DataParallel(net, communicator=communicator, in_place_bytes=in_place_bytes)
         images, labels = batch_of(4, communicator.rank)
         loss_function(model(images), labels).backward()
         return net[0].weight.grad.stride() == net[0].weight.stride(), gradients_of(model)
@@ -237,6 +246,42 @@ def test_channels_last_gradients_keep_the_layout_of_their_parameters() -> None:
         parts.append(gradients_of(net))
     for ours, first, second in zip(channels_last, *parts, strict=True):
         torch.testing.assert_close(ours, (first + second) / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_large_gradients_are_reduced_where_autograd_has_put_them() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net, places = linear_net(), {}
+        for name, parameter in net.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: places.update({name: p.grad.data_ptr()})
+            )
+        model = DataParallel(net, communicator=communicator, in_place_bytes=16 * 108 * 4)
+        images, labels = batch_of(4, communicator.rank)
+        loss_function(model(images), labels).backward()
+        return {name: p.grad.data_ptr() == places[name] for name, p in net.named_parameters()}
+
+    where = {"1.weight": True, "1.bias": False, "3.weight": False, "3.bias": False}
+    assert run_ranks(2, one) == [where, where]
+
+
+def test_a_large_gradient_that_lies_otherwise_than_its_parameter_is_copied() -> None:
+    def turn(parameter: Any) -> None:
+        parameter.grad = parameter.grad.t().contiguous().t()
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        if communicator.rank == 0:
+            net[1].weight.register_post_accumulate_grad_hook(turn)
+        model = DataParallel(net, communicator=communicator, in_place_bytes=1)
+        loss_function(model(images), labels).backward()
+        return gradients_of(model)
+
+    images, labels = batch_of(4, 0)
+    alone = linear_net()
+    loss_function(alone(images), labels).backward()
+    for gradients in run_ranks(2, one):
+        for ours, expected in zip(gradients, gradients_of(alone), strict=True):
+            torch.testing.assert_close(ours, expected)
 
 
 def test_mixed_precision_leaves_gradients_in_the_parameters_dtype() -> None:
@@ -415,7 +460,7 @@ def test_a_loaded_state_reaches_the_masters() -> None:
 def test_what_comes_last_travels_apart() -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         model = DataParallel(linear_net(), communicator=communicator, last_bytes=6950)
-        return [[p.numel() for p in bucket.parameters] for bucket in model._buckets]
+        return [[p.numel() for p in bucket.parameters] for bucket in model.buckets]
 
     # in the order of the backward pass: the first layer's weight is the last to come
     assert run_ranks(2, one)[0] == [[5, 80, 16], [1728]]
@@ -424,7 +469,7 @@ def test_what_comes_last_travels_apart() -> None:
 def test_every_gradient_and_weight_is_aligned() -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         model = DataParallel(linear_net(), communicator=communicator, weights="bf16")
-        tensors = [*model.module.parameters(), *(view for bucket in model._buckets for view in bucket.views)]
+        tensors = [*model.module.parameters(), *(view for bucket in model.buckets for view in bucket.views)]
         return [tensor.data_ptr() % 64 for tensor in tensors]
 
     assert not any(run_ranks(2, one)[0])
@@ -453,7 +498,7 @@ def test_buckets_follow_the_order_in_which_gradients_become_ready() -> None:
             before = count(communicator)
             model(torch.ones(1, 4)).sum().backward()
             sent[-1] -= before
-        return sent, [[tuple(p.shape) for p in bucket.parameters] for bucket in model._buckets]
+        return sent, [[tuple(p.shape) for p in bucket.parameters] for bucket in model.buckets]
 
     def count(communicator: ThreadCommunicator) -> int:
         return [name for name, _ in communicator.calls].count("all_reduce")
@@ -478,7 +523,7 @@ def test_all_follow_rank_zeros_order() -> None:
         model = DataParallel(module, communicator=communicator, bucket_bytes=16, first_bytes=16)
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
-        return [bucket.parameters[0] is module.a.weight for bucket in model._buckets]
+        return [bucket.parameters[0] is module.a.weight for bucket in model.buckets]
 
     assert run_ranks(2, one) == [[True, False]] * 2
 
@@ -539,7 +584,7 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
     def one(communicator: ThreadCommunicator) -> Any:
         model = DataParallel(Crossed(), communicator=communicator)
         streams, seen = Streams(monkeypatch), list[Any]()
-        model._lane = OnStreams(streams, seen, communicator, lambda: capturing and len(model._read_aside))
+        model._lane = OnStreams(streams, seen, communicator, lambda: capturing and len(model.read_aside))
         model._lane.is_capturing = capturing
         fill = GradientBucket.fill
 

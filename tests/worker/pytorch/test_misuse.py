@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from muster.worker.errors import ArrayError, CollectiveMismatchError, SettingsError, WorkerError
 from muster.worker.pytorch.data_parallel import DataParallel
+from muster.worker.pytorch.passes import RankNumbers
 from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
 from muster.worker.pytorch.state import TorchTrainingState
 from tests.gpu.threads import ThreadCommunicator, run_ranks
+from tests.worker.control.scripted import stub_communicator
 from tests.worker.pytorch.test_data_parallel import batch_of, linear_net, loss_function, small_net
 
 
@@ -410,7 +412,9 @@ def test_a_module_that_fsdp_has_divided_is_refused_by_the_parameters_name(proces
         with pytest.raises(SettingsError, match=r"3\.weight is divided among ranks \(by FSDP or tensor"):
             DataParallel(module, communicator=communicator)
         with pytest.raises(SettingsError, match=r"ShardedOptimizer takes modules of which each rank holds"):
-            ShardedOptimizer(module, communicator, lambda part: torch.optim.SGD(part, lr=0.1))
+            ShardedOptimizer(
+                module, communicator=communicator, make=lambda part: torch.optim.SGD(part, lr=0.1)
+            )
 
     run_ranks(1, one)
 
@@ -427,19 +431,88 @@ def test_a_module_that_fsdp_divides_after_it_was_wrapped_is_refused(process_grou
     run_ranks(1, one)
 
 
-def test_a_sparse_gradient_is_refused() -> None:
+class Rows(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """Its gradient is sparse, which no layer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Any) -> Any:
+        return torch.nn.functional.embedding(x, self.weight, sparse=True)
+
+
+def test_a_sparse_gradient_that_no_layer_announces_is_refused() -> None:
+    """Other ranks could not know that it comes."""
+
     def one(communicator: ThreadCommunicator) -> None:
-        model = DataParallel(torch.nn.Embedding(5, 4, sparse=True), communicator=communicator)
-        with pytest.raises(ArrayError, match=r"shape \(5, 4\) is sparse.*sparse=False"):
+        model = DataParallel(Rows(), communicator=communicator)
+        with pytest.raises(ArrayError, match=r"shape \(5, 4\) is sparse.*Embedding and EmbeddingBag layers"):
             model(torch.tensor([1, 2])).sum().backward()
 
     run_ranks(1, one)
 
 
-def test_a_compression_that_the_backend_cannot_send_is_refused_at_once() -> None:
+class TiedRows(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """Rows of a weight that a dense layer has too, on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Any, dense: bool) -> Any:
+        hidden = self.rows(x)
+        return hidden @ self.rows.weight.t() if dense else hidden
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_sparse_gradient_that_is_dense_on_one_rank_is_the_sum_of_both(mean: bool) -> None:
+    def made() -> Any:
+        module = TiedRows()
+        torch.nn.init.eye_(module.rows.weight)
+        return module
+
+    def gradient(model: Any, rank: int) -> Any:
+        model(torch.tensor([rank, 1, 1]), rank == 1).square().sum().backward()
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(made(), communicator=communicator, gradients_mean=mean)
+        gradient(model, communicator.rank)
+        return model.module.rows.weight.grad
+
+    expected = torch.zeros(5, 4)
+    for rank in range(3):
+        alone = made()
+        gradient(alone, rank)
+        expected += alone.rows.weight.grad.to_dense() / (3 if mean else 1)
+    for found in run_ranks(3, one):
+        assert found.layout is torch.strided
+        torch.testing.assert_close(found, expected)
+
+
+def test_sparse_gradients_are_weighted_by_uneven_batches_and_none_is_left_where_no_rank_has_one() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        model = DataParallel(torch.nn.Embedding(5, 4, sparse=True), communicator=communicator)
+        samples = communicator.rank
+        with model.uneven_batch(samples):
+            if samples:
+                model(torch.tensor([samples] * samples)).sum(1).mean().backward()
+        weighted = model.module.weight.grad.to_dense()[:, 0].tolist()
+        model.zero_grad()
+        with model.uneven_batch(0):
+            pass
+        return weighted, model.module.weight.grad
+
+    for weighted, nothing in run_ranks(3, one):
+        assert weighted == [0, pytest.approx(1 / 3), pytest.approx(2 / 3), 0, 0]
+        assert nothing is None
+
+
+def test_masters_of_what_has_sparse_gradients_are_refused() -> None:
     def one(communicator: ThreadCommunicator) -> None:
-        with pytest.raises(ArrayError, match=r"does not take torch\.bfloat16"):
-            DataParallel(linear_net(), communicator=communicator, compression="bf16")
+        module = torch.nn.Embedding(5, 4, sparse=True)
+        with pytest.raises(SettingsError, match="which sparse gradients cannot train"):
+            DataParallel(module, communicator=communicator, weights="bf16")
 
     run_ranks(1, one)
 
@@ -452,7 +525,7 @@ def test_local_gradients_are_let_go_when_they_are_packed() -> None:
         seen = []
 
         def look(gradient: Any) -> None:
-            bucket = model._buckets[0]
+            bucket = model.buckets[0]
             inside = [view.data_ptr() for view in bucket.views]
             seen.append([p.grad is not None and p.grad.data_ptr() in inside for p in bucket.parameters])
 
@@ -466,3 +539,26 @@ def test_local_gradients_are_let_go_when_they_are_packed() -> None:
         assert seen and all(all(each) for each in seen)
 
     run_ranks(1, one)
+
+
+def test_numbers_that_the_host_reads_amid_a_copy_are_not_taken_for_different_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU writes them into the host's memory one by one, while the host looks whenever it likes."""
+    copy = torch.Tensor.copy_
+    numbers = RankNumbers(stub_communicator(0, 3), torch.zeros(3))
+    looks = []
+
+    def slowly(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        for place in range(len(source)):
+            copy(target[place], source[place])
+            numbers.check()
+            looks.append(target.tolist())
+        return target
+
+    monkeypatch.setattr(torch.Tensor, "copy_", slowly)
+    for number in (1.0, 2.0, 2.0, 5.0):
+        numbers.take(torch.full((3,), number))
+    assert [2.0, 1.0, 1.0] in looks
+    with pytest.raises(CollectiveMismatchError, match=r"rank 1 \(n1"):
+        numbers.take(torch.tensor([6.0, 5.0, 6.0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.worker.errors import ArrayError, SettingsError, WorkerError
+from muster.worker.errors import ArrayError, NotInitializedError, SettingsError, WorkerError
 from muster.worker.pytorch.buckets import GradientBucket
 from muster.worker.pytorch.data_parallel import DataParallel
 from tests.gpu.threads import ThreadCommunicator, run_ranks
@@ -140,8 +141,9 @@ def test_a_buffer_of_another_shape_than_before_is_refused() -> None:
 # ---------------------------------------------------------------- parameters that change after the wrapping
 
 
-def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
-    """Each rank would train it by its own gradient."""
+@pytest.mark.parametrize("past", [False, True])
+def test_a_parameter_that_is_unfrozen_later_is_averaged(past: bool) -> None:
+    """Also where the module is called past its wrapper."""
 
     def one(communicator: ThreadCommunicator) -> Any:
         net = linear_net()
@@ -149,14 +151,47 @@ def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
         model = DataParallel(net, communicator=communicator)
         loss_of(model, 0, communicator).backward()
         net[1].weight.requires_grad_(True)
-        with pytest.raises(WorkerError, match=r"1\.weight did not require a gradient when it was wrapped"):
-            loss_of(model, 0, communicator).backward()
-        model = DataParallel(net, communicator=communicator)
-        model.zero_grad()
-        loss_of(model, 0, communicator).backward()
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(net if past else model, 0, communicator).backward()
         return gradients_of(model)
 
     for found in run_ranks(2, one):
+        assert_close(found, whole_gradients(0))
+
+
+def test_a_parameter_that_one_rank_alone_unfreezes_is_named() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        net = linear_net()
+        net[1].weight.requires_grad_(False)
+        net[1].bias.requires_grad_(False)
+        model = DataParallel(net, communicator=communicator)
+        (net[1].bias if communicator.rank else net[1].weight).requires_grad_(True)
+        with pytest.raises(ArrayError, match=r"1\.weight is frozen on rank 1 and not on rank 0"):
+            loss_of(model, 0, communicator)
+
+    run_ranks(2, one)
+
+
+def test_a_newcomer_averages_what_the_others_have_unfrozen_before_it_does() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = linear_net()
+        net[1].weight.requires_grad_(False)
+        model = DataParallel(net, communicator=communicator, elastic=True)
+        if communicator.rank == 0:
+            net[1].weight.requires_grad_(True)
+            loss_of(model, 0, communicator)  # alone so far
+        model.join(communicator, 0)
+        loss_of(model, 0, communicator).backward()
+        without = net[1].weight.grad.clone()
+        net[1].weight.requires_grad_(True)
+        model.zero_grad()
+        loss_of(model, 0, communicator).backward()
+        return without, gradients_of(model)
+
+    (first, whole), (second, also) = run_ranks(2, one)
+    assert torch.equal(first, second) and bool(first.any())
+    for found in (whole, also):
         assert_close(found, whole_gradients(0))
 
 
@@ -308,7 +343,7 @@ def test_named_parameters_are_those_that_parameters_gives() -> None:
         assert [id(p) for _, p in model.named_parameters()] == [id(p) for p in model.parameters()]
         assert all(p.dtype == torch.float32 for p in model.parameters())
         bare = DataParallel(linear_net(), communicator=communicator)
-        assert next(name for name, _ in bare.named_parameters()) == "module.1.weight"
+        assert next(name for name, _ in bare.named_parameters()) == "1.weight"
 
     run_ranks(1, one)
 
@@ -374,8 +409,9 @@ def test_complex_gradients_travel_as_pairs_of_real_numbers(compression: str | No
 
 
 def test_a_dtype_that_the_backend_cannot_send_is_refused_at_once() -> None:
-    with pytest.raises(ArrayError, match=r"does not take torch\.bfloat16"):
-        run_ranks(1, lambda communicator: DataParallel(linear_net().bfloat16(), communicator=communicator))
+    net = linear_net().to(torch.float8_e5m2)
+    with pytest.raises(ArrayError, match=r"does not take torch\.float8_e5m2"):
+        run_ranks(1, lambda communicator: DataParallel(net, communicator=communicator))
 
 
 # ---------------------------------------------------------------- states, copies, graphs
@@ -397,16 +433,86 @@ def test_a_part_of_another_module_is_saved_and_loaded_by_the_bare_modules_names(
     run_ranks(1, one)
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
-def test_a_copy_of_the_wrapper_is_refused_and_one_of_the_module_is_free(copies: Any) -> None:
+@pytest.mark.parametrize("weights", [None, "bf16"])
+def test_a_copy_has_its_own_parameters_and_masters_and_sends_nothing(weights: str | None) -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        def loss(model: Any, seed: int) -> Any:
+            images, labels = batch_of(4, seed + communicator.rank)
+            return loss_function(model(images.to(next(model.module.parameters()).dtype)).float(), labels)
+
+        model = DataParallel(linear_net(), communicator=communicator, weights=weights)
+        model.note = "kept"
+        loss(model, 0).backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        model.eval()
+        begin = len(communicator.calls)
+        twin = copy.deepcopy(model)
+        assert len(communicator.calls) == begin and not twin.training and twin.note == "kept"
+        model.train()
+        twin.train()
+        before = copy.deepcopy(model.state_dict())
+        for name, value in twin.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        twin.zero_grad()
+        loss(twin, 1).backward()
+        torch.optim.SGD(twin.parameters(), lr=0.5).step()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        return [value.clone() for value in twin.state_dict().values()]
+
+    first, second = run_ranks(2, one)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def test_the_average_of_a_wrapper_with_masters_is_one_of_masters() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        model = DataParallel(linear_net(), communicator=communicator, weights="bf16")
+        first = copy.deepcopy(model.state_dict())
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        average.update_parameters(model)
+        model.load_state_dict({name: value + 1e-4 for name, value in first.items()})
+        average.update_parameters(model)
+        for name, value in average.module.state_dict().items():
+            torch.testing.assert_close(value, first[name] + 5e-5, rtol=0, atol=1e-6)
+
+    run_ranks(1, one)
+
+
+def test_a_wrapper_is_read_from_a_file_only_in_a_job() -> None:
+    def one(communicator: ThreadCommunicator) -> bytes:
+        return pickle.dumps(DataParallel(small_net(), communicator=communicator))
+
+    (written,) = run_ranks(1, one)
+    with pytest.raises(NotInitializedError):
+        pickle.loads(written)
+
+
+def test_forward_has_the_signature_of_the_modules() -> None:
+    class Named(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+        def forward(self, input_ids: Any, labels: Any = None, *, scale: float = 1.0) -> Any:
+            return self.layer(input_ids) * scale
+
+    def one(communicator: ThreadCommunicator) -> None:
+        module = Named()
+        model = DataParallel(module, communicator=communicator)
+        for each in (model, copy.deepcopy(model)):
+            assert inspect.signature(each.forward) == inspect.signature(module.forward)
+            found = each(input_ids=torch.ones(1, 2), scale=2.0)
+            assert torch.equal(found, module(torch.ones(1, 2), scale=2.0))
+
+    run_ranks(1, one)
+
+
+def test_parameters_have_the_names_that_the_state_has() -> None:
     def one(communicator: ThreadCommunicator) -> None:
         model = DataParallel(small_net(), communicator=communicator)
-        with pytest.raises(WorkerError, match=r"neither copied nor pickled.*deepcopy\(model\.module\)"):
-            copies(model)
-        twin = copy.deepcopy(model.module)
-        begin = len(communicator.calls)
-        loss_of(twin, 0, communicator).backward()
-        assert len(communicator.calls) == begin
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in model.module.named_parameters()]
+        assert set(names) <= model.state_dict().keys()
 
     run_ranks(1, one)
 

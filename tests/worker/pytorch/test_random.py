@@ -88,7 +88,7 @@ def test_a_newcomer_is_seeded_by_rank_and_step() -> None:
     assert torch.equal(torch.rand(4), drawn)
     torch.manual_seed(7)
     late.state.commit()
-    generation([late], 1, source=0)  # whoever has trained is no newcomer any more
+    generation([late], 1, source=0)  # a rank that has trained is no newcomer any more
     assert torch.initial_seed() == 7
 
 

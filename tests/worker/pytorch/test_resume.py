@@ -436,3 +436,16 @@ def test_what_differs_between_ranks_is_named_within_a_step(
     assert len(set(said)) == 1
     assert re.search(words, said[0]), said
     assert {job.state.step for job in jobs.values()} == {3}
+
+
+def test_a_checkpoint_of_version_0_1_loads() -> None:
+    [session] = ElasticWorld(1).members
+    model = DataParallel(torch.nn.Linear(2, 1), session, elastic=True)
+    optimizer = optim.Adam(model.parameters(), lr=0.5)
+    state = TorchTrainingState(model, optimizer, ShardedSampler(8, 4, seed=7))
+    checkpoint.load(ROOT / "tests" / "golden" / "checkpoint-torch-0.1.safetensors", state)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    weight = torch.tensor([[-0.4531058371067047, -0.30983778834342957]])
+    assert torch.equal(model.module.weight, weight)
+    [kept, _] = optimizer.state.values()
+    assert float(kept["step"]) == 2.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +39,7 @@ def test_it_ends_where_the_undivided_optimizer_does(kind: str) -> None:
         net = linear_net()
         if communicator.rank:
             torch.nn.init.zeros_(net[1].weight)  # rank 0's parameters are taken
-        optimizer = ShardedOptimizer(net, communicator, MAKERS[kind])
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS[kind])
         train(net, optimizer, slice(communicator.rank, None, 3), BATCHES)
         return net.state_dict(), optimizer.state_bytes()
 
@@ -54,17 +56,17 @@ def test_its_state_goes_on_with_another_number_of_ranks() -> None:
 
     def before(communicator: ThreadCommunicator) -> Any:
         net = linear_net()
-        optimizer = ShardedOptimizer(net, communicator, MAKERS["adamw"])
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["adamw"])
         train(net, optimizer, slice(communicator.rank, None, 2), BATCHES[:4])
-        return {k: v.clone() for k, v in net.state_dict().items()}, optimizer.gather_state()
+        return {k: v.clone() for k, v in net.state_dict().items()}, optimizer.state_dict()
 
     state, moments = run_ranks(2, before)[0]
 
     def after(communicator: ThreadCommunicator) -> Any:
         net = linear_net()
         net.load_state_dict(state)
-        optimizer = ShardedOptimizer(net, communicator, MAKERS["adamw"])
-        optimizer.load_state(moments)
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["adamw"])
+        optimizer.load_state_dict(moments)
         train(net, optimizer, slice(communicator.rank, None, 3), BATCHES[4:])
         return net.state_dict()
 
@@ -75,7 +77,7 @@ def test_its_state_goes_on_with_another_number_of_ranks() -> None:
 
 def trained(communicator: ThreadCommunicator, make: Any, width: int = 3) -> tuple[Any, ShardedOptimizer]:
     net = torch.nn.Linear(width, 3)
-    optimizer = ShardedOptimizer(net, communicator, make)
+    optimizer = ShardedOptimizer(net, communicator=communicator, make=make)
     net(torch.ones(1, width)).sum().backward()
     optimizer.step()
     return net, optimizer
@@ -102,7 +104,7 @@ def test_an_optimizer_that_does_not_treat_each_element_by_itself_is_refused(make
 
     def one(communicator: ThreadCommunicator) -> None:
         with pytest.raises(SettingsError, match=words):
-            ShardedOptimizer(linear_net(), communicator, make)
+            ShardedOptimizer(linear_net(), communicator=communicator, make=make)
 
     run_ranks(2, one)
 
@@ -122,7 +124,7 @@ def test_a_module_in_a_data_parallel_is_refused(give: Any, words: str) -> None:
         net = linear_net()
         model = DataParallel(net, communicator=communicator)
         with pytest.raises(SettingsError, match=f"{words}.*give it the bare module"):
-            ShardedOptimizer(give(model), communicator, MAKERS["sgd"])
+            ShardedOptimizer(give(model), communicator=communicator, make=MAKERS["sgd"])
 
     run_ranks(2, one)
 
@@ -130,7 +132,7 @@ def test_a_module_in_a_data_parallel_is_refused(give: Any, words: str) -> None:
 def test_a_module_in_a_sharded_optimizer_is_refused_by_data_parallel() -> None:
     def one(communicator: ThreadCommunicator) -> None:
         net = linear_net()
-        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["sgd"])
         with pytest.raises(SettingsError, match=r"a ShardedOptimizer averages the gradient of 1\.weight"):
             DataParallel(net, communicator=communicator)
         del optimizer
@@ -144,26 +146,30 @@ def test_the_state_of_another_module_is_refused() -> None:
 
     def one(communicator: ThreadCommunicator) -> None:
         _, optimizer = trained(communicator, MAKERS["adamw"])
-        state = optimizer.gather_state()
+        state = optimizer.state_dict()
         for other, words in (
-            (torch.nn.Linear(4, 3), r"parameter 0 has the shape \[3, 3\] there and \[3, 4\] here"),
-            (torch.nn.Linear(3, 3, bias=False), "this module's 1 parameters: it is of 2"),
+            (torch.nn.Linear(4, 3), r"exp_avg of parameter 0 has the shape \[3, 3\] there and \[3, 4\] here"),
+            (
+                torch.nn.Linear(3, 3, bias=False),
+                r"of parameter groups of \[2\] parameters, and this optimizer has \[1\]",
+            ),
         ):
+            fresh = ShardedOptimizer(other, communicator=communicator, make=MAKERS["adamw"])
             with pytest.raises(ArrayError, match=words):
-                ShardedOptimizer(other, communicator, MAKERS["adamw"]).load_state(state)
-        with pytest.raises(ArrayError, match="it does not say of which"):
-            optimizer.load_state({"exp_avg": state["exp_avg"]})
-        optimizer.load_state(state)
+                fresh.load_state_dict(state)
+        state["state"][1]["step"] += 1
+        with pytest.raises(ArrayError, match=r"step is 1\.0 for parameter 0 and 2\.0 for parameter 1"):
+            optimizer.load_state_dict(state)
 
     run_ranks(2, one)
 
 
 def test_state_that_was_saved_before_the_first_step_is_taken() -> None:
     def one(communicator: ThreadCommunicator) -> None:
-        fresh = ShardedOptimizer(torch.nn.Linear(3, 3), communicator, MAKERS["adamw"])
-        state = fresh.gather_state()
+        fresh = ShardedOptimizer(torch.nn.Linear(3, 3), communicator=communicator, make=MAKERS["adamw"])
+        state = fresh.state_dict()
         net, optimizer = trained(communicator, MAKERS["adamw"])
-        optimizer.load_state(state)
+        optimizer.load_state_dict(state)
         assert not optimizer.inner.state
         net(torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -176,9 +182,12 @@ def test_the_optimizer_takes_its_state_as_it_needs_it() -> None:
 
     def one(communicator: ThreadCommunicator) -> Any:
         _, optimizer = trained(communicator, lambda part: torch.optim.AdamW(part, fused=True))
-        state = optimizer.gather_state()
-        optimizer.load_state(state | {"step": state["step"].to(torch.float64)})
-        return optimizer.inner.state[optimizer._part]["step"]
+        state = optimizer.state_dict()
+        for values in state["state"].values():
+            values["step"] = values["step"].to(torch.float64)
+        optimizer.load_state_dict(state)
+        (values,) = optimizer.inner.state.values()
+        return values["step"]
 
     for step in run_ranks(2, one):
         assert step.dtype == torch.float32 and float(step) == 1
@@ -194,7 +203,7 @@ def test_ranks_with_different_modules_are_told_so(width: int) -> None:
         if width == 3:
             net[communicator.rank].bias = None
         with pytest.raises(ArrayError, match=r"the module on rank 1 differs from rank 0's: "):
-            ShardedOptimizer(net, communicator, MAKERS["sgd"])
+            ShardedOptimizer(net, communicator=communicator, make=MAKERS["sgd"])
 
     run_ranks(2, one)
 
@@ -212,7 +221,7 @@ def test_gradients_are_cleared_as_torch_optimizers_are_told_to(set_to_none: bool
 def test_an_unused_parameter_counts_as_zero() -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["sgd"])
         before = net[1].weight.detach().clone()
         net[0](torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -226,7 +235,7 @@ def test_each_rank_keeps_its_own_buffers() -> None:
         net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
         net[1].running_mean.fill_(communicator.rank)
         net.eval()
-        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["sgd"])
         net(torch.ones(2, 2)).sum().backward()
         optimizer.step()
         return net[1].running_mean.tolist()
@@ -237,7 +246,9 @@ def test_each_rank_keeps_its_own_buffers() -> None:
 def test_a_gradient_that_was_set_to_none_is_zero_and_not_that_of_the_step_before() -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-        optimizer = ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(part, lr=1.0))
+        optimizer = ShardedOptimizer(
+            net, communicator=communicator, make=lambda part: torch.optim.SGD(part, lr=1.0)
+        )
         (net[0](torch.ones(1, 2)) + net[1](torch.ones(1, 2))).sum().backward()
         before = [net[0].weight.detach().clone(), net[1].weight.detach().clone()]
         net.zero_grad(set_to_none=True)
@@ -255,7 +266,9 @@ def test_gradients_need_no_memory_beside_the_flat_ones() -> None:
 
     def one(communicator: ThreadCommunicator) -> Any:
         net = linear_net()
-        optimizer = ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(part, lr=1.0))
+        optimizer = ShardedOptimizer(
+            net, communicator=communicator, make=lambda part: torch.optim.SGD(part, lr=1.0)
+        )
         before = {name: value.clone() for name, value in net.state_dict().items()}
         for repeat in range(2):
             flat = [parameter.grad.data_ptr() for parameter in net.parameters()]
@@ -279,7 +292,7 @@ def test_gradients_need_no_memory_beside_the_flat_ones() -> None:
 def test_parameters_of_several_dtypes_are_refused() -> None:
     net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()])
     with pytest.raises(ArrayError, match="one dtype"):
-        ShardedOptimizer(net, object(), MAKERS["sgd"])  # type: ignore[arg-type]
+        ShardedOptimizer(net, communicator=object(), make=MAKERS["sgd"])  # type: ignore[arg-type]
 
 
 def test_a_state_that_the_module_loads_later_counts() -> None:
@@ -287,7 +300,9 @@ def test_a_state_that_the_module_loads_later_counts() -> None:
 
     def one(communicator: ThreadCommunicator) -> Any:
         net = linear_net()
-        optimizer = ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(part, lr=0.0))
+        optimizer = ShardedOptimizer(
+            net, communicator=communicator, make=lambda part: torch.optim.SGD(part, lr=0.0)
+        )
         net.load_state_dict({name: torch.full_like(v, 0.5) for name, v in net.state_dict().items()})
         optimizer.step()
         return [bool((value == 0.5).all()) for value in net.state_dict().values()]
@@ -310,8 +325,8 @@ def test_clipping_sees_the_whole_averaged_gradient(mean: bool) -> None:
         net, found = linear_net(), []
         optimizer = ShardedOptimizer(
             net,
-            communicator,
-            lambda part: torch.optim.SGD(part, lr=1.0, momentum=0.9),
+            communicator=communicator,
+            make=lambda part: torch.optim.SGD(part, lr=1.0, momentum=0.9),
             gradients_mean=mean,
         )
         part = slice(communicator.rank, None, 3)
@@ -335,7 +350,7 @@ def test_loss_scaling_is_refused() -> None:
 
     def one(communicator: ThreadCommunicator) -> None:
         net = torch.nn.Linear(3, 3)
-        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["sgd"])
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(net(torch.ones(1, 3)).sum()).backward()
         with pytest.raises(SettingsError, match="GradScaler cannot work with a ShardedOptimizer"):
@@ -348,7 +363,9 @@ def test_an_inner_optimizer_of_the_modules_own_parameters_is_refused() -> None:
     def one(communicator: ThreadCommunicator) -> None:
         net = torch.nn.Linear(3, 3)
         with pytest.raises(SettingsError, match="must train what it is given, and that alone"):
-            ShardedOptimizer(net, communicator, lambda part: torch.optim.SGD(net.parameters(), lr=0.1))
+            ShardedOptimizer(
+                net, communicator=communicator, make=lambda part: torch.optim.SGD(net.parameters(), lr=0.1)
+            )
 
     run_ranks(1, one)
 
@@ -356,7 +373,7 @@ def test_an_inner_optimizer_of_the_modules_own_parameters_is_refused() -> None:
 def test_a_module_that_was_moved_since_is_refused() -> None:
     def one(communicator: ThreadCommunicator) -> None:
         net = torch.nn.Conv2d(2, 2, 3)
-        optimizer = ShardedOptimizer(net, communicator, MAKERS["sgd"])
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["sgd"])
         net.to(memory_format=torch.channels_last)
         with pytest.raises(SettingsError, match="moved or converted after its ShardedOptimizer was made"):
             optimizer.step()
@@ -364,28 +381,144 @@ def test_a_module_that_was_moved_since_is_refused() -> None:
     run_ranks(1, one)
 
 
-@pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3)])
-def test_learning_rate_and_momenta_are_saved_with_the_state(lr: Any) -> None:
+def test_learning_rate_and_momenta_are_saved_with_the_state() -> None:
     """A scheduler that goes on multiplies what the rate was, not what it began with."""
 
-    def make(part: Any, lr: Any = 1e-2) -> Any:
-        return torch.optim.AdamW(part, lr=lr, betas=(0.5, 0.9), capturable=isinstance(lr, torch.Tensor))
-
     def one(communicator: ThreadCommunicator) -> Any:
-        _, optimizer = trained(communicator, make)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.5)
+        _, optimizer = trained(communicator, lambda part: torch.optim.AdamW(part, lr=1e-2, betas=(0.5, 0.9)))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         optimizer.step()
         schedule.step()
-        state = optimizer.gather_state()
-        other = ShardedOptimizer(
-            torch.nn.Linear(3, 3), communicator, lambda part: torch.optim.AdamW(part, lr=lr)
-        )
-        other.load_state(state)
-        (group,) = other.param_groups
-        assert type(group["lr"]) is type(lr)
-        other.load_state({name: value for name, value in state.items() if name != "settings"})
-        return float(group["lr"]), group["betas"], group["initial_lr"], group["capturable"]
+        _, other = trained(communicator, lambda part: torch.optim.AdamW(part, lr=0.3))
+        other.load_state_dict(optimizer.state_dict())
+        goes_on = torch.optim.lr_scheduler.ExponentialLR(other, 0.5, last_epoch=1)
+        other.step()
+        goes_on.step()
+        (group,) = other.inner.param_groups
+        return group["lr"], group["betas"], group["initial_lr"], goes_on.get_last_lr()
 
-    assert all(
-        found == (pytest.approx(0.005), (0.5, 0.9), pytest.approx(0.01), False) for found in run_ranks(2, one)
-    )
+    for rate, betas, first, last in run_ranks(2, one):
+        assert betas == (0.5, 0.9) and first == pytest.approx(0.01)
+        assert rate == pytest.approx(0.01 * 0.5**2) and last == [rate]
+
+
+# ---------------------------------------------------------------- groups
+
+
+def grouped(module: Any) -> list[dict[str, Any]]:
+    """No decay for biases, and a rate of their own."""
+    named = list(module.named_parameters())
+    return [
+        {"params": [p for name, p in named if "bias" not in name], "weight_decay": 0.2},
+        {"params": [p for name, p in named if "bias" in name], "weight_decay": 0.0, "lr": 0.003},
+    ]
+
+
+def adamw(groups: Any) -> Any:
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def sharded(net: Any, communicator: ThreadCommunicator) -> ShardedOptimizer:
+    return ShardedOptimizer(net, communicator=communicator, make=adamw, groups=grouped(net))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_its_state_with_groups_is_that_of_an_undivided_optimizer_both_ways(ranks: int) -> None:
+    """Saved by so many ranks, gone on with undivided; and the other way round."""
+    alone = linear_net()
+    whole = adamw(grouped(alone))
+    train(alone, whole, slice(None), BATCHES[:4])
+    middle = {name: value.clone() for name, value in alone.state_dict().items()}
+    state = copy.deepcopy(whole.state_dict())
+    train(alone, whole, slice(None), BATCHES[4:])
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        part = slice(communicator.rank, None, ranks)
+        net = linear_net()
+        first = sharded(net, communicator)
+        train(net, first, part, BATCHES[:4])
+        written = first.state_dict()
+        net.load_state_dict(middle)
+        second = sharded(net, communicator)
+        second.load_state_dict(state)
+        train(net, second, part, BATCHES[4:])
+        return copy.deepcopy(written), net.state_dict()
+
+    for written, final in run_ranks(ranks, one):
+        assert written["param_groups"] == state["param_groups"]
+        assert written["state"].keys() == state["state"].keys()
+        for number, values in written["state"].items():
+            torch.testing.assert_close(values, state["state"][number], rtol=1e-3, atol=1e-6)
+        adamw(grouped(linear_net())).load_state_dict(written)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(final[name], value, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (lambda net: grouped(net)[:1], r"1\.bias is in no parameter groups"),
+        (lambda net: [*grouped(net), grouped(net)[1]], r"1\.bias is in 2 parameter groups"),
+        (lambda net: [*grouped(net), {"params": []}], "group 2 has no parameters"),
+        (
+            lambda net: [*grouped(net), {"params": torch.nn.Parameter(torch.ones(1))}],
+            "group 2 has some that are none of the module's, or are frozen",
+        ),
+    ],
+)
+def test_groups_that_are_not_all_of_the_module_are_refused(groups: Any, words: str) -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        net = linear_net()
+        with pytest.raises(SettingsError, match=words):
+            ShardedOptimizer(net, communicator=communicator, make=adamw, groups=groups(net))
+
+    run_ranks(1, one)
+
+
+def test_ranks_with_other_groups_are_told_so() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        net = linear_net()
+        groups = grouped(net) if communicator.rank else [{"params": net.parameters()}]
+        with pytest.raises(ArrayError, match=r"differs from rank 0's: .*of group"):
+            ShardedOptimizer(net, communicator=communicator, make=adamw, groups=groups)
+
+    run_ranks(2, one)
+
+
+def test_groups_are_not_added_later() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        _, optimizer = trained(communicator, MAKERS["sgd"])
+        with pytest.raises(SettingsError, match="takes all its groups when it is made"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+    run_ranks(1, one)
+
+
+def test_a_step_may_compute_the_loss_itself() -> None:
+    def one(communicator: ThreadCommunicator) -> Any:
+        net = torch.nn.Linear(3, 3)
+        optimizer = ShardedOptimizer(net, communicator=communicator, make=MAKERS["sgd"])
+        before = net.bias.detach().clone()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = net(torch.ones(1, 3)).sum()
+            loss.backward()
+            return loss
+
+        return float(optimizer.step(closure).detach()), (before - net.bias.detach()).tolist()
+
+    for loss, moved in run_ranks(2, one):
+        assert loss == loss and moved == [pytest.approx(0.05)] * 3
+
+
+def test_the_session_is_its_second_argument_as_of_a_data_parallel() -> None:
+    def one(communicator: ThreadCommunicator) -> None:
+        session = SimpleNamespace(communicator=communicator)
+        net = torch.nn.Linear(3, 3)
+        optimizer = ShardedOptimizer(net, session, make=MAKERS["sgd"])
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        assert any(name == "reduce_scatter" for name, _ in communicator.calls)
+
+    run_ranks(2, one)

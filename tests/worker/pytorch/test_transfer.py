@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from muster.worker.communicators.arrays import ARITHMETIC, describe
 from muster.worker.communicators.base import Work
-from muster.worker.communicators.numpy_arrays import checked
 from muster.worker.pytorch.data_parallel import DataParallel
-from muster.worker.pytorch.state import TensorCarrier
-from muster.worker.pytorch.transfer import broadcast_tensors, copy_tensors
+from muster.worker.pytorch.transfer import CopiesAside, TensorLibrary, broadcast_tensors
+from muster.worker.training.carrier import Carrier
 from tests.gpu.threads import ThreadCommunicator, run_ranks
 
 DTYPES = (
@@ -27,7 +27,9 @@ def as_strict_as_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     broadcast = ThreadCommunicator.broadcast
 
     def strict(self: ThreadCommunicator, buffer: Any, root: int, *, async_op: bool = False) -> Work:
-        return broadcast(self, checked(buffer, "buffer"), root, async_op=async_op)
+        given = describe(buffer)
+        assert given.dtype in ARITHMETIC
+        return broadcast(self, given.flat, root, async_op=async_op)
 
     monkeypatch.setattr(ThreadCommunicator, "broadcast", strict)
 
@@ -75,7 +77,7 @@ def test_buffers_of_every_dtype_follow_rank_0(dtype: Any) -> None:
 def test_newcomers_get_state_of_every_dtype(dtype: Any) -> None:
     def one(communicator: ThreadCommunicator) -> Any:
         tensors = {"weight": numbers(communicator.rank, dtype, (3, 3))}
-        return TensorCarrier(communicator, tensors, torch.device("cpu")).broadcast_arrays(1)
+        return Carrier(communicator, TensorLibrary(torch.device("cpu"))).receive(tensors, 1)
 
     for arrays in run_ranks(2, one):
         assert arrays["weight"].dtype == dtype
@@ -93,9 +95,13 @@ def test_tensors_of_many_dtypes_are_copied_in_one_call_a_dtype(monkeypatch: pyte
         copy(targets, sources)
 
     monkeypatch.setattr(torch, "_foreach_copy_", watched)
-    sources = [numbers(1, dtype, (3,)) for dtype in DTYPES for _ in range(4)]
-    targets = [torch.zeros_like(source) for source in sources]
-    copy_tensors(targets, sources)
-    for target, source in zip(targets, sources, strict=True):
-        assert torch.equal(target.to(torch.complex128), source.to(torch.complex128))
-    assert len(calls) == len(DTYPES) and all(len(dtypes) == 1 for dtypes in calls)
+    tensors = [numbers(1, dtype, (3,)) for dtype in DTYPES for _ in range(4)]
+    copies = CopiesAside(tensors)
+    for tensor in tensors:
+        tensor.fill_(1)
+    copies.take()
+    for tensor in tensors:
+        tensor.zero_()
+    copies.put_back()
+    assert all(bool((tensor.to(torch.complex128) == 1).all()) for tensor in tensors)
+    assert len(calls) == 2 * len(DTYPES) and all(len(dtypes) == 1 for dtypes in calls)

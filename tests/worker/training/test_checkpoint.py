@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +137,7 @@ def as_version_0_1(path: Path, name: str, told_step: int) -> None:
     values = json.loads(metadata["state"])
     del values["run"]
     metadata |= {"state": json.dumps(values), "step": str(told_step)}
-    metadata["digest"] = checkpoint._digest(metadata["state"], arrays)
+    metadata["digest"] = checkpoint.digest_of(metadata["state"], arrays)
     path.unlink()
     save_file(arrays, path.with_name(name), metadata)
 
@@ -156,6 +159,13 @@ class Launch:
 
     launch: int
     state_source_rank: int = -1
+    busy_with: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        self.busy_with.append(what)
+        yield
+        self.busy_with.append("")
 
 
 def folder_of(directory: Path, launch: int, step: int = 0) -> tuple[checkpoint.Folder, TrainingState]:
@@ -178,21 +188,36 @@ def test_a_new_launch_beside_an_older_run_saves_elsewhere_and_names_resume(tmp_p
     assert said == []
     second, state = folder_of(tmp_path, 2)
     second.resume("", say=said.append)
-    assert (state.step, len(said)) == (0, 1)
-    assert "the last of step 7" in said[0] and "--resume" in said[0]
+    assert (state.step, len(said)) == (0, 2)
+    assert "up to step 7, which --resume" in said[0]
+    assert all(len(line) - len(str(tmp_path)) < 80 for line in said)  # on a terminal, with its directory
     begin(state, 2)
     state.step = 3
     second.save()
     (own,) = tmp_path.glob("run_*")
-    assert str(own) in said[0]
+    assert str(own) in said[1]
     assert [one.step for one in checkpoint.find(own)] == [3]
     third, state = folder_of(tmp_path, 3)
     third.resume("latest", say=said.append)  # the last saved, wherever it is; and there it goes on
-    assert (state.step, said[1:]) == (3, [f"resumed after step 3 from {own}/step_000000003.safetensors"])
+    assert (state.step, said[2:]) == (3, [f"resumed after step 3 from {own}/step_000000003.safetensors"])
     begin(state, 3)
     state.step = 4
     third.save()
     assert [one.step for one in checkpoint.find(own)] == [4, 3]
+
+
+def test_a_save_that_takes_long_is_no_standstill_to_the_scheduler(tmp_path: Path) -> None:
+    session, state = Launch(1), make(1.0, 7)
+    begin(state, 1)
+    amid: list[list[str]] = []
+
+    def for_checkpoint() -> Any:
+        amid.append(list(session.busy_with))
+        return TrainingState.for_checkpoint(state)
+
+    state.for_checkpoint = for_checkpoint  # type: ignore[method-assign]
+    checkpoint.Folder(str(tmp_path), state, session).save()
+    assert amid == [["saves a checkpoint"]] and session.busy_with == ["saves a checkpoint", ""]
 
 
 def test_replacements_take_the_furthest_sound_checkpoint_of_their_own_launch(tmp_path: Path) -> None:
@@ -305,3 +330,26 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="choose another directory with --checkpoint-dir"):
         checkpoint.save(tmp_path / "file", make())
+
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def test_a_checkpoint_of_version_0_1_loads() -> None:
+    arrays = {"w": np.zeros((2, 3), np.float32), "momentum.w": np.zeros((2, 3), np.float32)}
+    state = TrainingState(arrays, ShardedSampler(40, 4, seed=7, shuffle=True))
+    checkpoint.load(GOLDEN / "checkpoint-0.1.safetensors", state)
+    assert (state.step, state.extra) == (13, {"losses": [1.5, 0.75]})
+    assert arrays["w"].tolist() == [[-11.375, -10.375, -9.375], [-8.375, -7.375, -6.375]]
+    assert (state.sampler.epoch, state.sampler.state()["position"]) == (1, 12)
+
+
+def test_a_run_of_version_0_1_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "step_000000013.safetensors").write_bytes(
+        (GOLDEN / "checkpoint-0.1.safetensors").read_bytes()
+    )
+    arrays = {"w": np.zeros((2, 3), np.float32), "momentum.w": np.zeros((2, 3), np.float32)}
+    state = TrainingState(arrays, ShardedSampler(40, 4, seed=7, shuffle=True))
+    lines: list[str] = []
+    assert checkpoint.load_latest(tmp_path, state, say=lines.append) is not None
+    assert state.step == 13

@@ -30,7 +30,7 @@ def test_digits_are_real_and_split_the_same_way_every_time() -> None:
     np.testing.assert_array_equal(data.test_x, again.test_x)
     assert set(data.train_y.tolist()) == set(data.test_y.tolist()) == set(range(10))
     everything = np.concatenate([data.train_x, data.test_x]).sum(axis=0)
-    np.testing.assert_array_equal(everything, datasets._imported_digits()[:, :-1].sum(axis=0))
+    np.testing.assert_array_equal(everything, datasets.imported_digits()[:, :-1].sum(axis=0))
     assert data.scaled(data.train_x, "float32").max() == 1.0
     assert data.scaled(data.train_x[:3], "float32").dtype == np.float32
 
@@ -55,8 +55,8 @@ def test_without_a_readable_file_the_digits_come_through_the_import(
     elsewhere.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: elsewhere)
     marker = np.zeros((1797, 65), np.uint8)
-    monkeypatch.setattr(datasets, "_imported_digits", lambda: marker)
-    assert datasets._digits_table() is marker
+    monkeypatch.setattr(datasets, "imported_digits", lambda: marker)
+    assert datasets.digits_table() is marker
 
 
 def test_without_scikit_learn_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ def test_parameters_that_cannot_be_reduced_are_refused() -> None:
 
 
 def test_buffers_come_from_the_arrays_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device a missing gradient is told at once, without reading anything back from the device."""
+    """On a device a missing gradient is reported at once, without reading anything back from the device."""
     cupy = ModuleType("cupy")
     cupy.__dict__.update({name: getattr(np, name) for name in ("zeros", "asarray")})
     device_array = type("ndarray", (np.ndarray,), {"__module__": "cupy"})

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,7 @@ from muster.worker.errors import (
 )
 from muster.worker.training.loop import ElasticLoop, Step
 from muster.worker.training.sampler import ShardedSampler
-from muster.worker.training.sharing import share_state
-from muster.worker.training.state import StateMismatchError, TrainingState
+from muster.worker.training.state import StateMismatchError, TrainingState, share_state
 from tests.fakes import ElasticFakeSession, ElasticWorld, membership_changed
 
 SIZE, BATCH, EPOCHS = 50, 8, 3
@@ -60,7 +60,13 @@ class Worker:
         self.state = state
         self.consumed: dict[int, list[int]] = {}
         self.saves: list[int] = []
-        self.loop = ElasticLoop(session, state, epochs=EPOCHS, save=lambda: self.saves.append(state.step))
+        self.loop = ElasticLoop(
+            session,
+            state,
+            epochs=EPOCHS,
+            save=lambda: self.saves.append(state.step),
+            load=lambda batch: DATA[batch.indices],
+        )
         self.granted: LeaveGranted | None = None
         self.ran_epilogue = False
 
@@ -89,7 +95,8 @@ class Worker:
 
     def train(self, step: Step) -> None:
         w, momentum = self.state.arrays["w"], self.state.arrays["momentum"]
-        mine = DATA[step.batch.indices]
+        mine: Any = step.data
+        assert np.array_equal(mine, DATA[step.batch.indices])
         gradient = (w - mine).sum(axis=0) / step.batch.global_size
         self.fault(self.state.step, "before")
         self.session.communicator.all_reduce(gradient, gradient, ReduceOp.SUM)
@@ -407,7 +414,7 @@ def test_who_is_told_to_save_does_so_before_it_waits_for_more_members() -> None:
         def rejoin(self) -> None:
             self.saved_before = list(worker.saves)
             with world.changed:
-                world._form([self], [])
+                world.form([self], [])
             super().rejoin()
 
     world = ElasticWorld(1)
@@ -694,7 +701,7 @@ def test_the_same_sigterm_to_process_and_group_is_one(monkeypatch: pytest.Monkey
     def own(number: int, frame: object) -> None:
         raise AssertionError("taken for a second request")
 
-    monkeypatch.setattr("muster.worker.sigterm._pause", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("muster.worker.ending.pause_for_twin", lambda: signal.raise_signal(signal.SIGTERM))
     job = Job(1, run_only=())
     before = signal.signal(signal.SIGTERM, own)
     try:

@@ -172,3 +172,22 @@ def test_state_of_another_data_set_is_refused() -> None:
 def test_arguments_out_of_range_are_named(arguments: dict[str, int], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         ShardedSampler(**{"size": 10, "batch_size": 4, **arguments})  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.integers(0, 9), st.booleans())
+def test_iterating_gives_what_is_left_of_the_epoch_and_consumes_nothing(
+    size: int, batch_size: int, world_size: int, done: int, drop_last: bool
+) -> None:
+    for sampler in world(size, min(batch_size, size), world_size, drop_last=drop_last):
+        for _ in range(done):
+            sampler.advance()
+        before = sampler.state()
+        found = list(sampler)
+        assert sampler.state() == before
+        left, expected = len(sampler), []
+        for _ in range(left):
+            assert sampler.epoch == before["epoch"]
+            expected.append(sampler.batch().indices.tolist())
+            sampler.advance()
+        assert sampler.epoch == before["epoch"] + 1
+        assert found == [each for each in expected if each]

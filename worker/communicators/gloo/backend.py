@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from muster.rendezvous.settings import is_loopback, show_address
 from muster.worker.communicators.base import Backend, Membership
 from muster.worker.communicators.gloo.communicator import GlooCommunicator
-from muster.worker.communicators.tcp.backend import UNIQUE_ID_BYTES, is_loopback
+from muster.worker.communicators.tcp.communicator import UNIQUE_ID_BYTES
 from muster.worker.communicators.tcp.handshake import host_and_port, peer_name
 from muster.worker.errors import FormationTimeoutError, SecurityError
 
@@ -61,7 +62,7 @@ class GlooBackend(Backend):
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._address = address
-        return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
+        return show_address(address, port)
 
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
         """See :meth:`Backend.mint_unique_ids`; here they only keep generations apart."""
@@ -109,7 +110,7 @@ class GlooBackend(Backend):
 
 
 class _Made:
-    """What a thread makes."""
+    """The result of a thread that makes a process group."""
 
     def __init__(self) -> None:
         self.finished = threading.Event()

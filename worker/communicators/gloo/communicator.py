@@ -1,4 +1,4 @@
-"""Collectives by Gloo, on NumPy arrays.
+"""Collectives by Gloo, on arrays of the host.
 
 All work runs in a thread of the communicator, so that an abort sets the caller free at once; Gloo's own
 call ends when its deadline passes or a peer hangs up.
@@ -15,11 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from muster.worker.communicators import numpy_arrays as arrays
+from muster.worker.communicators.arrays import ARITHMETIC, Description, HostCommunicator, NumpyArray
 from muster.worker.communicators.base import Array, Membership, ReduceOp, Work
-from muster.worker.communicators.numpy_arrays import CheckedCommunicator, NumpyArray, checked, dtype_code
 from muster.worker.communicators.tcp.handshake import peer_name
-from muster.worker.communicators.validation import part_of
 from muster.worker.communicators.work import FINISHED, WorkQueue
 from muster.worker.errors import (
     ArrayError,
@@ -31,31 +29,20 @@ from muster.worker.errors import (
 GroupMaker = Callable[[Membership, str, float], Any]
 """Makes torch's process group of a membership: given its path in the store, and a deadline in seconds."""
 
-_REDUCIBLE = frozenset(("f2", "f4", "f8", "i1", "i4", "i8", "u1"))
+_REDUCIBLE = frozenset(("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8"))
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+}
 
 
-class _AbortableWork:
-    """Work in the queue that an abort of its communicator ends for the caller."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.error: Exception | None = None
-
-    def done(self) -> bool:
-        """Whether it has completed, well or not."""
-        return self.event.is_set()
-
-    def wait(self) -> None:
-        """Waits for it, and raises what it failed with."""
-        self.event.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class GlooCommunicator(CheckedCommunicator):
+class GlooCommunicator(HostCommunicator):
     """Collectives by Gloo. Calls that disagree among ranks are not detected: they time out or fail.
 
-    Reductions take float16/32/64, int8/32/64 and uint8; other collectives take every dtype.
+    Reductions take bfloat16, float16/32/64, int8/32/64 and uint8; other collectives take every dtype.
     """
 
     name = "gloo"
@@ -71,128 +58,121 @@ class GlooCommunicator(CheckedCommunicator):
         self._splits = 0
         self._queue = WorkQueue(f"muster-gloo-{membership.group}")
         self._lock = threading.Lock()
-        self._pending: set[_AbortableWork] = set()
-        self._error: Exception | None = None
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.all_reduce`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target)
-        arrays.check_overlap(source, target)
-        return self._issue("all_reduce", lambda: self._reduce_into(source, target, op), async_op, source, op)
+        source, target = self._take_pair(send, recv)
+        reduced = self._operation(op, source)
+        return self._issue(
+            "all_reduce", lambda: self._reduce_into(source, target.flat, reduced), async_op, source
+        )
 
     def reduce(
-        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
+        self,
+        send: Array,
+        recv: Array | None,
+        op: ReduceOp,
+        root: int,
+        *,
+        async_op: bool = False,
     ) -> Work:
         """See :meth:`Communicator.reduce`."""
-        source, target = checked(send, "send"), self._at_root(recv, "recv", root)
-        if target is not None:
-            arrays.check_pair(source, target)
+        source, target = self._take_rooted(send, recv, root)
+        reduced = self._operation(op, source)
 
         def run() -> None:
-            result = source.copy()
+            wide = self._widened(source)
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank = _op(op), root
-            self._wait(self._group.reduce([torch.from_numpy(result)], options))
+            options.reduceOp, options.rootRank = _OPS[reduced], root
+            self._wait(self._group.reduce([torch.from_numpy(wide)], options))
             if target is not None:
-                target[...] = result
-                arrays.finish(op, target, self.world_size)
+                ARITHMETIC[source.dtype].finish(reduced, wide, self.world_size, target.flat)
 
-        return self._issue("reduce", run, async_op, source, op)
+        return self._issue("reduce", run, async_op, source)
 
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.broadcast`."""
-        self._check_rank(root, "root")
-        target = checked(buffer, "buffer", writable=self.rank != root)
+        self.membership.check_rank(root, "root")
+        target = self._take(buffer, "buffer", writable=self.rank != root)
 
         def run() -> None:
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self._wait(self._group.broadcast([_tensor(target)], options))
+            self._wait(self._group.broadcast([_tensor(target.flat)], options))
 
         return self._issue("broadcast", run, async_op, target)
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.all_gather`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target, recv_parts=self.world_size)
-        arrays.check_overlap(target, source, self.rank * source.size)
+        source, target = self._take_pair(send, recv, gathers=True)
 
         def run() -> None:
-            parts = [_tensor(part) for part in self._parts(target)]
-            self._wait(self._group.allgather([parts], [_tensor(source.copy())]))
+            parts = [_tensor(part) for part in self._parts(target.flat)]
+            self._wait(self._group.allgather([parts], [_tensor(source.flat.copy())]))
 
         return self._issue("all_gather", run, async_op, source)
 
     def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.reduce_scatter`; reduces all and keeps a part."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target, send_parts=self.world_size)
-        arrays.check_overlap(source, target, self.rank * target.size)
+        source, target = self._take_pair(send, recv, scatters=True)
+        reduced = self._operation(op, source)
 
         def run() -> None:
-            whole = np.empty_like(source)
-            self._reduce_into(source, whole, op)
-            target[...] = self._parts(whole)[self.rank]
+            whole = np.empty_like(source.flat)
+            self._reduce_into(source, whole, reduced)
+            target.flat[...] = self._parts(whole)[self.rank]
 
-        return self._issue("reduce_scatter", run, async_op, source, op)
+        return self._issue("reduce_scatter", run, async_op, source)
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.gather`."""
-        source, target = checked(send, "send"), self._at_root(recv, "recv", root)
-        if target is not None:
-            arrays.check_pair(source, target, recv_parts=self.world_size)
+        source, target = self._take_rooted(send, recv, root, gathers=True)
 
         def run() -> None:
             options = dist.GatherOptions()
             options.rootRank = root
-            parts = [] if target is None else [[_tensor(part) for part in self._parts(target)]]
-            self._wait(self._group.gather(parts, [_tensor(source.copy())], options))
+            parts = [] if target is None else [[_tensor(part) for part in self._parts(target.flat)]]
+            self._wait(self._group.gather(parts, [_tensor(source.flat.copy())], options))
 
         return self._issue("gather", run, async_op, source)
 
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.scatter`."""
-        target = checked(recv, "recv", writable=True)
-        source = self._at_root(send, "send", root, writable=False)
-        if source is not None:
-            arrays.check_pair(source, target, send_parts=self.world_size)
+        source, target = self._take_scattered(send, recv, root)
 
         def run() -> None:
             options = dist.ScatterOptions()
             options.rootRank = root
-            parts = [] if source is None else [[_tensor(part) for part in self._parts(source.copy())]]
-            self._wait(self._group.scatter([_tensor(target)], parts, options))
+            parts = [] if source is None else [[_tensor(part) for part in self._parts(source.flat.copy())]]
+            self._wait(self._group.scatter([_tensor(target.flat)], parts, options))
 
         return self._issue("scatter", run, async_op, target)
 
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.all_to_all`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target)
-        if source.size % self.world_size:
-            raise ArrayError(f"send has {source.size} elements, which {self.world_size} ranks cannot share.")
+        source, target = self._take_pair(send, recv)
+        self._shared(source)
 
         def run() -> None:
-            options = dist.AllToAllOptions()
-            self._wait(self._group.alltoall_base(_tensor(target), _tensor(source.copy()), [], [], options))
+            sent, options = _tensor(source.flat.copy()), dist.AllToAllOptions()
+            self._wait(self._group.alltoall_base(_tensor(target.flat), sent, [], [], options))
 
         return self._issue("all_to_all", run, async_op, source)
 
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.send`."""
-        source = checked(buffer, "buffer")
-        self._check_peer(peer)
+        source = self._take(buffer, "buffer")
+        self.membership.check_peer(peer)
         return self._issue(
-            "send", lambda: self._wait(self._group.send([_tensor(source)], peer, 0)), async_op, source
+            "send", lambda: self._wait(self._group.send([_tensor(source.flat)], peer, 0)), async_op, source
         )
 
     def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.recv`."""
-        target = checked(buffer, "buffer", writable=True)
-        self._check_peer(peer)
+        target = self._take(buffer, "buffer", writable=True)
+        self.membership.check_peer(peer)
         return self._issue(
-            "recv", lambda: self._wait(self._group.recv([_tensor(target)], peer, 0)), async_op, target
+            "recv", lambda: self._wait(self._group.recv([_tensor(target.flat)], peer, 0)), async_op, target
         )
 
     def barrier(self) -> None:
@@ -201,7 +181,7 @@ class GlooCommunicator(CheckedCommunicator):
 
     def split(self, group: str, ranks: Sequence[int]) -> GlooCommunicator | None:
         """See :meth:`Communicator.split`."""
-        membership = part_of(self.membership, group, ranks)
+        membership = self.membership.part(group, ranks)
         number = self._splits
         self._splits += 1
         self.barrier()
@@ -213,13 +193,7 @@ class GlooCommunicator(CheckedCommunicator):
 
     def abort(self, error: Exception) -> None:
         """See :meth:`Communicator.abort`."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-            pending, self._pending = self._pending, set()
-        for work in pending:
-            work.error = self._error
-            work.event.set()
+        self._queue.end_all(self._fail(error))
         self._group = None
 
     def close(self) -> None:
@@ -232,42 +206,25 @@ class GlooCommunicator(CheckedCommunicator):
     # ------------------------------------------------------------ running
 
     def _issue(
-        self,
-        kind: str,
-        action: Callable[[], None],
-        async_op: bool,
-        array: NumpyArray | None = None,
-        op: ReduceOp | None = None,
+        self, kind: str, action: Callable[[], None], async_op: bool, array: Description | None = None
     ) -> Work:
-        if array is not None and op is not None:
-            self._check_op(array, ReduceOp(op))
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # it may be raised again and again
+        self._check()
         if array is not None and array.size == 0:
             return FINISHED
-        work = _AbortableWork()
-        with self._lock:
-            self._pending.add(work)
-        self._queue.put(lambda: self._run(kind, action, work))
-        if not async_op:
-            work.wait()
-        return work
+        return self._queued(lambda: self._run(kind, action), async_op)
 
-    def _run(self, kind: str, action: Callable[[], None], work: _AbortableWork) -> None:
-        error = self._error
-        if error is None:
-            try:
-                action()
-            except Exception as failure:
-                error = self._explain(kind, failure)
+    def _run(self, kind: str, action: Callable[[], None]) -> None:
+        self._check()
+        try:
+            action()
+        except Exception as failure:
+            raise self._fail(self._explain(kind, failure)) from None
+
+    def _fail(self, error: Exception) -> Exception:
+        """The first error, with which every later call fails."""
         with self._lock:
-            if work not in self._pending:
-                return
-            self._pending.discard(work)
-            if error is not None:
-                self._error = error = self._error or error
-        work.error = error
-        work.event.set()
+            self._error = self._error or error
+            return self._error
 
     def _wait(self, work: Any) -> None:
         work.wait(datetime.timedelta(seconds=self.timeout_s))
@@ -283,28 +240,29 @@ class GlooCommunicator(CheckedCommunicator):
             )
         return CommunicatorError(f"{where} failed in Gloo: {text}", remedy="See the other workers' logs.")
 
-    def _reduce_into(self, source: NumpyArray, target: NumpyArray, op: ReduceOp) -> None:
-        if source.ctypes.data != target.ctypes.data:
-            target[...] = source
+    def _widened(self, source: Description) -> NumpyArray:
+        """A copy of the values, in the dtype in which they are combined."""
+        wide = ARITHMETIC[source.dtype].widen(source.flat)
+        return wide.copy() if wide is source.flat else wide
+
+    def _reduce_into(self, source: Description, target: NumpyArray, op: ReduceOp) -> None:
+        numbers = ARITHMETIC[source.dtype]
+        if numbers.is_short:
+            whole = self._widened(source)
+        else:
+            whole = target
+            if source.flat is not target:
+                whole[...] = source.flat
         options = dist.AllreduceOptions()
-        options.reduceOp = _op(op)
-        self._wait(self._group.allreduce([torch.from_numpy(target)], options))
-        arrays.finish(ReduceOp(op), target, self.world_size)
+        options.reduceOp = _OPS[op]
+        self._wait(self._group.allreduce([torch.from_numpy(whole)], options))
+        numbers.finish(op, whole, self.world_size, target)
 
-    def _check_op(self, array: NumpyArray, op: ReduceOp) -> None:
-        arrays.check_op(array, op)
-        if dtype_code(array) not in _REDUCIBLE:
+    def _operation(self, op: ReduceOp, array: Description) -> ReduceOp:
+        found = super()._operation(op, array)
+        if array.dtype not in _REDUCIBLE:
             raise ArrayError(f"Gloo cannot reduce {array.dtype}.", remedy="Use the backend 'tcp'.")
-
-
-def _op(op: ReduceOp) -> Any:
-    return {
-        ReduceOp.SUM: dist.ReduceOp.SUM,
-        ReduceOp.MEAN: dist.ReduceOp.SUM,
-        ReduceOp.MIN: dist.ReduceOp.MIN,
-        ReduceOp.MAX: dist.ReduceOp.MAX,
-        ReduceOp.PROD: dist.ReduceOp.PRODUCT,
-    }[ReduceOp(op)]
+        return found
 
 
 def _tensor(array: NumpyArray) -> Any:

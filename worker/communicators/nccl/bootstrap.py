@@ -1,4 +1,4 @@
-"""Making and ending NCCL communicators without ever waiting unboundedly.
+"""Makes and ends NCCL communicators without waiting for ever.
 
 A communicator that is created *nonblocking* can be given up at a deadline, but each collective on it
 starts a thread inside NCCL (tens of microseconds) and must be polled. A *blocking* one costs none of that,
@@ -17,10 +17,10 @@ from muster.worker.communicators.base import Membership, Peer
 from muster.worker.errors import CommunicatorError, FormationTimeoutError
 
 MOST_CTAS = 64
-"""NCCL's own limit (MAXCHANNELS); it must be named where the fewest are."""
+"""NCCL's own upper limit of CTAs (MAXCHANNELS), which must be given together with the lower one."""
 
 _FEWEST_CTAS = {"NVIDIA H200": 32}
-"""By GPU model: what ``muster bench allreduce --backend nccl`` found fastest among GPUs of one host."""
+"""The fastest lower limit by GPU model, as ``muster bench allreduce --backend nccl`` found it."""
 
 
 def fewest_ctas(model: str, *, hosts: int, env: Mapping[str, str]) -> int | None:
@@ -65,7 +65,7 @@ def load_bindings() -> Any:
 
 
 def name_of(peer: Peer) -> str:
-    """A peer in words: rank, node id and host."""
+    """A peer's name in sentences: rank, node id and host."""
     return f"rank {peer.rank} ({peer.node_id} on {peer.host_name})"
 
 
@@ -173,7 +173,7 @@ def settle(nccl: Any, comm: Any, waiting: Waiting) -> None:
 
 
 def abort(nccl: Any, comm: Any) -> None:
-    """Aborts a communicator; an error of that is of no use to anybody."""
+    """Aborts a communicator; errors of the abort are dropped."""
     try:
         nccl.comm_abort(comm)
     except nccl.NCCLError:
@@ -183,7 +183,7 @@ def abort(nccl: Any, comm: Any) -> None:
 def abort_in_background(nccl: Any, comms: Iterable[Any]) -> list[threading.Thread]:
     """Aborts communicators (None: none) at the same time, each in a thread of its own.
 
-    Kernels are told at once; most of an abort is waiting for NCCL's own threads.
+    Kernels get the signal at once; most of an abort is waiting for NCCL's own threads.
     """
     threads = [
         threading.Thread(target=abort, args=(nccl, comm), name="muster-nccl-abort", daemon=True)

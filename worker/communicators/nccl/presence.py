@@ -1,4 +1,4 @@
-"""Who is here? NCCL does not say which rank it waits for, so that at a deadline we ask the peers.
+"""Asks at a deadline which peers are building the communicator, because NCCL does not say.
 
 Each worker listens on one port and answers whether it is building the communicator of a given generation.
 Question and answer are proven with a key derived from the generation's unique id, which never travels; who

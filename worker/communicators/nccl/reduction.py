@@ -1,4 +1,4 @@
-"""Reductions on NCCL: the numbers of operations, scaled sums, and what a collective gives back."""
+"""Reductions on NCCL: the numbers of dtypes and operations, and scaled sums."""
 
 from __future__ import annotations
 
@@ -7,74 +7,34 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from muster.worker.communicators.base import ReduceOp
-from muster.worker.communicators.nccl.arrays import ITEM_SIZES, TYPE_NAMES
-from muster.worker.communicators.nccl.streams import CudaLibrary
-from muster.worker.communicators.validation import check_op, undefined_mean
+from muster.worker.communicators.arrays import undefined_mean
+from muster.worker.communicators.base import PreMultipliedSum, ReduceOp
 from muster.worker.errors import ArrayError
 
+NCCL_TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+"""NCCL's numbers of the dtypes, by NumPy's names (``ncclDataType_t``)."""
+
+TYPE_NAMES = {number: name for name, number in NCCL_TYPES.items()}
+ITEM_SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
+"""Bytes per element, by NCCL's number."""
+
+MOVED_AS = {1: 1, 2: 6, 4: 2, 8: 4}
+"""By bytes per element: the number under which an element that NCCL does not know is moved, bit for bit."""
+
 _FORMATS = {"float16": "<e", "float32": "<f", "float64": "<d", "bfloat16": "<f"}
-
-
-class _Checked(Protocol):
-    def check(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PreMultipliedSum:
-    """An operation for the reducing collectives of NCCL: each rank's values times ``factor``, summed.
-
-    ``muster.all_reduce(gradient, op=worker.PreMultipliedSum(0.5))``; for floating-point dtypes.
-
-    Attributes:
-        factor: rounded to the arrays' dtype before it is multiplied.
-    """
-
-    factor: float
-
-
-class Issued:
-    """A collective on the caller's stream: its result may be used from there at once."""
-
-    __slots__ = ("_communicator", "library")
-
-    def __init__(self, communicator: _Checked, library: CudaLibrary) -> None:
-        self._communicator = communicator
-        self.library = library
-
-    def done(self) -> bool:
-        """Whether it, and all else that is queued on the current stream, is over. Never blocks."""
-        # One object serves all calls, so it cannot know which of them is meant; the last includes them.
-        return self.library.idle()
-
-    def wait(self) -> None:
-        """Nothing to wait for on the same stream; raises what ended the communicator."""
-        self._communicator.check()
-
-
-class Queued:
-    """A collective on the communicator's own stream. Holds its arrays until it is waited for."""
-
-    __slots__ = ("_arrays", "_communicator", "_event", "_library")
-
-    def __init__(self, communicator: _Checked, library: CudaLibrary, event: Any, arrays: Any) -> None:
-        self._communicator = communicator
-        self._library = library
-        self._event = event
-        self._arrays = arrays
-
-    def done(self) -> bool:
-        """Whether it has completed. Never blocks."""
-        return self._library.happened(self._event)
-
-    def wait(self) -> None:
-        """Makes the current stream wait for it."""
-        self._communicator.check()
-        self._library.wait(self._event)
-        self._arrays = None
 
 
 def scalar_bytes(value: float, dtype: int) -> bytes:
@@ -140,7 +100,7 @@ class Operations:
         if not isinstance(op, PreMultipliedSum):
             if op == _MEAN and dtype < _FIRST_FLOAT:
                 raise undefined_mean(TYPE_NAMES[dtype])
-            return _NUMBERS[check_op(op)]
+            return _NUMBERS[ReduceOp.of(op)]
         number = self._factors.get((op.factor, dtype))
         if number is None:
             scalar = scalar_bytes(op.factor, dtype)
@@ -166,7 +126,7 @@ _BLOCK_BYTES = 16 << 10
 
 
 def whole(reduction: Callable[..., Any]) -> Callable[..., None]:
-    """``reduction`` (all_reduce, reduce or reduce_scatter), for one rank, over all elements."""
+    """A reduction (all_reduce, reduce or reduce_scatter) of one rank alone, over all elements."""
 
     def call(send: int, recv: int, count: int, dtype: int, op: int, *others: Any) -> None:
         if op <= _MEAN_NUMBER:

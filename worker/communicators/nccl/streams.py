@@ -7,11 +7,9 @@ notion of the current stream.
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import importlib
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -184,33 +182,6 @@ def device_model(index: int) -> str:
         return str(module.cuda.get_device_name(index))
     name = module.cuda.runtime.getDeviceProperties(index)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
-
-
-class Preparation:
-    """Loads the array library and makes the CUDA context in a thread, while this process joins its job.
-
-    Both take longer than joining. What fails here fails again in :func:`use_device`, which tells.
-
-    Args:
-        device: the GPU; -1: not known yet, so that only the library is loaded.
-    """
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-        # A daemon, because a driver that hangs must not keep a process that was refused.
-        self._thread = threading.Thread(target=self._run, name="muster-nccl-prepare", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(Exception):
-            if self._device >= 0:
-                use_device(self._device)
-            else:
-                importlib.import_module(loaded_library())
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when it is over, well or not, or after so many seconds."""
-        self._thread.join(timeout_s)
 
 
 def loaded_library() -> str:

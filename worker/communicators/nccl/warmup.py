@@ -1,42 +1,66 @@
-"""Making a GPU's context before anything that needs it is loaded.
+"""Makes a GPU's context and loads its libraries in a thread, while the worker joins.
 
-The driver needs up to a second for it (measured: 1.2 s on a host with four GPUs where no process held them),
-as long as all imports and the joining together. It is C code that needs no Python meanwhile, so it runs
-beside them when it starts first.
+The driver needs up to a second for a context (measured: 1.2 s on a host with four GPUs where no process held
+them), as long as all imports and the joining together. That is C code that needs no Python meanwhile, so it
+starts first. The array library is Python, and would hold up other imports: it is loaded while this worker
+waits for the others.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from muster.worker.communicators.nccl.streams import loaded_library, use_device
 
 LIBRARY = "libcuda.so.1"
 _EXIT_WAIT_S = 10.0
 
 
-def begin_context(ordinal: int, load: Callable[[str], Any] = ctypes.CDLL) -> threading.Thread:
-    """Retains a GPU's primary context, the one that CuPy, torch and NCCL use, in a thread that it starts.
+class WarmUp:
+    """One thread that makes a GPU's context now, the one that CuPy, torch and NCCL use, and loads the
+    library later.
 
-    It never raises: what fails here fails again where the GPU is used, which tells.
+    It never raises: what fails here fails again where the GPU is used, with an error.
 
     Args:
         ordinal: the GPU as CUDA counts in this process; -1: not known yet, so that only the driver starts.
-        load: gives the driver's library.
+        load_driver: gives the driver's library.
     """
-    # A daemon, because a driver that hangs must not keep a process that was refused.
-    thread = threading.Thread(target=_retain, args=(ordinal, load), name="muster-cuda-context", daemon=True)
-    thread.start()
-    atexit.register(thread.join, _EXIT_WAIT_S)  # a process that ends inside the driver could crash
-    return thread
 
+    def __init__(self, ordinal: int, load_driver: Callable[[str], Any] = ctypes.CDLL) -> None:
+        self._ordinal = ordinal
+        self._load_driver = load_driver
+        self._wanted = threading.Event()
+        self._loads = False
+        # A daemon, because a driver that hangs must not keep a process that was refused.
+        self._thread = threading.Thread(target=self._run, name="muster-nccl-warm-up", daemon=True)
+        self._thread.start()
+        atexit.register(self.end, _EXIT_WAIT_S)  # a process that ends inside the driver could crash
 
-def _retain(ordinal: int, load: Callable[[str], Any]) -> None:
-    try:
-        driver = load(LIBRARY)
-    except OSError:
-        return
-    if driver.cuInit(0) == 0 and ordinal >= 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), ordinal)
+    def load(self, ordinal: int) -> None:
+        """Has the array library loaded and GPU ``ordinal`` used by it; -1: only loaded."""
+        self._ordinal, self._loads = ordinal, True
+        self._wanted.set()
+
+    def end(self, timeout_s: float | None = None) -> None:
+        """Waits until the warm-up is over, well or not, or for ``timeout_s`` seconds; idempotent."""
+        self._wanted.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):
+            driver = self._load_driver(LIBRARY)
+            if driver.cuInit(0) == 0 and self._ordinal >= 0:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), self._ordinal)
+        self._wanted.wait()
+        with contextlib.suppress(Exception):
+            if self._loads and self._ordinal >= 0:
+                use_device(self._ordinal)
+            elif self._loads:
+                importlib.import_module(loaded_library())

@@ -1,217 +1,280 @@
-"""The embedded CPU communicator: every collective on NumPy arrays, among processes that trust nobody else."""
+"""The embedded CPU communicator: every collective on arrays of the host, among processes that trust nobody
+else.
+
+Its calls run one at a time, in order, under a deadline, until one fails. Small arrays travel with the words
+about what was called, on which all ranks agree first; large ones follow in rings (:mod:`rings`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from muster.worker.communicators import numpy_arrays as arrays
-from muster.worker.communicators.base import Array, ReduceOp, Work
-from muster.worker.communicators.numpy_arrays import NumpyArray, as_bytes, checked, dtype_code
+from muster.rendezvous.settings import is_loopback
+from muster.worker.communicators.arrays import (
+    ARITHMETIC,
+    Description,
+    HostCommunicator,
+    NumpyArray,
+    as_bytes,
+)
+from muster.worker.communicators.base import Array, Backend, Membership, ReduceOp, Work
 from muster.worker.communicators.tcp import rings as rings
-from muster.worker.communicators.tcp.engine import NOTHING, TcpEngine
-from muster.worker.communicators.tcp.frames import Call, FrameKind, blocks_frame
-from muster.worker.communicators.tcp.transfer import FrameIn
-from muster.worker.communicators.validation import part_of
-from muster.worker.errors import ArrayError, CollectiveMismatchError
+from muster.worker.communicators.tcp.connection import (
+    Connection,
+    DeadlinePassedError,
+    FrameIn,
+    Incoming,
+    Multiplexer,
+    Outgoing,
+    PeerEndedError,
+)
+from muster.worker.communicators.tcp.endpoint import Endpoint
+from muster.worker.communicators.tcp.frames import (
+    HAS_FINISHED,
+    Call,
+    FrameKind,
+    Reason,
+    blocks_frame,
+    group_label,
+)
+from muster.worker.communicators.tcp.handshake import Lobby, TlsPolicy, dials, peer_name
+from muster.worker.communicators.work import FINISHED, WorkQueue
+from muster.worker.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    CommunicatorError,
+    FormationTimeoutError,
+    PeerFinishedError,
+    PeerLostError,
+    SecurityError,
+)
+
+SMALL_BYTES = 32768
+"""A payload up to this size travels with the call itself (all ranks' together: twice as much)."""
+
+_NOTHING = memoryview(b"")
+_NO_NUMBERS = np.empty(0, np.uint8)
+_POLL_S = 0.05
+_FAREWELLS: tuple[tuple[type[Exception], Reason], ...] = (
+    (CollectiveMismatchError, Reason.MISMATCH),
+    (CollectiveTimeoutError, Reason.TIMEOUT),
+    (PeerLostError, Reason.LOST),
+    (CommunicatorAbortedError, Reason.ABORTED),
+    (Exception, Reason.FAILED),
+)
+
+Block = tuple[bytes, memoryview]
 
 
-class TcpCommunicator(TcpEngine):
+class TcpCommunicator(HostCommunicator):
     """Collectives over authenticated TLS connections.
 
     Calls of one rank run one at a time. The mean of integers is refused; integer sums wrap around.
     Once a call has failed with anything but :class:`~muster.errors.ArrayError`, the communicator is
-    unusable, every later call raises the same error, and the peers are told why.
+    unusable, every later call raises the same error, and the peers hear why.
 
     ``send`` returns when the peer has called ``recv``, as with NCCL.
     """
 
+    name = "tcp"
+
+    def __init__(self, membership: Membership, endpoint: Endpoint, *, path: str, timeout_s: float) -> None:
+        self.membership = membership
+        self.timeout_s = timeout_s
+        self._endpoint = endpoint
+        self._path = path
+        self._multiplexer = Multiplexer(second_core=has_second_core(membership))
+        self._lobby = Lobby(membership, group_label(membership, path))
+        self._links: dict[int, Connection] = {}
+        self._queue = WorkQueue(f"muster-tcp-{membership.group}")
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._splits = 0
+        self._points: dict[int, int] = {}
+        self._deadline = 0.0
+        self._closed = False
+
+    # ------------------------------------------------------------ collectives
+
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.all_reduce`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        op = ReduceOp(op)
-        arrays.check_pair(source, target)
-        arrays.check_op(source, op)
-        arrays.check_overlap(source, target)
-        call = self._call("all_reduce", source, source.size, op=op)
+        source, target = self._take_pair(send, recv)
+        op = self._operation(op, source)
+        call = Call("all_reduce", source.dtype, op.value, -1, source.size)
+        numbers, sent, received = ARITHMETIC[source.dtype], source.flat, target.flat
 
         def small(parts: list[NumpyArray]) -> None:
-            arrays.reduce_all(op, parts, target)
+            numbers.reduce_all(op, parts, received)
 
         def large() -> None:
             ring = self._ring()
-            ring.run(*rings.all_reduce_plan(ring, source, target, op))
+            ring.run(*rings.all_reduce_plan(ring, sent, received, numbers, op))
+
+        def pair() -> None:
+            """Two ranks need no agreement before the data: each sees the other's call in front of it."""
+            ring = self._ring()
+            mine = self._next(call)
+            outgoing, incoming = rings.all_reduce_plan(ring, sent, received, numbers, op)
+            outgoing.precede(blocks_frame(FrameKind.CALLS, [(mine, _NOTHING)]))
+            theirs = FrameIn(ring.left)
+            self._multiplexer.run([outgoing], [theirs], self._deadline, until=theirs)
+            self._expect_calls(theirs, mine, 1)
+            if theirs.blocks[0][0] != mine:
+                raise self._mismatch({self.rank: mine, 1 - self.rank: theirs.blocks[0][0]})
+            ring.run(outgoing, incoming)
 
         if self.world_size == 2 and not self._goes_with_call(source.nbytes):
-            return self._issue(call, lambda: self._all_reduce_pair(call, source, target, op), async_op)
-        return self._collective(call, source, small, large, async_op)
-
-    def _all_reduce_pair(self, call: Call, source: NumpyArray, target: NumpyArray, op: ReduceOp) -> None:
-        """Two ranks need no agreement before the data: each sees the other's call in front of it."""
-        ring = self._ring()
-        mine = self._next(call)
-        outgoing, incoming = rings.all_reduce_plan(ring, source, target, op)
-        outgoing.precede(blocks_frame(FrameKind.CALLS, [(mine, NOTHING)]))
-        theirs = FrameIn(ring.left)
-        self._mover.run([outgoing], [theirs], self._deadline, until=theirs)
-        self._links.expect_calls(theirs, mine, 1)
-        if theirs.blocks[0][0] != mine:
-            raise self._links.mismatch({self.rank: mine, 1 - self.rank: theirs.blocks[0][0]})
-        ring.run(outgoing, incoming)
+            return self._issue(call, pair, async_op)
+        return self._collective(call, sent, small, large, async_op)
 
     def reduce(
-        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, async_op: bool = False
+        self,
+        send: Array,
+        recv: Array | None,
+        op: ReduceOp,
+        root: int,
+        *,
+        async_op: bool = False,
     ) -> Work:
         """See :meth:`Communicator.reduce`."""
-        source, target = checked(send, "send"), self._at_root(recv, "recv", root)
-        op = ReduceOp(op)
-        if target is not None:
-            arrays.check_pair(source, target)
-            arrays.check_overlap(source, target)
-        arrays.check_op(source, op)
-        call = self._call("reduce", source, source.size, op=op, root=root)
+        source, target = self._take_rooted(send, recv, root)
+        op = self._operation(op, source)
+        call = Call("reduce", source.dtype, op.value, root, source.size)
+        numbers, received = ARITHMETIC[source.dtype], None if target is None else target.flat
 
         def small(parts: list[NumpyArray]) -> None:
-            if target is not None:
-                arrays.reduce_all(op, parts, target)
+            if received is not None:
+                numbers.reduce_all(op, parts, received)
 
-        return self._collective(
-            call, source, small, lambda: rings.reduce(self._ring(), source, target, op, root), async_op
-        )
+        def large() -> None:
+            rings.reduce(self._ring(), source.flat, received, numbers, op, root)
+
+        return self._collective(call, source.flat, small, large, async_op)
 
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.broadcast`."""
-        self._check_rank(root, "root")
-        target = checked(buffer, "buffer", writable=self.rank != root)
-        call = self._call("broadcast", target, target.size, root=root)
+        self.membership.check_rank(root, "root")
+        target = self._take(buffer, "buffer", writable=self.rank != root)
+        call = Call("broadcast", target.dtype, "", root, target.size)
 
         def small(parts: list[NumpyArray]) -> None:
             if self.rank != root:
-                target[...] = parts[root]
+                target.flat[...] = parts[root]
 
-        payload = target if self.rank == root else None
-        return self._collective(
-            call, payload, small, lambda: rings.broadcast(self._ring(), target, root), async_op, target.nbytes
-        )
+        def large() -> None:
+            rings.broadcast(self._ring(), target.flat, root)
+
+        payload = target.flat if self.rank == root else None
+        return self._collective(call, payload, small, large, async_op, target.nbytes)
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.all_gather`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target, recv_parts=self.world_size)
-        arrays.check_overlap(target, source, self.rank * source.size)
-        call = self._call("all_gather", source, source.size)
+        source, target = self._take_pair(send, recv, gathers=True)
+        call = Call("all_gather", source.dtype, "", -1, source.size)
+        places = self._parts(target.flat)
 
         def small(parts: list[NumpyArray]) -> None:
-            for part, place in zip(parts, self._parts(target), strict=True):
+            for part, place in zip(parts, places, strict=True):
                 place[...] = part
 
         def large() -> None:
-            self._parts(target)[self.rank][...] = source
-            rings.all_gather(self._ring(), target)
+            places[self.rank][...] = source.flat
+            rings.all_gather(self._ring(), target.flat)
 
-        return self._collective(call, source, small, large, async_op)
+        return self._collective(call, source.flat, small, large, async_op)
 
     def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.reduce_scatter`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        op = ReduceOp(op)
-        arrays.check_pair(source, target, send_parts=self.world_size)
-        arrays.check_op(source, op)
-        arrays.check_overlap(source, target, self.rank * target.size)
-        call = self._call("reduce_scatter", source, target.size, op=op)
+        source, target = self._take_pair(send, recv, scatters=True)
+        op = self._operation(op, source)
+        call = Call("reduce_scatter", source.dtype, op.value, -1, target.size)
+        numbers = ARITHMETIC[source.dtype]
 
         def small(parts: list[NumpyArray]) -> None:
-            arrays.reduce_all(op, [self._parts(part)[self.rank] for part in parts], target)
+            numbers.reduce_all(op, [self._parts(part)[self.rank] for part in parts], target.flat)
 
-        return self._collective(
-            call, source, small, lambda: rings.reduce_scatter(self._ring(), source, target, op), async_op
-        )
+        def large() -> None:
+            rings.reduce_scatter(self._ring(), source.flat, target.flat, numbers, op)
+
+        return self._collective(call, source.flat, small, large, async_op)
 
     def gather(self, send: Array, recv: Array | None, root: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.gather`."""
-        source, target = checked(send, "send"), self._at_root(recv, "recv", root)
-        if target is not None:
-            arrays.check_pair(source, target, recv_parts=self.world_size)
-            arrays.check_overlap(target, source, self.rank * source.size)
-        call = self._call("gather", source, source.size, root=root)
+        source, target = self._take_rooted(send, recv, root, gathers=True)
+        call = Call("gather", source.dtype, "", root, source.size)
+        places = [] if target is None else self._parts(target.flat)
 
         def small(parts: list[NumpyArray]) -> None:
-            if target is not None:
-                for part, place in zip(parts, self._parts(target), strict=True):
-                    place[...] = part
+            for part, place in zip(parts, places, strict=False):
+                place[...] = part
 
         def large() -> None:
-            if target is None:
-                self._move({root: as_bytes(source)}, {})
+            if not places:
+                self._move({root: as_bytes(source.flat)}, {})
                 return
-            places = self._parts(target)
-            places[root][...] = source
+            places[root][...] = source.flat
             self._move({}, {r: as_bytes(place) for r, place in enumerate(places) if r != root})
 
-        return self._collective(call, source, small, large, async_op)
+        return self._collective(call, source.flat, small, large, async_op)
 
     def scatter(self, send: Array | None, recv: Array, root: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.scatter`."""
-        target, source = (
-            checked(recv, "recv", writable=True),
-            self._at_root(send, "send", root, writable=False),
-        )
-        if source is not None:
-            arrays.check_pair(source, target, send_parts=self.world_size)
-            arrays.check_overlap(source, target, self.rank * target.size)
-        call = self._call("scatter", target, target.size, root=root)
+        source, target = self._take_scattered(send, recv, root)
+        call = Call("scatter", target.dtype, "", root, target.size)
+        payload = None if source is None else source.flat
 
         def small(parts: list[NumpyArray]) -> None:
-            target[...] = self._parts(parts[root])[self.rank]
+            target.flat[...] = self._parts(parts[root])[self.rank]
 
         def large() -> None:
-            if source is None:
-                self._move({}, {root: as_bytes(target)})
+            if payload is None:
+                self._move({}, {root: as_bytes(target.flat)})
                 return
-            places = self._parts(source)
+            places = self._parts(payload)
             self._move({r: as_bytes(place) for r, place in enumerate(places) if r != root}, {})
-            target[...] = places[root]
+            target.flat[...] = places[root]
 
-        return self._collective(call, source, small, large, async_op, target.nbytes * self.world_size)
+        return self._collective(call, payload, small, large, async_op, target.nbytes * self.world_size)
 
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.all_to_all`."""
-        source, target = checked(send, "send"), checked(recv, "recv", writable=True)
-        arrays.check_pair(source, target)
-        arrays.check_overlap(source, target)
-        if source.size % self.world_size:
-            raise ArrayError(
-                f"send has {source.size} elements, which {self.world_size} ranks cannot share evenly."
-            )
-        call = self._call("all_to_all", source, source.size)
+        source, target = self._take_pair(send, recv)
+        call = Call("all_to_all", self._shared(source).dtype, "", -1, source.size)
+        places = self._parts(target.flat)
 
         def small(parts: list[NumpyArray]) -> None:
-            for part, place in zip(parts, self._parts(target), strict=True):
+            for part, place in zip(parts, places, strict=True):
                 place[...] = self._parts(part)[self.rank]
 
         def large() -> None:
-            apart = source.copy() if np.may_share_memory(source, target) else source
-            out, places = self._parts(apart), self._parts(target)
+            shared = np.may_share_memory(source.flat, target.flat)
+            out = self._parts(source.flat.copy() if shared else source.flat)
             places[self.rank][...] = out[self.rank]
             for step in range(1, self.world_size):
                 to, source_rank = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
                 self._move({to: as_bytes(out[to])}, {source_rank: as_bytes(places[source_rank])})
 
-        return self._collective(call, source, small, large, async_op)
+        return self._collective(call, source.flat, small, large, async_op)
 
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.send`; returns when the peer has called recv."""
-        source = checked(buffer, "buffer")
-        self._check_peer(peer)
-        call = Call("send", dtype_code(source), "", peer, source.size)
+        source = self._take(buffer, "buffer")
+        self.membership.check_peer(peer)
+        call = Call("send", source.dtype, "", peer, source.size)
         return self._issue(call, lambda: self._point(call, peer, source, None), async_op)
 
     def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.recv`."""
-        target = checked(buffer, "buffer", writable=True)
-        self._check_peer(peer)
-        call = Call("recv", dtype_code(target), "", peer, target.size)
+        target = self._take(buffer, "buffer", writable=True)
+        self.membership.check_peer(peer)
+        call = Call("recv", target.dtype, "", peer, target.size)
         return self._issue(call, lambda: self._point(call, peer, None, target), async_op)
 
     def barrier(self) -> None:
@@ -220,7 +283,7 @@ class TcpCommunicator(TcpEngine):
 
     def split(self, group: str, ranks: Sequence[int]) -> TcpCommunicator | None:
         """See :meth:`Communicator.split`."""
-        membership = part_of(self.membership, group, ranks)
+        membership = self.membership.part(group, ranks)
         number = self._splits
         self._splits += 1
 
@@ -233,8 +296,7 @@ class TcpCommunicator(TcpEngine):
                     remedy="All ranks must create the same groups in the same order.",
                 )
 
-        mine = f"{group!r} of ranks {list(ranks)}".encode()
-        payload = np.frombuffer(mine, np.uint8)
+        payload = np.frombuffer(f"{group!r} of ranks {list(ranks)}".encode(), np.uint8)
         self._collective(Call("split"), payload, agree, lambda: None, False, 0)
         if membership is None:
             return None
@@ -243,7 +305,380 @@ class TcpCommunicator(TcpEngine):
         part.bring_up(self.timeout_s, self._check)
         return part
 
-    def _call(
-        self, kind: str, array: NumpyArray, count: int, *, op: ReduceOp | None = None, root: int = -1
-    ) -> Call:
-        return Call(kind, dtype_code(array), "" if op is None else op.value, root, count)
+    # ------------------------------------------------------------ beginning and end
+
+    def bring_up(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Connects to the usual peers and waits until every rank has done so.
+
+        Raises:
+            FormationTimeoutError: names the ranks that did not come.
+        """
+        if self.world_size == 1:
+            return
+        self._deadline = time.monotonic() + timeout_s
+        self._endpoint.gather(self._lobby)
+        self._multiplexer.check_while_waiting(check)
+        try:
+            self._connect(self._usual(), check)
+            self._exchange(Call("connect").encode(), _NOTHING)
+        except Exception as error:
+            known = self._explain(error, Call("connect"), timeout_s)
+            if isinstance(known, CollectiveTimeoutError):
+                known = FormationTimeoutError(known.message, remedy=known.remedy)
+            self._error = known
+            self._hang_up(known)
+            self._multiplexer.close()
+            raise known from None
+        self._multiplexer.check_while_waiting(None)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Communicator.abort`."""
+        if self._error is None:
+            self._error = error
+        self._multiplexer.stop()
+        self._close_if_failed()
+
+    def close(self) -> None:
+        """See :meth:`Communicator.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.close()
+        with self._lock:
+            if self._error is None:
+                self._error = CommunicatorAbortedError("The communicator was closed.")
+                self._say_goodbye(Reason.DONE, HAS_FINISHED if self.finished else "")
+            self._multiplexer.close()
+
+    def _close_if_failed(self) -> None:
+        if self._error is not None and self._lock.acquire(blocking=False):
+            try:
+                self._hang_up(self._error)
+            finally:
+                self._lock.release()
+
+    def _hang_up(self, error: Exception) -> None:
+        """Says goodbye with the reason for which this rank goes."""
+        reason = next(reason for kind, reason in _FAREWELLS if isinstance(error, kind))
+        self._say_goodbye(reason, str(error))
+
+    def _say_goodbye(self, reason: Reason, message: str) -> None:
+        """Says goodbye to all peers and closes all connections; idempotent."""
+        self._endpoint.forget(self._lobby)
+        links, self._links = {**self._lobby.arrived, **self._links}, {}
+        self._lobby.arrived.clear()
+        for link in links.values():
+            link.close(reason, message)
+
+    # ------------------------------------------------------------ running one call
+
+    def _issue(self, call: Call, action: Callable[[], None], async_op: bool) -> Work:
+        self._check()
+        if not async_op and self._queue.idle:
+            self._run(call, action)
+            return FINISHED
+        return self._queued(lambda: self._run(call, action), async_op)
+
+    def _run(self, call: Call, action: Callable[[], None]) -> None:
+        try:
+            with self._lock:
+                self._check()
+                self._deadline = time.monotonic() + self.timeout_s
+                try:
+                    action()
+                except Exception as error:
+                    if self._error is None:
+                        self._error = self._explain(error, call, self.timeout_s)
+                    raise self._error from None
+                except BaseException:
+                    self._error = CommunicatorAbortedError(f"{call} was interrupted.")
+                    raise
+        finally:
+            self._close_if_failed()
+
+    def _collective(
+        self,
+        call: Call,
+        payload: NumpyArray | None,
+        small: Callable[[list[NumpyArray]], None],
+        large: Callable[[], None],
+        async_op: bool,
+        nbytes: int = -1,
+    ) -> Work:
+        """Issues a collective: agreement of all ranks first, data with it if small, else after it."""
+        with_data = self._goes_with_call(nbytes if nbytes >= 0 or payload is None else payload.nbytes)
+        dtype = ARITHMETIC[call.dtype].storage if call.dtype else _NO_NUMBERS.dtype
+
+        def action() -> None:
+            if self.world_size == 1:
+                small([_NO_NUMBERS if payload is None else payload.copy()])
+                return
+            parts = self._agree(call, _NOTHING if payload is None or not with_data else as_bytes(payload))
+            if with_data:
+                small([np.frombuffer(part, dtype) for part in parts])
+            else:
+                large()
+
+        return self._issue(call, action, async_op)
+
+    def _goes_with_call(self, nbytes: int) -> bool:
+        return nbytes <= SMALL_BYTES and nbytes * self.world_size <= 2 * SMALL_BYTES
+
+    def _agree(self, call: Call, payload: memoryview) -> list[memoryview]:
+        mine = self._next(call)
+        blocks = self._exchange(mine, memoryview(bytes(payload)))
+        if any(theirs != mine for theirs, _ in blocks):
+            raise self._mismatch({rank: theirs for rank, (theirs, _) in enumerate(blocks)})
+        return [part for _, part in blocks]
+
+    def _next(self, call: Call) -> bytes:
+        number = self._sequence
+        self._sequence += 1
+        return replace(call, sequence=number).encode()
+
+    def _exchange(self, call: bytes, payload: memoryview) -> list[Block]:
+        """Tells every rank what this one calls, with a small payload; returns all ranks' by rank.
+
+        Takes log2 of the world size rounds: in each, a rank passes on all that it knows to the peer at
+        twice the distance of the round before.
+        """
+        rank, size = self.rank, self.world_size
+        known: list[Block] = [(call, payload)]
+        distance = 1
+        while distance < size:
+            count = min(distance, size - distance)
+            data = memoryview(blocks_frame(FrameKind.CALLS, known[:count]))
+            target, incoming = self._link(rank + distance), FrameIn(self._link(rank - distance))
+            try:
+                self._multiplexer.run([Outgoing(target, [data])], [incoming], self._deadline)
+            except DeadlinePassedError:
+                unheard = {(rank - distance - i) % size for i in range(count)}
+                raise DeadlinePassedError(tuple(sorted(unheard))) from None
+            self._expect_calls(incoming, call, count)
+            known += incoming.blocks
+            distance *= 2
+        return [known[(rank - r) % size] for r in range(size)]
+
+    def _expect_calls(self, incoming: FrameIn, call: bytes, count: int) -> None:
+        """Checks that a frame is one of a collective.
+
+        Raises:
+            CollectiveMismatchError: the peer is in a point-to-point call.
+            CommunicatorError: the frame is of another shape.
+        """
+        if incoming.kind is FrameKind.POINT:
+            raise self._mismatch({self.rank: call, incoming.connection.peer: incoming.blocks[0][0]})
+        if len(incoming.blocks) != count:
+            raise CommunicatorError(f"Rank {incoming.connection.peer} is out of step with this one.")
+
+    def _point(self, call: Call, peer: int, source: Description | None, target: Description | None) -> None:
+        """One half of a point-to-point call: both say what they call, then the data goes."""
+        number = self._points.get(peer, 0)
+        self._points[peer] = number + 1
+        link = self._link(peer)
+        mine = replace(call, sequence=number).encode()
+        sent = None if source is None else as_bytes(source.flat)
+        payload = sent if sent is not None and len(sent) <= SMALL_BYTES else _NOTHING
+        incoming = FrameIn(link)
+        frame = blocks_frame(FrameKind.POINT, [(mine, payload)])
+        self._multiplexer.run([Outgoing(link, [memoryview(frame)])], [incoming], self._deadline)
+        theirs, data = incoming.blocks[0]
+        expected = replace(
+            call, kind="recv" if call.kind == "send" else "send", root=self.rank, sequence=number
+        )
+        if incoming.kind is not FrameKind.POINT or theirs != expected.encode():
+            raise self._mismatch({self.rank: mine, peer: theirs})
+        if target is not None and target.nbytes <= SMALL_BYTES:
+            as_bytes(target.flat)[:] = data
+        elif target is not None:
+            self._move({}, {peer: as_bytes(target.flat)})
+        elif sent is not None and len(sent) > SMALL_BYTES:
+            self._move({peer: sent}, {})
+
+    # ------------------------------------------------------------ connections
+
+    def _usual(self) -> list[int]:
+        """The peers that almost every collective needs: ring neighbours and power-of-two distances."""
+        rank, size = self.rank, self.world_size
+        distances = []
+        distance = 1
+        while distance < size:
+            distances += [distance, -distance]
+            distance *= 2
+        return sorted({(rank + d) % size for d in distances} - {rank})
+
+    def _link(self, rank: int) -> Connection:
+        """The connection to a peer; made now if there is none."""
+        peer = rank % self.world_size
+        if peer not in self._links:
+            self._connect([peer], self._check)
+        return self._links[peer]
+
+    def _ring(self) -> rings.Ring:
+        left, right = self._link(self.rank - 1), self._link(self.rank + 1)
+        return rings.Ring(self._multiplexer, left, right, self.rank, self.world_size, self._deadline)
+
+    def _move(self, out: dict[int, memoryview], into: dict[int, memoryview]) -> None:
+        """Sends to some peers and receives from others, all at once."""
+        self._connect([*out, *into], self._check)
+        outgoing = [Outgoing(self._links[rank], [view]) for rank, view in out.items()]
+        incoming = [Incoming(self._links[rank], [view]) for rank, view in into.items()]
+        self._multiplexer.run(outgoing, incoming, self._deadline)
+
+    def _connect(self, peers: Iterable[int], check: Callable[[], None]) -> None:
+        """Connects to several peers at once; ``check`` is called now and then, and may raise.
+
+        Raises:
+            FormationTimeoutError: names those that did not come.
+            SecurityError: somebody answered who is not the peer.
+        """
+        missing = {peer for peer in peers if peer not in self._links}
+        for peer in sorted(missing):
+            if dials(self.rank, peer):
+                self._endpoint.dial(self._lobby, peer, self._deadline)
+        lobby = self._lobby
+        while missing:
+            with lobby.changed:
+                if not (missing & lobby.arrived.keys()) and not lobby.failures:
+                    lobby.changed.wait(max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
+                arrived = {peer: lobby.arrived[peer] for peer in missing & lobby.arrived.keys()}
+                failures = list(lobby.failures.values())
+            for peer, link in arrived.items():
+                self._links[peer] = link
+                self._multiplexer.watch(link)
+            missing -= arrived.keys()
+            if failures:
+                raise failures[0]
+            check()
+            if missing and time.monotonic() >= self._deadline:
+                raise FormationTimeoutError(self._missing(sorted(missing)), remedy="See those workers' logs.")
+
+    # ------------------------------------------------------------ what went wrong, in words
+
+    def _missing(self, ranks: Sequence[int]) -> str:
+        notes = self._lobby.notes
+        names = [
+            peer_name(self.membership.peers[rank]) + (f" [{notes[rank]}]" if rank in notes else "")
+            for rank in ranks
+        ]
+        where = f"group {self.membership.group!r}, generation {self.membership.generation}"
+        return f"No connection in time ({where}) with {', '.join(names)}."
+
+    def _mismatch(self, calls: dict[int, bytes]) -> CollectiveMismatchError:
+        """The error that names who called what."""
+        groups: dict[bytes, list[int]] = {}
+        for rank in sorted(calls):
+            groups.setdefault(calls[rank], []).append(rank)
+        parts = [f"{self._names(ranks)} called {Call.decode(call)}" for call, ranks in groups.items()]
+        return CollectiveMismatchError(
+            f"The ranks of group {self.membership.group!r} disagree: {'; '.join(parts)}.",
+            remedy="All ranks must make the same calls in the same order.",
+        )
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        if len(ranks) > 4:
+            return f"ranks {', '.join(str(r) for r in ranks)}"
+        return " and ".join(peer_name(self.membership.peers[r]) for r in ranks)
+
+    def _explain(self, error: Exception, call: Call, timeout_s: float) -> Exception:
+        """Makes of a transfer's failure the error that the user sees."""
+        where = f"{call} in group {self.membership.group!r} of generation {self.membership.generation}"
+        if isinstance(error, DeadlinePassedError):
+            return CollectiveTimeoutError(
+                f"{where} was not done in {timeout_s:g} s: waited for {self._names(error.ranks)}.",
+                remedy="See those workers' logs, or raise the deadline (MS_COLLECTIVE_TIMEOUT).",
+            )
+        if not isinstance(error, PeerEndedError):
+            return error
+        reason, text = error.farewell or (Reason.LOST, "")
+        if reason is Reason.MISMATCH:
+            return CollectiveMismatchError(text)
+        if reason is Reason.TIMEOUT:
+            return CollectiveTimeoutError(f"{where} failed at rank {error.rank}: {text}")
+        name = peer_name(self.membership.peers[error.rank])
+        if reason is Reason.DONE and text == HAS_FINISHED:
+            return PeerFinishedError(
+                f"{name} has finished, while this rank still calls {where}: it had fewer batches, or its"
+                " script has ended early",
+                rank=error.rank,
+            )
+        if reason is Reason.LOST:
+            how = f"broke: {text or 'the process ended or the network failed'}"
+        elif reason is Reason.DONE:
+            how = "was closed by it in good order, while this rank still needed it"
+        else:
+            how = f"was closed by it: {text}"
+        return PeerLostError(f"{where} failed: the connection to {name} {how}.", rank=error.rank)
+
+
+def has_second_core(membership: Membership) -> bool:
+    """Whether the cores that this process may use are twice as many as the group's ranks on this host.
+
+    Where they are fewer, a second thread of each rank only takes turns with the others.
+    """
+    host = membership.peers[membership.rank].host_id
+    ranks = sum(peer.host_id == host for peer in membership.peers)
+    return len(os.sched_getaffinity(0)) >= 2 * ranks
+
+
+UNIQUE_ID_BYTES = 128
+
+
+class TcpBackend(Backend):
+    """Makes :class:`TcpCommunicator`.
+
+    Args:
+        tls: how peers are authenticated, asked for each connection; None for plaintext, which stays on
+            loopback.
+        allow_insecure: lets plaintext leave loopback.
+    """
+
+    name = "tcp"
+    answers_probes = True
+
+    def __init__(
+        self,
+        *,
+        tls: Callable[[], TlsPolicy] | None,
+        allow_insecure: bool = False,
+    ) -> None:
+        self.tls = tls
+        self._allow_insecure = allow_insecure
+        self.endpoint = Endpoint(tls)
+
+    def open_endpoint(self, address: str) -> str:
+        """See :meth:`Backend.open_endpoint`.
+
+        Raises:
+            SecurityError: plaintext would leave this host.
+        """
+        if self.tls is None and not self._allow_insecure and not is_loopback(address):
+            raise SecurityError(
+                f"Without TLS the CPU communicator listens on loopback only, not on {address}.",
+                remedy="Give certificates (MS_CONFIG_FILE), or set MS_ALLOW_INSECURE=1.",
+            )
+        return self.endpoint.open(address)
+
+    def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
+        """See :meth:`Backend.mint_unique_ids`: random bytes that prove membership."""
+        return tuple(os.urandom(UNIQUE_ID_BYTES) for _ in range(count))
+
+    def connect(
+        self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
+    ) -> TcpCommunicator:
+        """See :meth:`Backend.connect`."""
+        if membership.world_size > 1 and not any(membership.unique_ids):
+            raise SecurityError("A generation without a unique id cannot distinguish members from strangers.")
+
+        def check() -> None:
+            error = cancelled()
+            if error is not None:
+                raise error
+
+        communicator = TcpCommunicator(membership, self.endpoint, path=membership.group, timeout_s=timeout_s)
+        communicator.bring_up(timeout_s, check)
+        return communicator
+
+    def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        self.endpoint.close()

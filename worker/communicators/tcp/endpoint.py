@@ -8,8 +8,10 @@ thread fail nevertheless, it says so and begins anew on the same port.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import ipaddress
+import itertools
 import logging
 import math
 import os
@@ -17,12 +19,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from muster.rendezvous.log_lines import one_line
-from muster.rendezvous.rate_limit import OTHERS, Budget
-from muster.worker.communicators.tcp.admission import Admission
+from muster.rendezvous.log_lines import OTHERS, Budget, one_line
 from muster.worker.communicators.tcp.connection import Connection
 from muster.worker.communicators.tcp.handshake import (
     Lobby,
@@ -100,7 +101,7 @@ class Endpoint:
         self._policy_in_force = None if tls is None else tls()
         self._policy_fails = False
         self._handshake_timeout_s = handshake_timeout_s
-        self._parked_timeout_s = parked_timeout_s
+        self.parked_timeout_s = parked_timeout_s
         self._max_handshakes = max_handshakes
         self._max_parked = max_parked
         self._max_strangers_per_s = max_strangers_per_s
@@ -167,7 +168,8 @@ class Endpoint:
         """Expects nobody for this lobby any more."""
         with self._lock:
             self._lobbies.pop(lobby.label, None)
-            lobby.closed = True
+            with lobby.changed:  # what has arrived is the caller's to close, what comes later is closed there
+                lobby.closed = True
             self._lobbies_changed = True
         self._wake()
 
@@ -220,12 +222,12 @@ class Endpoint:
                 anew = True
                 self._closing.wait(pause_s)
                 pause_s = min(_LAST_REOPENING_S, 2 * pause_s)
-        for task in list(self._tasks):
+        for task in list(self.tasks):
             self._drop(task)
 
     def _begin(self) -> None:
         """Has no handshake under way."""
-        self._tasks: dict[_Task, None] = {}
+        self.tasks: dict[_Task, None] = {}
         self._parked: dict[_Task, None] = {}
         self._queued: dict[_Task, None] = {}  # those that wait for their turn
         self._turns, self._turns_at = self._most_turns, time.monotonic()
@@ -243,7 +245,7 @@ class Endpoint:
     def _reopen(self) -> None:
         """Takes nothing over but the lobbies, the dials and the port, which the peers know."""
         dials = []
-        for task in self._tasks:
+        for task in self.tasks:
             with contextlib.suppress(Exception):
                 task.steps.close()
             if task.sock is not None:
@@ -335,7 +337,7 @@ class Endpoint:
     def _end_or_resume(self, now: float) -> None:
         """Ends what took too long or is not wanted any more, dials again what may be dialed again."""
         self._next_due = math.inf
-        for task in list(self._tasks):
+        for task in list(self.tasks):
             if task.lobby is not None and task.lobby.closed:
                 self._drop(task)
             elif now >= task.expires:
@@ -371,7 +373,7 @@ class Endpoint:
             self._advance(task)
 
     def _add(self, task: _Task) -> None:
-        self._tasks[task] = None
+        self.tasks[task] = None
         self._next_due = min(self._next_due, task.expires)
 
     def _expire(self, task: _Task, after_s: float) -> None:
@@ -527,7 +529,7 @@ class Endpoint:
             self._failed(task, CommunicatorError("Too many wait for this process; it may try again."))
             return
         task.want = Want.LOBBY
-        self._expire(task, self._parked_timeout_s)
+        self._expire(task, self.parked_timeout_s)
         self._parked[task] = None
         self._watch(task, sock, selectors.EVENT_READ)
 
@@ -551,7 +553,7 @@ class Endpoint:
         if task.sock is not None:
             task.sock.close()
             task.sock = None
-        self._tasks.pop(task, None)
+        self.tasks.pop(task, None)
         self._parked.pop(task, None)
         self._queued.pop(task, None)
         self._admission.remove(task)
@@ -611,3 +613,126 @@ def _plain_hosts(addresses: Iterable[str]) -> Iterator[str]:
 def _short(text: str) -> str:
     line = one_line(text)
     return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Standing(enum.IntEnum):
+    """What speaks for a handshake; the lower one goes first when room is needed."""
+
+    STRANGER = 0
+    """No member is known at its address, and it has sent nothing of use."""
+    STRANGER_WITH_HELLO = 1
+    """The same, but its TLS hello is here."""
+    NEIGHBOUR = 2
+    """A member is known at its address."""
+    NEIGHBOUR_WITH_HELLO = 3
+    """The same, and its TLS hello is here."""
+    PROVEN = 4
+    """It has shown a certificate that is good for this job."""
+    PARKED = 5
+    """Proven, and it waits for this process to enter its generation; in a table of its own."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    standing: Standing
+    neighbour: bool
+    certificate: Hashable = None
+
+
+class Admission(Generic[T]):
+    """Bounds the handshakes under way, those that are parked, and those of one certificate.
+
+    A handshake under way never goes for one that is parked, nor for one of lower standing; among equals the
+    oldest goes. All workers of a job may share one certificate, so the bound of one is no small number.
+
+    Args:
+        max_under_way: handshakes that are not parked.
+        max_under_way_each: the same of one certificate; one of a stranger's address goes first.
+        max_parked: parked ones.
+        max_parked_each: parked ones of one certificate.
+    """
+
+    def __init__(
+        self, *, max_under_way: int, max_under_way_each: int, max_parked: int, max_parked_each: int
+    ) -> None:
+        self.max_under_way = max_under_way
+        self.max_under_way_each = max_under_way_each
+        self.max_parked = max_parked
+        self.max_parked_each = max_parked_each
+        self._entries: dict[T, _Entry] = {}
+        self._ranked: dict[Standing, dict[T, None]] = {standing: {} for standing in Standing}
+        # By standing, too: those of a certificate that are under way, and those that are parked.
+        self._of_certificate: dict[tuple[Hashable, Standing], dict[T, None]] = {}
+
+    def admit(self, handshake: T, *, neighbour: bool) -> T | None:
+        """Takes a new handshake in; returns the one that must go for it, which may be itself.
+
+        Args:
+            handshake: the new one.
+            neighbour: whether a member is known at its address.
+        """
+        standing = Standing.NEIGHBOUR if neighbour else Standing.STRANGER
+        self._entries[handshake] = _Entry(standing, neighbour)
+        self._ranked[standing][handshake] = None
+        under_way = len(self._entries) - len(self._ranked[Standing.PARKED])
+        return self.weakest() if under_way > self.max_under_way else None
+
+    def hello(self, handshake: T) -> None:
+        """Notes that its TLS hello has come: the silent go before it."""
+        standing = self._entries[handshake].standing
+        if standing in (Standing.STRANGER, Standing.NEIGHBOUR):
+            self._move(handshake, Standing(standing + 1))
+
+    def prove(self, handshake: T, certificate: Hashable) -> T | None:
+        """Notes whose certificate it is; returns another one of that certificate that must go for it."""
+        self._entries[handshake].certificate = certificate
+        others = self._of_certificate.get((certificate, Standing.PROVEN), {})
+        goes = None
+        if len(others) >= self.max_under_way_each:
+            goes = min(others, key=lambda other: self._entries[other].neighbour)  # the oldest of equals
+        self._move(handshake, Standing.PROVEN)
+        return goes
+
+    def park(self, handshake: T) -> bool:
+        """Takes it out of those under way; False if as many as may be are parked already."""
+        certificate = self._entries[handshake].certificate
+        parked = self._of_certificate.get((certificate, Standing.PARKED), {})
+        if len(parked) >= self.max_parked_each or len(self._ranked[Standing.PARKED]) >= self.max_parked:
+            return False
+        self._move(handshake, Standing.PARKED)
+        return True
+
+    def resume(self, handshake: T) -> None:
+        """Puts a parked one back among those under way."""
+        self._move(handshake, Standing.PROVEN)
+
+    def remove(self, handshake: T) -> None:
+        """Forgets a handshake; nothing if it is not known."""
+        if handshake in self._entries:
+            self._unlist(handshake)
+            del self._entries[handshake]
+
+    def weakest(self) -> T | None:
+        """The handshake under way that goes first; None if there is none."""
+        under_way = (self._ranked[standing] for standing in Standing if standing is not Standing.PARKED)
+        return next(itertools.chain.from_iterable(under_way), None)
+
+    def _move(self, handshake: T, standing: Standing) -> None:
+        self._unlist(handshake)
+        entry = self._entries[handshake]
+        entry.standing = standing
+        self._ranked[standing][handshake] = None
+        if standing >= Standing.PROVEN:
+            self._of_certificate.setdefault((entry.certificate, standing), {})[handshake] = None
+
+    def _unlist(self, handshake: T) -> None:
+        entry = self._entries[handshake]
+        del self._ranked[entry.standing][handshake]
+        if entry.standing >= Standing.PROVEN:
+            key = (entry.certificate, entry.standing)
+            del self._of_certificate[key][handshake]
+            if not self._of_certificate[key]:
+                del self._of_certificate[key]

@@ -24,6 +24,9 @@ FRAME = struct.Struct("!4sBxHQ")
 """Magic, kind, number of blocks, length of what follows."""
 
 MAGIC = b"Mus1"
+HELLO_MAGIC = b"Mus2"
+"""Begins a hello, and names the handshake and the records that follow it."""
+
 MAX_FRAME = 1 << 26
 CALL = struct.Struct("!BBBxiQQ")
 BLOCK = struct.Struct("!Q24s")
@@ -68,7 +71,7 @@ class Reason(enum.IntEnum):
 
 
 HAS_FINISHED = "finished"
-"""Goes with ``DONE`` where the rank needs no communicator any more, whoever else may."""
+"""Goes with ``DONE`` where the rank needs no communicator any more."""
 
 KINDS = (
     "nothing",
@@ -87,8 +90,10 @@ KINDS = (
     "connect",
 )
 OPS = ("", "sum", "mean", "min", "max", "prod")
-DTYPES = ("", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
-_DTYPE_NAMES = {"f": "float", "i": "int", "u": "uint", "b": "bool"}
+DTYPES = (
+    *("", "float16", "float32", "float64", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64", "bool", "bfloat16"),
+)
 _ROOTED = {"reduce", "broadcast", "gather", "scatter"}
 
 
@@ -134,9 +139,7 @@ class Call:
         """The call as messages show it."""
         parts = [self.op] if self.op else []
         if self.dtype:
-            kind, size = self.dtype[0], int(self.dtype[1:])
-            parts.append(_DTYPE_NAMES[kind] + ("" if kind == "b" else str(8 * size)))
-            parts.append(f"{self.count} elements")
+            parts += [self.dtype, f"{self.count} elements"]
         if self.kind in _ROOTED:
             parts.append(f"root {self.root}")
         if self.kind in ("send", "recv"):
@@ -225,7 +228,7 @@ class Hello:
 
     def encode(self) -> bytes:
         """The hello's fixed number of bytes."""
-        return HELLO.pack(MAGIC, self.generation, self.from_rank, self.to_rank, self.label, self.nonce)
+        return HELLO.pack(HELLO_MAGIC, self.generation, self.from_rank, self.to_rank, self.label, self.nonce)
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -235,8 +238,8 @@ class Hello:
             CommunicatorError: not a hello.
         """
         magic, generation, from_rank, to_rank, label, nonce = HELLO.unpack(data)
-        if magic != MAGIC:
-            raise CommunicatorError("The connection did not begin with a hello.")
+        if magic != HELLO_MAGIC:
+            raise CommunicatorError("The connection did not begin with a hello of this version of Muster.")
         return cls(generation, from_rank, to_rank, label, nonce)
 
 
@@ -273,5 +276,5 @@ def proof(membership: Membership, side: str, context: bytes) -> bytes:
         side: "dialer" or "acceptor", so that no proof can be sent back to its maker.
         context: :func:`handshake_context`.
     """
-    text = b"muster-tcp-1 proof " + side.encode() + b"\0" + context
+    text = b"muster-tcp-2 proof " + side.encode() + b"\0" + context
     return hmac.new(membership_key(membership), text, hashlib.sha256).digest()

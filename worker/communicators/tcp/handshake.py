@@ -36,7 +36,7 @@ from muster.worker.communicators.tcp.frames import (
     membership_key,
     proof,
 )
-from muster.worker.communicators.tcp.seal import Sealer, direction_secret
+from muster.worker.communicators.tcp.records import RecordLayer, application_traffic_secrets
 from muster.worker.errors import CommunicatorError, SecurityError
 
 SECRET_BYTES = 32
@@ -68,7 +68,7 @@ class TlsPolicy:
         job_id: the job that the peers' certificates must be for.
         refusal: given the connection after its handshake, the job, and the node id that the peer must
             have (None: any): None, or the sentence why it may not take part.
-        seal: whether data goes in sealed records (:mod:`muster.worker.communicators.tcp.seal`) with keys
+        seal: whether data goes in sealed records (:mod:`muster.worker.communicators.tcp.records`) with keys
             exchanged inside TLS; False leaves it to TLS itself, which is slower for large arrays.
     """
 
@@ -80,7 +80,7 @@ class TlsPolicy:
 
 
 class Gate(Protocol):
-    """What an incoming handshake says of its progress, to whoever bounds how many there are."""
+    """What an incoming handshake reports of its progress, so that their number can be bounded."""
 
     def hello_arrived(self) -> None:
         """The TLS hello is here."""
@@ -153,7 +153,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 1 << 16):
         raise ValueError(f"the data address {address!r} is not host:port")
     return host, int(port)
 
@@ -215,9 +215,8 @@ def _dial(
     yield from _write(sock, PROOF.pack(proof(membership, "dialer", context), ours))
     if (yield from _read(sock, len(WELCOME))) != WELCOME:
         raise CommunicatorError(f"{peer_name(peer)} did not take the connection.")
-    context += ours + theirs
-    held[0], connection = _connection(sock, rank, tls, membership, context, ("dialer", "acceptor"))
-    return lobby, connection
+    held[0], secrets = _bare(sock, tls, membership, ours + theirs, context)
+    return lobby, _connection(held[0], rank, secrets)
 
 
 def accept(
@@ -295,9 +294,8 @@ def _accept(
             f" of generation {membership.generation}."
         )
     yield from _write(sock, WELCOME)
-    rank, sides = hello.from_rank, ("acceptor", "dialer")
-    held[0], connection = _connection(sock, rank, policy, membership, context + theirs + ours, sides)
-    return lobby, connection
+    held[0], secrets = _bare(sock, policy, membership, theirs + ours, context)
+    return lobby, _connection(held[0], hello.from_rank, secrets and secrets[::-1])
 
 
 def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], None, None]:
@@ -341,24 +339,33 @@ def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
     return nobody, Connection(sock, -1)
 
 
-def _connection(
-    sock: socket.socket,
-    rank: int,
-    tls: TlsPolicy | None,
-    membership: Membership,
-    context: bytes,
-    sides: tuple[str, str],
-) -> tuple[socket.socket, Connection]:
-    """The connection after its handshake; sealed unless it is plaintext or TLS is to carry all."""
+def _bare(
+    sock: socket.socket, tls: TlsPolicy | None, membership: Membership, shared_secret: bytes, context: bytes
+) -> tuple[socket.socket, tuple[bytes, bytes] | None]:
+    """The socket that data goes through, and the traffic secrets of dialer and acceptor.
+
+    The secrets are None where the socket stays as it is: in plaintext, or where TLS is to carry all.
+
+    Args:
+        sock: the connection after its handshake.
+        tls: how it was authenticated.
+        membership: of a generation, whose unique ids are the pre-shared key.
+        shared_secret: what the dialer and then the acceptor have drawn and sent inside TLS.
+        context: :func:`handshake_context`, which stands where TLS has its transcript.
+    """
     if tls is None or not tls.seal or not isinstance(sock, ssl.SSLSocket):
-        return sock, Connection(sock, rank)
+        return sock, None
     if sock.pending():
         raise CommunicatorError("The peer sent data before the handshake was over.")
     # OpenSSL reads no further than the record it is in, so all that follows is still in the kernel.
     bare = socket.socket(fileno=sock.detach())
-    key = membership_key(membership)
-    mine, theirs = (direction_secret(key, side, context) for side in sides)
-    return bare, Connection(bare, rank, Sealer(bare, mine, theirs))
+    transcript_hash = hashlib.sha256(context).digest()
+    return bare, application_traffic_secrets(membership_key(membership), shared_secret, transcript_hash)
+
+
+def _connection(sock: socket.socket, rank: int, secrets: tuple[bytes, bytes] | None) -> Connection:
+    """The connection to a rank, with records of our own if there are secrets: ours, then the peer's."""
+    return Connection(sock, rank, None if secrets is None else RecordLayer(sock, *secrets))
 
 
 def _tune(sock: socket.socket) -> None:
@@ -393,7 +400,7 @@ def _binding(sock: socket.socket) -> bytes:
         return b""
     binding = sock.get_channel_binding("tls-unique")
     if not binding:
-        raise SecurityError("The TLS library tells no channel binding.")
+        raise SecurityError("The TLS library gives no channel binding.")
     return binding
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from muster.worker.communicators.tcp.backend import is_loopback
+from muster.rendezvous.settings import is_loopback
 from muster.worker.communicators.tcp.endpoint import Endpoint
 from muster.worker.communicators.tcp.frames import HELLO, PROBE, PROBE_ANSWER
 from muster.worker.communicators.tcp.handshake import TlsPolicy, host_and_port

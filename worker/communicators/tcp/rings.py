@@ -2,30 +2,30 @@
 
 All are plans of views to send and to fill. Chunk ``k`` of a step may go on as soon as chunk ``k`` of the
 step before has come, so the links stay full without a barrier between steps. Each element is combined
-along one fixed path and its result copied, so that all ranks hold the same bits.
+along one fixed path and its result copied, so that all ranks hold the same bits. What several ranks' values
+of a short float were combined to goes on in float32, and is rounded when all are in it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from muster.worker.communicators import numpy_arrays as arrays
+from muster.worker.communicators.arrays import Arithmetic, NumpyArray, as_bytes
 from muster.worker.communicators.base import ReduceOp
-from muster.worker.communicators.numpy_arrays import NumpyArray, as_bytes
-from muster.worker.communicators.tcp.connection import Connection
-from muster.worker.communicators.tcp.transfer import Incoming, Mover, Outgoing
+from muster.worker.communicators.tcp.connection import Connection, Incoming, Multiplexer, Outgoing
 
-CHUNK_BYTES = 131072
-"""Bytes that are received before they are combined or passed on."""
+CHUNK_BYTES = 524288
+"""Bytes that are received before they are combined or passed on: as many as a record holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
     """A rank's place in the ring, the connections to both sides, and the deadline of the call."""
 
-    mover: Mover
+    multiplexer: Multiplexer
     left: Connection
     right: Connection
     rank: int
@@ -35,7 +35,7 @@ class Ring:
     def run(self, outgoing: Outgoing | None, incoming: Incoming | None) -> None:
         """Runs one plan; while it runs, payloads are on the wire."""
         streams: list[Outgoing] = [] if outgoing is None else [outgoing]
-        self.mover.run(streams, [] if incoming is None else [incoming], self.deadline)
+        self.multiplexer.run(streams, [] if incoming is None else [incoming], self.deadline)
 
 
 class Segments:
@@ -55,83 +55,104 @@ class Segments:
         return slice(begin, min(begin + self._step, stop))
 
 
+class _Combining:
+    """What arrives from the left in one chunk after the other, and is combined with this rank's values.
+
+    Args:
+        numbers: of the dtype.
+        op: how.
+        ranks: how many there are.
+        chunk_size: most elements of a chunk.
+    """
+
+    def __init__(self, numbers: Arithmetic, op: ReduceOp, ranks: int, chunk_size: int) -> None:
+        self._numbers, self._op, self._ranks = numbers, op, ranks
+        self._first = np.empty(chunk_size, numbers.storage)
+        self._later = np.empty(chunk_size if numbers.is_short and ranks > 2 else 0, numbers.wide)
+
+    def room(self, count: int, first: bool) -> NumpyArray:
+        """Where a chunk arrives: as the user gave it from the ``first`` rank, else as it was combined."""
+        short = not first and self._numbers.is_short
+        return (self._later if short else self._first)[:count]
+
+    def add(self, mine: NumpyArray, first: bool, partial: NumpyArray | None, out: Any) -> None:
+        """Combines what has arrived into ``partial`` or, where that is None, finally into ``out``."""
+        numbers = self._numbers
+        arrived = numbers.widen(self.room(mine.size, first))
+        into = partial if partial is not None else arrived if numbers.is_short else out
+        numbers.combine(self._op, arrived, numbers.widen(mine), into)
+        if partial is None:
+            numbers.finish(self._op, into, self._ranks, out)
+
+
 def all_reduce_plan(
-    ring: Ring, send: NumpyArray, recv: NumpyArray, op: ReduceOp
+    ring: Ring, send: NumpyArray, recv: NumpyArray, numbers: Arithmetic, op: ReduceOp
 ) -> tuple[Outgoing, Incoming]:
     """Plans a ring: segments are combined on one way round and copied on a second."""
     size, rank = ring.size, ring.rank
     cut = Segments(recv.size, size, recv.itemsize)
-    scratch = np.empty(cut.chunk_size, recv.dtype)
-    sent, received, scratch_bytes = as_bytes(send), as_bytes(recv), as_bytes(scratch)
-    item = recv.itemsize
+    scratch = _Combining(numbers, op, size, cut.chunk_size)
+    partial = np.empty(recv.size if size > 2 else 0, numbers.wide) if numbers.is_short else recv
     out_views, in_views, places = [], [], []
     for step in range(2 * (size - 1)):
-        source = sent if step == 0 else received
+        source = send if step == 0 else partial if step < size - 1 else recv
         for chunk in range(cut.chunks):
-            out_place = cut.slice((rank - step) % size, chunk)
             place = cut.slice((rank - step - 1) % size, chunk)
-            out_views.append(source[out_place.start * item : out_place.stop * item])
+            out_views.append(as_bytes(source[cut.slice((rank - step) % size, chunk)]))
             places.append(place)
-            if step < size - 1:
-                in_views.append(scratch_bytes[: (place.stop - place.start) * item])
-            else:
-                in_views.append(received[place.start * item : place.stop * item])
+            room = scratch.room(place.stop - place.start, step == 0) if step < size - 1 else recv[place]
+            in_views.append(as_bytes(room))
     outgoing = Outgoing(ring.right, out_views, cut.chunks)
     combining, last = (size - 1) * cut.chunks, (size - 2) * cut.chunks
 
     def filled(index: int) -> None:
         if index < combining:
             place = places[index]
-            out = recv[place]
-            arrays.combine(op, scratch[: out.size], send[place], out)
-            if index >= last:
-                arrays.finish(op, out, size)
+            into = partial[place] if index < last else None
+            scratch.add(send[place], index < cut.chunks, into, recv[place])
         outgoing.ready += 1
 
     return outgoing, Incoming(ring.left, in_views, filled)
 
 
-def reduce_scatter(ring: Ring, send: NumpyArray, recv: NumpyArray, op: ReduceOp) -> None:
+def reduce_scatter(ring: Ring, send: NumpyArray, recv: NumpyArray, numbers: Arithmetic, op: ReduceOp) -> None:
     """One way round a ring; rank r ends with the combined segment r."""
     size, rank = ring.size, ring.rank
     cut = Segments(send.size, size, send.itemsize)
-    item = send.itemsize
-    scratch = np.empty(cut.chunk_size, recv.dtype)
-    work = np.empty((max(0, size - 2), recv.size), recv.dtype)
-    targets = [*work, recv]
-    base = [i * recv.size for i in range(size)]
+    scratch = _Combining(numbers, op, size, cut.chunk_size)
+    partial = np.empty((size - 2, recv.size), numbers.wide)
     out_views, in_views, plan = [], [], []
     for step in range(size - 1):
-        out_segment, segment = (rank - step - 1) % size, (rank - step - 2) % size
-        source = as_bytes(send) if step == 0 else as_bytes(targets[step - 1])
-        shift = 0 if step == 0 else base[out_segment]
         for chunk in range(cut.chunks):
-            place = cut.slice(out_segment, chunk)
-            out_views.append(source[(place.start - shift) * item : (place.stop - shift) * item])
-            place = cut.slice(segment, chunk)
-            in_views.append(as_bytes(scratch)[: (place.stop - place.start) * item])
-            plan.append((place, targets[step][place.start - base[segment] : place.stop - base[segment]]))
+            out_place, place = (cut.slice((rank - step - back) % size, chunk) for back in (1, 2))
+            start = (rank - step - 1) % size * recv.size
+            source = send[out_place] if step == 0 else partial[step - 1][_moved(out_place, start)]
+            out_views.append(as_bytes(source))
+            in_views.append(as_bytes(scratch.room(place.stop - place.start, step == 0)))
+            within = _moved(place, (rank - step - 2) % size * recv.size)
+            plan.append((place, partial[step][within] if step < size - 2 else None, recv[within]))
     outgoing = Outgoing(ring.right, out_views, cut.chunks)
 
     def filled(index: int) -> None:
-        place, out = plan[index]
-        arrays.combine(op, scratch[: out.size], send[place], out)
-        if index >= (size - 2) * cut.chunks:
-            arrays.finish(op, out, size)
+        place, into, out = plan[index]
+        scratch.add(send[place], index < cut.chunks, into, out)
         outgoing.ready += 1
 
     ring.run(outgoing, Incoming(ring.left, in_views, filled))
+
+
+def _moved(place: slice, start: int) -> slice:
+    return slice(place.start - start, place.stop - start)
 
 
 def all_gather(ring: Ring, recv: NumpyArray) -> None:
     """One way round a ring; rank r's segment of ``recv`` is there already."""
     size, rank = ring.size, ring.rank
     cut = Segments(recv.size, size, recv.itemsize)
-    item, memory = recv.itemsize, as_bytes(recv)
 
     def views(first: int) -> list[memoryview]:
         places = [cut.slice((first - step) % size, k) for step in range(size - 1) for k in range(cut.chunks)]
-        return [memory[place.start * item : place.stop * item] for place in places]
+        return [as_bytes(recv[place]) for place in places]
 
     outgoing = Outgoing(ring.right, views(rank), cut.chunks)
 
@@ -155,29 +176,26 @@ def broadcast(ring: Ring, buffer: NumpyArray, root: int) -> None:
     ring.run(outgoing, None if place == 0 else Incoming(ring.left, views, filled))
 
 
-def reduce(ring: Ring, send: NumpyArray, recv: NumpyArray | None, op: ReduceOp, root: int) -> None:
+def reduce(
+    ring: Ring, send: NumpyArray, recv: NumpyArray | None, numbers: Arithmetic, op: ReduceOp, root: int
+) -> None:
     """A chain that ends at the root; each rank adds its chunk to what comes from the left."""
     place = (ring.rank - root - 1) % ring.size
-    at_root = place == ring.size - 1
     step = max(1, CHUNK_BYTES // send.itemsize)
     places = [slice(i, min(i + step, send.size)) for i in range(0, send.size, step)]
     if place == 0:
-        memory = as_bytes(send)
-        views = [memory[p.start * send.itemsize : p.stop * send.itemsize] for p in places]
-        ring.run(Outgoing(ring.right, views), None)
+        ring.run(Outgoing(ring.right, [as_bytes(send[each]) for each in places]), None)
         return
-    result = recv if at_root and recv is not None else np.empty_like(send)
-    scratch = np.empty(min(step, send.size), send.dtype)
-    in_views = [as_bytes(scratch)[: (p.stop - p.start) * send.itemsize] for p in places]
-    out_views = [as_bytes(result[p]) for p in places]
-    outgoing = None if at_root else Outgoing(ring.right, out_views, 0)
+    scratch = _Combining(numbers, op, ring.size, min(step, send.size))
+    partial = None if recv is not None else np.empty(send.size, numbers.wide)
+    outgoing = None if partial is None else Outgoing(ring.right, [as_bytes(partial[p]) for p in places], 0)
 
     def filled(index: int) -> None:
-        out = result[places[index]]
-        arrays.combine(op, scratch[: out.size], send[places[index]], out)
-        if outgoing is None:
-            arrays.finish(op, out, ring.size)
-        else:
+        chunk = places[index]
+        into = None if partial is None else partial[chunk]
+        scratch.add(send[chunk], place == 1, into, into if recv is None else recv[chunk])
+        if outgoing is not None:
             outgoing.ready += 1
 
+    in_views = [as_bytes(scratch.room(each.stop - each.start, place == 1)) for each in places]
     ring.run(outgoing, Incoming(ring.left, in_views, filled))

@@ -53,6 +53,14 @@ class Holding:
         """Elements of this rank's share of the update, padded so that all ranks have as many."""
         return -(-self.numel // self.ranks) if self.sharded else self.numel
 
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of what the optimizer gets: of a divided update a row, with as many dimensions.
+
+        Scripts sort parameters by their number of dimensions, so as not to decay biases.
+        """
+        return (1,) * (len(self.shape) - 1) + (self.shard,) if self.sharded else self.shape
+
     def own_bytes(self, optimizer_states: int) -> tuple[int, int]:
         """Bytes of what the optimizer gets, and of what it keeps for that."""
         own = self.shard * self.itemsize
@@ -61,12 +69,21 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
-    """Gradients that one collective sums. ``nbytes`` is that of its larger buffer."""
+    """Gradients that one collective sums.
+
+    Attributes:
+        dims: the mesh dimensions along which ranks take part.
+        sharded: the updates are divided (ZeRO-1).
+        nodes: the parameters.
+        nbytes: of the parameters.
+        sent_nbytes: of the larger buffer: the gradients, and for each, whether a rank has one.
+    """
 
     dims: tuple[int, ...]
     sharded: bool
     nodes: tuple[str, ...]
     nbytes: int
+    sent_nbytes: int
 
 
 def holdings(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, Holding]:
@@ -108,14 +125,16 @@ def gradient_buckets(held: Sequence[Holding], bucket_bytes: int = BUCKET_BYTES) 
     for bucket in plan_buckets(specs, bucket_bytes=bucket_bytes, first_bytes=bucket_bytes):
         first = by_name[bucket.slots[0].name]
         names = tuple(slot.name for slot in bucket.slots)
-        buckets.append(PlannedBucket(first.dims, first.sharded, names, bucket.size * first.itemsize))
+        counts = len(names) * (first.ranks if first.sharded else 1)
+        nbytes, sent = bucket.size * first.itemsize, (bucket.size + counts) * first.itemsize
+        buckets.append(PlannedBucket(first.dims, first.sharded, names, nbytes, sent))
     return buckets
 
 
 def edge_layouts(
     graph: Graph, states: Sequence[State], node: int, position: int
 ) -> tuple[Layout, Layout, Layout, Layout]:
-    """What passes along an edge: layouts of the value before and after, of its gradient before and after."""
+    """Layouts along an edge: of the value before and after, of its gradient before and after."""
     value = graph.values[graph.nodes[node].inputs[position]]
     producer = graph.nodes[value.node]
     place = producer.outputs.index(graph.nodes[node].inputs[position])
@@ -144,7 +163,7 @@ def collectives(
     for number, bucket in enumerate(gradient_buckets(held, bucket_bytes)):
         kind = "reduce_scatter" if bucket.sharded else "all_reduce"
         name = f"bucket {number}"
-        found.append(Collective("gradients", name, kind, bucket.dims, bucket.nbytes))
+        found.append(Collective("gradients", name, kind, bucket.dims, bucket.sent_nbytes))
         if bucket.sharded:
             found.append(Collective("parameters", name, "all_gather", bucket.dims, bucket.nbytes))
     return found
@@ -153,7 +172,7 @@ def collectives(
 def node_collectives(
     graph: Graph, states: Sequence[State], mesh: Mesh, index: int, *, local_norm: bool
 ) -> list[Collective]:
-    """What one node needs: moves of inputs and their gradients, and what it exchanges within itself."""
+    """The collectives of one node: moves of inputs and their gradients, and its inner ones."""
     node, state = graph.nodes[index], states[index]
     found = move_collectives(graph, states, mesh, index)
     if node.kind == "call":
@@ -162,7 +181,7 @@ def node_collectives(
 
 
 def move_collectives(graph: Graph, states: Sequence[State], mesh: Mesh, index: int) -> list[Collective]:
-    """What bringing a node's inputs, and their gradients, from one layout to another needs."""
+    """The collectives that bring a node's inputs, and their gradients, from one layout to another."""
     node = graph.nodes[index]
     found: list[Collective] = []
     for position, value_index in enumerate(node.inputs):

@@ -42,8 +42,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 _OLDER = {"auto_parallel_search_mode": "search_mode", "mirror_mean": "gradients_mean"}
 _ELSEWHERE = {
-    "device_num": "The job's size is that of worker.init().",
-    "global_rank": "The rank is that of worker.init().",
+    "device_num": "The job's size is that of muster.init().",
+    "global_rank": "The rank is that of muster.init().",
     "all_reduce_fusion_config": "Gradients travel in buckets of one size.",
     "comm_fusion": "Gradients travel in buckets of one size.",
     "enable_parallel_optimizer": "The search divides updates (ZeRO-1) where that pays.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from muster.worker.parallel.planning.layouts import Shape
 
 HUB = "hub"
+_DEVICE = re.compile(r"'(cpu|meta|cuda(:\d+)?)'")
 
 
 def names(text: str) -> frozenset[str]:
@@ -18,7 +20,10 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_CONSTANT = names("detach zeros_like ones_like full_like empty_like rand_like randn_like")
+_CONSTANT = names(
+    "detach zeros_like ones_like full_like empty_like rand_like randn_like "
+    "new_zeros new_ones new_full new_empty"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +83,9 @@ class Node:
         kwargs: likewise.
         module: the path of the module that calls it, "" for the outermost.
         line: where in the source, as ``file.py:12``.
-        trained: whether a parameter requires a gradient.
+        trained: whether a parameter, or an input, requires a gradient.
         layerwise: whether a parameter is left out of broadcasts and reductions.
-        mutated: whether a buffer is written in the forward pass.
+        mutated: whether a buffer, or that behind a hub, is written in the forward pass.
         of_parameters: whether it depends on parameters and buffers only.
         random: whether it draws random numbers.
     """
@@ -99,6 +104,15 @@ class Node:
     mutated: bool = False
     of_parameters: bool = False
     random: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers with these arguments, in training."""
+        place = {"dropout": 1, "scaled_dot_product_attention": 4}.get(self.op)
+        if place is None:
+            return self.random
+        p = self.args[place] if len(self.args) > place else self.kwargs.get("dropout_p", 0.0)
+        return bool(p)
 
 
 @dataclass(slots=True)
@@ -147,16 +161,15 @@ class Graph:
                     behind = _copy(graph.values[source])
                     behind.name += ".hub"
                     renamed[index] = graph.add_value(behind)
-                    hub = Node(
-                        behind.name, HUB, HUB, (source,), (renamed[index],), (Ref(0),), module=node.module
-                    )
+                    hub = Node(behind.name, HUB, HUB, (source,), (renamed[index],), (Ref(0),))
+                    hub.module, hub.mutated = node.module, node.mutated and node.kind == "buffer"
                     graph.add(hub)
                     graph._mark(hub)
         graph._leave_dead_ends()
         return graph
 
     def _leave_dead_ends(self) -> None:
-        """What leads to no output by a differentiable way gets no gradient either."""
+        """Marks values without a differentiable way to an output: they get no gradient."""
         flows: set[int] = set()
         for node in reversed(self.nodes):
             if node.kind == "output" or any(value in flows for value in node.outputs):
@@ -171,7 +184,9 @@ class Graph:
 
     def _mark(self, node: Node) -> None:
         sources = [self.values[index] for index in node.inputs]
-        grad = any(value.needs_grad for value in sources) or (node.kind == "parameter" and node.trained)
+        grad = any(value.needs_grad for value in sources) or (
+            node.kind in ("parameter", "input") and node.trained
+        )
         for index in node.outputs:
             self.values[index].needs_grad = grad and self.values[index].floating and node.op not in _CONSTANT
         if node.kind in ("call", HUB):
@@ -186,13 +201,17 @@ class Graph:
         for node in self.nodes:
             shapes = " ".join(f"{self.values[v].dtype}{list(self.values[v].shape)}" for v in node.outputs)
             sources = " ".join(self.values[v].name for v in node.inputs)
-            traits = "" if node.kind != "parameter" else " trained" if node.trained else " frozen"
+            traits = " trained" if node.trained else " frozen" if node.kind == "parameter" else ""
             lines.append(f"{node.name}: {node.op}({sources}) -> {shapes}{traits}")
         return lines
 
     def fingerprint(self) -> str:
-        """A digest of :meth:`signature` and of the arguments that are no tensors."""
+        """A digest of :meth:`signature` and of the arguments that are no tensors; devices do not count.
+
+        Each rank has a GPU of its own, and a plan may have been made without any.
+        """
         text = "\n".join([*self.signature(), *(f"{node.args}{node.kwargs}" for node in self.nodes)])
+        text = _DEVICE.sub("device", text)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""A plan: what is divided how, what it costs, why; to be printed, questioned, saved and loaded."""
+"""A plan: how each tensor is divided, costs and reasons; can be printed, asked, saved and loaded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from muster.worker.parallel.planning.buckets import (
 from muster.worker.parallel.planning.costs import Collective, Machine
 from muster.worker.parallel.planning.graph import Graph
 from muster.worker.parallel.planning.layouts import Layout, Mesh, layout_text, local_shape, parts
+from muster.worker.parallel.planning.memory import step_memory
+from muster.worker.parallel.planning.parts import gone_with
 from muster.worker.parallel.planning.problem import Options, Pin, Problem, State, build, whole_mode
 from muster.worker.parallel.planning.search import solve
+from muster.worker.parallel.planning.timeline import Timeline, timeline
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color:
@@ -43,7 +46,7 @@ details { margin-left: 1em; } code { font-size: .92em; } .moves { color: #a33; }
 
 
 def page(plan: Plan) -> str:
-    """The page's text; it loads nothing else."""
+    """The page's HTML, which loads nothing else."""
     layouts = list(dict.fromkeys(layout for state in plan.states for layout in state.outs))
     colours = {layout: _colour(number, layout) for number, layout in enumerate(layouts)}
     facts = "".join(f"<li>{_text(line)}</li>" for line in plan._facts())
@@ -123,8 +126,9 @@ def _graph(plan: Plan, colours: dict[Layout, str]) -> str:
 
 
 FORMAT = 1
-SAME = 0.002
-"""Plans whose predicted times differ by less than this share count as equally fast."""
+SAME = 0.05
+"""Data parallelism is chosen unless a plan promises to be faster by more than this share: predictions do not
+count that its gradients travel beside the backward pass, and are not closer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +170,10 @@ class Plan:
         nbytes: predicted of one rank.
         bound_s: no plan on this mesh within the memory limit is faster.
         baseline_s: the same of data parallelism; None: it does not fit into memory, or cannot be.
-        baseline_nbytes: of data parallelism.
+        baseline_nbytes: of data parallelism; 0: it cannot be, or was not looked for.
         gradients: "averaged" or "summed" over the parts of the batch.
         strategies: what the user fixed, as text by name.
-        notes: sentences about what a reader should know.
+        loaded: the file that it was loaded from; "": it was searched.
     """
 
     graph: Graph
@@ -185,7 +189,7 @@ class Plan:
     baseline_nbytes: float = 0.0
     gradients: str = "averaged"
     strategies: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    loaded: str = ""
     limit_bytes: float = math.inf
     step_times: list[float] = field(default_factory=list)
     forward_times: dict[str, float] = field(default_factory=dict)
@@ -222,8 +226,7 @@ class Plan:
     @property
     def without_rule(self) -> list[str]:
         """The operators that are kept whole because no rule says how to divide them."""
-        problem = self._problem()
-        return problem.without_rule
+        return self._problem().without_rule
 
     @property
     def gap(self) -> float:
@@ -245,26 +248,29 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """What came out, in a sentence."""
+        """Says in a sentence what the plan is."""
+        predicted = f"{self.seconds * 1e3:.3g} ms a step predicted"
+        if self.loaded:
+            return f"loaded from {self.loaded}: {predicted}; what else is possible was not searched."
         if self.mode in ("data_parallel", "stand_alone", "hybrid"):
-            return f"{self.mode.replace('_', ' ')}, as asked: {self.seconds * 1e3:.3g} ms a step predicted."
+            return f"{self.mode.replace('_', ' ')}, as asked: {predicted}."
+        if self.baseline_s is None and not self.baseline_nbytes:
+            return f"{predicted}; fed as dataset_strategy says, there is no data parallelism."
         if self.baseline_s is None:
             return (
-                f"data parallel does not fit: it needs {_gb(self.baseline_nbytes)} a rank, and there are"
-                f" {_gb(self.limit_bytes)}; this plan needs {_gb(self.nbytes)}."
+                f"data parallel does not fit: it needs {_size(self.baseline_nbytes)} a rank, and there are"
+                f" {_size(self.limit_bytes)}; this plan needs {_size(self.nbytes)}."
             )
         ratio = self.baseline_s / self.seconds
         if self.is_data_parallel and abs(ratio - 1) <= 0.1:
-            return f"data parallel is best: no plan is more than {SAME:.1%} faster.".replace(
-                ".0%", " %"
-            ).replace("%", " %")
+            return f"data parallel is best: no plan is predicted more than {SAME:.0%} faster."
         if ratio >= 1:
             return f"{_times(ratio)} data parallel: {self._reason()}."
         fixed = ", ".join(self.strategies)
         return f"{_times(ratio)} data parallel: that is the price of what is fixed ({fixed})."
 
     def _reason(self) -> str:
-        """What no longer travels, or what is stored less often."""
+        """Says why the plan is better: what is no longer sent, or stored less often."""
         gone = []
         held = holdings(self.graph, self.states, self.mesh)
         for node in self.graph.nodes:
@@ -278,8 +284,8 @@ class Plan:
         if not gone:
             return "activations are divided in a better way"
         _, nbytes, module, travels = max(gone)
-        what = "no longer travels" if not travels else f"travels as {_gb(travels)} only"
-        return f"{module}'s gradient of {_gb(nbytes)} {what}"
+        what = "no longer travels" if not travels else f"travels as {_size(travels)} only"
+        return f"{module}'s gradient of {_size(nbytes)} {what}"
 
     def rows(self) -> list[Row]:
         """One row per module that computes, in the order of the forward pass."""
@@ -373,20 +379,66 @@ class Plan:
             )
         return "\n".join(lines)
 
+    @property
+    def timeline(self) -> Timeline:
+        """When each part of a step runs, with sums of gradients beside the backward pass."""
+        return timeline(
+            self.graph,
+            self.states,
+            self.mesh,
+            self.machine,
+            optimizer_states=self.options.optimizer_states,
+            local_norm=self.options.local_norm,
+        )
+
+    def _overlap_text(self) -> str:
+        played = self.timeline
+        memory = step_memory(
+            self.graph, self.states, self.mesh, optimizer_states=self.options.optimizer_states
+        )
+        text = (
+            f"played through: {played.seconds * 1e3:.3f} ms a step, memory peaks at {_size(memory.peak)}"
+            f" ({_size(memory.held)} all the time)"
+        )
+        if not played.gradients_s:
+            return f"{text}; no gradients travel"
+        return (
+            f"{text}; sums of gradients take {played.gradients_s * 1e3:.3f} ms,"
+            f" of which the backward pass hides {played.hidden:.0%}"
+        )
+
+    def _loss_text(self) -> str:
+        """What the loss of a host would mean for the state; without hosts, of any one rank."""
+        hosts = self.options.hosts or tuple(map(str, range(math.prod(self.mesh))))
+        who = "host" if len(set(hosts)) < len(hosts) else "rank"
+        for host in dict.fromkeys(hosts):
+            lost = {rank for rank, each in enumerate(hosts) if each == host}
+            gone = gone_with(self.graph, self.states, self.mesh, lost)
+            if gone:
+                node = self.graph.nodes[self.graph.by_name()[gone[0]]]
+                more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+                return (
+                    f"if {who} {host} is lost, parts of {node.module or node.name}{more} are gone:"
+                    " training goes on from a checkpoint (survive=1 keeps every part on two)"
+                )
+        return f"if any one {who} is lost, the others hold every part of the state"
+
     def _facts(self) -> list[str]:
         mesh = " x ".join(map(str, self.mesh))
         facts = [
             f"{math.prod(self.mesh)} ranks as {mesh}; mode {self.mode}; gradients are {self.gradients}"
             f" over the parts of the batch; costs of: {self.machine.name}",
-            f"predicted {self.seconds * 1e3:.3f} ms a step, {_gb(self.nbytes)} a rank; at most"
+            f"predicted {self.seconds * 1e3:.3f} ms a step, {_size(self.nbytes)} a rank; at most"
             f" {self.gap:.2%} from the best possible",
         ]
+        if math.prod(self.mesh) > 1:
+            facts += [self._overlap_text(), self._loss_text()]
         if self.step_times:
             middle = sorted(self.step_times)[len(self.step_times) // 2]
             facts.append(f"measured {middle * 1e3:.3f} ms a step (median of {len(self.step_times)})")
         if self.baseline_s is not None:
             facts.append(
-                f"data parallel: {self.baseline_s * 1e3:.3f} ms a step, {_gb(self.baseline_nbytes)} a rank"
+                f"data parallel: {self.baseline_s * 1e3:.3f} ms a step, {_size(self.baseline_nbytes)} a rank"
             )
         if any(node.op == "batch_norm" for node in self.graph.nodes):
             which = "of each rank's part of the batch" if self.options.local_norm else "of the whole batch"
@@ -397,7 +449,7 @@ class Plan:
         whole = self.without_rule
         if whole:
             facts.append("kept whole, for want of a rule: " + ", ".join(whole))
-        return [*facts, *self.notes]
+        return facts
 
     # ------------------------------------------------------------ questions
 
@@ -571,10 +623,6 @@ def bucket_text(plan: Plan) -> list[str]:
         f" {_size(each.nbytes)} of {len(each.nodes)} parameters"
         for each in gradient_buckets(held)
     ]
-
-
-def _gb(nbytes: float) -> str:
-    return _size(nbytes)
 
 
 def _size(nbytes: float) -> str:

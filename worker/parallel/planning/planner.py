@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from muster.worker.errors import SettingsError
 from muster.worker.parallel.planning.costs import Machine
@@ -27,7 +26,6 @@ from muster.worker.parallel.planning.search import Solution, TooWide, solve
 
 Slices = tuple[int, ...]
 Strategy = tuple[Slices, ...] | Mapping[str, int]
-DATASET_STRATEGIES = ("data_parallel", "full_batch")
 SEARCHES = {
     "exact": False,
     "propagation": True,
@@ -48,8 +46,7 @@ def slices_by_axis(graph: Graph, node: Node, strategy: Strategy) -> dict[str, in
         graph: of the node.
         node: the operator.
         strategy: the slices of each dimension of each input, as MindSpore has them (of a linear layer the
-            weight
-            may be given as stored, or as the second factor of a product), or slices by axis name.
+            weight may be given as stored, or as the second factor of a product), or slices by axis name.
 
     Raises:
         SettingsError: it does not fit the operator; says why.
@@ -91,7 +88,7 @@ def _of_tuples(
 def _match(
     node: Node, axes: Sequence[Axis], shapes: Sequence[Shape], given: Sequence[Slices]
 ) -> tuple[dict[str, int], str]:
-    """Slices by axis, or what is wrong."""
+    """Slices by axis, or a sentence on what is wrong."""
     wanted: dict[str, int] = {}
     if len(given) > len(shapes):
         return {}, f"it has {len(shapes)} inputs, not {len(given)}"
@@ -192,8 +189,7 @@ def feeding(
     Args:
         mesh: sizes.
         dataset: "data_parallel" (each rank feeds its part of the batch), "full_batch" (each feeds all), or
-            the
-            slices of each input.
+            the slices of each input.
         shapes: of the whole inputs.
     """
     found = []
@@ -203,18 +199,18 @@ def feeding(
         elif dataset == "data_parallel":
             layout = (0,) * len(mesh)
         else:
-            layout = _layout_of(mesh, _cuts(dataset, number))
+            layout = _layout_of(mesh, _cuts(dataset, number, len(shape)))
         if layout is None or not fits(layout, mesh, shape):
             return None
         found.append(layout)
     return tuple(found)
 
 
-def _cuts(dataset: str | Sequence[Slices], number: int) -> Slices:
-    if isinstance(dataset, str) or number >= len(dataset):
+def _cuts(dataset: str | Sequence[Slices], number: int, ndim: int) -> Slices:
+    if isinstance(dataset, str) or number >= len(dataset) or len(dataset[number]) != ndim:
         raise SettingsError(
-            f'dataset_strategy is "data_parallel", "full_batch", or one tuple of slices for each input, not'
-            f" {dataset!r}"
+            f'dataset_strategy is "data_parallel", "full_batch", or one tuple of slices for each input with'
+            f" one number for each dimension, not {dataset!r}"
         )
     return tuple(dataset[number])
 
@@ -246,12 +242,7 @@ def whole_shape(shape: Shape, number: int, world: int, dataset: str | Sequence[S
         return shape
     if dataset == "data_parallel":
         return (shape[0] * world, *shape[1:])
-    if isinstance(dataset, str) or number >= len(dataset) or len(dataset[number]) != len(shape):
-        raise SettingsError(
-            f'dataset_strategy is "data_parallel", "full_batch", or one tuple of slices for each input with'
-            f" one number for each dimension, not {dataset!r}"
-        )
-    return tuple(size * cut for size, cut in zip(shape, dataset[number], strict=True))
+    return tuple(size * cut for size, cut in zip(shape, _cuts(dataset, number, len(shape)), strict=True))
 
 
 # ---------------------------------------------------------------- plans
@@ -284,15 +275,38 @@ def options_for(graph: Graph, mesh: Mesh, dataset: str | Sequence[Slices], base:
     inputs = feeding(mesh, dataset, shapes)
     if inputs is None:
         return None
-    batch = shapes[0][0] if shapes and shapes[0] else 0
-    outputs = []
-    for node in graph.nodes:
-        if node.kind == "output":
-            for index in node.inputs:
-                shape = graph.values[index].shape
-                split = dataset == "data_parallel" and shape and shape[0] == batch
-                outputs.append((0,) * len(mesh) if split else replicated(mesh))
+    led = batch_led(graph) if dataset == "data_parallel" else set()
+    outputs = [
+        (0,) * len(mesh) if index in led else replicated(mesh)
+        for node in graph.nodes
+        if node.kind == "output"
+        for index in node.inputs
+    ]
     return replace(base, inputs=inputs, outputs=tuple(outputs))
+
+
+def batch_led(graph: Graph) -> set[int]:
+    """The values whose first dimension is the batch's, as inputs that are fed in parts have it."""
+    where: dict[int, int] = {}  # by value, the dimension of the batch
+    sizes = {graph.values[node.outputs[0]].shape[:1] for node in graph.nodes if node.kind == "input"} - {()}
+    for node in graph.nodes:
+        if node.kind == "input":
+            where |= dict.fromkeys((v for v in node.outputs if graph.values[v].shape), 0)
+        elif node.kind in ("call", HUB) and any(v in where for v in node.inputs):
+            axes = axes_of(graph, node)
+            for value in node.outputs if axes is None else ():  # no rule: its shape must do
+                if graph.values[value].shape[:1] in sizes:
+                    where[value] = 0
+            for axis in axes or ():
+                if all(where.get(v, d) == d for v, d in zip(node.inputs, axis.ins, strict=True)):
+                    outs = zip(node.outputs, axis.outs, strict=True)
+                    where |= {value: d for value, d in outs if d is not None and d >= 0}
+                    break
+    return {
+        value
+        for value, dim in where.items()
+        if dim == 0 and all(graph.values[value].shape[0] % size == 0 for (size,) in sizes)
+    }
 
 
 def find_plan(
@@ -309,6 +323,7 @@ def find_plan(
     optimizer_states: int = 2,
     local_norm: bool = False,
     shard_updates: bool = True,
+    hosts: Sequence[str] = (),
 ) -> Plan:
     """The fastest plan of all meshes within the memory limit.
 
@@ -325,6 +340,7 @@ def find_plan(
         optimizer_states: tensors that the optimizer keeps for each parameter.
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
         shard_updates: whether updates may be divided (ZeRO-1).
+        hosts: the host of each rank, if every part of the state must be on two of them.
 
     Raises:
         SettingsError: something fixed does not fit, sizes do not divide, or nothing fits into memory.
@@ -335,64 +351,71 @@ def find_plan(
         raise SettingsError(f"memory is a share above 0 and up to 1, not {memory}")
     pins = pins_of(graph, strategies or {})
     limit = memory * machine.memory_bytes
-    base = Options((), (), optimizer_states, local_norm, shard_updates)
-    texts = {name: _strategy_text(strategy) for name, strategy in (strategies or {}).items()}
+    base = Options((), (), optimizer_states, local_norm, shard_updates, hosts=tuple(hosts))
+    texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
     baseline = _data_parallel(graph, world, machine, base, dataset)
+
+    def plan_of(mesh: Mesh, options: Options, found: Found) -> Plan:
+        return _plan(graph, mesh, machine, options, found, mode, baseline, limit, texts)
+
     if mode == "data_parallel":
         if baseline is None:
             raise SettingsError(_indivisible(graph, world))
         found, options = baseline
-        return _plan(graph, (world,), machine, options, found, mode, baseline, limit, texts)
-    best: tuple[Solution, Mesh, Options, list[State]] | None = None
-    refused, tried = "", 0
-    for candidate in meshes_for(world, pins, mesh):
-        given = options_for(graph, candidate, dataset, base)
-        if given is None:
-            continue
-        tried += 1
-        fixed = {name: _pin(candidate, wanted) for name, wanted in pins.items()}
+        return plan_of((world,), options, found)
+    meshes = {each: options_for(graph, each, dataset, base) for each in meshes_for(world, pins, mesh)}
+    given = {each: options for each, options in meshes.items() if options is not None}
+    if not given:
+        raise SettingsError(_indivisible(graph, world))
+    found_mesh, (solution, states) = _best_of(graph, given, machine, pins, limit, search)
+    if baseline is not None and not pins and not SEARCHES[search]:
+        (plain, plain_states), options = baseline
+        if plain.nbytes <= limit and plain.seconds <= solution.seconds * (1 + SAME):
+            exact = replace(options, whole_parameters=False, shard_updates=shard_updates)
+            bounded = Solution(plain.choice, plain.seconds, plain.nbytes, solution.bound_s)
+            return plan_of((world,), exact, (bounded, plain_states))
+    return plan_of(found_mesh, given[found_mesh], (solution, states))
+
+
+def _best_of(
+    graph: Graph,
+    given: Mapping[Mesh, Options],
+    machine: Machine,
+    pins: Mapping[str, Mapping[str, int]],
+    limit: float,
+    search: str,
+) -> tuple[Mesh, Found]:
+    """The mesh with the fastest plan, and that plan.
+
+    Raises:
+        SettingsError: there is none; says what is in the way.
+    """
+    best: tuple[Mesh, Found] | None = None
+    refused = ""
+    for mesh, options in given.items():
+        fixed = {name: _pin(mesh, wanted) for name, wanted in pins.items()}
         try:
-            problem = build(graph, candidate, machine, given, fixed)
+            problem = build(graph, mesh, machine, options, fixed)
             solution = solve(problem, limit)
             if SEARCHES[search] and solution is not None:
-                solution = _propagated(problem, given, fixed, limit, solution)
+                solution = _propagated(problem, options, fixed, limit, solution)
         except KeyError as error:
-            refused = str(error.args[0])
+            refused = refused or (
+                f"{error.args[0]} cannot be split as its strategy says on {math.prod(mesh)} ranks: the slices"
+                " must divide the number of ranks, and what others fix must agree"
+            )
             continue
         except TooWide as error:
-            refused = str(error)
+            refused = refused or f"{error}: fix some strategies, or give a mesh of one dimension"
             continue
-        if solution is not None and (best is None or solution.seconds < best[0].seconds * (1 - 1e-9)):
-            best = (solution, candidate, given, problem.chosen(solution.choice))
+        if solution is None:
+            refused = f"no plan fits into {limit / 1e9:.1f} GB a rank: take more ranks, a smaller batch, or"
+            refused += " memory=1"
+        elif best is None or solution.seconds < best[1][0].seconds * (1 - 1e-9):
+            best = mesh, (solution, problem.chosen(solution.choice))
     if best is None:
-        if not tried:
-            raise SettingsError(_indivisible(graph, world))
-        if refused:
-            raise SettingsError(
-                f"{refused} cannot be split as its strategy {texts.get(refused, '')} says on {world} ranks:"
-                " the slices must divide the number of ranks, and what others fix must agree"
-            )
-        raise SettingsError(
-            f"no plan fits into {limit / 1e9:.1f} GB a rank: take more ranks, a smaller batch, or memory=1"
-        )
-    solution, found_mesh, options, states = best
-    plain_fits = baseline is not None and baseline[0][0].nbytes <= limit
-    usable = plain_fits and not pins and not SEARCHES[search]
-    if usable and baseline is not None and baseline[0][0].seconds <= solution.seconds * (1 + SAME):
-        plain, plain_states = baseline[0]
-        exact = replace(baseline[1], whole_parameters=False, shard_updates=shard_updates)
-        return _plan(
-            graph,
-            (world,),
-            machine,
-            exact,
-            (Solution(plain.choice, plain.seconds, plain.nbytes, solution.bound_s), plain_states),
-            mode,
-            baseline,
-            limit,
-            texts,
-        )
-    return _plan(graph, found_mesh, machine, options, (solution, states), mode, baseline, limit, texts)
+        raise SettingsError(refused)
+    return best
 
 
 Found = tuple[Solution, list[State]]
@@ -481,7 +504,8 @@ def _plan(
     return plan
 
 
-def _strategy_text(strategy: Any) -> str:
+def strategy_text(strategy: Strategy) -> str:
+    """A strategy as a plan's file has it."""
     return str(dict(strategy) if isinstance(strategy, Mapping) else tuple(tuple(cut) for cut in strategy))
 
 

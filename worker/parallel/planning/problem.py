@@ -1,4 +1,4 @@
-"""The choice as numbers: the states of each node, what each costs, and what passes between them costs.
+"""The search problem: the states of each node, what each costs, and what each change between them costs.
 
 The total is a sum over nodes and over edges, so ``search`` finds its minimum exactly.
 """
@@ -21,11 +21,11 @@ from muster.worker.parallel.planning.layouts import (
     Entry,
     Layout,
     Mesh,
+    coordinates,
     fits,
     layout_text,
     parts,
     plan_move,
-    replicated,
 )
 from muster.worker.parallel.planning.rules import WHOLE, Mode, modes_of
 
@@ -71,6 +71,7 @@ class Options:
         shard_updates: whether updates may be divided (ZeRO-1).
         whole_parameters: every rank holds all parameters: data parallelism.
         communication_only: only communication counts, as in sharding propagation.
+        hosts: the host of each rank, if every part of the state must be on two of them; (): it need not.
     """
 
     inputs: tuple[Layout, ...]
@@ -80,6 +81,7 @@ class Options:
     shard_updates: bool = True
     whole_parameters: bool = False
     communication_only: bool = False
+    hosts: tuple[str, ...] = ()
 
 
 Pin = Callable[[Node, State], bool]
@@ -254,6 +256,12 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
                 ranks = 1
             traffic = (3 + 2 * options.optimizer_states) * local / machine.memory_bytes_per_s
             for sharded in (False, True) if ranks > 1 and options.shard_updates else (False,):
+                apart = [
+                    isinstance(entry, int) or (sharded and of_grad == PARTIAL)
+                    for entry, of_grad in zip(layout, grad, strict=True)
+                ]
+                if options.hosts and not _on_two_hosts(apart, mesh, options.hosts):
+                    continue
                 update = 0.0 if options.communication_only else traffic / (ranks if sharded else 1)
                 own = (1 + options.optimizer_states) * local
                 memory = 2 * local + own / ranks if sharded else local + own
@@ -261,6 +269,16 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
                 key = f"{layout_text(layout)}|{layout_text(grad)}" + ("|sharded" if sharded else "")
                 found.append(State(key, (), (), (), (layout,), (grad,), seconds, memory, sharded))
     return found
+
+
+def _on_two_hosts(apart: Sequence[bool], mesh: Mesh, hosts: Sequence[str]) -> bool:
+    """Whether each part has holders on two hosts; along these mesh dimensions ranks hold other parts."""
+    holders: dict[tuple[int, ...], set[str]] = {}
+    for rank, host in enumerate(hosts):
+        place = coordinates(rank, mesh)
+        part = tuple(index for index, differs in zip(place, apart, strict=True) if differs)
+        holders.setdefault(part, set()).add(host)
+    return all(len(on) > 1 for on in holders.values())
 
 
 def _connect(problem: Problem) -> None:
@@ -307,8 +325,3 @@ def _connect(problem: Problem) -> None:
 def whole_mode(state: State) -> bool:
     """Whether every rank does all of an operator."""
     return bool(state.modes) and all(mode in (WHOLE, "grad", "sum") for mode in state.modes)
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether every rank has all of a tensor."""
-    return layout == replicated((0,) * len(layout))

@@ -254,7 +254,7 @@ def _einsum(call: Call) -> list[Axis] | None:
 def _convolution(call: Call) -> list[Axis] | None:
     groups = call.argument(6, "groups", 1)
     x, weight = call.ins[:2]
-    if len(x) != len(weight) or any(isinstance(a, str) for a in call.args):
+    if len(x) != len(weight):
         return None
     more = len(call.ins) - 2
     axes = [Axis("b", x[0], (0, None, *(None,) * more), (0,))]
@@ -511,7 +511,7 @@ def _permutation(call: Call) -> list[Axis] | None:
 def _cut(call: Call) -> list[Axis] | None:
     place = 1 if call.op in ("slice", "narrow", "flip") else 2
     name = "dims" if call.op in ("flip", "roll") else "dim"
-    given = call.argument(place, name, 0)
+    given = call.argument(place, name, [] if call.op == "roll" else 0)
     if given == []:
         return None
     gone = call.dims(given)

@@ -15,7 +15,7 @@ _ROUNDS = 30
 
 
 class TooWide(ValueError):  # noqa: N818 - says what is wrong with the problem
-    """The graph is too entangled for exact elimination on this mesh."""
+    """The graph is too connected for exact elimination on this mesh."""
 
 
 @dataclass(frozen=True, slots=True)

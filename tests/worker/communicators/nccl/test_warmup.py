@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from muster.worker.communicators.nccl.warmup import LIBRARY, begin_context
+from muster.worker.communicators.nccl import warmup
+from muster.worker.communicators.nccl.warmup import LIBRARY, WarmUp
 
 
 class Driver:
@@ -36,19 +37,41 @@ class Driver:
     ("ordinal", "status", "calls"),
     [(2, 0, [("init", 0), ("retain", 2)]), (-1, 0, [("init", 0)]), (2, 100, [("init", 0)])],
 )
-def test_it_is_made_beside_the_caller(ordinal: int, status: int, calls: list[tuple[str, int]]) -> None:
+def test_the_context_is_made_beside_the_caller(
+    ordinal: int, status: int, calls: list[tuple[str, int]]
+) -> None:
     driver = Driver(status)
-    thread = begin_context(ordinal, driver.load)
-    thread.join(10)
+    WarmUp(ordinal, driver.load).end(10)
     assert driver.calls == calls
-    assert driver.threads == {thread} and thread.daemon
+    [thread] = driver.threads
+    assert thread is not threading.current_thread() and thread.daemon and not thread.is_alive()
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_machine_without_a_driver_goes_on() -> None:
+    asked: list[str] = []
+
     def load(name: str) -> Any:
+        asked.append(name)
         raise OSError(f"{name}: cannot open shared object file")
 
-    thread = begin_context(0, load)
-    thread.join(10)
-    assert not thread.is_alive()
+    WarmUp(0, load).end(10)
+    assert asked == [LIBRARY]
+
+
+def test_the_library_is_loaded_by_the_same_thread_once_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, used = Driver(), list[tuple[int, threading.Thread]]()
+    monkeypatch.setattr(warmup, "use_device", lambda index: used.append((index, threading.current_thread())))
+    warm_up = WarmUp(-1, driver.load)
+    warm_up.load(3)
+    warm_up.end(10)
+    warm_up.end(10)
+    [thread] = driver.threads
+    assert used == [(3, thread)]
+
+
+def test_a_process_that_ends_before_it_joins_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(warmup, "use_device", used.append)
+    WarmUp(3, Driver().load).end(10)
+    assert used == []

@@ -1,4 +1,4 @@
-"""The wire of the embedded communicator: what goes in comes out, and garbage is told from it."""
+"""The wire of the embedded communicator: what goes in comes out, and garbage is recognised."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HELLO = wire.Hello(7, 0, 1, b"l" * 32, b"n" * 32)
 
 
 def test_a_call_survives_the_wire_and_shows_itself() -> None:
-    call = wire.Call("reduce", "f4", "mean", 2, 12, 99)
+    call = wire.Call("reduce", "float32", "mean", 2, 12, 99)
     assert wire.Call.decode(call.encode()) == call
     assert str(call) == "reduce(mean, float32, 12 elements, root 2)"
-    assert str(wire.Call("send", "b1", "", 1, 3)) == "send(bool, 3 elements, to rank 1)"
+    assert str(wire.Call("send", "bool", "", 1, 3)) == "send(bool, 3 elements, to rank 1)"
     assert str(wire.Call("barrier")) == "barrier()"
 
 
 def test_blocks_survive_the_wire() -> None:
-    blocks = [(wire.Call("barrier").encode(), b""), (wire.Call("all_reduce", "i8").encode(), b"x" * 8)]
+    blocks = [(wire.Call("barrier").encode(), b""), (wire.Call("all_reduce", "int64").encode(), b"x" * 8)]
     data = wire.blocks_frame(wire.FrameKind.CALLS, blocks)
     kind, count, length = wire.read_frame(data[: wire.FRAME.size])
     assert (kind, count, length) == (wire.FrameKind.CALLS, 2, len(data) - wire.FRAME.size)

@@ -11,7 +11,7 @@ import pytest
 
 from muster.worker.communicators import create_backend, tls_policies
 from muster.worker.communicators.tcp import probe as tcp_probe
-from muster.worker.communicators.tcp.backend import TcpBackend
+from muster.worker.communicators.tcp.communicator import TcpBackend
 from muster.worker.communicators.tcp.endpoint import Endpoint
 from muster.worker.communicators.tcp.probe import Probes
 from tests.worker.communicators.tcp.world import JOB, Office

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from muster.certs.files import write_file
 from muster.certs.pki.authority import Authority, create_authority
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.store import Credentials, load_credentials
 from muster.worker.communicators import create_backend
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp.backend import TcpBackend
+from muster.worker.communicators.tcp.communicator import TcpBackend
 
 JOB = "job-a"
 PASSWORD = b"a test's password"
@@ -31,7 +32,7 @@ class Office:
         """Credentials of a new certificate."""
         self._count += 1
         path = self._folder / f"{self._count}.p12"
-        path.write_bytes(self._authority.issue(Identity(job, role, node)).p12(PASSWORD))
+        write_file(path, self._authority.issue(Identity(job, role, node)).p12(PASSWORD))
         return load_credentials(path, PASSWORD, self._folder / "authority" / "ca.crt")
 
 

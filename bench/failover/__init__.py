@@ -1,0 +1,1 @@
+"""Several schedulers on etcd: what their deaths cost a job."""

@@ -1,0 +1,256 @@
+"""Three schedulers on three members of etcd, all on this host, and six workers that train.
+
+muster bench failover --json results.json              # all that follows
+muster bench failover --only leader --kills 20         # the leader killed: who is next, and when
+muster bench failover --only etcd --etcd-kills 3       # etcd's own leader killed
+muster bench failover --only quorum --outage-s 30      # two of etcd's three members gone
+muster bench failover --only worker --times 3          # a worker killed while nobody leads
+muster bench failover --only stopped --stops 10        # stopped beyond its lease, with its self-check off
+muster bench failover --only leader quorum             # several, on one job
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from muster.bench.failover.job import DEPOSED, SeveralSchedulers
+from muster.bench.recovery.job import longest_pause
+
+NODE_TIMEOUT_S = 5.0
+SCHEDULER, UNGUARDED = "scheduler", "muster.bench.failover.unguarded"
+PARTS = {
+    "leader": SCHEDULER,
+    "etcd": SCHEDULER,
+    "quorum": SCHEDULER,
+    "worker": SCHEDULER,
+    "stopped": UNGUARDED,
+}
+"""Which module runs as a scheduler; of parts with the same one all are on one job."""
+Say = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    option = parser.add_argument
+    option("--only", choices=PARTS, nargs="+", metavar="PART", help=f"of {', '.join(PARTS)}: these alone")
+    option("--workers", type=int, default=6, metavar="N", help="workers of the job (6)")
+    option("--kills", type=int, default=20, metavar="N", help="leaders to kill (20)")
+    option("--stops", type=int, default=10, metavar="N", help="leaders to stop and continue (10)")
+    option("--times", type=int, default=3, metavar="N", help="workers to kill while nobody leads (3)")
+    option("--etcd-kills", type=int, default=3, metavar="N", help="leaders of etcd's to kill (3)")
+    option("--outage-s", type=float, default=30.0, metavar="S", help="how long etcd has no quorum (30)")
+    option("--pace-ms", type=float, default=50.0, help="least time of a step (50)")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures and returns the results.
+
+    Raises:
+        RuntimeError: the job did not behave; says how.
+    """
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {text}", flush=True)
+
+    results: dict[str, Any] = {"workers": options.workers, "schedulers": 3, "etcd_members": 3}
+    results["load_at_start"] = os.getloadavg()
+    with tempfile.TemporaryDirectory(prefix="muster-failover-") as scratch:
+        for module in (SCHEDULER, UNGUARDED):
+            parts = [part for part in options.only or PARTS if PARTS[part] == module]
+            if not parts:
+                continue
+            with SeveralSchedulers(
+                Path(scratch) / module,
+                workers=options.workers,
+                worker_min=2,
+                pace_s=options.pace_ms / 1000,
+                say=say,
+                module=module,
+            ) as job:
+                job.begin()
+                for part in parts:
+                    say(f"{part}: {options.workers} workers train")
+                    results[part] = _MEASURES[part](job, options)
+    results["load_at_end"] = os.getloadavg()
+    results["summary"] = {part: results[part]["summary"] for part in PARTS if part in results}
+    return results
+
+
+def report(results: dict[str, Any]) -> None:
+    """Prints the results for people."""
+    for part, summary in results["summary"].items():
+        print(f"{part:8} {summary}")
+
+
+def _worst_and_median(values: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 2), "worst": round(max(values), 2)}
+
+
+def _undisturbed(job: SeveralSchedulers, since: float) -> dict[str, int]:
+    """What may not happen to a training whose schedulers die."""
+    return {"steps_lost_or_doubled": job.irregular_steps(since), "group_changes": job.group_changes(since)}
+
+
+def _leader_kills(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
+    rows, start = [], time.monotonic()
+    for number in range(options.kills):
+        old = job.settled()
+        time.sleep(0.5 + 0.07 * number)  # any place between two renewals
+        began, killed = job.kill_leader(old)
+        _, led_s, back_s = job.takeover(killed, began)
+        rows.append({"takeover_s": led_s, "all_back_s": back_s})
+        job.say(
+            f"kill {number + 1}: the next one leads after {led_s:.2f} s, all are back after {back_s:.2f} s"
+        )
+        job.wait("the killed one stands by", lambda: old.process.poll() is None, 10)  # noqa: B023 - called at once
+        time.sleep(1.0)
+    summary = {
+        "kills": len(rows),
+        "takeover_s": _worst_and_median([row["takeover_s"] for row in rows]),
+        "all_back_s": _worst_and_median([row["all_back_s"] for row in rows]),
+        "steps": sum(step["t"] > start for worker in job.workers for step in worker.steps()),
+        **_undisturbed(job, start),
+    }
+    return {"kills": rows, "summary": summary}
+
+
+def _stopped_leaders(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
+    refused, rows, start = 0, [], time.monotonic()
+    for number in range(options.stops):
+        old = job.settled()
+        time.sleep(1.0)
+        log_size, codes = old.log.stat().st_size, len(old.codes)
+        began, stopped = time.monotonic(), old.process
+        stopped.send_signal(signal.SIGSTOP)
+        _, led_s, back_s = job.takeover(stopped, began)
+        stopped.send_signal(signal.SIGCONT)
+        woke = time.monotonic()
+        job.wait("the fence ends the old one", lambda: len(old.codes) > codes, 60)  # noqa: B023
+        text = old.log.read_bytes()[log_size:].decode(errors="replace")
+        by_fence = old.codes[-1] == DEPOSED and "etcd says that" in text
+        refused += by_fence
+        rows.append(
+            {
+                "takeover_s": led_s,
+                "all_back_s": back_s,
+                "refused_after_s": round(time.monotonic() - woke, 2),
+                "by_fence": by_fence,
+            }
+        )
+        job.say(f"stop {number + 1}: led after {led_s:.2f} s, back after {back_s:.2f} s, refused: {by_fence}")
+    summary = {
+        "stops": options.stops,
+        "late_decisions_refused": refused,
+        "takeover_s": _worst_and_median([row["takeover_s"] for row in rows]),
+        "all_back_s": _worst_and_median([row["all_back_s"] for row in rows]),
+        **_undisturbed(job, start),
+    }
+    return {"stops": rows, "summary": summary}
+
+
+def _worker_kills(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for number in range(options.times):
+        old = job.settled()
+        time.sleep(1.0)
+        began, leader = job.kill_leader(old)
+        time.sleep(0.2)
+        victim = job.living()[number % job.size]
+        killed = victim.kill()
+        _, led_s, _ = job.takeover(leader, began)
+        job.wait("the others train", lambda: job.training(job.size - 1), 60)
+        firsts = [
+            next(step["t"] for step in worker.steps() if step["t"] > killed and step["world"] == job.size - 1)
+            for worker in job.living()
+        ]
+        next_step_s = max(firsts) - began
+        limit_s = led_s + NODE_TIMEOUT_S + 2.5
+        rows.append({"takeover_s": led_s, "next_step_s": round(next_step_s, 2), "limit_s": round(limit_s, 2)})
+        job.say(f"worker {victim.name}: the next step after {next_step_s:.2f} s, of {limit_s:.2f} s allowed")
+        job.start_worker(victim.name)
+        job.wait("all train again", lambda: job.training(job.size, 3), 60)
+    within = sum(row["next_step_s"] <= row["limit_s"] for row in rows)
+    worst = max(row["next_step_s"] - row["takeover_s"] for row in rows)
+    return {
+        "kills": rows,
+        "summary": {"times": len(rows), "within_limit": within, "worst_after_takeover_s": round(worst, 2)},
+    }
+
+
+def _etcd_leader(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
+    rows, start = [], time.monotonic()
+    for _ in range(options.etcd_kills):
+        leader = job.settled()
+        codes, pid = sum(len(each.codes) for each in job.schedulers), leader.process.pid
+        number, began = job.etcd.leader(), time.monotonic()
+        job.etcd.kill(number)
+        least = job.size
+        while time.monotonic() < began + 5:
+            job.check()
+            least = min(least, leader.sessions())
+            time.sleep(0.1)
+        same = leader.process.pid == pid and codes == sum(len(each.codes) for each in job.schedulers)
+        rows.append({"same_leader": same, "fewest_sessions": least})
+        job.say(f"etcd's leader killed: same leader {same}, at least {least} workers connected")
+        job.etcd.start_member(number)
+        time.sleep(3)
+    return {
+        "kills": rows,
+        "summary": {
+            "nothing_happened": all(
+                row["same_leader"] and row["fewest_sessions"] == job.size for row in rows
+            ),
+            "times": len(rows),
+            **_undisturbed(job, start),
+        },
+    }
+
+
+def _quorum(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
+    began = time.monotonic()
+    steps = sum(len(worker.steps()) for worker in job.workers)
+    for number in (0, 1):
+        job.etcd.kill(number)
+    down_s = 0.0
+    while time.monotonic() < began + options.outage_s:
+        job.check()
+        if not down_s and job.leader() is None:
+            down_s = time.monotonic() - began
+        time.sleep(0.1)
+    trained = sum(len(worker.steps()) for worker in job.workers) - steps
+    back = time.monotonic()
+    for number in (0, 1):
+        job.etcd.start_member(number)
+    job.wait("somebody leads", job.leader, 60)
+    led_s = time.monotonic() - back
+    job.settled()
+    all_s = time.monotonic() - back
+    summary = {
+        "outage_s": options.outage_s,
+        "stepped_down_after_s": round(down_s, 2),
+        "steps_meanwhile": trained,
+        "longest_pause_s": round(max(longest_pause(worker, began) for worker in job.workers), 2),
+        "leader_back_s": round(led_s, 2),
+        "all_back_s": round(all_s, 2),
+        **_undisturbed(job, began),
+    }
+    job.say(f"quorum lost: {summary}")
+    return {"summary": summary}
+
+
+_MEASURES = {
+    "leader": _leader_kills,
+    "stopped": _stopped_leaders,
+    "worker": _worker_kills,
+    "etcd": _etcd_leader,
+    "quorum": _quorum,
+}

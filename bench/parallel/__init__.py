@@ -1,0 +1,1 @@
+"""Divided models against data parallelism and what users would write by hand."""

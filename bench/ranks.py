@@ -1,0 +1,112 @@
+"""Processes of this machine with a communicator of the CPU among them, and no scheduler.
+
+For benchmarks of what stands on a communicator. What a session does besides (death, replacement) is absent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from muster.bench.launches import receive
+from muster.worker.communicators.base import Membership, Peer
+
+_JOB, _PASSWORD = "bench", b"bench"
+_MEETING_S = 60.0
+
+
+def run_ranks(
+    workers: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    backend: str = "tcp",
+    tls: bool = True,
+    seal: bool = True,
+) -> list[Any]:
+    """Calls ``function(communicator, *arguments)`` on all ranks at once, each in a process.
+
+    Args:
+        workers: how many ranks.
+        function: of a module; what it returns must not be a text.
+        arguments: which can be pickled.
+        backend: "tcp" or "gloo".
+        tls: with certificates, made for the purpose; backend "tcp" only.
+        seal: False: TLS's own records, in place of those of the communicator.
+
+    Returns:
+        What each returned, by rank.
+
+    Raises:
+        RuntimeError: one failed, or ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="muster-bench-") as scratch:
+        folder = _certificates(Path(scratch)) if tls else None
+        pipes, processes = [], []
+        for rank in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank, args=(rank, theirs, backend, folder, seal, function, arguments), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            places = [receive(pipe) for pipe in pipes]
+            for pipe in pipes:
+                pipe.send(([address for address, _ in places], places[0][1]))
+            return [receive(pipe) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+
+
+def _certificates(folder: Path) -> Path:
+    from muster.certs.files import write_file
+    from muster.certs.pki.authority import create_authority
+    from muster.certs.pki.identity import Identity
+
+    authority = create_authority(folder / "authority", _PASSWORD)
+    write_file(folder / "client.p12", authority.issue(Identity(_JOB, "worker")).p12(_PASSWORD))
+    return folder
+
+
+def _rank(
+    rank: int,
+    pipe: Connection,
+    name: str,
+    folder: Path | None,
+    seal: bool,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    try:
+        from muster.worker.communicators import create_backend
+
+        tls = None
+        if folder is not None:
+            from muster.certs.runtime.store import load_credentials
+
+            tls = load_credentials(folder / "client.p12", _PASSWORD, folder / "authority" / "ca.crt")
+        backend = create_backend(name, tls=tls, job_id=_JOB, seal=seal)
+        pipe.send((backend.open_endpoint("127.0.0.1"), backend.mint_unique_ids(1)))
+        addresses, unique_ids = pipe.recv()
+        peers = tuple(
+            Peer(index, f"bench-{index}", index, "bench", "localhost", address)
+            for index, address in enumerate(addresses)
+        )
+        membership = Membership(_JOB, 1, "world", rank, peers, unique_ids)
+        communicator = backend.connect(membership, timeout_s=_MEETING_S, cancelled=lambda: None)
+        result = function(communicator, *arguments)
+        communicator.barrier()
+        communicator.close()
+        backend.close()
+        pipe.send(result)
+    except Exception as error:
+        pipe.send(f"rank {rank}: {type(error).__name__}: {error}")

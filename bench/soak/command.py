@@ -1,0 +1,411 @@
+"""``muster bench soak``: hours of faults in a job of six workers and two spares, with every step checked.
+
+A schedule that the seed decides kills and stops workers, cuts their connections and those to the scheduler,
+floods the scheduler with TLS hellos, and kills it. Some harms come in bursts, others once the job has gone
+on, so that a busy machine is not harmed faster than it computes. Each step has one right result, computed
+here again. One worker is never killed, and after a third of the time the scheduler is not, so that their
+memory and their descriptors can be watched.
+
+  muster bench soak --hours 2 --seed 1 --json soak.json --keep logs
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from muster.bench.recovery.job import Job, Worker
+from muster.bench.soak.job import STOP_VARIABLE, digest_of, first_weights, mix, part, rows_of
+from muster.bench.soak.relay import Relay
+
+WORKERS, SPARES, WORKERS_MIN = 6, 2, 3
+HARMS = {"kill": 5, "stop": 3, "cut data": 3, "cut control": 3, "flood": 1, "scheduler": 2}
+NODE_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 180.0
+SAMPLE_S = 5.0
+PROGRESS_S = 10.0
+FLOOD_S = 3.0
+LONG_S = 900.0
+PATIENCE_S = 30.0
+"""How long the next harm waits at most for the job to go on after the last one."""
+
+BURST = 0.4
+"""Share of harms that are followed by the next whatever the job does meanwhile."""
+
+KEPT_STEPS = 20_000
+"""How far behind the newest step one may still be checked."""
+
+Say = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    option = parser.add_argument
+    option("--hours", type=float, default=2.0, metavar="H", help="of harm; 0.05 are three minutes (2)")
+    option("--seed", type=int, default=0, help="of what is done to whom, and when (0)")
+    option("--pace-ms", type=float, default=50.0, metavar="MS", help="least time of a step (50)")
+    option("--keep", type=Path, metavar="DIR", help="keep logs there; where something is wrong, always kept")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Does the harm and returns what was seen.
+
+    Raises:
+        RuntimeError: the job did not come up, did not end, or something that must hold did not.
+    """
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:8.1f} s  {text}", flush=True)
+
+    directory = Path(tempfile.mkdtemp(prefix="muster-soak-"))
+    keep = options.keep
+    try:
+        with Soak(directory / "job", options.pace_ms / 1000, say) as job:
+            result = soak(job, 3600 * options.hours, random.Random(options.seed))
+        result["seed"], result["hours"] = options.seed, options.hours
+        if result["did_not_hold"]:
+            keep = keep or Path(f"soak-{options.seed}-logs")
+            raise RuntimeError(f"{json.dumps(result, indent=1)}\nDid not hold; the logs are in {keep}.")
+        return result
+    finally:
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in (directory / "job").glob("*.log"):
+                shutil.copy(path, keep)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def report(result: dict[str, Any]) -> None:
+    """Prints the results for people."""
+    for name, value in result.items():
+        print(f"{name:20} {value}")
+
+
+class Results:
+    """The one right result of each step, and what processes said."""
+
+    def __init__(self) -> None:
+        self._weights = first_weights()
+        self._digests: deque[str] = deque(maxlen=KEPT_STEPS)
+        self._newest = 0
+        self.checked = 0
+        self.wrong: list[dict[str, Any]] = []
+        self.generations: set[int] = set()
+        self.setbacks: list[dict[str, int]] = []
+
+    def right(self, step: int) -> str:
+        """What the weights are after so many steps."""
+        while self._newest < step:
+            mix(self._weights, part(self._newest, rows_of(self._newest)))
+            self._newest += 1
+            self._digests.append(digest_of(self._weights))
+        behind = self._newest - step
+        return self._digests[-1 - behind] if behind < len(self._digests) else "too long ago to be checked"
+
+    def take(self, worker: Worker) -> None:
+        """Checks what a worker has noted since, and forgets it."""
+        worker.follow()
+        events, worker.events[:] = list(worker.events), worker.events[-1:]
+        for event in events:
+            if event.get("taken") or event["what"] != "step":
+                continue
+            event["taken"] = True
+            self.checked += 1
+            self._note_setback(event["generation"], event["step"])
+            if event["digest"] != self.right(event["step"]):
+                self.wrong.append({"worker": worker.name, **event})
+
+    def _note_setback(self, generation: int, step: int) -> None:
+        """Notes a generation that begins more than one step behind: those that held the state are not in it.
+
+        One step may have been finished by a worker alone that was killed then.
+        """
+        if generation in self.generations:
+            return
+        self.generations.add(generation)
+        if step < self._newest and generation == max(self.generations):
+            self.setbacks.append({"generation": generation, "from_step": self._newest, "to_step": step})
+
+    @property
+    def newest(self) -> int:
+        """The furthest step that anybody has finished."""
+        return self._newest
+
+
+class Watched:
+    """Memory and descriptors of one process, over time."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, int]] = []
+
+    def look(self, pid: int) -> None:
+        """Takes a sample."""
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))
+            descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            self.samples.append((int(kilobytes) / 1024, descriptors))
+
+    def summary(self) -> dict[str, float]:
+        """The second quarter of the time against the last one."""
+        quarter = max(1, len(self.samples) // 4)
+        early, late = self.samples[quarter : 2 * quarter] or self.samples, self.samples[-quarter:]
+        if not late:
+            return {}
+        return {
+            "seconds": SAMPLE_S * len(self.samples),
+            "memory_mb_early": round(statistics.median(sample[0] for sample in early), 1),
+            "memory_mb_late": round(statistics.median(sample[0] for sample in late), 1),
+            "descriptors_early": statistics.median(sample[1] for sample in early),
+            "descriptors_late": statistics.median(sample[1] for sample in late),
+        }
+
+
+def is_flat(summary: dict[str, float], *, floods: int = 0) -> bool:
+    """Whether neither memory nor descriptors have grown by more than noise.
+
+    Python and gRPC keep what they have had once, so the first floods cost more than a short run can show:
+    four floods of 8 s took an idle scheduler from 58 to 446 MB on two quiet cores, the last one nothing.
+    """
+    if not summary:
+        return True
+    long = summary["seconds"] > LONG_S
+    short_mb = 450 if floods else 150
+    room_mb, room = (8 + 0.1 * summary["memory_mb_early"], 16) if long else (short_mb, 64)
+    return (
+        summary["memory_mb_late"] <= summary["memory_mb_early"] + room_mb
+        and summary["descriptors_late"] <= summary["descriptors_early"] + room
+    )
+
+
+class Soak(Job):
+    """The job, with a relay before the scheduler.
+
+    Args:
+        directory: for keys, logs and records; is made.
+        pace_s: least time of a step.
+        say: shows progress.
+    """
+
+    def __init__(self, directory: Path, pace_s: float, say: Say) -> None:
+        directory.mkdir(parents=True)
+        pace, self.stop_file = directory / "pace", directory / "stop"
+        pace.write_text(str(pace_s))
+        super().__init__(
+            directory,
+            workers=WORKERS,
+            worker_min=WORKERS_MIN,
+            command=["-m", "muster.bench.soak.job"],
+            env={
+                "MUSTER_BENCH_PACE": str(pace),
+                STOP_VARIABLE: str(self.stop_file),
+                "MS_NODE_TIMEOUT": str(NODE_TIMEOUT_S),
+                "MS_SPARES": "6",
+                "MS_TOPO_TIMEOUT": "120",
+            },
+            say=say,
+        )
+        self.relay = Relay(self.port)
+        self.results = Results()
+        self.resting: dict[Worker, float] = {}
+        self.touched: set[Worker] = set()
+        self.reported: list[str] = []
+        self.floods: list[subprocess.Popen[bytes]] = []
+        self._seen_ended: set[Worker] = set()
+
+    def begin(self) -> None:
+        """Starts everything and waits until all train."""
+        self.start_scheduler()
+        for number in range(WORKERS):
+            self.start(f"node-{number}")
+        self.wait("all train", lambda: self.training(WORKERS, 2), START_TIMEOUT_S)
+        self.refill()
+
+    def start(self, name: str, **env: str) -> Worker:
+        """Starts a worker that reaches the scheduler through the relay."""
+        return self.start_worker(name, MS_SCHED_PORT=str(self.relay.port), **env)
+
+    def refill(self) -> None:
+        """Starts spares until there are as many processes as there should be."""
+        while len(self.living()) < WORKERS + SPARES:
+            self.start(f"spare-{len(self.workers)}", MS_WORKER_SPARE="1")
+
+    def check(self, *, may_end: bool = False) -> None:
+        """Notes every end that nothing explains; nobody waits for it."""
+        for worker in self.workers:
+            code = worker.process.poll()
+            if code is None or worker in self._seen_ended:
+                continue
+            self._seen_ended.add(worker)
+            self.results.take(worker)
+            text = worker.log.read_text(errors="replace")
+            was_out = "refused" in text.lower() or "lost its place" in text.lower()
+            if code == -signal.SIGKILL or (code == 0 and may_end) or (was_out and worker in self.touched):
+                continue
+            last = text.strip().splitlines()[-1:] or ["(nothing was said)"]
+            self.reported.append(f"{worker.name} ended with {code}: {last[0][:300]}")
+            self.say(self.reported[-1])
+
+    def holders(self) -> list[Worker]:
+        """Those that run, are not stopped, and have the state."""
+        return [each for each in self.living() if each not in self.resting and each.events]
+
+    def wake(self, now: float) -> None:
+        """Lets those go on that were stopped for long enough."""
+        for worker in [each for each, until in self.resting.items() if until <= now]:
+            del self.resting[worker]
+            if worker.alive:
+                worker.process.send_signal(signal.SIGCONT)
+
+    def __exit__(self, *error: Any) -> None:
+        """Kills what still runs."""
+        self.wake(float("inf"))
+        for flood in self.floods:
+            flood.kill()
+            flood.wait()
+        self.relay.close()
+        super().__exit__(*error)
+
+
+def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
+    """Does harm for so long, lets the job end, and judges."""
+    job.begin()
+    veteran, done = job.workers[0], Counter[str]()
+    began = time.monotonic()
+    watched = {"worker": Watched(), "scheduler": Watched()}
+    next_harm = next_sample = next_progress = began
+    wanted, patience = 0, began
+    while (now := time.monotonic()) < began + seconds:
+        job.wake(now)
+        for worker in job.living():
+            job.results.take(worker)
+        job.check()
+        job.refill()
+        if now >= next_harm and (job.results.checked >= wanted or now >= patience):
+            next_harm, patience = now + chance.uniform(0.5, 4.0), now + PATIENCE_S
+            wanted = job.results.checked + (0 if chance.random() < BURST else 3 * WORKERS)
+            scheduler_rests = now > began + seconds / 3
+            done[_harm(job, veteran, chance, spare_scheduler=scheduler_rests)] += 1
+        if now >= next_sample:
+            next_sample = now + SAMPLE_S
+            watched["worker"].look(veteran.process.pid)
+            if now > began + seconds / 3 and job.scheduler is not None:
+                watched["scheduler"].look(job.scheduler.pid)
+        if now >= next_progress:
+            next_progress = now + PROGRESS_S
+            _progress(job, done, began + seconds - now)
+        time.sleep(0.05)
+    _end(job)
+    return _judge(job, done, watched)
+
+
+def _progress(job: Soak, done: Counter[str], left_s: float) -> None:
+    results = job.results
+    harms = ", ".join(f"{count} {what}" for what, count in sorted(done.items()) if what)
+    job.say(
+        f"{left_s:.0f} s left: step {results.newest}, {results.checked} checked, {len(results.wrong)} wrong,"
+        f" {len(results.generations)} generations, {len(job.living())} processes; {harms}"
+    )
+
+
+def _harm(job: Soak, veteran: Worker, chance: random.Random, *, spare_scheduler: bool) -> str:
+    """Does one harm; its name, or "" if there was nobody to do it to."""
+    what = chance.choices(list(HARMS), list(HARMS.values()))[0]
+    place, seconds = chance.random(), chance.choice((0.3, 1.0, 2.0, 8.0))
+    holders = job.holders()
+    if what == "scheduler":
+        if spare_scheduler:
+            return ""
+        job.kill_scheduler()
+        time.sleep(min(seconds, 1.0) * place)
+        job.start_scheduler()
+    elif what == "cut control":
+        job.relay.cut(seconds)
+        job.touched.update(job.living())
+    elif what == "flood":
+        job.floods = [each for each in job.floods if each.poll() is None]
+        if job.floods:
+            return ""
+        arguments = ["127.0.0.1", str(job.port), "127.0.0.9", str(FLOOD_S)]
+        command = [sys.executable, "-m", "muster.bench.flood.hellos", *arguments]
+        job.floods.append(subprocess.Popen(command, env=job.env, stdout=subprocess.DEVNULL))
+    elif len(holders) <= WORKERS_MIN or (what == "stop" and job.resting):
+        return ""
+    else:
+        others = [each for each in holders if each is not veteran]
+        victim = others[int(place * len(others))]
+        job.touched.add(victim)
+        if what == "kill":
+            victim.kill()
+        elif what == "stop":
+            victim.process.send_signal(signal.SIGSTOP)
+            job.resting[victim] = time.monotonic() + seconds
+        else:
+            job.touched.update(holders)
+            victim.process.send_signal(signal.SIGUSR1)
+    return what
+
+
+def _end(job: Soak) -> None:
+    """Lets the job end in one step of all its members; who never was one is ended then."""
+    job.wake(float("inf"))
+    members = [worker for worker in job.living() if worker.events]
+    job.stop_file.touch()
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while job.living() and time.monotonic() < deadline:
+        for worker in job.living():
+            job.results.take(worker)
+        job.check(may_end=True)
+        if not any(worker.alive for worker in members):
+            for worker in job.living():
+                if not worker.events:
+                    worker.kill()
+        time.sleep(0.1)
+    job.check(may_end=True)
+    if job.living():
+        names = ", ".join(worker.name for worker in job.living())
+        job.reported.append(f"{END_TIMEOUT_S:g} s after the end was asked for, these still run: {names}")
+    for worker in job.workers:
+        job.results.take(worker)
+
+
+def _judge(job: Soak, done: Counter[str], watched: dict[str, Watched]) -> dict[str, Any]:
+    results = job.results
+    done.pop("", None)
+    flat = {name: each.summary() for name, each in watched.items()}
+    rules = {
+        "every step of every process is that of an undisturbed run": not results.wrong,
+        "every end is explained": not job.reported,
+        "the worker's memory and descriptors are flat": is_flat(flat["worker"]),
+        "the scheduler's memory and descriptors are flat": is_flat(flat["scheduler"], floods=done["flood"]),
+        "steps were made": results.newest > 0,
+    }
+    return {
+        "harm": dict(sorted(done.items())),
+        "processes": len(job.workers),
+        "generations": len(results.generations),
+        "steps": results.newest,
+        "checked_steps": results.checked,
+        "setbacks": results.setbacks[:20],
+        "wrong_steps": len(results.wrong),
+        "first_wrong": results.wrong[:5],
+        "unexplained_ends": job.reported[:20],
+        "worker": flat["worker"],
+        "scheduler": flat["scheduler"],
+        "did_not_hold": [rule for rule, holds in rules.items() if not holds],
+    }

@@ -1,0 +1,166 @@
+"""AllReduce of torch.distributed on CPUs: the encrypted backend "muster" beside Gloo in plain text, in turns.
+
+Both groups are of the same processes, and each turn measures one after the other. Each round begins with a
+barrier; its time is that of its slowest rank, and the median counts. Sums are checked by value.
+
+  muster bench torch-groups --json torch-groups.json --check 4K=2 1M=1.3 16M=1.3
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from muster.bench.allreduce.command import rounds_of, size_in_bytes, slowest
+from muster.bench.launches import receive
+from muster.bench.report import describe_machine, summary, write
+from muster.worker.process_group import assignment, registration
+
+SIZES = (4096, 1 << 20, 16 << 20)
+BACKENDS = ("gloo", "muster")
+_WARMUPS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
+    parser.add_argument(
+        "--sizes", type=size_in_bytes, nargs="+", default=SIZES, metavar="BYTES", help="(4K 1M 16M)"
+    )
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="times that all is run (3)")
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        default=[],
+        metavar="SIZE=RATIO",
+        help="exit with 1 if ours takes longer than that",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints and writes; returns the exit code."""
+    machine = describe_machine()
+    samples = measure(options.workers, tuple(options.sizes), options.turns)
+    rows, ratios = [], {}
+    for size in options.sizes:
+        medians = {}
+        for backend in BACKENDS:
+            found = summary(samples[backend, size])
+            medians[backend] = found["median"]
+            row = {"backend": backend, "bytes": size, "samples": len(samples[backend, size])}
+            rows.append(row | {f"{key}_ms": found[key] * 1e3 for key in ("median", "min", "p90")})
+        ratios[size] = medians["muster"] / medians["gloo"]
+    _show(rows, ratios)
+    if options.json is not None:
+        conditions = {"workers": options.workers, "turns": options.turns, "dtype": "float32", "op": "sum"}
+        results: dict[str, Any] = {
+            "rows": rows,
+            "ratios": {str(size): ratio for size, ratio in ratios.items()},
+        }
+        write(options.json, "torch-groups", {"machine": machine, **conditions, **results})
+    limits = {size_in_bytes(text.split("=")[0]): float(text.split("=")[1]) for text in options.check}
+    over = {size: ratios[size] for size, limit in limits.items() if ratios[size] > limit}
+    for size, ratio in over.items():
+        print(f"{size} bytes take {ratio:.2f} times as long as with Gloo; {limits[size]:g} is the limit.")
+    return 1 if over else 0
+
+
+def _show(rows: list[dict[str, Any]], ratios: dict[int, float]) -> None:
+    print(f"{'backend':8} {'bytes':>10} {'median ms':>10} {'min ms':>9} {'p90 ms':>9} {'to Gloo':>8}")
+    for row in rows:
+        ratio = f"{ratios[row['bytes']]:8.2f}" if row["backend"] == "muster" else ""
+        times = f"{row['median_ms']:10.3f} {row['min_ms']:9.3f} {row['p90_ms']:9.3f}"
+        print(f"{row['backend']:8} {row['bytes']:10} {times} {ratio}")
+
+
+def measure(workers: int, sizes: tuple[int, ...], turns: int) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each round, by backend and size.
+
+    Raises:
+        RuntimeError: a process failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="muster-bench-") as scratch:
+        folder = Path(scratch)
+        certificates = ["certs", "init", "--dir", str(folder), "--password-file", str(folder / "password")]
+        command = [sys.executable, "-m", "muster", *certificates, "--job", "bench"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        unique_id, pipes, processes = os.urandom(128), [], []
+        for rank in range(workers):
+            ours, theirs = context.Pipe()
+            place = (rank, workers, folder, unique_id)
+            process = context.Process(target=_rank, args=(theirs, place, sizes, turns), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            found = [receive(pipe) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+    return {key: slowest([each[key] for each in found]) for key in found[0]}
+
+
+def _rank(pipe: Connection, place: tuple[int, int, Path, bytes], sizes: tuple[int, ...], turns: int) -> None:
+    try:
+        pipe.send(_measure_all(place, sizes, turns))
+    except BaseException as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def _measure_all(
+    place: tuple[int, int, Path, bytes], sizes: tuple[int, ...], turns: int
+) -> dict[tuple[str, int], list[float]]:
+    import torch.distributed as dist
+
+    rank, workers, folder, unique_id = place
+    os.environ["MS_CLIENT_PASSWORD_FILE"] = str(folder / "password")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    members = tuple(assignment.HeldPlace(str(each), "here", "here") for each in range(workers))
+    handover = assignment.Handover(
+        "bench", 1, rank, members, "127.0.0.1", str(folder / "config.json"), False, (unique_id,)
+    )
+    agent = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    agent.set(assignment.KEY, handover.encode())
+    os.environ["MUSTER_STORE"] = f"127.0.0.1:{agent.port}"
+    registration.register("")
+    store = dist.FileStore(str(folder / "meeting"), workers)
+    timeout = timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=timeout)
+    groups = {name: dist.new_group(backend=name, timeout=timeout) for name in BACKENDS}
+    samples: dict[tuple[str, int], list[float]] = {(name, size): [] for name in BACKENDS for size in sizes}
+    for _ in range(turns):
+        for size in sizes:
+            for name, group in groups.items():
+                samples[name, size] += _measure(group, size)
+    dist.destroy_process_group()
+    return samples
+
+
+def _measure(group: Any, size: int) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    wanted = dist.get_world_size() * (dist.get_world_size() + 1) / 2
+    tensor = torch.empty(size // 4)
+    samples = []
+    for _ in range(rounds_of(size) + _WARMUPS):
+        tensor.fill_(dist.get_rank() + 1)
+        dist.barrier(group)
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        samples.append(time.perf_counter() - start)
+        if not bool((tensor == wanted).all()):
+            raise RuntimeError(f"the sum of {size} bytes is wrong")
+    return samples[_WARMUPS:]

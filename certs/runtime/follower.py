@@ -1,0 +1,150 @@
+"""Reloads a running process's credentials when their files change, for schedulers and workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+
+from muster.certs.config import SecurityConfig, apply_cipher_list, load_config
+from muster.certs.errors import CertificateError, RevokedError
+from muster.certs.pki.peer import Peer
+from muster.certs.pki.revocation import Revocations
+from muster.certs.runtime.expiry import Expiry, ExpiryReminder, expiries
+from muster.certs.runtime.passwords import forbid_core_files, prompted_password
+from muster.certs.runtime.store import Credentials
+from muster.certs.runtime.watcher import Change, CredentialsWatcher
+
+
+class Follower:
+    """Gives the credentials in force; every new connection asks for them.
+
+    Renewed certificates, authorities, revocation lists and settings count from the next connection on. A bad
+    file leaves the old ones in force and says so; bad revocation lists let nobody in.
+
+    Args:
+        watcher: reads and checks the files, for a role and job.
+        log: where changes, faults and certificates that end soon are reported.
+    """
+
+    def __init__(self, watcher: CredentialsWatcher, log: logging.Logger) -> None:
+        self._watcher = watcher
+        self._log = log
+        self._lock = threading.Lock()
+        self._reminder = ExpiryReminder()
+        self._etcd: Credentials | None = None
+
+    def __call__(self) -> Credentials:
+        """The credentials in force, after a look at the files: a few ``stat`` calls unless one changed.
+
+        Never raises; callable from any thread.
+        """
+        with self._lock:
+            self.log_change(self.poll())
+        return self.credentials
+
+    @property
+    def credentials(self) -> Credentials:
+        """The certificate, authorities and revocation lists in force."""
+        return self._watcher.credentials
+
+    @property
+    def config(self) -> SecurityConfig:
+        """The configuration in force."""
+        return self._watcher.config
+
+    def etcd(self) -> Credentials:
+        """The scheduler's credentials for etcd; unchanged where a renewed file is bad.
+
+        Raises:
+            CertificateError: there was none before.
+        """
+        try:
+            self._etcd = self._watcher.load_for_etcd()
+        except CertificateError as error:
+            if self._etcd is None:
+                raise
+            self._log.error("What was shown to etcd so far stays in force: %s", error)
+        return self._etcd
+
+    def revocations(self) -> Revocations | None:
+        """The revocation lists in force."""
+        return self.credentials.revocations
+
+    def require_identity(self) -> bool:
+        """Whether callers' certificates must name job and role now."""
+        return self.config.require_identity
+
+    def poll(self) -> Change | None:
+        """Looks for changed files, and puts what is sound in force; one thread at a time. Never raises.
+
+        Returns:
+            What changed, and what is wrong with it; None if nothing that counts did.
+        """
+        try:
+            return self._watcher.poll()
+        except Exception:
+            self._log.exception("Fault while reading the certificates; those in force stay.")
+            return None
+
+    def log_change(self, change: Change | None) -> None:
+        """Logs what changed, and what ends soon: once a day each."""
+        if change is not None:
+            for problem in change.problems:
+                self._log.error("%s", problem)
+            for sentence in change.warnings:
+                self._log.warning("%s", sentence)
+            for sentence in change.notes:
+                self._log.info("%s", sentence)
+        for sentence in self._reminder.due(self.credentials, self.config.cert_expire_warning_time_in_day):
+            self._log.warning("%s", sentence)
+
+    def expiries(self) -> list[Expiry]:
+        """The ends of the credentials in force."""
+        return expiries(self.credentials, self.config.cert_expire_warning_time_in_day)
+
+    def has_revoked(self, peer: Peer) -> bool:
+        """Whether a peer that was accepted is revoked by now.
+
+        Lists that cannot be relied on keep newcomers out, but end no connection that stands.
+        """
+        revocations = self().revocations
+        try:
+            if revocations is not None:
+                revocations.check(peer.links)
+        except RevokedError:
+            return True
+        except CertificateError:
+            return False
+        return False
+
+
+def follow_files(
+    config_path: str | os.PathLike[str],
+    role: str,
+    env: Mapping[str, str],
+    log: logging.Logger,
+    *,
+    job: str | None,
+    password: bytes | None = None,
+) -> Follower:
+    """Loads a role's credentials by config.json, and gives gRPC its ciphers before it is imported.
+
+    From then on the process leaves no core file, which would hold the private key.
+
+    Args:
+        config_path: config.json.
+        role: ``scheduler`` or ``worker``.
+        env: where the password is looked for.
+        log: of the process.
+        job: the job that renewed certificates must be for; None for any.
+        password: of the PKCS#12 file, if it is not in the environment.
+
+    Raises:
+        CertificateError: the configuration, the password or a certificate is unusable.
+    """
+    apply_cipher_list(load_config(config_path))
+    forbid_core_files()
+    asked = password or prompted_password(role, env)
+    return Follower(CredentialsWatcher(config_path, role, env, password=asked, job=job), log)

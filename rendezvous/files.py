@@ -1,0 +1,102 @@
+"""Reads files whose names come from outside: regular ones only, without blocking, with a size limit.
+
+A path to a FIFO, a device or a file that grows must not hold a process up, or fill its memory.
+Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+
+_TOKEN_BYTES = 8
+_LEFT_AFTER_S = 600.0
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+}
+
+
+def path_of(text: str) -> Path:
+    """The absolute path of a name that a user gives; a home that nobody has stays as it is written."""
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path's own raises there
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """Opens a regular file, and nothing else, without waiting for anybody.
+
+    Args:
+        path: the file.
+        flags: as for :func:`os.open`.
+        mode: the permission bits of a file that is made.
+
+    Returns:
+        its descriptor, not inherited by children.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; ``strerror`` says what it is.
+    """
+    # O_NONBLOCK: a FIFO opens at once, or fails at once. It means nothing for regular files.
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+            raise OSError(errno.ELOOP, "it is a link, and none is followed here") from None
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "it is a FIFO, a socket or a device, not a regular file") from None
+        raise
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
+        raise OSError(number, f"it is {_KINDS.get(kind, 'something else')}, not a regular file")
+    return descriptor
+
+
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Reads a whole regular file.
+
+    Args:
+        path: the file.
+        limit: the most bytes that it may have.
+
+    Raises:
+        OSError: as :func:`open_regular`; EFBIG if it has more bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
+    return data
+
+
+def readable_by_others(path: str | os.PathLike[str]) -> str:
+    """A warning if others may read a file that holds a secret; empty if not, or if it is missing."""
+    try:
+        mode = stat.S_IMODE(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return ""
+    return (
+        f"{os.fspath(path)} may be read by every user of this host (mode {mode:04o})" if mode & 0o004 else ""
+    )
+
+
+def beside(path: Path) -> Path:
+    """A name in the same folder to write a file under before it is renamed: nobody can guess it."""
+    return path.with_name(f".{path.name}.{os.urandom(_TOKEN_BYTES).hex()}.part")
+
+
+def remove_left(folder: Path) -> None:
+    """Removes what :func:`beside` named and a process that was killed left, if it is ten minutes old."""
+    for left in folder.glob(f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _LEFT_AFTER_S:
+                left.unlink()

@@ -1,0 +1,428 @@
+"""The messages between workers and scheduler as values: one class for each of the protocol.
+
+All times are seconds, ranks count from 0, ``step`` is a number of steps finished, ``started_step`` a
+number of steps begun.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from muster.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """Marks a decorator for type checkers; does nothing at run time."""
+        return lambda cls: cls
+
+
+ValueT = TypeVar("ValueT", bound="Value")
+
+
+@dataclass_transform(frozen_default=True)
+class Value:
+    """Base of immutable values, without generated code: annotations are fields, class attributes defaults.
+
+    A dataclass compiles its methods anew in every process, about half a millisecond each; with the fifty
+    kinds of messages and events that would be a good part of a worker's start.
+
+    Fields are inherited in the order of dataclasses: those of the last base come first.
+
+    Fields named in ``secret_fields`` do not stand in the representation.
+    """
+
+    secret_fields: ClassVar[tuple[str, ...]] = ()
+    _fields: ClassVar[tuple[str, ...]] = ()
+    _names: ClassVar[frozenset[str]] = frozenset()
+    _defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Reads the fields off the annotations."""
+        kinds = [kind for kind in reversed(cls.__mro__) if issubclass(kind, Value)]
+        owners = {
+            name: kind
+            for kind in kinds
+            for name, annotation in kind.__annotations__.items()
+            if "ClassVar" not in str(annotation)
+        }
+        cls._fields, cls._names = tuple(owners), frozenset(owners)
+        cls._defaults = {name: kind.__dict__[name] for name, kind in owners.items() if name in kind.__dict__}
+        cls.secret_fields = tuple(dict.fromkeys(name for kind in kinds for name in kind.secret_fields))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        fields = self._fields
+        if not args and kwargs.keys() == self._names:  # as decoders make them, many a second
+            self.__dict__.update(kwargs)
+            return
+        values = {**self._defaults, **dict(zip(fields, args)), **kwargs}  # noqa: B905 - checked below
+        if len(values) != len(fields) or len(args) > len(fields) or not values.keys() <= set(fields):
+            raise TypeError(f"{type(self).__name__} takes {', '.join(fields)}; it was given {list(values)}.")
+        if kwargs and any(name in kwargs for name in fields[: len(args)]):
+            raise TypeError(f"{type(self).__name__} was given a field twice.")
+        self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Values do not change."""
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be changed.")
+
+    def __eq__(self, other: object) -> bool:
+        """Same kind, same fields."""
+        return type(other) is type(self) and other.__dict__ == self.__dict__
+
+    def __hash__(self) -> int:
+        """As equality."""
+        return hash((type(self), *(self.__dict__[name] for name in self._fields)))
+
+    def __repr__(self) -> str:
+        """As it would be written, without the secrets."""
+        shown = (f"{n}={self.__dict__[n]!r}" for n in self._fields if n not in self.secret_fields)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def replaced(self: ValueT, **changes: Any) -> ValueT:
+        """A copy with some fields changed."""
+        return type(self)(**{**self.__dict__, **changes})
+
+
+# ---------------------------------------------------------------- nouns
+
+
+class Host(Value):
+    """One machine. ``id`` differs even where two share a name."""
+
+    id: str
+    name: str
+    address: str
+    topology: str = ""
+
+
+class Device(Value):
+    """One device of a host; ``index`` is -1 while the worker has not chosen one."""
+
+    kind: str = "cpu"
+    index: int = -1
+    pci_bus_id: str = ""
+    model: str = ""
+
+
+class Member(Value):
+    """One worker with its place in one generation."""
+
+    rank: int
+    node_id: str
+    incarnation: int
+    host: Host
+    device: Device
+    local_rank: int
+    local_world_size: int
+    data_address: str = ""
+
+
+class Collective(Value):
+    """One collective as this worker last saw it: for hang reports."""
+
+    sequence: int
+    name: str
+    group: str
+    dtype: str
+    size_bytes: int
+    done: bool
+
+
+class Candidate(Value):
+    """A worker process that asks for a place, as the scheduler's journal keeps it.
+
+    ``worker_min`` 0, in what a worker sends: same as ``worker_num``.
+    """
+
+    node_id: str
+    incarnation: int
+    host: Host
+    device: Device
+    worker_num: int
+    worker_min: int
+    backend: str
+    local_index: int = -1
+    data_address: str = ""
+    spare: bool = False
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+class Profile(Candidate):
+    """A worker process in its Join: the candidate, its job, and the address where it answers probes.
+
+    ``last_call_s``: how long the first group waits for more members than ``worker_min``; 0: MS_TOPO_TIMEOUT.
+    """
+
+    job_id: str = "default"
+    probe_address: str = ""
+    last_call_s: float = 0.0
+
+    def candidate(self) -> Candidate:
+        """The part that lasts."""
+        return Candidate(**{name: getattr(self, name) for name in Candidate._fields})
+
+
+# ---------------------------------------------------------------- messages to the scheduler
+
+
+class Join(Value):
+    """Asks for a place, or (``held_generation`` > 0) takes up again the place held before.
+
+    ``takes_deltas``: an assignment may build on one that came before on the same stream.
+    """
+
+    profile: Profile
+    held_generation: int = 0
+    held_rank: int = -1
+    built: bool = False
+    step: int = 0
+    held_world_size: int = 0
+    takes_deltas: bool = False
+
+
+class PublishUniqueIds(Value):
+    """From rank 0 of a generation. Secret."""
+
+    secret_fields = ("unique_ids",)
+
+    generation: int
+    unique_ids: tuple[bytes, ...]
+
+
+class Built(Value):
+    """The communicator of the generation stands on this worker."""
+
+    generation: int
+
+
+class Heartbeat(Value):
+    """This worker lives, and how far it is. ``generation`` is the newest it knows of."""
+
+    generation: int
+    step: int
+    started_step: int
+    samples_per_s: float
+    recent: tuple[Collective, ...] = ()
+    entered_generation: int = 0
+    loss: float | None = None
+    pid: int = 0
+    learning_rate: float | None = None
+
+
+class Quiesced(Value):
+    """This worker begins no step after ``last_started_step`` until it hears where to switch."""
+
+    generation: int
+    last_started_step: int
+
+
+class SuspectPeer(Value):
+    """A collective failed on a peer: a hint. ``rank`` -1: on one that is not known."""
+
+    generation: int
+    rank: int
+    detail: str
+
+
+class Late(Value):
+    """This worker has waited for its peers for so long."""
+
+    generation: int
+    seconds: float
+
+
+class Probed(Value):
+    """Answer to :class:`Probe`.
+
+    Attributes:
+        unreached: node id and reason of each worker that could not be reached.
+        late: what the training thread waits for is late.
+        waits: the training thread waits for other ranks.
+        busy: what this worker does alone; empty: nothing.
+        seconds: for how long it has probed, or lived since it last stood still meanwhile.
+    """
+
+    round: int
+    unreached: tuple[tuple[str, str], ...] = ()
+    late: bool = False
+    waits: bool = False
+    busy: str = ""
+    seconds: float = 0.0
+
+
+class RequestLeave(Value):
+    """This worker wants to leave at a step boundary."""
+
+    generation: int
+    reason: str
+
+
+class Leave(Value):
+    """Goodbye.
+
+    ``consequence``: it ends because of what others did. ``exit_code``: of its process; 0: not known.
+    """
+
+    generation: int
+    finished: bool
+    reason: str
+    consequence: bool = False
+    exit_code: int = 0
+
+
+WorkerMessage = (
+    Join
+    | PublishUniqueIds
+    | Built
+    | Heartbeat
+    | Quiesced
+    | SuspectPeer
+    | Late
+    | Probed
+    | RequestLeave
+    | Leave
+)
+
+
+# ---------------------------------------------------------------- messages from the scheduler
+
+
+class RefusalCode(enum.IntEnum):
+    """Why a worker has no place; values are those of the wire."""
+
+    UNSPECIFIED = 0  # of a newer scheduler's
+    SETTINGS_DIFFER = 1
+    JOB_FULL = 2
+    NODE_ID_TAKEN = 3
+    NOT_IN_RANK_TABLE = 4
+    SUPERSEDED = 5
+    JOB_ENDED = 6
+    TOPO_TIMEOUT = 7
+    MALFORMED = 8
+    NOT_PERMITTED = 9
+    EXPELLED = 10
+
+
+class Welcome(Value):
+    """First answer to an accepted Join; ``version`` is that of the scheduler's Muster, empty in 0.1."""
+
+    heartbeat_interval_s: float
+    node_timeout_s: float
+    topo_timeout_s: float
+    spare: bool = False
+    waiting_interval_s: float = 0.0
+    version: str = __version__
+
+
+class Waiting(Value):
+    """The group is formed or built: who is awaited.
+
+    Or it stands, and ``finished_ranks`` have finished while the receiver still waits for them.
+    """
+
+    present: int
+    needed: int
+    sentence: str
+    finished_ranks: tuple[int, ...] = ()
+
+
+class FirstLoss(Value):
+    """The first member to go since a group last stood, and not because of others.
+
+    ``sentence`` says who, where and how; ``exit_code`` 0: not known.
+    """
+
+    node_id: str
+    incarnation: int
+    sentence: str
+    exit_code: int = 0
+
+
+class Assignment(Value):
+    """A generation's membership and the receiver's rank in it.
+
+    ``rank`` -1: the receiver leaves as planned; it finishes ``switch_after_step`` with the others (-1: stops
+    at once), then says goodbye.
+    """
+
+    generation: int
+    rank: int
+    members: tuple[Member, ...]
+    state_source_rank: int
+    newcomer_ranks: tuple[int, ...]
+    unique_id_count: int
+    reason: str
+    switch_after_step: int = -1
+    lost: tuple[str, ...] = ()
+    launch: int = 0
+    first_loss: FirstLoss | None = None
+
+
+class UniqueIds(Value):
+    """The generation's unique ids. Secret."""
+
+    secret_fields = ("unique_ids",)
+
+    generation: int
+    unique_ids: tuple[bytes, ...]
+
+
+class GroupBuilt(Value):
+    """Every member has built the communicator of this generation."""
+
+    generation: int
+
+
+class Suspended(Value):
+    """The generation is over and too few members are left for a new one.
+
+    ``save``: the receiver is the lowest-ranked that holds the training state, and should save it.
+    """
+
+    generation: int
+    reason: str
+    wait_s: float
+    first_loss: FirstLoss | None = None
+    save: bool = False
+
+
+class Quiesce(Value):
+    """A planned change is coming: begin no further step."""
+
+    generation: int
+    reason: str
+
+
+class Probe(Value):
+    """Connect to each of these workers, by node id and address, and answer who cannot be reached."""
+
+    round: int
+    targets: tuple[tuple[str, str], ...]
+
+
+class Refused(Value):
+    """No place for this worker. Final: the scheduler closes the stream after it."""
+
+    code: RefusalCode
+    sentence: str
+
+
+class Ended(Value):
+    """The job is over, or the answer to a goodbye. Final: the scheduler closes the stream after it.
+
+    ``leave``: only for the receiver, which leaves as asked and at once; the job may go on.
+    """
+
+    ok: bool
+    reason: str
+    leave: bool = False
+    first_loss: FirstLoss | None = None
+
+
+SchedulerMessage = (
+    Welcome | Waiting | Assignment | UniqueIds | GroupBuilt | Suspended | Quiesce | Probe | Refused | Ended
+)

@@ -1,0 +1,122 @@
+"""Authenticates callers by their TLS certificates, and checks what they may do.
+
+Nothing here trusts a message: role, job and node come from the caller's certificate alone.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import unquote
+
+from muster.certs.errors import CertificateError, RevokedError
+from muster.scheduler.errors import NotPermittedError, UnauthenticatedError
+
+if TYPE_CHECKING:
+    from muster.certs.pki.peer import Peer
+    from muster.certs.pki.revocation import Revocations
+
+
+class CallContext(Protocol):
+    """The part of a gRPC call's context that this module reads."""
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """What the TLS layer says of the peer."""
+
+    def peer(self) -> str:
+        """The peer's address, gRPC's way."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The process that calls; ``certificate`` is None on a plaintext connection."""
+
+    address: str
+    certificate: Peer | None = None
+
+
+def address_of(peer: str) -> str:
+    """Turns gRPC's ``ipv4:1.2.3.4:5`` and ``ipv6:%5B::1%5D:5`` into a plain address."""
+    return unquote(peer.split(":", 1)[1]) if peer.startswith(("ipv4:", "ipv6:")) else peer
+
+
+class Access:
+    """Authenticates and authorises every call.
+
+    Args:
+        tls: whether the port demands certificates; without it everybody who reaches it may do everything.
+        require_identity: says at every call whether a certificate must name job and role.
+        revocations: gives the revocation lists in force, None for none.
+        wall_clock: the time of day, for expiry.
+    """
+
+    def __init__(
+        self,
+        *,
+        tls: bool,
+        require_identity: Callable[[], bool] = lambda: True,
+        revocations: Callable[[], Revocations | None] = lambda: None,
+        wall_clock: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
+    ) -> None:
+        self._tls = tls
+        self._require_identity = require_identity
+        self._revocations = revocations
+        self._wall_clock = wall_clock
+
+    def authenticate(self, context: CallContext) -> Caller:
+        """Reads and checks the caller's certificate.
+
+        Raises:
+            UnauthenticatedError: it has none, or one that is expired, revoked or names nobody.
+        """
+        address = address_of(context.peer())
+        if not self._tls:
+            return Caller(address)
+        from muster.certs.pki.peer import peer_of_pem
+
+        pems = list(context.auth_context().get("x509_pem_cert") or ())
+        if len(pems) != 1:
+            raise UnauthenticatedError("The caller showed no certificate.")
+        try:
+            certificate = peer_of_pem(bytes(pems[0]), require_identity=self._require_identity())
+            certificate.check(self._revocations(), self._wall_clock())
+        except CertificateError as error:
+            raise UnauthenticatedError(error.message, remedy=error.remedy) from error
+        return Caller(address, certificate)
+
+    def revoked(self, caller: Caller) -> str | None:
+        """Returns why a certificate that was accepted is revoked now, or None.
+
+        Lists that cannot be relied on keep newcomers out, but are no reason to end a training that runs.
+        """
+        revocations = self._revocations()
+        if caller.certificate is None or revocations is None:
+            return None
+        try:
+            revocations.check(caller.certificate.links, self._wall_clock())
+        except RevokedError as error:
+            return str(error)
+        except CertificateError:
+            return None
+        return None
+
+    def expired(self, caller: Caller) -> bool:
+        """Whether a certificate that was accepted has expired since."""
+        return caller.certificate is not None and self._wall_clock() > caller.certificate.not_after
+
+    def allow(self, caller: Caller, *, roles: Sequence[str], job: str, node: str | None = None) -> None:
+        """Checks that the caller's certificate allows one of ``roles`` in ``job`` (as ``node``).
+
+        Raises:
+            NotPermittedError: with the reason and what the certificate says.
+        """
+        if caller.certificate is None:
+            return
+        identity = caller.certificate.identity
+        reason = identity.may(role=roles, job=job, node=node)
+        if identity.legacy and "worker" not in roles:
+            reason = "A certificate without an identity cannot act as an operator."
+        if reason is not None:
+            raise NotPermittedError(reason, remedy="Issue a fitting one with muster certs issue.")

@@ -1,0 +1,229 @@
+"""``muster status``, ``jobs``, ``health`` and ``drain``: ask a running scheduler, and show the answer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from muster.rendezvous import launches
+from muster.rendezvous.settings import Environment
+from muster.rendezvous.variables import option_help
+from muster.scheduler.cli.client import TAKEOVER_S, Client, Following, UnreachableError
+from muster.scheduler.config import Address, load_address
+from muster.scheduler.errors import SettingsError
+
+WATCH_S = 2.0
+
+
+def command(arguments: Sequence[str], env: Mapping[str, str], prog: str = "python -m scheduler") -> int:
+    """Runs ``status``, ``jobs``, ``health`` or ``drain``.
+
+    Returns:
+        The exit code; of ``health``, 1 when the scheduler does not serve.
+
+    Raises:
+        SchedulerError: a setting is wrong, or the scheduler is not there or refuses.
+        muster.certs.errors.CertificateError: TLS failed on either side; says how.
+    """
+    options = parser(prog).parse_args(list(arguments))
+    if options.command == "jobs":
+        return _jobs(options, env)
+    address, env = find_scheduler(options, env)
+    try:
+        return _ask(options, address, env)
+    except UnreachableError as error:
+        if options.command == "health" or _is_named(options, env):
+            raise
+        raise UnreachableError(f"No launch of yours runs on this host, and: {error}") from None
+
+
+def _ask(options: argparse.Namespace, address: Address, env: Mapping[str, str]) -> int:
+    certificate, role = _certificate(options, address), _role(options, env)
+
+    def connect(wait_s: float = TAKEOVER_S) -> Client:
+        return Client(address, env, certificate=certificate, role=role, wait_s=wait_s)
+
+    if options.command == "health":
+        with connect(wait_s=0.0) as client:
+            answer = client.health()
+        print(answer)
+        return 0 if answer == "SERVING" else 1
+    if options.command == "drain":
+        with connect() as client:
+            print(client.drain(options.node, options.reason))
+        return 0
+    from muster.scheduler.cli import status
+
+    if options.watch is not None:
+        with Following(connect, several=len(address.hosts) > 1) as following:
+            return status.watch(following.status, sys.stdout, pause=lambda: time.sleep(options.watch))
+    with connect() as client:
+        reply = client.status()
+    if options.json:
+        print(json.dumps(status.as_json(reply), indent=2))
+    else:
+        status.show(reply, sys.stdout)
+    return 0
+
+
+def _jobs(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Lists the jobs of the scheduler that is named, or of all that launches of this host have started."""
+    from muster.scheduler.cli import status
+
+    running: list[launches.Launched | None] = []
+    if not _is_named(options, env):
+        running += launches.running(env)
+    rows = []
+    for launch in running or [None]:
+        address, own = find_scheduler(options, env) if launch is None else _of_launch(launch, options, env)
+        try:
+            with Client(address, own, certificate=_certificate(options, address)) as client:
+                rows += [(client.where, job) for job in client.jobs().jobs]
+        except UnreachableError:
+            if launch is None:
+                raise
+    if options.json:
+        print(json.dumps([status.job_as_json(where, job) for where, job in rows], indent=2))
+    else:
+        status.show_jobs(rows, sys.stdout)
+    return 0
+
+
+def common_options() -> argparse.ArgumentParser:
+    """Makes the parser of what all commands take: which scheduler, which job, and by which certificate."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", type=Path, metavar="FILE", help=option_help("MS_CONFIG_FILE"))
+    common.add_argument("--job", default="", metavar="ID", help=option_help("MS_JOB_ID"))
+    common.add_argument(
+        "--cert", type=Path, metavar="FILE", help="the .p12 file to use instead of client_cert_path"
+    )
+    common.add_argument(
+        "--host",
+        default="",
+        metavar="ADDRESS",
+        help="ask here (or there, of several with commas between) instead of at MS_SCHED_HOST",
+    )
+    return common
+
+
+def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
+    """Makes the parser of the commands."""
+    common = common_options()
+    made = argparse.ArgumentParser(prog=prog)
+    commands = made.add_subparsers(dest="command", required=True)
+    own = "Without an address, that of the latest launch of yours on this host."
+    status = commands.add_parser(
+        "status", parents=[common], description=f"Shows a job, its workers and how far they are. {own}"
+    )
+    status.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=WATCH_S,
+        metavar="S",
+        help=f"show it anew every S seconds ({WATCH_S:g}) until Ctrl-C or the job's end",
+    )
+    jobs = commands.add_parser(
+        "jobs",
+        parents=[common],
+        description="Lists the jobs of a scheduler. Without an address, of all that launches of yours here "
+        "have started.",
+    )
+    jobs.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    commands.add_parser(
+        "health",
+        parents=[common],
+        description="For probes: exits with 0 if the scheduler serves, with 1 if not. If MS_ROLE=MS_SCHED, it"
+        " uses the scheduler's own certificate and password.",
+    )
+    drain = commands.add_parser(
+        "drain",
+        parents=[common],
+        description=f"Lets a worker finish its step and leave; the others go on. {own}",
+    )
+    drain.add_argument("node", metavar="NODE", help="the worker's node id")
+    drain.add_argument("--reason", default="drained by an operator", help="why, for the log and the workers")
+    return made
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no number of seconds from 0.1 to 3600")
+    return seconds
+
+
+# ---------------------------------------------------------------- whom to ask, and as whom
+
+
+def _is_named(options: argparse.Namespace, env: Mapping[str, str]) -> bool:
+    return bool(options.host or env.get("MS_SCHED_HOST") or env.get("MS_SCHED_PORT"))
+
+
+def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[Address, Mapping[str, str]]:
+    """The scheduler that is named, else that of the latest launch here; and the environment for it."""
+    if getattr(options, "command", "") != "health" and not _is_named(options, env):
+        wanted = options.job or env.get("MS_JOB_ID", "")
+        found = [each for each in launches.running(env) if wanted in ("", each.job_id)]
+        if found:
+            return _of_launch(found[0], options, env)
+    address = load_address(env, config_path=options.config, job_id=options.job)
+    if options.host:
+        address = dataclasses.replace(
+            address, hosts=Environment({}, SettingsError).checked_hosts("--host", options.host)
+        )
+    return address, env
+
+
+def _of_launch(
+    launch: launches.Launched, options: argparse.Namespace, env: Mapping[str, str]
+) -> tuple[Address, Mapping[str, str]]:
+    own = {
+        **env,
+        "MS_SCHED_HOST": launch.host,
+        "MS_SCHED_PORT": launch.port,
+        **({"MS_CONFIG_FILE": launch.config} if launch.config else {}),
+    }
+    if launch.password_file and not any(
+        env.get(name) for name in ("MS_CLIENT_PASSWORD", "MS_CLIENT_PASSWORD_FILE")
+    ):
+        own["MS_CLIENT_PASSWORD_FILE"] = launch.password_file
+    return load_address(own, config_path=options.config, job_id=options.job or launch.job_id), own
+
+
+def _role(options: argparse.Namespace, env: Mapping[str, str]) -> str:
+    """The role whose certificate to use: the scheduler's own for a probe that has no other."""
+    return "scheduler" if options.command == "health" and env.get("MS_ROLE") == "MS_SCHED" else "operator"
+
+
+def _certificate(options: argparse.Namespace, address: Address) -> Path | None:
+    """The certificate to use: the operator's, which ``muster certs init`` puts beside config.json."""
+    if options.command == "drain" or options.cert is not None:
+        return operator_certificate(options, address)
+    return None
+
+
+def operator_certificate(options: argparse.Namespace, address: Address) -> Path | None:
+    """What --cert names, else the operator's beside config.json; None: what config.json says.
+
+    Raises:
+        SettingsError: --cert without a config.json.
+    """
+    if options.cert is not None:
+        if address.config_path is None:
+            raise SettingsError("--cert needs a config.json, by --config or MS_CONFIG_FILE.")
+        return Path(os.path.abspath(options.cert))  # noqa: PTH100 - resolve() would follow links
+    if address.config_path is None:
+        return None
+    beside = address.config_path.parent / "operator.p12"
+    return beside if beside.exists() else None

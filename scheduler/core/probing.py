@@ -1,0 +1,527 @@
+"""Rounds of probes between workers: finds broken network paths and hanging ranks, and expels them.
+
+An accusation is a pair (accuser, accused): the first could not reach the second. A pair is broken if either
+accuses the other, because a group needs connections both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from muster.rendezvous import messages as m
+from muster.scheduler.core import events as e
+from muster.scheduler.core.job import (
+    CANDIDATES_AT_ONCE,
+    ROUND_PAUSE_S,
+    ROUND_S,
+    Asked,
+    Calm,
+    Hang,
+    Job,
+    Round,
+)
+from muster.scheduler.core.ledger import Claim, Phase, check_place, early_end
+from muster.scheduler.core.workers import count, listing, upper_first, who
+
+# ---------------------------------------------------------------- rounds
+
+
+def want_round(job: Job, now: float, *, urgent: bool) -> None:
+    """Asks for a round of probes: at once, or when the round under way is over.
+
+    Unless all have just been found to reach each other, and nothing but a wait speaks against that.
+    """
+    current = job.rounds.current
+    if current is not None and current.among_members:
+        if current.generation == job.ledger.generation:
+            return
+        job.rounds.current = None  # it was among other members
+    if urgent or job.rounds.calm.generation != job.ledger.generation or now >= job.rounds.calm.until:
+        job.rounds.wanted = True
+        tend_rounds(job, now)
+
+
+def _begin_round(job: Job, now: float, *, among_members: bool) -> None:
+    """Begins a round: sends each worker a Probe."""
+    job.rounds.wanted = job.rounds.wanted and not among_members
+    job.rounds.number = max(job.rounds.number + 1, int(now * 1000))
+    job.rounds.not_before = now + ROUND_PAUSE_S
+    hosts = _by_host(job)
+    asked = dict(_participants(job, hosts, among_members=among_members))
+    if not asked:
+        return
+    job.rounds.current = Round(
+        job.rounds.number, now + ROUND_S, among_members, asked, list(asked), job.ledger.generation, hosts
+    )
+    named = {each: (asked[each].candidate.node_id, job.rounds.addresses[each]) for each in asked}
+    for session, each in asked.items():
+        targets = tuple(map(named.__getitem__, each.targets))
+        job.outbox.send(session, m.Probe(job.rounds.number, targets))
+
+
+def _by_host(job: Job) -> dict[str, list[e.SessionId]]:
+    """The streams of those that have a claim and can be asked, by the id of their host."""
+    hosts: dict[str, list[e.SessionId]] = {}
+    for claim in seated_claims(job):
+        session = job.members.session_of(claim.candidate.node_id)
+        if session is not None and job.rounds.addresses.get(session):
+            hosts.setdefault(claim.candidate.host.id, []).append(session)
+    return hosts
+
+
+def _participants(
+    job: Job, hosts: Mapping[str, Sequence[e.SessionId]], *, among_members: bool
+) -> Iterator[tuple[e.SessionId, Asked]]:
+    outside = dict(list(job.rounds.outside.items())[:CANDIDATES_AT_ONCE])
+    places = {session: place for here in hosts.values() for place, session in enumerate(here)}
+    for claim in seated_claims(job):
+        session = job.members.session_of(claim.candidate.node_id)
+        if session not in places:
+            continue
+        place, host_id = places[session], claim.candidate.host.id
+        others = [there for host, there in hosts.items() if host != host_id]
+        targets = [there[place % len(there)] for there in others] if among_members else []
+        if place == 0:
+            targets += [s for s, each in outside.items() if each.candidate.host.id != host_id]
+        if targets or among_members:
+            yield session, Asked(claim.candidate, tuple(targets), seated=True, place=place)
+    for session, event in outside.items():
+        others = [there for host, there in hosts.items() if host != event.candidate.host.id]
+        yield session, Asked(event.candidate, tuple(there[0] for there in others), seated=False)
+
+
+def seated_claims(job: Job) -> list[Claim]:
+    """All claims, members first."""
+    members = list(job.ledger.living_members())
+    known = {claim.candidate.node_id for claim in members}
+    return members + [c for node_id, c in job.ledger.claims.items() if node_id not in known]
+
+
+def take_answer(job: Job, event: e.Probed, now: float) -> None:
+    """Takes a worker's answer; the last one ends the round."""
+    current = job.rounds.current
+    if current is None or event.round != current.number or event.session not in current.asked:
+        return
+    current.take(event, now)
+    awaited = current.awaited  # who has answered, or is gone, is awaited no more
+    while awaited and (
+        awaited[-1] in current.answers or not _is_there(job, awaited[-1], current.asked[awaited[-1]])
+    ):
+        awaited.pop()
+    if not awaited:
+        _conclude_round(job, now)
+
+
+def _is_there(job: Job, session: e.SessionId, asked: Asked) -> bool:
+    if not asked.seated:
+        return session in job.rounds.outside
+    return job.members.nodes.get(session) == asked.candidate.node_id
+
+
+def tend_rounds(job: Job, now: float) -> None:
+    """Ends a round whose time is over, and begins one that is due."""
+    if job.phase is Phase.ENDED:
+        return
+    if job.rounds.current is not None and now >= job.rounds.current.due:
+        _conclude_round(job, now)
+    if job.rounds.current is None and now >= job.rounds.not_before:
+        if job.rounds.wanted or (
+            job.rounds.hangs and now >= job.rounds.hang_due(job.settings.hang_timeout_s)
+        ):
+            _begin_round(job, now, among_members=True)
+        elif job.rounds.outside:
+            _begin_round(job, now, among_members=False)
+
+
+def _conclude_round(job: Job, now: float) -> None:
+    current, job.rounds.current = job.rounds.current, None
+    assert current is not None
+    gone = [s for s, asked in current.asked.items() if not _is_there(job, s, asked)]
+    for session in gone:
+        current.answers.pop(session, None)
+    current.heard = {s: job.members.by_node[n].last_heard for s, n in job.members.nodes.items()}
+    trains = job.phase in (Phase.BUILDING, Phase.RUNNING, Phase.QUIESCING)
+    if current.among_members and trains:
+        if expel_unreachable(job, current):
+            job.rounds.calm = Calm()
+        elif current.answers:
+            _look_for_hangs(job, current, now)
+            # A failure that could not be judged is no proof of the contrary: the next wait asks again.
+            unjudged = any(current.unreached.values())
+            job.rounds.calm = Calm() if unjudged else job.rounds.calm.again(current.generation, now)
+    _take_in(job, current, now)
+
+
+# ---------------------------------------------------------------- who cannot be reached
+
+
+def expel_unreachable(job: Job, current: Round) -> bool:
+    """Expels workers that the others cannot reach; returns whether some cannot reach each other."""
+    members = {
+        session: asked.candidate
+        for session, asked in current.asked.items()
+        if asked.seated and job.ledger.rank_of(asked.candidate.node_id) >= 0
+    }
+    between, single = accusations(current, members)
+    if not between and not single:
+        return False
+    gone = (
+        leaving(_parties(job, members.values(), lambda one: one.host.id), between) if between else frozenset()
+    )
+    workers = _parties(
+        job, (one for one in members.values() if one.host.id not in gone), lambda one: one.node_id
+    )
+    single = {pair for pair in single if set(pair) <= workers.keys()}
+    unreachable = leaving(workers, single) if single else frozenset()
+    sentence = _broken_pairs(job, current, members)
+    everybody = [claim.candidate for claim in seated_claims(job)]
+    out = [c for c in everybody if c.host.id in gone or c.node_id in unreachable]
+    if may_expel(job, out, sentence):
+        for candidate in out:
+            key = candidate.host.id if candidate.host.id in gone else candidate.node_id
+            job.rounds.barred[key] = sentence
+            what = f"was expelled: {sentence}; all that stay reach each other"
+            job.lose(candidate.node_id, what, m.RefusalCode.SUPERSEDED)
+    return True
+
+
+def _parties(
+    job: Job, members: Iterable[m.Candidate], name_of: Callable[[m.Candidate], str]
+) -> dict[str, Party]:
+    """The members by host, or each by itself, as ``name_of`` says."""
+    ledger, stateless = job.ledger, job.stateless()
+    parties: dict[str, Party] = {}
+    for one in members:
+        name = name_of(one)
+        rank, holds = ledger.rank_of(one.node_id), ledger.holds_state(one.node_id, stateless)
+        known = parties.get(name, Party(0, holds_state=False, lowest_rank=rank))
+        parties[name] = Party(known.workers + 1, holds or known.holds_state, min(rank, known.lowest_rank))
+    return parties
+
+
+def _broken_pairs(job: Job, current: Round, members: dict[e.SessionId, m.Candidate]) -> str:
+    """Names the hosts that cannot reach each other, with the first reason that was given."""
+    pairs: dict[tuple[str, str], str] = {}
+    for session, target, why in failures(current, members):
+        names = sorted((members[session].host.name, members[target].host.name))
+        pairs.setdefault((names[0], names[1]), why)
+    hosts = listing([f"hosts {one} and {other}" for one, other in pairs])
+    return f"{hosts} cannot reach each other ({next(iter(pairs.values()))})"
+
+
+def may_expel(job: Job, out: Iterable[m.Candidate], sentence: str) -> bool:
+    """Whether enough members would be left after an expulsion; logs it if not."""
+    ledger = job.ledger
+    assert ledger.opened is not None
+    gone = {candidate.node_id for candidate in out}
+    least = 1 if ledger.finishing else ledger.opened.worker_min
+    left = [c for c in ledger.living_members() if c.leaving is None and c.candidate.node_id not in gone]
+    if len(left) >= least:
+        return True
+    why = f"only {len(left)} could go on, and MS_WORKER_MIN is {least}"
+    _say_once(job, f"{upper_first(sentence)}; nobody is expelled, because {why}.")
+    return False
+
+
+def _say_once(job: Job, sentence: str) -> None:
+    if sentence != job.rounds.said:
+        job.rounds.said = sentence
+        job.say(sentence)
+
+
+# ---------------------------------------------------------------- who does not come
+
+
+def _look_for_hangs(job: Job, current: Round, now: float) -> None:
+    """Names members that answer and do not come to what others wait for; expels them in the end."""
+    members = {
+        current.asked[session].candidate.node_id: answer
+        for session, answer in current.answers.items()
+        if job.ledger.rank_of(current.asked[session].candidate.node_id) >= 0
+    }
+    waiting = [node_id for node_id, answer in members.items() if answer.late and answer.waits]
+    before, job.rounds.hangs = job.rounds.hangs, {}
+    if not waiting:
+        return
+    if job.ledger.finished and all(answer.waits for answer in members.values()):
+        name_finished(job, waiting)
+    furthest = max(_place(job, node_id) for node_id in waiting)
+    for node_id, answer in members.items():
+        # Who has issued all that the others have may wait for its device, out of sight.
+        if answer.waits or (answer.late and _place(job, node_id) >= furthest):
+            continue
+        if answer.busy:
+            name = who(job.ledger.claims[node_id].candidate, job.ledger.rank_of(node_id))
+            _say_once(job, f"{upper_first(name)} is busy alone: {answer.busy}; the others wait for it.")
+            continue
+        hang = Hang(now, _place(job, node_id))
+        if node_id in before and before[node_id].place == hang.place:
+            hang = before[node_id]
+        else:
+            job.rounds.said = ""  # said of each hang anew
+        job.rounds.hangs[node_id] = hang
+    if job.rounds.hangs:
+        deal_with_hangs(job, now, len(waiting))
+
+
+def name_finished(job: Job, waiting: Iterable[str]) -> None:
+    """Sends waiting members the names of those that have finished, where they wait for these."""
+    finished = tuple(sorted(job.ledger.ranks[node_id] for node_id in job.ledger.finished))
+    sentence = f"{upper_first(early_end(job.ledger))}."
+    _say_once(job, sentence)
+    number = len(job.ledger.ranks)
+    for node_id in waiting:
+        job.send(node_id, m.Waiting(number - len(finished), number, sentence, finished))
+
+
+def _place(job: Job, node_id: str) -> tuple[int, int, int]:
+    contact = job.members.by_node[node_id]
+    return contact.step, contact.started_step, contact.recent[-1].sequence if contact.recent else 0
+
+
+def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
+    """Names the members that others wait for, and expels those that have been named for long."""
+    limit_s = job.settings.hang_timeout_s
+    claims = {node_id: job.ledger.claims[node_id] for node_id in job.rounds.hangs}
+    names = listing([who(c.candidate, job.ledger.rank_of(node_id)) for node_id, c in claims.items()])
+    waits = f"{count(waiting, 'member')} wait{'s' if waiting == 1 else ''}"
+    _say_once(
+        job,
+        f"{upper_first(names)} can be reached and does not come to the step for which {waits}; "
+        f"expelled after {limit_s:g} s (MS_HANG_TIMEOUT), unless it says session.busy().",
+    )
+    due = [c.candidate for node_id, c in claims.items() if now >= job.rounds.hangs[node_id].since + limit_s]
+    if not due:
+        return
+    if may_expel(job, due, f"{names} hangs"):
+        for candidate in due:
+            what = f"was expelled: it has not come to the step for which {waits} in {limit_s:g} s"
+            job.lose(candidate.node_id, f"{what} (MS_HANG_TIMEOUT)", m.RefusalCode.SUPERSEDED)
+    for candidate in due:
+        job.rounds.hangs.pop(candidate.node_id)  # if it stays, its time begins anew
+
+
+# ---------------------------------------------------------------- who comes back
+
+
+def keep_outside(job: Job, event: e.Joined) -> bool:
+    """Keeps an expelled worker outside until probes succeed; returns whether it is kept."""
+    candidate = event.candidate
+    refused = check_place(job.ledger, job.settings, candidate) is not None
+    if refused or not job.rounds.bars(candidate) or not seated_claims(job):
+        return False
+    name = upper_first(who(candidate))
+    for session, other in job.rounds.outside.items():
+        if other.candidate.node_id == candidate.node_id and session != event.session:
+            same = other.candidate.incarnation == candidate.incarnation
+            newer = f"{name} has opened a newer stream." if same else f"{name} is a newer process."
+            job.outbox.send(session, m.Refused(m.RefusalCode.SUPERSEDED, newer))
+    job.rounds.outside[event.session] = event
+    settings = job.settings
+    why = job.rounds.barred.get(candidate.host.id) or job.rounds.barred[candidate.node_id]
+    sentence = f"{name} is taken in when it and the members reach each other: {why}."
+    times = job.heartbeat_interval_s, job.patience.member_s, settings.topo_timeout_s
+    job.outbox.send(event.session, m.Welcome(*times, waiting_interval_s=job.waiting_interval_s))
+    job.outbox.send(event.session, m.Waiting(len(job.present()), job.needed, sentence))
+    job.outbox.mention(sentence)
+    return True
+
+
+def _take_in(job: Job, current: Round, now: float) -> None:
+    """Takes in those that were outside and that all members have reached, of one host at a time."""
+    proven: str | None = None
+    # Hosts whose workers have come since the round began, and were not asked.
+    unasked = _by_host(job).keys() - current.hosts.keys() if job.rounds.outside else frozenset[str]()
+    for session, asked in current.asked.items():
+        event = job.rounds.outside.get(session)
+        if asked.seated or event is None or not is_proven(job, current, session):
+            continue
+        if unasked - {asked.candidate.host.id}:
+            continue
+        if proven is None:
+            proven = asked.candidate.host.id
+        if asked.candidate.host.id == proven:
+            del job.rounds.outside[session]
+            job.rounds.barred.pop(proven, None)
+            job.rounds.barred.pop(asked.candidate.node_id, None)
+            job.rounds.taken_in.append(event)
+
+
+def is_proven(job: Job, current: Round, session: e.SessionId) -> bool:
+    """Whether this worker and all members have reached each other."""
+    pairs = [
+        pair for target in current.asked[session].targets for pair in ((session, target), (target, session))
+    ]
+    return session in current.answers and all(current.failed(*pair) == "" for pair in pairs)
+
+
+def dismiss_outside(job: Job) -> None:
+    """Sends the end of the job to the workers outside."""
+    outcome = job.ledger.outcome
+    assert outcome is not None
+    for session in job.rounds.outside:
+        job.outbox.send(session, m.Ended(outcome.ok, outcome.reason))
+    job.rounds.outside.clear()
+
+
+# ---------------------------------------------------------------- who stays
+
+EXACT_PARTIES = 16
+"""Up to this number of parties the best set is searched exactly; beyond, by taking the worst away."""
+
+MANY = 2
+"""A party that alone accuses at least this many others is itself the one with the broken network."""
+
+Accusation = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """A host or a worker that stays or leaves as a whole.
+
+    Attributes:
+        workers: how many workers go if it goes.
+        holds_state: one of them holds the training state.
+        lowest_rank: the lowest of their ranks.
+    """
+
+    workers: int
+    holds_state: bool
+    lowest_rank: int
+
+
+def leaving(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:
+    """The parties that must leave so that all that stay reach each other.
+
+    One that alone accuses many leaves itself. Of the rest the largest set stays that holds the training
+    state; of equals, the one that accused fewer others, then the one with the lowest ranks.
+
+    Args:
+        parties: all there are, by name.
+        accusations: who could not reach whom.
+    """
+    alone = lone_accusers(parties, accusations)
+    rest = [name for name in parties if name not in alone]
+    left = [(a, b) for a, b in accusations if a not in alone and b not in alone]
+    involved = {name for pair in left for name in pair}
+    if len(involved) <= EXACT_PARTIES:
+        stay = best(frozenset(rest), parties, left)
+    else:
+        stay = _thinned_out(frozenset(rest), parties, left)
+    return frozenset(parties) - stay
+
+
+def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:
+    """Parties that accuse many others which nobody else accuses, and which do not accuse back."""
+    accused_by: dict[str, set[str]] = {}
+    for accuser, accused in accusations:
+        accused_by.setdefault(accused, set()).add(accuser)
+    found = set()
+    for accuser in {accuser for accuser, _ in accusations}:
+        victims = [accused for accused, by in accused_by.items() if accuser in by]
+        one_sided = all(accused_by[victim] == {accuser} for victim in victims)
+        if len(victims) >= MANY and one_sided and not accused_by.get(accuser):
+            found.add(accuser)
+    others_hold = any(party.holds_state for name, party in parties.items() if name not in found)
+    hold = any(parties[name].holds_state for name in found)
+    return frozenset() if hold and not others_hold else frozenset(found)
+
+
+def _broken(names: frozenset[str], accusations: Collection[Accusation]) -> dict[str, set[str]]:
+    pairs: dict[str, set[str]] = {}
+    for a, b in accusations:
+        if a in names and b in names:
+            pairs.setdefault(a, set()).add(b)
+            pairs.setdefault(b, set()).add(a)
+    return pairs
+
+
+def worth(
+    names: frozenset[str], parties: Mapping[str, Party], accusations: Collection[Accusation]
+) -> tuple[bool, int, int, int, list[int]]:
+    """The value by which sets of parties are compared; the greater one stays."""
+    accused = sum(a in names and b not in names for a, b in accusations)
+    return (
+        any(parties[name].holds_state for name in names),
+        sum(parties[name].workers for name in names),
+        len(names),
+        -accused,
+        sorted((-parties[name].lowest_rank for name in names), reverse=True),
+    )
+
+
+def best(
+    names: frozenset[str], parties: Mapping[str, Party], accusations: Collection[Accusation]
+) -> frozenset[str]:
+    """The best set whose members all reach each other: without the one of most broken pairs, or with it."""
+    pairs = _broken(names, accusations)
+    if not pairs:
+        return names
+    most = max(sorted(pairs), key=lambda name: len(pairs[name]))
+    without = best(names - {most}, parties, accusations)
+    with_it = best(names - pairs[most], parties, accusations)
+    return max(with_it, without, key=lambda found: worth(found, parties, accusations))
+
+
+def _thinned_out(
+    names: frozenset[str], parties: Mapping[str, Party], accusations: Collection[Accusation]
+) -> frozenset[str]:
+    """A set found by taking away parties with the most broken pairs; the last state holder stays."""
+    pairs = _broken(names, accusations)
+    holders = {name for name in names if parties[name].holds_state}
+    gone = set()
+    while pairs:
+        ranked = [
+            (len(pairs[name]), -parties[name].workers, parties[name].lowest_rank, name)
+            for name in pairs
+            if holders != {name}
+        ]
+        name = max(ranked)[-1]
+        gone.add(name)
+        holders.discard(name)
+        for other in pairs.pop(name):
+            pairs[other].discard(name)
+            if not pairs[other]:
+                del pairs[other]
+    return names - gone
+
+
+def failures(
+    current: Round, members: dict[e.SessionId, m.Candidate]
+) -> Iterator[tuple[e.SessionId, e.SessionId, str]]:
+    """Pairs of workers that could not reach each other, and why; only where both have answered."""
+    by_node = {candidate.node_id: session for session, candidate in members.items()}
+    order = {host_id: number for number, host_id in enumerate(current.hosts)}
+    for session, candidate in members.items():
+        named = [by_node[node_id] for node_id in current.unreached.get(session, ()) if node_id in by_node]
+        for target in sorted(named, key=lambda one: order[members[one].host.id]):
+            host_id, place = members[target].host.id, current.asked[session].place
+            if host_id != candidate.host.id and current.target(place, host_id) == target:
+                why = current.failed(session, target)
+                if why:
+                    yield session, target, why
+
+
+def accusations(
+    current: Round, members: dict[e.SessionId, m.Candidate]
+) -> tuple[set[Accusation], set[Accusation]]:
+    """Failed pairs by party: hosts where no worker got through, else single workers."""
+    through: dict[Accusation, bool] = {}
+    between, single = set(), set()
+    for session, target, _ in failures(current, members):
+        one, other = members[session], members[target]
+        hosts = (one.host.id, other.host.id)
+        if hosts not in through:
+            through[hosts] = _got_through(current, members, *hosts)
+        if through[hosts]:
+            single.add((one.node_id, other.node_id))
+        else:
+            between.add(hosts)
+    return between, single
+
+
+def _got_through(current: Round, members: dict[e.SessionId, m.Candidate], here: str, there: str) -> bool:
+    """Whether some member on the one host has reached one on the other."""
+    pairs = ((s, current.target(current.asked[s].place, there)) for s in current.hosts[here] if s in members)
+    return any(target in members and current.failed(session, target) == "" for session, target in pairs)

@@ -1,0 +1,277 @@
+"""Sentences on a job that waits: who is missing, who has not built the group, who lags."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from muster.rendezvous import messages as m
+from muster.scheduler.core.job import Contact, Job, Members
+from muster.scheduler.core.ledger import Claim, Ledger, Phase, early_end
+from muster.scheduler.core.workers import STATELESS, count, listing, nodes, upper_first, waiting, who
+
+# ---------------------------------------------------------------- sentences and reports
+
+
+def waiting_sentence(job: Job) -> str:
+    """Names who is in and who is missing, without a full stop."""
+    sentence = waiting(job.seated(), job.needed, job.settings.rank_table)
+    if job.phase is Phase.SUSPENDED and job.deadlines.holders_return > job.now:
+        left_s = job.deadlines.holders_return - job.now
+        return f"{sentence}; {left_s:.0f} s more for members that may return with the training state"
+    spares = [job.ledger.claims[node_id].candidate for node_id in job.ledger.spares]
+    if job.phase is not Phase.FORMING or not spares:
+        return sentence
+    left_s = job.deadlines.spares_fill_in - job.now
+    when = f", to fill in after {left_s:.0f} s" if left_s > 0 else ""
+    return f"{sentence}; {count(len(spares), 'spare')} in: {nodes(spares)}{when}"
+
+
+def standing_sentence(job: Job) -> str:
+    """Says that the group is established."""
+    formed = job.ledger.formed
+    remark = f": {STATELESS}" if formed is not None and formed.reason.endswith(STATELESS) else ""
+    return f"Generation {job.ledger.generation} stands with {job.size()}{remark}."
+
+
+def state_reason(job: Job) -> str:
+    """What the state is put down to; while all is well, news of single workers do not hide that."""
+    complete = job.phase is Phase.RUNNING and not job.ledger.finished
+    calm = not job.deadlines.stalled and job.deadlines.suspicion is None
+    return standing_sentence(job) if complete and calm else job.reason
+
+
+def awaited(job: Job) -> str:
+    """Names for whom the group that is built waits, without a full stop."""
+    return building_sentence(job.ledger, job.members, job.current.built, ids=bool(job.current.unique_ids))
+
+
+def report(job: Job, now: float) -> None:
+    """Logs, now and then, who is in and who is missing."""
+    if job.phase not in (Phase.FORMING, Phase.SUSPENDED, Phase.BUILDING) or now < job.deadlines.report:
+        return
+    job.deadlines.report = now + job.settings.waiting_report_interval_s
+    formed = job.ledger.formed
+    if job.switches_by_steps and formed is not None:
+        standing = progress_report(job, now).partition(": ")[2]
+        begins = f"Generation {formed.generation} begins after step {formed.switch_after_step}"
+        job.say(f"{begins}: {standing}" if standing else f"{begins}.")
+        return
+    if job.phase is Phase.BUILDING:
+        since = f"for {now - job.deadlines.formed_at:.0f} s"
+        job.say(f"The group is being built {since}: {awaited(job)}.")
+        # Each member's own log then says for whom it waits.
+        job.send_to_members(m.Waiting(len(job.current.built), len(job.ledger.ranks), job.reason))
+        return
+    broadcast_waiting(job)
+
+
+def broadcast_waiting(job: Job) -> None:
+    """Sends all workers the names of those that are missing."""
+    message = waiting_message(job)
+    for node_id in job.ledger.claims:
+        job.send(node_id, message)
+    job.say(message.sentence)
+
+
+def waiting_message(job: Job) -> m.Waiting:
+    """The message to all workers while some are missing."""
+    sentence = upper_first(waiting_sentence(job)) + "."
+    return m.Waiting(len(job.seated()), job.needed, sentence)
+
+
+def check_progress(job: Job, now: float) -> None:
+    """Reports a standstill of training once; the job goes on waiting."""
+    due = stall_due(job)
+    if due is None or now < due:
+        return
+    report = progress_report(job, now)
+    if report:
+        job.deadlines.stalled = True
+        job.say(report)
+    else:
+        job.deadlines.progress_since = now
+
+
+def stall_due(job: Job) -> float | None:
+    """When training counts as standing still; None: it does already, or is not to go on."""
+    trains = job.phase in (Phase.RUNNING, Phase.QUIESCING)
+    rebuilds = job.phase is Phase.BUILDING and job.ledger.ever_established
+    if job.deadlines.stalled or not (trains or rebuilds):
+        return None
+    return job.deadlines.progress_since + job.settings.stall_timeout_s
+
+
+def progress_report(job: Job, now: float) -> str:
+    """Why training does not go on; empty where nothing has begun yet."""
+    stalled_s = now - job.deadlines.progress_since
+    if job.phase is Phase.BUILDING and not job.switches_by_steps:
+        return f"No progress for {stalled_s:.0f} s: {awaited(job)}."
+    # Those that train, with their ranks there: while the next generation is awaited, not its members.
+    standings = [
+        RankProgress(rank, job.ledger.claims[node_id].candidate, contact)
+        for node_id, rank in job.trained.items()
+        if (contact := job.members.by_node.get(node_id)) is not None
+        and (job.phase is not Phase.BUILDING or 0 < contact.entered < job.ledger.generation)
+    ]
+    return stall_report(job.ledger, standings, stalled_s)
+
+
+# ---------------------------------------------------------------- who is waited for
+
+NAMED_AT_MOST = 4
+
+
+def absent(ledger: Ledger, members: Members, built: Collection[str], among: Iterable[Claim]) -> list[Claim]:
+    """Members of a job that has trained whose thread has not come to build: it is still busy elsewhere.
+
+    Before a job has trained all begin to build at once, and nobody has a reason to be elsewhere.
+    """
+    if not ledger.ever_established:
+        return []
+    return [
+        claim
+        for claim in among
+        if claim.candidate.node_id not in built
+        and members.by_node[claim.candidate.node_id].entered < ledger.generation
+    ]
+
+
+def building_sentence(ledger: Ledger, members: Members, built: Collection[str], *, ids: bool) -> str:
+    """Names who has not built the group yet; if some have not begun, only those, and where they are.
+
+    Args:
+        ledger: the job so far.
+        members: its workers as last heard.
+        built: node ids of those that have built it.
+        ids: rank 0 has handed in the unique ids.
+    """
+    away = {claim.candidate.node_id for claim in absent(ledger, members, built, ledger.living_members())}
+    at_it, awaited = [], []
+    for claim in ledger.living_members():
+        node_id = claim.candidate.node_id
+        name = who(claim.candidate, ledger.rank_of(node_id))
+        if node_id in away:
+            awaited.append(f"{name}, {_whereabouts(members.by_node[node_id])}")
+        elif node_id not in built:
+            at_it.append(name)
+    size = count(len(ledger.ranks), "member")
+    return "".join(
+        (
+            f"{len(built)} of {size} of generation {ledger.generation} built it",
+            f", not yet: {listing(at_it)}" if at_it and not awaited else "",
+            f", waiting for {'; '.join(awaited[:NAMED_AT_MOST])}" if awaited else "",
+            f"; and {len(awaited) - NAMED_AT_MOST} more" if len(awaited) > NAMED_AT_MOST else "",
+            "" if ids else "; rank 0 has not handed in the unique ids",
+        )
+    )
+
+
+def _whereabouts(contact: Contact) -> str:
+    """What a member does instead of building, according to its heartbeats."""
+    if not contact.entered:
+        return "which has not begun"
+    step = f"step {contact.started_step} of " if contact.started_step else ""
+    last = contact.recent[-1] if contact.recent else None
+    state = "done" if last is not None and last.done else "not done"
+    collective = (
+        ""
+        if last is None
+        else f", last collective {last.sequence} of group {last.group} ({last.name}, {state})"
+    )
+    return f"still in {step}generation {contact.entered}{collective}"
+
+
+WORLD = "world"
+"""The group of all ranks, as the workers name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """One rank and how far it is."""
+
+    rank: int
+    candidate: m.Candidate
+    contact: Contact
+
+
+def stall_report(ledger: Ledger, standings: Sequence[RankProgress], stalled_s: float) -> str:
+    """The sentence on a stall; empty where nothing has begun yet, so that nothing can stall."""
+    begun = [s for s in standings if s.contact.started_step or s.contact.recent]
+    if not begun:
+        return ""
+    laggard = min(standings, key=_how_far)
+    alone = _how_far(laggard) != max(_how_far(standing) for standing in standings)
+    blamed = f"{who(laggard.candidate, laggard.rank)} lags" if alone else "all ranks are"
+    head = f"No progress for {stalled_s:.0f} s: {blamed} {_step(laggard.contact)}"
+    last = laggard.contact.recent[-1] if laggard.contact.recent else None
+    at = f", last collective {_collective_in_words(last)}" if last is not None else ""
+    early = early_end(ledger)
+    return f"{head}{at}{_disagreement(standings)}{'; ' if early else ''}{early}."
+
+
+def _step(contact: Contact) -> str:
+    """Which step a rank is in, in words; empty for a script that only reports finished steps."""
+    if contact.started_step < max(contact.step, 1):
+        return f"at {count(contact.step, 'finished step')}"
+    return f"in step {contact.started_step} with {contact.step} finished"
+
+
+def _how_far(standing: RankProgress) -> tuple[int, int, int, bool]:
+    contact = standing.contact
+    last = contact.recent[-1] if contact.recent else None
+    return (
+        max(contact.started_step, contact.step),
+        contact.step,
+        last.sequence if last else -1,
+        bool(last and last.done),
+    )
+
+
+def _disagreement(standings: Sequence[RankProgress]) -> str:
+    """The first collective that the ranks do not have in common, in words."""
+    tables = {s.rank: {(c.group, c.sequence): c for c in s.contact.recent} for s in standings}
+    keys = sorted({key for table in tables.values() for key in table}, key=lambda key: (key[1], key[0]))
+    for key in keys:
+        calls: dict[str, list[int]] = {}
+        absent = []
+        for rank, table in tables.items():
+            if key in table:
+                calls.setdefault(_call(table[key]), []).append(rank)
+            elif _before(table, key):
+                absent.append(rank)
+        if len(calls) > 1:
+            who_called = "; ".join(f"{_ranks(members)} called {call}" for call, members in calls.items())
+            return f"; the ranks disagree on collective {key[1]} of group {key[0]}: {who_called}"
+        if absent and calls:
+            call, members = next(iter(calls.items()))
+            return (
+                f"; {_ranks(members)} called collective {key[1]} of group {key[0]} ({call}), "
+                f"{_ranks(absent)} did not"
+            )
+    return ""
+
+
+def _before(table: dict[tuple[str, int], m.Collective], key: tuple[str, int]) -> bool:
+    """Whether a rank that takes part in the group has not come to this collective yet.
+
+    A rank that has passed it has merely forgotten it: only the newest calls are kept. One that has called
+    nothing in this generation is known to take part in the group of all.
+    """
+    if not table:
+        return key[0] == WORLD
+    sequences = [sequence for group, sequence in table if group == key[0]]
+    return bool(sequences) and max(sequences) < key[1]
+
+
+def _call(collective: m.Collective) -> str:
+    return f"{collective.name} of {collective.size_bytes} B {collective.dtype}"
+
+
+def _collective_in_words(collective: m.Collective) -> str:
+    state = "done" if collective.done else "not done"
+    return f"{collective.sequence} of group {collective.group} ({_call(collective)}, {state})"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {listing([str(rank) for rank in sorted(numbers)])}"

@@ -1,0 +1,289 @@
+"""The journal in etcd: the records of one batch are one value, written by one fenced transaction.
+
+Each batch has a number, which its key ends with; a job's head says which are its first and last. A
+transaction demands that this process still leads, so that of two schedulers one writes, and that the head is
+as this process knows it, so that none is carried out twice, however late. When no answer comes, the very same
+transaction is sent again, and what stands there then says whether the first had been carried out.
+
+A value above :data:`PART_BYTES` is written in parts, each fenced too; the batch itself, written last, says
+how many there are, and makes them count. After :data:`COMPACT_RECORDS` records of a job one transaction puts
+a snapshot in the place of them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from muster.rendezvous.v1 import etcd_pb2 as pb
+from muster.scheduler.core.ledger import Ledger
+from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
+from muster.scheduler.errors import SchedulerError
+from muster.scheduler.etcd.api import EtcdUnreachableError, delete, end_of, get, modified_in, put
+from muster.scheduler.etcd.leadership import RETRY_S, Leadership, parse_leader
+
+PART_BYTES = 1_000_000
+"""A request to etcd may have 1.5 MiB, as it comes."""
+
+COMPACT_RECORDS = 256
+"""Records of a job after which one snapshot stands in their place."""
+
+PAGE = 16
+"""How many values are read at a time."""
+
+_WHOLE, _PARTS = b"z", b"p"
+
+
+class EtcdJournalDamagedError(SchedulerError):
+    """What stands in etcd is no journal of this version, or a part of it is gone."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Which batches a job has, and the revision in which that was written; 0: never."""
+
+    first: int = 1
+    last: int = 0
+    revision: int = 0
+
+
+class EtcdJournal:
+    """Records of jobs, for as long as this process leads.
+
+    Args:
+        leadership: this process's; it must have won.
+    """
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+        self._etcd = leadership.etcd
+        self._heads: dict[str, _Head] = {}
+        self._kept: dict[str, int] = {}
+        self._ledgers: dict[str, Ledger | None] = {}
+
+    async def load(self) -> Mapping[str, Sequence[Record]]:
+        """All records of each job, oldest first. Nobody else can write any more: this process leads.
+
+        Raises:
+            EtcdJournalDamagedError: batches are missing, or unreadable.
+            DeposedError: this process does not lead any more, and another may have written meanwhile.
+        """
+        try:
+            return await self._load()
+        except EtcdJournalDamagedError:
+            await self._commit([])  # else what was read is of no journal at all
+            raise
+
+    async def _load(self) -> Mapping[str, Sequence[Record]]:
+        found: dict[str, list[Record]] = {}
+        base = self._base("heads")
+        heads = [pair async for pair in self._pairs(base)]
+        for pair in heads:
+            job_id = pair.key[len(base) :].decode()
+            self._heads[job_id] = head = self._parsed(job_id, pair)
+            number = head.first
+            async for batch in self._pairs(self._base("jobs", job_id)):
+                if batch.key != self._batch(job_id, number):
+                    break
+                records = await self._read(job_id, number, batch.value)
+                found.setdefault(job_id, []).extend(records)
+                self._note(job_id, records)
+                number += 1
+            if number != head.last + 1:
+                raise self._damaged(job_id, f"batch {number} is missing")
+        return found
+
+    async def append(self, job_id: str, records: Sequence[Record]) -> None:
+        """Makes records durable, all or none; with none, makes sure that this process still leads.
+
+        Returns when etcd has answered, however long that takes.
+
+        Raises:
+            DeposedError: this process does not lead any more; what it has decided may not be sent.
+        """
+        if not records:
+            await self._commit([])
+            return
+        await self._write(job_id, records)
+        self._note(job_id, records)
+        if self._kept[job_id] >= COMPACT_RECORDS:
+            await self._compact(job_id)
+
+    async def forget(self, job_id: str) -> None:
+        """Deletes a job's records.
+
+        Raises:
+            DeposedError: as :meth:`append`.
+        """
+        head = self._heads.get(job_id, _Head())
+        operations = [self._delete_all(kind, job_id) for kind in ("jobs", "parts")]
+        await self._move(job_id, _Head(head.last + 1, head.last), operations)
+        self._kept.pop(job_id, None)
+        self._ledgers.pop(job_id, None)
+
+    async def close(self) -> None:
+        """Lets the next scheduler lead."""
+        await self._leadership.resign()
+
+    # ------------------------------------------------------------ keys
+
+    def _base(self, kind: str, job_id: str = "") -> bytes:
+        return self._leadership.prefix + f"/{kind}/{job_id}{'/' if job_id else ''}".encode()
+
+    def _batch(self, job_id: str, number: int) -> bytes:
+        return self._base("jobs", job_id) + b"%016d" % number
+
+    def _head_key(self, job_id: str) -> bytes:
+        return self._base("heads") + job_id.encode()
+
+    def _part(self, job_id: str, number: int, part: int = 0) -> bytes:
+        return self._base("parts", job_id) + b"%016d/%04d" % (number, part)
+
+    def _delete_all(self, kind: str, job_id: str) -> pb.RequestOp:
+        base = self._base(kind, job_id)
+        return delete(base, end_of(base))
+
+    # ------------------------------------------------------------ writing
+
+    async def _write(self, job_id: str, records: Sequence[Record], *, alone: bool = False) -> None:
+        """Writes the next batch; ``alone``: in the place of all before it."""
+        head = self._heads.get(job_id, _Head())
+        number = head.last + 1
+        value = _WHOLE + _packed(records)
+        if len(value) > PART_BYTES:
+            pieces = [value[at : at + PART_BYTES] for at in range(0, len(value), PART_BYTES)]
+            for part, piece in enumerate(pieces):
+                await self._commit([put(self._part(job_id, number, part), piece)])
+            value = _PARTS + b"%d" % len(pieces)
+        key = self._batch(job_id, number)
+        before = [
+            delete(self._base("jobs", job_id), key),
+            delete(self._base("parts", job_id), self._part(job_id, number)),
+        ]
+        await self._move(
+            job_id,
+            _Head(number if alone else head.first, number),
+            [put(key, value), *(before if alone else ())],
+        )
+
+    async def _move(self, job_id: str, head: _Head, operations: Sequence[pb.RequestOp]) -> None:
+        """Does all of this, and makes ``head`` the job's head, if that is as this process knows it."""
+        key, value = self._head_key(job_id), b"%d %d" % (head.first, head.last)
+        before = self._heads.get(job_id, _Head()).revision
+        reply = await self._commit([put(key, value), *operations], modified_in(key, before), get(key))
+        if reply.succeeded:
+            revision = reply.header.revision
+        else:
+            found = reply.responses[1].response_range.kvs
+            if not found or found[0].value != value:
+                raise self._leadership.depose("etcd says that another has written meanwhile")
+            revision = found[0].mod_revision  # an earlier try was carried out, and its answer lost
+        self._heads[job_id] = _Head(head.first, head.last, revision)
+
+    async def _commit(
+        self,
+        operations: Sequence[pb.RequestOp],
+        also: pb.Compare | None = None,
+        reads: pb.RequestOp | None = None,
+    ) -> pb.TxnResponse:
+        """Does all of this if this process leads, and if ``also`` holds; where that fails, ``reads``."""
+        leader = self._leadership
+        request = pb.TxnRequest(
+            compare=[leader.fence(), *([] if also is None else [also])],
+            success=operations,
+            # Without a read in it, etcd would answer a transaction that writes nothing from the memory of the
+            # member that is asked, which may be behind.
+            failure=[get(leader.key), *([] if reads is None else [reads])],
+        )
+        reply = await self._answer(request)
+        if not reply.succeeded:
+            found = reply.responses[0].response_range.kvs
+            if not found or found[0].create_revision != leader.token:
+                name = parse_leader(found[0].value)[0] if found else "nobody yet"
+                raise leader.depose(f"etcd says that {name} does")
+        return reply
+
+    async def _answer(self, request: pb.TxnRequest) -> pb.TxnResponse:
+        while True:
+            try:
+                return await self._etcd.transact(request)
+            except EtcdUnreachableError as error:
+                await self._pause(error)
+
+    async def _pause(self, error: EtcdUnreachableError) -> None:
+        leader = self._leadership
+        if leader.deposed.done():
+            raise leader.depose(leader.deposed.result()) from error
+        await asyncio.sleep(RETRY_S)
+
+    def _note(self, job_id: str, records: Sequence[Record]) -> None:
+        self._kept[job_id] = self._kept.get(job_id, 0) + len(records)
+        ledger = self._ledgers.setdefault(job_id, Ledger())
+        try:
+            for record in records if ledger is not None else ():
+                ledger.apply(record)  # type: ignore[union-attr]
+        except (KeyError, AttributeError, TypeError):
+            self._ledgers[job_id] = None  # recovery says so; nothing may be lost here
+
+    async def _compact(self, job_id: str) -> None:
+        """Puts one snapshot in the place of a job's records, if its generation stands."""
+        ledger = self._ledgers[job_id]
+        self._kept[job_id] = 0
+        if ledger is not None and ledger.established and ledger.outcome is None:
+            await self._write(job_id, [ledger.snapshot()], alone=True)
+
+    # ------------------------------------------------------------ reading
+
+    async def _pairs(self, base: bytes) -> AsyncIterator[pb.KeyValue]:
+        """All keys that begin with ``base``, in order."""
+        key, end = base, end_of(base)
+        while True:
+            request = pb.RangeRequest(key=key, range_end=end, limit=PAGE)
+            reply = await self._page(request)
+            for pair in reply.kvs:
+                yield pair
+            if not reply.more:
+                return
+            key = reply.kvs[-1].key + b"\0"
+
+    async def _page(self, request: pb.RangeRequest) -> pb.RangeResponse:
+        while True:
+            try:
+                return await self._etcd.read(request)
+            except EtcdUnreachableError as error:
+                await self._pause(error)
+
+    def _parsed(self, job_id: str, pair: pb.KeyValue) -> _Head:
+        try:
+            first, last = map(int, pair.value.split(b" "))
+        except ValueError as error:
+            raise self._damaged(job_id, f"its head is {pair.value[:40]!r}") from error
+        return _Head(first, last, pair.mod_revision)
+
+    async def _read(self, job_id: str, number: int, value: bytes) -> list[Record]:
+        if value.startswith(_PARTS):
+            base = self._base("parts", job_id) + b"%016d/" % number
+            pieces = [pair.value async for pair in self._pairs(base)]
+            value = b"".join(pieces[: int(value[1:])])
+        try:
+            if not value.startswith(_WHOLE):
+                raise ValueError("it is of another version")
+            return [decode_record(each) for each in json.loads(zlib.decompress(value[1:]))]
+        except (zlib.error, RecordError, ValueError) as error:
+            raise self._damaged(job_id, f"batch {number}: {error}") from error
+
+    def _damaged(self, job_id: str, what: str) -> EtcdJournalDamagedError:
+        where = self._base("jobs", job_id).decode()
+        return EtcdJournalDamagedError(
+            f"The journal in etcd under {where} is damaged or foreign: {what}.",
+            remedy="Run the version of Muster that wrote it, restore etcd from a backup, or choose another"
+            " path in MS_RECOVERY_PATH to begin anew.",
+        )
+
+
+def _packed(records: Sequence[Record]) -> bytes:
+    text = json.dumps([encode_record(each) for each in records], separators=(",", ":"), ensure_ascii=False)
+    return zlib.compress(text.encode(), 1)

@@ -1,0 +1,185 @@
+"""Takes over a job whose workers are ahead of its journal, because that was lost or is a backup.
+
+Such workers are not sent away: they train on, and wait for the newest journal, or for an operator's word
+(``--adopt``). Given that, the generation that they hold is taken over once all its members have said the same
+of it, each with a rank of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from muster.rendezvous import messages as m
+from muster.scheduler.core import events as e
+from muster.scheduler.core import records as r
+from muster.scheduler.core.events import Decision
+from muster.scheduler.core.job import JobView
+from muster.scheduler.core.ledger import Ledger, sizes
+from muster.scheduler.core.machine import Machine as Job
+from muster.scheduler.core.workers import count, upper_first, who
+
+
+class AdoptingJob:
+    """A job that takes no worker back into an older generation than the worker holds.
+
+    Args:
+        job_id: the job.
+        settings: its settings.
+        records: what its journal says.
+        now: seconds on the clock of all calls.
+        adopt: whether an operator has said that members who agree are to be taken over.
+
+    Attributes:
+        machine: the job's machine; another one once a generation is adopted.
+
+    Raises:
+        RecoveryError: as :meth:`Job.recover`.
+    """
+
+    def __init__(
+        self, job_id: str, settings: e.Settings, records: Iterable[r.Record], now: float, *, adopt: bool
+    ) -> None:
+        self._job_id, self._settings, self._adopt = job_id, settings, adopt
+        self._records: list[r.Record] | None = list(records)
+        self.machine = (
+            Job.recover(job_id, settings, self._records, now) if self._records else Job(job_id, settings)
+        )
+        self._ledger = Ledger()
+        self._keep(self._records)
+        if not adopt and not self._ledger.generation:
+            self._records = None  # there is no journal, which every message says as ever
+        self._held: dict[e.SessionId, e.Joined] = {}
+
+    def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
+        """As :meth:`Job.step`; also holds back workers that are ahead, and adopts them."""
+        if self._records is None:
+            return self.machine.step(event, now, more=more)
+        if isinstance(event, e.Joined) and (self._held or self._is_ahead(event)):
+            self._held[event.session] = event
+            return self._decide(now) or self._wait(event)
+        if self._held and isinstance(event, e.Tick):
+            return Decision()  # nobody is lost before it is clear which generation counts
+        session = getattr(event, "session", None)
+        if session in self._held:
+            if isinstance(event, e.SessionLost | e.LeftCleanly):
+                del self._held[event.session]
+            if isinstance(event, e.LeftCleanly):
+                return Decision((), ((event.session, m.Ended(True, "Goodbye.")),))
+            return Decision()
+        decision = self.machine.step(event, now, more=more)
+        self._keep(decision.records)
+        self._records += decision.records
+        if any(isinstance(record, r.GenerationFormed) for record in decision.records):
+            self._records = None  # the job has gone on by itself
+        return decision
+
+    def deadline(self) -> float | None:
+        """As :meth:`Job.deadline`; none that is due while workers are held back."""
+        return math.inf if self._held else self.machine.deadline()
+
+    def overdue(self, now: float) -> Sequence[e.SessionId]:
+        """As :meth:`Job.overdue`; nobody while workers are held back."""
+        return () if self._held else self.machine.overdue(now)
+
+    def view(self, now: float) -> JobView:
+        """As :meth:`Job.view`."""
+        return self.machine.view(now)
+
+    # ------------------------------------------------------------ inside
+
+    def _keep(self, records: Iterable[r.Record]) -> None:
+        for record in records:
+            self._ledger.apply(record)
+
+    def _is_ahead(self, event: e.Joined) -> bool:
+        return event.held_generation > self._ledger.generation
+
+    def _is_current(self, event: e.Joined) -> bool:
+        claim = self._ledger.claims.get(event.candidate.node_id)
+        return (
+            claim is not None
+            and claim.candidate.incarnation == event.candidate.incarnation
+            and event.held_generation == self._ledger.generation
+        )
+
+    def _wait(self, event: e.Joined) -> Decision:
+        remedy = (
+            "The newest generation is taken over when all its members are here and say the same."
+            if self._adopt
+            else "They train on unwatched. Stop the scheduler and put the newest journal back; without one,"
+            " start it with --adopt, which takes over the generation that all its members hold."
+        )
+        newest = max(self._held.values(), key=lambda one: one.held_generation)
+        sentence = (
+            f"{upper_first(who(newest.candidate))} holds rank {newest.held_rank} of generation "
+            f"{newest.held_generation}, and the journal ends with generation {self._ledger.generation}: it"
+            f" is older than the workers. {remedy}"
+        )
+        times = (
+            self._settings.heartbeat_interval_s,
+            self._settings.node_timeout_s,
+            self._settings.topo_timeout_s,
+        )
+        waiting = m.Waiting(len(self._held), max(1, newest.held_world_size), sentence)
+        return Decision((), ((event.session, m.Welcome(*times)), (event.session, waiting)), sentence)
+
+    def _decide(self, now: float) -> Decision | None:
+        """Lets all workers that are held back go on, once it is clear in which generation."""
+        held = list(self._held.values())
+        records: tuple[r.Record, ...] = ()
+        if self._adopt:
+            members = agreeing_members(held)
+            if not members:
+                return None
+            records = tuple(self._takeover(members))
+            assert self._records is not None
+            self.machine = Job.recover(self._job_id, self._settings, [*self._records, *records], now)
+        elif sum(map(self._is_current, held)) <= sum(map(self._is_ahead, held)):
+            return None
+        self._records, self._held = None, {}
+        steps = [self.machine.step(event, now) for event in held]
+        reasons = [record.reason for record in records if isinstance(record, r.GenerationFormed)]
+        return Decision(
+            records + tuple(record for step in steps for record in step.records),
+            tuple(message for step in steps for message in step.messages),
+            " ".join([*reasons, *(step.reason for step in steps if step.reason)]),
+        )
+
+    def _takeover(self, held: Sequence[e.Joined]) -> Iterable[r.Record]:
+        """The record of the generation that the workers hold, which the journal lacks."""
+        incarnations = {event.candidate.node_id: event.candidate.incarnation for event in held}
+        if self._ledger.opened is None:
+            yield r.JobOpened(self._job_id, *sizes(self._settings, held[0].candidate))
+        for claim in self._ledger.claims.values():
+            node_id, incarnation = claim.candidate.node_id, claim.candidate.incarnation
+            if incarnations.get(node_id) == incarnation:
+                del incarnations[node_id]
+            else:
+                yield r.Removed(node_id, incarnation, "not in the generation that was adopted")
+        for event in held:
+            if event.candidate.node_id in incarnations:
+                yield r.Admitted(event.candidate)
+        hosts = [event.candidate.host.id for event in held]
+        members = tuple(
+            r.Placed(rank, hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]), event.candidate)
+            for rank, event in enumerate(held)
+        )
+        generation = held[0].held_generation
+        reason = f"Generation {generation} of {count(len(held), 'member')} is adopted, as --adopt says."
+        yield r.GenerationFormed(generation, members, -1, (), reason)
+        if all(event.built for event in held):
+            yield r.GroupEstablished(generation)
+
+
+def agreeing_members(held: Sequence[e.Joined]) -> list[e.Joined]:
+    """The members of the newest generation by rank, if all are there and agree; else none."""
+    generation = max(event.held_generation for event in held)
+    members = sorted(
+        (event for event in held if event.held_generation == generation), key=lambda one: one.held_rank
+    )
+    ranks = [event.held_rank for event in members]
+    sizes = {event.held_world_size for event in members}
+    nodes = {event.candidate.node_id for event in members}
+    agree = ranks == list(range(len(members))) and sizes == {len(members)} and len(nodes) == len(members)
+    return members if agree else []

@@ -1,0 +1,215 @@
+"""All open sessions of workers, on streams of their own or a host's: admits, feeds jobs, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from muster.rendezvous import codec
+from muster.rendezvous import messages as m
+from muster.scheduler.access import Access, Caller
+from muster.scheduler.audit.logs import LOG, Recorder
+from muster.scheduler.core import events as e
+from muster.scheduler.errors import (
+    LimitError,
+    MalformedError,
+    NotPermittedError,
+    SchedulerError,
+    StoppingError,
+    UnauthenticatedError,
+    status_of,
+)
+from muster.scheduler.jobs.driver import JobDriver, Jobs, Note, Session, UnknownJobError
+
+LARGE_MESSAGE_BYTES = 16 * 1024
+LARGE_WRITES_AT_ONCE = 64  # bounds the memory in which gRPC copies a large world's assignments
+Context = grpc.aio.ServicerContext[Any, Any]
+DecodedT = TypeVar("DecodedT")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on sessions; per host counts streams from one address, and workers on a host's stream."""
+
+    sessions: int = 20_000
+    sessions_per_host: int = 4_096  # MS_MAX_STREAMS_PER_HOST
+    join_timeout_s: float = 10.0
+    farewell_timeout_s: float = 5.0
+
+
+class Sessions:
+    """The sessions there are, by id; ``idle`` is set while there is none.
+
+    Args:
+        jobs: what the workers join.
+        access: says who a caller is, and what that one may do.
+        recorder: takes notes of whom is turned away.
+        limits: how much callers may hold.
+    """
+
+    def __init__(self, jobs: Jobs, access: Access, recorder: Recorder, limits: Limits) -> None:
+        self.limits = limits
+        self.recorder = recorder
+        self.all: dict[int, Session] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.large_writes = asyncio.Semaphore(LARGE_WRITES_AT_ONCE)
+        self._jobs = jobs
+        self._access = access
+        self._ids = itertools.count(1)
+        self._per_host: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ begin and end
+
+    def admit(self, caller: Caller, *, on: Session | None = None) -> Session:
+        """Counts a new session in.
+
+        Args:
+            caller: who the TLS layer says is at the other end.
+            on: the stream that this one shares with others; None: it has one of its own.
+
+        Raises:
+            LimitError: there are as many as may be, in all or from this address.
+        """
+        host = _host_of(caller)
+        if len(self.all) >= self.limits.sessions:
+            raise LimitError(f"The scheduler already serves {self.limits.sessions} streams.")
+        if self._per_host[host] >= self.limits.sessions_per_host:
+            limit = self.limits.sessions_per_host
+            raise LimitError(f"{host} already holds {limit} streams (MS_MAX_STREAMS_PER_HOST={limit}).")
+        session = Session(next(self._ids), caller)
+        if on is not None:
+            session.wake, session.dropped = on.wake, on.dropped
+        self._per_host[host] += 1
+        self.all[session.id] = session
+        self.idle.clear()
+        return session
+
+    def release(self, session: Session) -> None:
+        """Counts a session out; its job has learned of its end before."""
+        host = _host_of(session.caller)
+        self._per_host[host] -= 1
+        if not self._per_host[host]:
+            del self._per_host[host]
+        del self.all[session.id]
+        if not self.all:
+            self.idle.set()
+
+    @staticmethod
+    def loss(session: Session, detail: str, *, may_return: bool = False) -> tuple[JobDriver, e.Event] | None:
+        """The event by which a job learns of a session's end, once; None: it knows already."""
+        driver, session.driver = session.driver, None
+        if driver is None or session.id not in driver.sessions:
+            return None
+        return driver, e.SessionLost(session.id, detail, may_return)
+
+    def report_loss(self, session: Session, detail: str, *, may_return: bool = False) -> None:
+        """Reports a session's end to its job, once."""
+        loss = self.loss(session, detail, may_return=may_return)
+        if loss is not None:
+            driver, event = loss
+            driver.post(event)
+
+    def refuse(self, session: Session, error: BaseException) -> str:
+        """Ends a session because of a message of its worker, which gets a Refused with the reason."""
+        _, text = status_of(error)
+        if not isinstance(error, SchedulerError):
+            LOG.error("fault in a session with %s", session.caller.address, exc_info=error)
+            error = SchedulerError(text)
+        elif not isinstance(error, StoppingError):
+            self.recorder.denied("Session", session.caller, session.caller.address, error.refusal, text)
+        refusal = _REFUSALS.get(type(error))
+        if refusal is not None:
+            session.send(codec.encode(m.Refused(refusal, text)))
+        session.close(error)
+        return text
+
+    def authenticate(self, context: Context) -> Caller:
+        """Says who calls; see :meth:`muster.scheduler.access.Access.authenticate`."""
+        return self._access.authenticate(context)
+
+    # ------------------------------------------------------------ what workers send
+
+    async def join(self, session: Session, data: bytes) -> e.Event:
+        """Takes a worker's first message; returns the event that is still to be submitted to its job.
+
+        Raises:
+            MalformedError: it is no Join.
+            NotPermittedError: the certificate does not allow this job, or this node.
+            SchedulerError: the job cannot be opened, or is carried on no longer.
+        """
+        join = decoded(codec.decode_worker_message, data)
+        if not isinstance(join, m.Join):
+            raise MalformedError("The first message of a session must be Join.")
+        job_id, node_id = join.profile.job_id, join.profile.node_id
+        self._access.allow(session.caller, roles=("worker",), job=job_id, node=node_id)
+        driver = await self._jobs.for_join(job_id, fresh=join.held_generation == 0)
+        session.takes_deltas = join.takes_deltas
+        driver.admit(session)
+        session.job_id, session.candidate, session.driver = job_id, join.profile, driver
+        return e.event_of(session.id, join)
+
+    @staticmethod
+    def event(session: Session, data: bytes) -> e.Event:
+        """Takes any later message; returns the event for its job.
+
+        Raises:
+            MalformedError: it breaks the protocol.
+        """
+        message = decoded(codec.decode_worker_message, data)
+        if isinstance(message, m.Join):
+            raise MalformedError("A session takes one Join only.")
+        return e.event_of(session.id, message)
+
+    # ------------------------------------------------------------ certificates that end
+
+    async def expel_revoked(self) -> None:
+        """Ends every session whose certificate is revoked by now; its node loses its place."""
+        # A stream that carries several is ended after the sessions on it.
+        for session in sorted(self.all.values(), key=lambda each: each.driver is None):
+            reason = self._access.revoked(session.caller)
+            if reason is None or session.over:
+                continue
+            if session.driver is not None and session.candidate is not None:
+                with contextlib.suppress(StoppingError):
+                    await session.driver.submit(e.Expel(session.candidate.node_id, reason.rstrip(".")))
+            if not session.over:  # it had no place to lose yet
+                session.drop(UnauthenticatedError(reason))
+
+    def report_expired(self) -> None:
+        """Says once of each session that its certificate has ended; it will not be let in again."""
+        for session in self.all.values():
+            if not session.expiry_reported and self._access.expired(session.caller):
+                session.expiry_reported = True
+                text = "the certificate has expired; the worker is refused when it connects again"
+                self.recorder.note(Note("expired", session.job_id, text, session))
+
+
+def decoded(decode: Callable[[bytes], DecodedT], data: bytes) -> DecodedT:
+    """Decodes a message; raises the scheduler's own error.
+
+    Raises:
+        MalformedError: the message breaks the protocol.
+    """
+    try:
+        return decode(data)
+    except codec.WireError as error:
+        raise MalformedError(error.message, remedy=error.remedy) from error
+
+
+def _host_of(caller: Caller) -> str:
+    return caller.address.rsplit(":", 1)[0]
+
+
+_REFUSALS: dict[type[SchedulerError], m.RefusalCode] = {
+    MalformedError: m.RefusalCode.MALFORMED,
+    NotPermittedError: m.RefusalCode.NOT_PERMITTED,
+    UnknownJobError: m.RefusalCode.SETTINGS_DIFFER,
+}

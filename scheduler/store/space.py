@@ -1,0 +1,614 @@
+"""One namespace of the store: what torch's TCPStore keeps and answers, as a function of operations and time.
+
+Every operation is answered at once, or when what it waits for is there, or at its deadline. Changes are
+numbered. A member that comes back on a new stream repeats what was not answered: changes are carried out
+once. A namespace of a generation that formed before this scheduler started is put together from what all
+members hand in.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+import re
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+Member = tuple[str, int]
+"""Node id and incarnation."""
+
+MAX_KEY_BYTES = 4096
+MAX_VALUE_BYTES = 768 * 1024
+PUSHED_BYTES = 64 * 1024
+"""So large a value goes along with the answer to a wait for its key."""
+
+OVERHEAD_BYTES = 128
+"""What a key costs beside its own bytes."""
+
+WAITED_BYTES = 512
+"""What a key that is waited for costs beside its own bytes."""
+
+_NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,19})")
+_SIGN, _WRAP = 1 << 63, 1 << 64
+
+
+class Kind(enum.IntEnum):
+    """What an operation does; values are those of the wire."""
+
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    NUM_KEYS = 7
+    DELETE = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    QUEUE_PUSH = 12
+    QUEUE_POP = 13
+    QUEUE_LEN = 14
+    LIST_KEYS = 15
+
+
+class Status(enum.IntEnum):
+    """How an operation went; values are those of the wire."""
+
+    OK = 0
+    TIMEOUT = 1
+    REFUSED = 2
+
+
+class EffectKind(enum.IntEnum):
+    """How a change left its key; values are those of the wire."""
+
+    SET = 1
+    APPEND = 2
+    DELETE = 3
+    PUSH = 4
+    POP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a member; ``id`` is the member's own count. Keys and values are secrets."""
+
+    id: int
+    kind: Kind
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
+    values: tuple[bytes, ...] = field(default=(), repr=False)
+    amount: int = 0
+    timeout_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to the operation ``id``. ``number`` is that of the change; 0: nothing was changed."""
+
+    id: int
+    status: Status = Status.OK
+    values: tuple[bytes, ...] = field(default=(), repr=False)
+    amount: int = 0
+    number: int = 0
+    popped: int = 0
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """How a change left a key; see the wire."""
+
+    number: int
+    kind: EffectKind
+    key: bytes = field(repr=False)
+    value: bytes = field(default=b"", repr=False)
+    popped: int = 0
+
+
+@dataclass(slots=True)
+class Returned:
+    """What a member hands in after a restart of the scheduler.
+
+    Attributes:
+        count: how many changes of this member were answered.
+        seen: the highest number that it has heard of.
+        incomplete: it had too many to keep them all.
+        size_bytes: what the effects take.
+    """
+
+    effects: list[Effect] = field(default_factory=list)
+    count: int = 0
+    seen: int = 0
+    incomplete: bool = False
+    size_bytes: int = 0
+
+    def add(self, effect: Effect) -> None:
+        """Takes one more effect in."""
+        self.effects.append(effect)
+        self.size_bytes += _cost(effect.key, effect.value)
+
+
+@dataclass(slots=True)
+class Budget:
+    """Bytes that namespaces may hold together."""
+
+    limit_bytes: int = 512 << 20
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """How much one namespace may hold, and one member may have under way."""
+
+    keys: int = 1 << 20
+    size_bytes: int = 128 << 20
+    waits: int = 4096
+    unconfirmed: int = 8192
+    """Answers to changes that a member has not confirmed to have received."""
+
+    kept_bytes: int = 64 << 20
+    """What a member's waits and those answers take."""
+
+
+class QuotaError(Exception):
+    """An operation is refused; says which bound it breaks, and no key."""
+
+
+class EndedError(Exception):
+    """The namespace is gone; says why."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    member: Member
+    operation: Operation
+    missing: set[bytes]
+    number: int
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Attendance:
+    """What is remembered of a member while its stream may break."""
+
+    done: dict[int, Answer] = field(default_factory=dict)
+    waits: dict[int, _Wait] = field(default_factory=dict)
+    held: dict[int, Operation] = field(default_factory=dict)
+    held_bytes: int = 0
+    kept_bytes: int = 0
+
+
+class Space:
+    """One namespace.
+
+    Args:
+        answer: takes each answer, with the member that it is for.
+        members: those that must hand in what they have before anything is carried out; empty: the namespace
+            is new.
+        quotas: how much it may hold.
+        budget: what all namespaces may hold together.
+
+    Attributes:
+        number: of the newest change.
+        ended: why the namespace is gone; empty: it is not.
+        lost: whether it is gone because it could not be put together, while its generation goes on.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Member, Answer], None],
+        *,
+        members: Iterable[Member] = (),
+        quotas: Quotas | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self.number = 0
+        self.ended = ""
+        self.lost = False
+        self._answer = answer
+        self._quotas = quotas or Quotas()
+        self._budget = budget or Budget()
+        self._values: dict[bytes, bytes] = {}
+        self._queues: dict[bytes, deque[tuple[int, bytes]]] = {}
+        self._size_bytes = 0
+        self._waits: dict[bytes, dict[int, _Wait]] = {}
+        self._wait_ids = itertools.count()
+        self._deadlines: list[tuple[float, int, _Wait]] = []
+        self._over_early = 0
+        self._attendance: dict[Member, _Attendance] = {}
+        self._awaited: set[Member] = set(members)
+        self._returned: list[Returned] = []
+
+    # ------------------------------------------------------------ members
+
+    def wants_replay(self, member: Member) -> bool:
+        """Whether this member must hand in what it has changed."""
+        return member in self._awaited
+
+    @property
+    def members(self) -> int:
+        """Of how many something is remembered."""
+        return len(self._attendance)
+
+    @property
+    def restoring(self) -> bool:
+        """Whether it is still waited for members; what they ask for is carried out afterwards."""
+        return bool(self._awaited)
+
+    def check_returned(self, returned: Returned) -> None:
+        """Refuses to take more from a member than the namespace may hold."""
+        if returned.size_bytes > self._quotas.size_bytes:
+            raise QuotaError(f"A member may hand in at most {self._quotas.size_bytes >> 20} MiB.")
+
+    def hand_in(self, member: Member, returned: Returned, now: float) -> None:
+        """Takes what a member has changed; with the last one's the namespace is as it was."""
+        if member in self._awaited and not self.ended:
+            self._awaited.discard(member)
+            self._returned.append(returned)
+            self._try_restore(now)
+
+    def excuse(self, present: Iterable[Member], now: float) -> None:
+        """Waits for nobody who is no member any more: who has finished comes back no more."""
+        if self._awaited and not self.ended:
+            self._awaited.intersection_update(present)
+            self._try_restore(now)
+
+    def confirm(self, member: Member, below: int) -> None:
+        """The member has the answers to all operations with a lower id."""
+        attendance = self._attend(member)
+        done = attendance.done
+        while done:  # in the order in which they were made
+            first = next(iter(done))
+            if first >= below:
+                return
+            attendance.kept_bytes -= _kept(done.pop(first))
+
+    def forget_gone(self, present: Container[Member], keep: int) -> None:
+        """Forgets what was remembered of members that are gone, but for so many that came last.
+
+        Args:
+            present: those that are not.
+            keep: of the others; a stream that is opened anew in a moment finds what it had.
+        """
+        gone = [member for member in self._attendance if member not in present]
+        for member in gone[: max(0, len(gone) - keep)]:
+            for wait in list(self._attendance[member].waits.values()):
+                self._close(wait)
+            del self._attendance[member]
+
+    def end(self, reason: str) -> None:
+        """Drops everything, for good. Streams are ended by who holds them."""
+        self.ended = self.ended or reason
+        self._budget.used_bytes -= self._size_bytes
+        self._size_bytes = 0
+        for held in (
+            self._values, self._queues, self._waits, self._deadlines, self._attendance, self._awaited
+        ):  # fmt: skip
+            held.clear()
+
+    # ------------------------------------------------------------ operations
+
+    def execute(self, member: Member, operation: Operation, now: float) -> None:
+        """Carries out one operation, or repeats the answer that was lost on the way."""
+        if self.ended:
+            raise EndedError(self.ended)
+        attendance = self._attend(member)
+        if self._awaited:
+            if len(attendance.held) >= self._quotas.waits:
+                raise QuotaError(f"A member may have {self._quotas.waits} operations under way.")
+            if operation.id in attendance.held:  # repeated on a newer stream
+                return
+            size_bytes = attendance.held_bytes + _length(operation)
+            if size_bytes > self._quotas.size_bytes:
+                limit = f"{self._quotas.size_bytes >> 20} MiB"
+                raise QuotaError(f"A member may have operations of {limit} under way after a restart.")
+            attendance.held[operation.id], attendance.held_bytes = operation, size_bytes
+            return
+        if operation.id in attendance.waits:
+            return
+        answer = attendance.done.get(operation.id)
+        if answer is None:
+            try:
+                answer = self._carry_out(member, operation, now)
+            except QuotaError as error:
+                answer = Answer(operation.id, Status.REFUSED, sentence=str(error))
+        if answer is None:
+            return
+        if answer.number:
+            attendance.done[operation.id] = answer
+            attendance.kept_bytes += _kept(answer)
+            if len(attendance.done) > self._quotas.unconfirmed:
+                raise QuotaError(f"A member may leave {self._quotas.unconfirmed} answers unconfirmed.")
+            if attendance.kept_bytes > self._quotas.kept_bytes:
+                limit = f"{self._quotas.kept_bytes >> 20} MiB"
+                raise QuotaError(f"A member may leave answers of {limit} unconfirmed.")
+        self._answer(member, answer)
+
+    def cancel(self, member: Member, operation_id: int) -> None:
+        """Cancels an operation, which is not answered then."""
+        attendance = self._attend(member)
+        held = attendance.held.pop(operation_id, None)
+        if held is not None:
+            attendance.held_bytes -= _length(held)
+        wait = attendance.waits.get(operation_id)
+        if wait is not None:
+            self._close(wait)
+
+    def deadline(self) -> float | None:
+        """When the next wait is over."""
+        while self._deadlines and self._deadlines[0][2].over:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> None:
+        """Ends the waits whose time is up."""
+        while (due := self.deadline()) is not None and due <= now:
+            wait = heapq.heappop(self._deadlines)[2]
+            self._close(wait)
+            self._answer(wait.member, Answer(wait.operation.id, Status.TIMEOUT))
+
+    # ------------------------------------------------------------ inside
+
+    def _attend(self, member: Member) -> _Attendance:
+        return self._attendance.setdefault(member, _Attendance())
+
+    def _carry_out(self, member: Member, operation: Operation, now: float) -> Answer | None:
+        kind, keys, values, at = operation.kind, operation.keys, operation.values, operation.id
+        if kind is Kind.WAIT:
+            return self._wait(member, operation, now)
+        if kind is Kind.GET:
+            value = self._values.get(keys[0])
+            return Answer(at, values=() if value is None else (value,))
+        if kind in (Kind.SET, Kind.MULTI_SET):
+            self._put(keys, values)
+        elif kind is Kind.ADD:
+            total = self._sum(keys[0], operation.amount)
+            self._put(keys, (b"%d" % total,))
+            return Answer(at, amount=total, number=self.number)
+        elif kind is Kind.COMPARE_SET:
+            return self._compare_set(at, keys[0], *values)
+        elif kind is Kind.APPEND:
+            self._put(keys, (self._values.get(keys[0], b"") + values[0],))
+        elif kind is Kind.DELETE:
+            return self._delete(at, keys[0])
+        elif kind is Kind.QUEUE_PUSH:
+            self._push(keys[0], values[0])
+        elif kind is Kind.QUEUE_POP:
+            return self._pop(at, keys[0])
+        else:
+            return self._look(operation)
+        return Answer(at, number=self.number)
+
+    def _look(self, operation: Operation) -> Answer:
+        kind, keys, at = operation.kind, operation.keys, operation.id
+        if kind is Kind.CHECK:
+            return Answer(at, amount=int(all(self._has(key) for key in keys)))
+        if kind is Kind.MULTI_GET:
+            return Answer(at, values=tuple(self._values.get(key, b"") for key in keys))
+        if kind is Kind.QUEUE_LEN:
+            return Answer(at, amount=len(self._queues.get(keys[0], ())))
+        prefix = keys[0] if keys else b""
+        found = [key for key in self._values if key.startswith(prefix)]
+        return Answer(at, values=tuple(found) if kind is Kind.LIST_KEYS else (), amount=len(found))
+
+    def _has(self, key: bytes) -> bool:
+        return key in self._values or bool(self._queues.get(key))
+
+    # ------------------------------------------------------------ changes
+
+    def _put(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
+        """Sets all or none."""
+        sizes = {}
+        for key, value in zip(keys, values, strict=True):
+            _check_sizes(key, value)
+            sizes[key] = len(value) - len(self._values[key]) if key in self._values else _cost(key, value)
+        self._reserve(sum(sizes.values()), new_keys=sum(key not in self._values for key in sizes))
+        self.number += 1
+        for key, value in zip(keys, values, strict=True):
+            self._values[key] = value
+        for key in sizes:
+            self._wake(key)
+
+    def _sum(self, key: bytes, amount: int) -> int:
+        held = self._values.get(key)
+        if held is None:
+            return amount
+        number = _NUMBER.match(held)
+        if number is None:
+            raise QuotaError("add() meets a value that is no number.")
+        return (int(number[1]) + amount + _SIGN) % _WRAP - _SIGN
+
+    def _compare_set(self, at: int, key: bytes, expected: bytes, desired: bytes) -> Answer:
+        held = self._values.get(key)
+        if held == expected or (held is None and not expected):
+            self._put((key,), (desired,))
+            return Answer(at, values=(desired,), number=self.number)
+        return Answer(at, values=(expected if held is None else held,))
+
+    def _delete(self, at: int, key: bytes) -> Answer:
+        value = self._values.pop(key, None)
+        if value is None:
+            return Answer(at)
+        self._reserve(-_cost(key, value))
+        self.number += 1
+        return Answer(at, amount=1, number=self.number)
+
+    def _push(self, key: bytes, value: bytes) -> None:
+        _check_sizes(key, value)
+        self._reserve(_cost(key, value), new_keys=key not in self._queues)
+        self.number += 1
+        self._queues.setdefault(key, deque()).append((self.number, value))
+        self._wake(key, one=True)
+
+    def _pop(self, at: int, key: bytes) -> Answer:
+        queue = self._queues.get(key)
+        if not queue:
+            return Answer(at)
+        length = len(queue)
+        popped, value = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        self._reserve(-_cost(key, value))
+        self.number += 1
+        return Answer(at, values=(value,), amount=length, number=self.number, popped=popped)
+
+    def _reserve(self, size_bytes: int, *, new_keys: int = 0) -> None:
+        quotas, budget = self._quotas, self._budget
+        if new_keys and len(self._values) + len(self._queues) + new_keys > quotas.keys:
+            raise QuotaError(f"The store of a generation holds at most {quotas.keys} keys.")
+        if size_bytes > 0 and self._size_bytes + size_bytes > quotas.size_bytes:
+            raise QuotaError(f"The store of a generation holds at most {quotas.size_bytes >> 20} MiB.")
+        if size_bytes > 0 and budget.used_bytes + size_bytes > budget.limit_bytes:
+            raise QuotaError(f"The stores of this scheduler hold at most {budget.limit_bytes >> 20} MiB.")
+        self._size_bytes += size_bytes
+        budget.used_bytes += size_bytes
+
+    # ------------------------------------------------------------ waits
+
+    def _wait(self, member: Member, operation: Operation, now: float) -> Answer | None:
+        missing = {key for key in operation.keys if not self._has(key)}
+        if not missing:
+            return self._found(operation)
+        attendance = self._attend(member)
+        waits = attendance.waits
+        if len(waits) >= self._quotas.waits:
+            raise QuotaError(f"A member may wait for {self._quotas.waits} things at once.")
+        size_bytes = _waited(operation)
+        if attendance.kept_bytes + size_bytes > self._quotas.kept_bytes:
+            raise QuotaError(f"A member may wait for keys of {self._quotas.kept_bytes >> 20} MiB at once.")
+        attendance.kept_bytes += size_bytes
+        wait = _Wait(member, operation, missing, next(self._wait_ids))
+        waits[operation.id] = wait
+        for key in missing:
+            self._waits.setdefault(key, {})[wait.number] = wait
+        if operation.timeout_s > 0:
+            heapq.heappush(self._deadlines, (now + operation.timeout_s, wait.number, wait))
+        return None
+
+    def _found(self, operation: Operation) -> Answer:
+        """A value that somebody waited for, because it is asked for next."""
+        value = self._values.get(operation.keys[0]) if len(operation.keys) == 1 else None
+        pushed = value is not None and len(value) <= PUSHED_BYTES
+        return Answer(operation.id, values=(value,) if value is not None and pushed else ())
+
+    def _wake(self, key: bytes, *, one: bool = False) -> None:
+        """Something is there under this key: a queue's element is for one that waits, a value for all."""
+        waits = self._waits.get(key)
+        if waits is None:
+            return
+        for number, wait in list(waits.items()):
+            del waits[number]
+            if wait.over:
+                continue
+            wait.missing.discard(key)
+            if not wait.missing:
+                self._close(wait)
+                self._answer(wait.member, self._found(wait.operation))
+                if one:
+                    break
+        if not waits:
+            self._waits.pop(key, None)
+
+    def _close(self, wait: _Wait) -> None:
+        wait.over = True
+        attendance = self._attend(wait.member)
+        if attendance.waits.pop(wait.operation.id, None) is not None:
+            attendance.kept_bytes -= _waited(wait.operation)
+        if wait.operation.timeout_s > 0:
+            self._drop_old_deadlines()
+        for key in wait.missing:
+            waits = self._waits.get(key)
+            if waits is not None:
+                waits.pop(wait.number, None)
+                if not waits:
+                    del self._waits[key]
+
+    def _drop_old_deadlines(self) -> None:
+        """Forgets waits that are over long before their deadlines, once they are most of those kept."""
+        self._over_early += 1
+        if self._over_early > max(64, len(self._deadlines) // 2):
+            self._over_early = 0
+            self._deadlines = [each for each in self._deadlines if not each[2].over]
+            heapq.heapify(self._deadlines)
+
+    # ------------------------------------------------------------ after a restart
+
+    def _try_restore(self, now: float) -> None:
+        if self._awaited:
+            return
+        returned, self._returned = self._returned, []
+        count = sum(each.count for each in returned)
+        seen = max((each.seen for each in returned), default=0)
+        if any(each.incomplete for each in returned) or count != seen:
+            self.lost = True
+            raise EndedError(
+                "The scheduler was started again, and what the store held cannot be put together: "
+                "some change was on its way."
+            )
+        self._restore(
+            heapq.merge(*(sorted(each.effects, key=_by_number) for each in returned), key=_by_number)
+        )
+        self.number = seen
+        held = [(member, each.held.values()) for member, each in self._attendance.items()]
+        for attendance in self._attendance.values():
+            attendance.held, attendance.held_bytes = {}, 0
+        for member, operations in held:
+            for operation in operations:
+                self.execute(member, operation, now)
+
+    def _restore(self, effects: Iterator[Effect]) -> None:
+        popped = set()
+        for effect in effects:
+            key = effect.key
+            if effect.kind is EffectKind.SET:
+                self._values[key] = effect.value
+            elif effect.kind is EffectKind.APPEND:
+                self._values[key] = self._values.get(key, b"") + effect.value
+            elif effect.kind is EffectKind.DELETE:
+                self._values.pop(key, None)
+            elif effect.kind is EffectKind.PUSH:
+                self._queues.setdefault(key, deque()).append((effect.number, effect.value))
+            else:
+                popped.add(effect.popped)
+        for key in list(self._queues):
+            left = deque(each for each in self._queues[key] if each[0] not in popped)
+            if left:
+                self._queues[key] = left
+            else:
+                del self._queues[key]
+        size = sum(_cost(key, value) for key, value in self._values.items())
+        size += sum(_cost(key, value) for key, queue in self._queues.items() for _, value in queue)
+        self._size_bytes = size
+        self._budget.used_bytes += size
+
+
+def _by_number(effect: Effect) -> int:
+    return effect.number
+
+
+def _length(operation: Operation) -> int:
+    return sum(map(len, operation.keys + operation.values))
+
+
+def _waited(operation: Operation) -> int:
+    """What a wait takes, in bytes."""
+    return _length(operation) + WAITED_BYTES * len(operation.keys)
+
+
+def _kept(answer: Answer) -> int:
+    """What an answer takes that is kept for a member to ask again, in bytes."""
+    return sum(map(len, answer.values)) + OVERHEAD_BYTES
+
+
+def _cost(key: bytes, value: bytes) -> int:
+    return len(key) + len(value) + OVERHEAD_BYTES
+
+
+def _check_sizes(key: bytes, value: bytes) -> None:
+    if len(key) > MAX_KEY_BYTES:
+        raise QuotaError(f"A key has at most {MAX_KEY_BYTES} bytes; this one has {len(key)}.")
+    if len(value) > MAX_VALUE_BYTES:
+        raise QuotaError(f"A value has at most {MAX_VALUE_BYTES} bytes; this one has {len(value)}.")

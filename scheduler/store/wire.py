@@ -1,0 +1,123 @@
+"""The store's messages to values, checked, and back. Foreign keys and values stand in no error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from muster.rendezvous.v1 import store_pb2 as pb
+from muster.scheduler.errors import MalformedError
+from muster.scheduler.store.space import Answer, Effect, EffectKind, Kind, Operation, Returned
+
+MAX_ID = (1 << 63) - 1
+MAX_KEYS = 65_536
+MAX_NAME = 128
+MAX_TIMEOUT_S = 31 * 86_400.0
+
+_MULTIPLE = frozenset((Kind.CHECK, Kind.WAIT, Kind.MULTI_GET, Kind.MULTI_SET))
+_OPTIONAL = frozenset((Kind.NUM_KEYS, Kind.LIST_KEYS))
+_VALUES = {Kind.SET: 1, Kind.COMPARE_SET: 2, Kind.APPEND: 1, Kind.QUEUE_PUSH: 1}
+_KINDS = {kind.value: kind for kind in Kind}
+_EFFECTS = {kind.value: kind for kind in EffectKind}
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first message of a stream: the member, and the namespace that it wants."""
+
+    job_id: str
+    node_id: str
+    incarnation: int
+    generation: int
+
+
+def parse(data: bytes) -> pb.StoreRequest:
+    """Reads a message.
+
+    Raises:
+        MalformedError: it is none.
+    """
+    try:
+        return pb.StoreRequest.FromString(data)
+    except DecodeError as error:
+        raise MalformedError("The message is not a StoreRequest of rendezvous.v1.") from error
+
+
+def opening(request: pb.StoreRequest) -> Opening:
+    """The first message of a stream.
+
+    Raises:
+        MalformedError: it opens nothing, or a field is out of bounds.
+    """
+    if not request.HasField("open"):
+        raise MalformedError("The first message of a store's stream must carry open.")
+    said = request.open
+    for name, text in (("job_id", said.job_id), ("node_id", said.node_id)):
+        if not 0 < len(text) <= MAX_NAME or not text.isprintable():
+            raise MalformedError(f"{name} must have 1 to {MAX_NAME} printable characters.")
+    if not said.incarnation or said.generation > MAX_ID:
+        raise MalformedError("incarnation must not be 0, and generation be below 2**63.")
+    return Opening(said.job_id, said.node_id, said.incarnation, said.generation)
+
+
+def operations(request: pb.StoreRequest) -> Iterable[Operation]:
+    """The operations of a message.
+
+    Raises:
+        MalformedError: one of them breaks a bound.
+    """
+    for said in request.operations:
+        kind = _KINDS.get(said.kind)
+        if kind is None:
+            raise MalformedError(f"The store knows no operation of kind {int(said.kind)}.")
+        count = len(said.keys)
+        few = kind in _MULTIPLE or (kind in _OPTIONAL and count <= 1) or count == 1
+        wanted = count if kind is Kind.MULTI_SET else _VALUES.get(kind, 0)
+        if not few or count > MAX_KEYS or len(said.values) != wanted:
+            raise MalformedError(f"{kind.name.lower()} has {count} keys and {len(said.values)} values.")
+        if not 0 < said.id <= MAX_ID:
+            raise MalformedError("The id of an operation must be from 1 to 2**63 - 1.")
+        if not (math.isfinite(said.timeout_s) and 0 <= said.timeout_s <= MAX_TIMEOUT_S):
+            raise MalformedError(f"timeout_s must be from 0 to {MAX_TIMEOUT_S:g} s.")
+        yield Operation(said.id, kind, tuple(said.keys), tuple(said.values), said.amount, said.timeout_s)
+
+
+def add_replay(returned: Returned, replay: pb.StoreReplay) -> bool:
+    """Adds a part of what a member hands in; returns whether it was the last.
+
+    Raises:
+        MalformedError: an effect is of no known kind, or a number out of bounds.
+    """
+    for said in replay.effects:
+        kind = _EFFECTS.get(said.kind)
+        if kind is None or not 0 < said.number <= MAX_ID:
+            raise MalformedError("A replay holds an effect of no known kind, or without a number.")
+        returned.add(Effect(said.number, kind, said.key, said.value, said.popped))
+    if replay.last:
+        if max(replay.count, replay.seen) > MAX_ID:
+            raise MalformedError("The counts of a replay must be below 2**63.")
+        returned.count, returned.seen = replay.count, replay.seen
+        returned.incomplete = replay.incomplete
+    return bool(replay.last)
+
+
+def encode_opened(*, replay: bool, seen: int) -> bytes:
+    """The first reply."""
+    return pb.StoreReply(opened=pb.StoreOpened(replay=replay), seen=seen).SerializeToString()
+
+
+def encode_answers(answers: Iterable[Answer], seen: int) -> bytes:
+    """Answers in one message."""
+    reply = pb.StoreReply(seen=seen)
+    for answer in answers:
+        said = reply.answers.add(
+            id=answer.id, amount=answer.amount, number=answer.number, popped=answer.popped
+        )
+        said.values.extend(answer.values)
+        if answer.status:
+            said.status = int(answer.status)  # type: ignore[assignment]
+            said.sentence = answer.sentence
+    return reply.SerializeToString()

@@ -1,0 +1,1 @@
+"""Streams a running scheduler's jobs, members and events to operators."""

@@ -1,0 +1,357 @@
+"""The gRPC servicer of operators who watch jobs: few at a time, at a bounded cost.
+
+While somebody watches, each job that is watched is looked at once a second, and soon after something
+happens to it; all watchers get the same bytes. Nothing is queued for a watcher: one that reads slowly gets
+what is true when it reads on, and one that does not read is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from muster.rendezvous import codec
+from muster.rendezvous.v1 import watch_pb2 as pb
+from muster.scheduler import __version__
+from muster.scheduler.access import Access, Caller
+from muster.scheduler.audit.logs import LOG, Recorder
+from muster.scheduler.core import events as e
+from muster.scheduler.errors import (
+    LimitError,
+    MalformedError,
+    NotPermittedError,
+    RequestError,
+    SchedulerError,
+    StoppingError,
+    TooSlowError,
+    UnauthenticatedError,
+    end_call,
+)
+from muster.scheduler.jobs.driver import JobDriver, Jobs
+from muster.scheduler.watch.history import NOBODY, History
+from muster.scheduler.watch.picture import Picture, began_at
+
+if TYPE_CHECKING:
+    from muster.certs.runtime.follower import Follower
+
+SERVICE = "rendezvous.v1.Watching"
+ROLES = ("operator",)
+LOOK_S = 1.0
+FAREWELL_S = 1.0
+SOON_S = 0.1
+"""How soon after an event a job's state is taken again, in seconds."""
+
+SHARE = 0.02
+"""The largest share of the event loop's time that goes into taking jobs' states."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class HasEndedError(RequestError):
+    """The job is over already."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    refusal = "has_ended"
+
+
+@dataclass(frozen=True)
+class WatchLimits:
+    """How much watchers may hold.
+
+    Attributes:
+        watchers: streams at the same time.
+        write_timeout_s: how long one may not read.
+    """
+
+    watchers: int = 32
+    write_timeout_s: float = 30.0
+
+
+@dataclass
+class _Seen:
+    """What a watcher has been sent already."""
+
+    overview: bytes = b""
+    roster: int = 0
+    progress: int = 0
+    happening: int = 0
+    picture: Picture | None = None
+
+
+@dataclass
+class _Watcher:
+    """One stream; ``job_id`` is None where it is of all jobs."""
+
+    caller: Caller
+    job_id: str | None
+    seen: _Seen = field(default_factory=_Seen)
+
+
+class WatchService:
+    """Serves ``rendezvous.v1.Watching`` on bytes, so that nothing is parsed before the caller is known.
+
+    Args:
+        jobs: the scheduler's jobs.
+        access: says who a caller is, and what that one may do.
+        recorder: hears of refusals, and passes on all that it hears.
+        own_job: the job that is meant where none is named.
+        security: the scheduler's certificates; None for plaintext.
+        limits: how much watchers may hold.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        access: Access,
+        recorder: Recorder,
+        own_job: str,
+        security: Follower | None = None,
+        limits: WatchLimits | None = None,
+    ) -> None:
+        self._jobs, self._access, self._recorder = jobs, access, recorder
+        self._own_job, self._security = own_job, security
+        self._limits = limits or WatchLimits()
+        self._loop = asyncio.get_running_loop()
+        self._history = History()
+        self._started = time.time()
+        self._watchers: list[_Watcher] = []
+        self._pictures: dict[str, Picture] = {}
+        self._changed = asyncio.Event()  # set and replaced when there is something new
+        self._happened = asyncio.Event()
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+        self._closing = False
+        self._looking: asyncio.Task[None] | None = None
+        jobs.follow(self._job_opened)
+        recorder.follow(self._noted)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service's handlers for a server."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Watch": grpc.unary_stream_rpc_method_handler(self.watch),
+                "EndJob": grpc.unary_unary_rpc_method_handler(self.end_job),
+            },
+        )
+
+    async def close(self) -> None:
+        """Sends the watchers the last events, and ends their streams."""
+        self._closing = True
+        self._look()
+        self._changed.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._nobody.wait()
+        if self._looking is not None:
+            self._looking.cancel()
+
+    # ------------------------------------------------------------ calls
+
+    async def watch(self, data: bytes, context: Context) -> None:
+        """Serves one watcher until it goes."""
+        caller = None
+        try:
+            caller = self._access.authenticate(context)
+            watcher = self._admit(data, caller)
+        except Exception as error:
+            await self._recorder.turn_away("Watch", context, caller, error)
+            raise
+        try:
+            await self._serve(watcher, context)
+        except SchedulerError as error:
+            await end_call(context, error)
+        finally:
+            self._watchers.remove(watcher)
+            self._tend()
+
+    async def end_job(self, data: bytes, context: Context) -> bytes:
+        """Answers EndJob."""
+        caller = None
+        try:
+            caller = self._access.authenticate(context)
+            named, reason = _decoded(codec.decode_end_job_request, data)
+            job_id = named or self._own_job
+            self._access.allow(caller, roles=ROLES, job=job_id)
+            driver = self._jobs.get(job_id)
+            if driver.ended is not None:
+                raise HasEndedError(f"Job {job_id!r} has ended already: {driver.ended.reason}")
+            self._recorder.job_ended(job_id, caller, reason)
+            done = await driver.submit(e.EndRequested(reason))
+            return pb.EndJobReply(sentence=done or f"Job {job_id} has ended.").SerializeToString()
+        except Exception as error:
+            await self._recorder.turn_away("EndJob", context, caller, error)
+            raise
+
+    def _admit(self, data: bytes, caller: Caller) -> _Watcher:
+        job_id = _decoded(codec.decode_status_request, data) or None  # the same field
+        if job_id is not None:
+            self._access.allow(caller, roles=ROLES, job=job_id)
+            self._jobs.get(job_id)
+        elif caller.certificate is not None:
+            # Of which jobs is decided of each; that it may watch at all, here.
+            self._access.allow(caller, roles=ROLES, job=caller.certificate.identity.job)
+        if len(self._watchers) >= self._limits.watchers:
+            raise LimitError(f"The scheduler already has {self._limits.watchers} watchers.")
+        watcher = _Watcher(caller, job_id)
+        self._watchers.append(watcher)
+        self._tend()
+        return watcher
+
+    async def _serve(self, watcher: _Watcher, context: Context) -> None:
+        while True:
+            changed = self._changed
+            for message in self._news(watcher):
+                try:
+                    async with asyncio.timeout(self._limits.write_timeout_s):
+                        await context.write(message)
+                except TimeoutError:
+                    raise TooSlowError("The watcher does not read.") from None
+            if self._closing:
+                raise StoppingError("The scheduler is stopping.")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await changed.wait()
+            reason = self._access.revoked(watcher.caller)
+            if reason is not None or self._access.expired(watcher.caller):
+                raise UnauthenticatedError(reason or "The caller's certificate has expired.")
+
+    # ------------------------------------------------------------ what there is to see
+
+    def _news(self, watcher: _Watcher) -> Iterable[bytes]:
+        """Yields the messages that a watcher has not seen yet, each as of the time when it is taken."""
+        if watcher.job_id is None:
+            yield from self._news_of_all(watcher)
+            return
+        seen, picture = watcher.seen, self._picture(watcher.job_id)
+        if picture is not seen.picture:  # the job has begun anew
+            watcher.seen = seen = _Seen(happening=seen.happening, picture=picture)
+        if picture.roster[0] != seen.roster:
+            seen.roster, message = picture.roster
+            yield message
+        if picture.progress[0] != seen.progress and seen.roster == picture.roster[0]:
+            seen.progress, message = picture.progress
+            yield message
+        yield from self._happenings(seen, [watcher.job_id])
+
+    def _news_of_all(self, watcher: _Watcher) -> Iterable[bytes]:
+        seen = watcher.seen
+        visible = [each.job_id for each in self._jobs.all() if self._may_see(watcher.caller, each.job_id)]
+        overview = pb.Overview(
+            jobs=[self._picture(job_id).line for job_id in visible],
+            started=self._started,
+            version=__version__,
+            validities=self._validities(),
+        )
+        message = pb.WatchReply(overview=overview).SerializeToString()
+        if message != seen.overview:
+            seen.overview = message
+            yield message
+        if self._may_see_refusals(watcher.caller):
+            yield from self._happenings(seen, [NOBODY])
+
+    def _happenings(self, seen: _Seen, jobs: Iterable[str]) -> Iterable[bytes]:
+        last = self._history.last
+        found = self._history.since(seen.happening, jobs)
+        seen.happening = last
+        if found:
+            yield pb.WatchReply(happenings=pb.Happenings(happenings=found)).SerializeToString()
+
+    def _validities(self) -> list[pb.Validity]:
+        expiries = self._security.expiries() if self._security is not None else ()
+        return [pb.Validity(what=each.what, not_after=each.not_after.timestamp()) for each in expiries]
+
+    def _may_see(self, caller: Caller, job_id: str) -> bool:
+        try:
+            self._access.allow(caller, roles=ROLES, job=job_id)
+        except NotPermittedError:
+            return False
+        return True
+
+    def _may_see_refusals(self, caller: Caller) -> bool:
+        """Whether a watcher may see refusals without a job: operators of the scheduler's own job may."""
+        return self._may_see(caller, self._own_job)
+
+    def _picture(self, job_id: str) -> Picture:
+        """The picture of a job, taken now if there is none yet.
+
+        Raises:
+            NotFoundError: the job is no more.
+        """
+        driver = self._jobs.get(job_id)
+        picture = self._pictures.get(job_id)
+        if picture is None or picture.driver is not driver:
+            picture = self._pictures[job_id] = Picture(driver, began_at(driver))
+            picture.look()
+        return picture
+
+    # ------------------------------------------------------------ when it is looked at
+
+    def _tend(self) -> None:
+        """Takes the jobs' states while somebody watches, and forgets them when nobody does."""
+        if self._watchers:
+            self._nobody.clear()
+        else:
+            self._nobody.set()
+        if self._watchers and self._looking is None:
+            self._looking = asyncio.ensure_future(self._keep_looking())
+        elif not self._watchers and self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+            self._pictures.clear()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._happened.clear()
+            began = time.perf_counter()
+            self._look()
+            took_s = time.perf_counter() - began
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+            # What happens in the meantime waits a little, so that a thousand joins are not a thousand looks.
+            rest_s = min(LOOK_S, max(SOON_S, took_s / SHARE))
+            await asyncio.sleep(rest_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S - rest_s):
+                    await self._happened.wait()
+
+    def _look(self) -> None:
+        all_jobs = {driver.job_id for driver in self._jobs.all()}
+        named = {watcher.job_id for watcher in self._watchers}
+        for job_id in all_jobs if None in named else all_jobs & named:
+            try:
+                self._picture(job_id).look()
+            except Exception:
+                LOG.exception("fault while looking at job %s", job_id)
+        for job_id in self._pictures.keys() - all_jobs:
+            del self._pictures[job_id]
+
+    def _job_opened(self, driver: JobDriver) -> None:
+        driver.watch_records(lambda record: self._history.record(driver.job_id, record))
+        self._happened.set()
+
+    def _noted(self, kind: str, text: str, code: str, facts: Mapping[str, object]) -> None:
+        """Takes an event of the log, perhaps from the thread that reads failed handshakes."""
+        if facts.get("call") == "handshake":
+            with contextlib.suppress(RuntimeError):  # the loop is closed already
+                self._loop.call_soon_threadsafe(self._keep, kind, text, code, facts)
+        else:
+            self._keep(kind, text, code, facts)
+
+    def _keep(self, kind: str, text: str, code: str, facts: Mapping[str, object]) -> None:
+        self._history.note(kind, text, code, facts)
+        self._happened.set()
+
+
+def _decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return decode(data)
+    except codec.WireError as error:
+        raise MalformedError(error.message, remedy=error.remedy) from error

@@ -1,0 +1,105 @@
+"""The soak's judge: what is right is known before, and what is wrong does not pass."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from muster.bench.recovery.job import Worker
+from muster.bench.soak.command import Results, Watched, is_flat
+from muster.bench.soak.job import BATCH, digest_of, first_weights, mix, part, rows_of
+from muster.bench.soak.relay import Relay
+from muster.worker.training.sampler import ShardedSampler
+
+
+def worker(directory: Path) -> tuple[Worker, Path]:
+    """A process that has ended, and the record that it leaves."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return Worker("a", process, directory / "record", directory / "log"), directory / "record"
+
+
+def step(number: int, digest: str) -> str:
+    facts = {"t": 1.0, "what": "step", "step": number, "generation": 1, "world": 3, "rank": 0}
+    return json.dumps({**facts, "digest": digest}) + "\n"
+
+
+def test_a_step_has_one_result_however_many_share_it() -> None:
+    for world in (1, 2, 5, 6):
+        weights = first_weights()
+        samplers = [
+            ShardedSampler(720, BATCH, rank=rank, world_size=world, shuffle=False) for rank in range(world)
+        ]
+        for number in range(12):
+            parts = [part(number, each.batch().indices) for each in samplers]
+            assert sorted(np.concatenate([each.batch().indices for each in samplers])) == list(
+                rows_of(number)
+            )
+            mix(weights, sum(parts[1:], start=parts[0]))
+            for each in samplers:
+                each.advance()
+        assert digest_of(weights) == Results().right(12)
+
+
+def test_a_wrong_step_is_found_and_each_is_checked_once(tmp_path: Path) -> None:
+    one, record = worker(tmp_path)
+    results = Results()
+    record.write_text(step(1, Results().right(1)) + step(2, Results().right(2)))
+    results.take(one)
+    results.take(one)
+    assert (results.checked, results.wrong) == (2, [])
+    with record.open("a") as file:
+        file.write(step(2, Results().right(2)) + step(3, "other"))
+    results.take(one)
+    assert results.checked == 4
+    assert [wrong["step"] for wrong in results.wrong] == [3]
+    assert len(one.events) == 1
+
+
+def test_a_generation_without_those_that_held_the_state_is_noted(tmp_path: Path) -> None:
+    one, record = worker(tmp_path)
+    results = Results()
+    right = [results.right(number) for number in range(9)]
+
+    def numbered(number: int, generation: int) -> str:
+        return json.dumps({**json.loads(step(number, right[number])), "generation": generation}) + "\n"
+
+    made = ((1, 1), (2, 1), (3, 1), (3, 2), (4, 2), (2, 3), (3, 3))
+    results = Results()
+    record.write_text("".join(numbered(*each) for each in made))
+    results.take(one)
+    assert results.setbacks == [{"generation": 3, "from_step": 4, "to_step": 2}]
+    assert results.wrong == []
+
+
+def test_growth_shows_after_a_long_run() -> None:
+    steady, growing, leaking = Watched(), Watched(), Watched()
+    for number in range(400):
+        steady.samples.append((100.0 + number % 7, 20))
+        growing.samples.append((100.0 + number / 5, 20))
+        leaking.samples.append((100.0, 20 + number // 4))
+    assert is_flat(steady.summary())
+    assert not is_flat(growing.summary())
+    assert not is_flat(leaking.summary())
+    assert is_flat(Watched().summary())
+
+
+def test_a_relay_passes_on_until_it_is_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay(listener.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", relay.port), timeout=10) as near:
+            far, _ = listener.accept()
+            near.sendall(b"hello")
+            assert far.recv(10) == b"hello"
+            relay.cut(60.0)
+            assert near.recv(10) == b""
+            assert far.recv(10) == b""
+            far.close()
+        with socket.create_connection(("127.0.0.1", relay.port), timeout=10) as barred:
+            assert barred.recv(10) == b""
+        relay.close()

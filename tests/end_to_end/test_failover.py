@@ -1,0 +1,59 @@
+"""Three schedulers on a real etcd, and workers that train: leaders killed and stopped, and no quorum."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.bench.launches import ROOT, environment
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed"),
+    pytest.mark.timeout(400),
+]
+
+
+def measured(tmp_path: Path, *options: str) -> dict[str, Any]:
+    target = tmp_path / "results.json"
+    command = [sys.executable, "-m", "muster", "bench", "failover", "--workers", "3", *options]
+    done = subprocess.run(
+        [*command, "--json", str(target)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary: dict[str, Any] = json.loads(target.read_text())["summary"]
+    return summary
+
+
+def test_a_job_outlives_leaders_etcds_leader_its_quorum_and_a_worker_that_dies_while_nobody_leads(
+    tmp_path: Path,
+) -> None:
+    parts = ("leader", "etcd", "quorum", "worker")
+    counts = ("--kills", "2", "--etcd-kills", "1", "--outage-s", "6", "--times", "1")
+    summary = measured(tmp_path, *counts, "--only", *parts)
+    assert summary["leader"]["kills"] == 2
+    assert summary["etcd"]["nothing_happened"]
+    assert summary["quorum"]["steps_meanwhile"] > 0
+    for part in ("leader", "etcd", "quorum"):
+        assert summary[part]["steps_lost_or_doubled"] == 0, part
+        assert summary[part]["group_changes"] == 0, part
+    assert summary["worker"]["times"] == 1
+
+
+def test_a_leader_that_comes_back_is_refused_by_the_fence_alone(tmp_path: Path) -> None:
+    summary = measured(tmp_path, "--stops", "2", "--only", "stopped")["stopped"]
+    assert summary["late_decisions_refused"] == 2
+    assert summary["steps_lost_or_doubled"] == 0
+    assert summary["group_changes"] == 0

@@ -1,0 +1,682 @@
+"""Modules and loops as people write them: what one process makes of the batch, or a refusal in words."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import muster
+from muster.worker.errors import ArrayError, SettingsError
+from muster.worker.parallel.eager import TraceError
+from muster.worker.parallel.module import ParallelModule
+from tests.parallel.oracle import SLOW, close, part_of
+from tests.parallel.ranks import RankCommunicator, run_ranks
+
+torch.set_num_threads(1)
+_generator = torch.Generator().manual_seed(3)
+X, Y, Z = (torch.rand(8, 8, generator=_generator, dtype=torch.float64) for _ in range(3))
+LABELS = torch.tensor([0, 2, 1, -100, 2, 3, -100, 7])
+SPLIT = {"a": {"n": 2}, "b": {"k": 2}}
+_seeding = threading.Lock()
+
+Step = Callable[..., list[Any]]
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    with _seeding:
+        torch.manual_seed(0)
+        return make().double()
+
+
+def part(x: Any, communicator: RankCommunicator) -> Any:
+    return part_of(x, communicator, "data_parallel") if isinstance(x, torch.Tensor) else x
+
+
+def divided(
+    make: Callable[[], nn.Module], communicator: RankCommunicator, *batch: Any, **settings: Any
+) -> Any:
+    own = [part(x, communicator) for x in batch]
+    return muster.parallelize(made(make), own, communicator=communicator, machine=SLOW, **settings)
+
+
+def train(model: Any, *batch: Any, steps: int = 3) -> list[Any]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, eps=1e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def same(
+    make: Callable[[], nn.Module], batch: Any, step: Step = train, fed: int = -1, **settings: Any
+) -> None:
+    """Two ranks make of ``step`` what one process makes of it; the first ``fed`` tensors are the example."""
+    bare = made(make)
+    want, state = step(bare, *batch), bare.state_dict()
+
+    def one(communicator: RankCommunicator) -> Any:
+        own = [part(x, communicator) for x in batch]
+        example = batch if fed < 0 else batch[:fed]
+        model = divided(make, communicator, *example, **settings)
+        assert isinstance(model, ParallelModule), model.plan.verdict
+        return step(model, *own), model.full_state_dict()
+
+    for got, whole in run_ranks(2, one):
+        assert list(whole) == list(state)
+        for name, value in state.items():
+            close(name, whole[name], value, 1e-10)
+        for number, (value, wanted) in enumerate(zip(got, want, strict=True)):
+            close(f"result {number}", value, wanted, 1e-10)
+
+
+def refused(
+    error: type[Exception],
+    words: str,
+    make: Callable[[], nn.Module],
+    batch: Any,
+    step: Step = train,
+    **settings: Any,
+) -> None:
+    def one(communicator: RankCommunicator) -> Any:
+        model = divided(make, communicator, *batch, **{"mode": "semi_auto"} | settings)
+        return step(model, *[part(x, communicator) for x in batch])
+
+    with pytest.raises(error, match=words):
+        run_ranks(2, one)
+
+
+class Two(nn.Module):
+    """Two layers; what is between and behind them differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def between(self, h: Any) -> Any:
+        return torch.tanh(h)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.mse_loss(self.b(self.between(self.a(x))), y)
+
+
+class Normed(Two):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, **settings)
+
+    def between(self, h: Any) -> Any:
+        return self.norm(h)
+
+
+# ---------------------------------------------------------------- passes and gradients
+
+
+def two_passes(model: Any, x: Any, y: Any) -> list[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        first, second, third = model(x, y), model(y, x), model(x, x)
+        first.backward()
+        (second + third).backward()
+        optimizer.step()
+        losses.append((first + second + third).detach())
+    return losses
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategies": SPLIT}, {"shard_updates": False}])
+def test_one_backward_pass_of_several_forward_passes(settings: dict[str, Any]) -> None:
+    same(Two, (X, Y), two_passes, **settings)
+
+
+class Outputs(Two):
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        h = self.a(x)
+        return {
+            "h": h,
+            "out": self.b(h),
+            "weights": [self.a.weight, self.a.weight.square().sum(1)],
+            "mean": h.mean(0),
+        }
+
+
+def outputs_in_turn(model: Any, x: Any, y: Any) -> list[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    for number in range(4):
+        optimizer.zero_grad()
+        found = model(x)
+        loss = F.mse_loss(found["out" if number % 2 else "h"], y)
+        (loss + sum(w.square().sum() for w in found["weights"]) + found["mean"].sum()).backward()
+        seen = [x.detach().clone() for x in (*found["weights"], found["mean"])]
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategies": {"a": {"b0": 2}}}, {"shard_updates": False}])
+def test_outputs_that_are_not_of_the_batch_are_whole_and_unused_ones_leave_no_gradient(
+    settings: dict[str, Any],
+) -> None:
+    """As many weights as samples; a parameter without a gradient is not decayed."""
+    same(Outputs, (X, Y), outputs_in_turn, fed=1, **settings)
+
+
+def frozen_later(model: Any, x: Any, y: Any) -> list[Any]:
+    model.a.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_what_is_frozen_later_stays_as_it_is() -> None:
+    same(Two, (X, Y), frozen_later)
+
+
+class Frozen(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight.requires_grad_(False)
+
+
+def unfrozen_later(model: Any, x: Any, y: Any) -> list[Any]:
+    model.a.weight.requires_grad_(True)
+    return train(model, x, y)
+
+
+def test_what_is_unfrozen_later_is_refused() -> None:
+    same(Frozen, (X, Y))
+    refused(SettingsError, "a.weight was frozen when the plan was made", Frozen, (X, Y), unfrozen_later)
+
+
+def test_gradients_of_inputs() -> None:
+    bare = made(Two)
+    x = X.clone().requires_grad_()
+    bare(x, Y).backward()
+
+    def one(communicator: RankCommunicator) -> Any:
+        own = part(X, communicator).clone().requires_grad_()
+        model = divided(Two, communicator, X.clone().requires_grad_(), Y, strategies=SPLIT)
+        model(own, part(Y, communicator)).backward()
+        return own.grad
+
+    close("gradient", torch.cat(run_ranks(2, one)), x.grad, 1e-10)
+
+    def unexpected(model: Any, x: Any, y: Any) -> list[Any]:
+        return [model(x.clone().requires_grad_(), y)]
+
+    refused(ArrayError, "x requires a gradient", Two, (X, Y), unexpected)
+
+
+def penalised(model: Any, x: Any, y: Any) -> list[Any]:
+    x = x.clone().requires_grad_()
+    loss = model(x, y)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.square().sum().backward()
+    return []
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    batch = X.clone().requires_grad_(), Y
+    refused(RuntimeError, "once_differentiable", Two, batch, penalised, strategies=SPLIT)
+
+
+# ---------------------------------------------------------------- tensors of the module
+
+
+def swapped(model: Any, x: Any, y: Any) -> list[Any]:
+    """As averages of parameters are put in their place, and buffers set."""
+    losses = train(model, x, y)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    losses.append(model(x, y).detach())
+    model.norm.running_mean = model.norm.running_mean * 0
+    model.eval()
+    return [*losses, model(x, y).detach()]
+
+
+@pytest.mark.parametrize("settings", [{}, {"shard_updates": False}, {"strategies": {"a": {"b0": 2}}}])
+def test_tensors_that_are_put_in_the_place_of_others_count(settings: dict[str, Any]) -> None:
+    same(Normed, (X, Y), swapped, **settings)
+
+
+def test_other_parameters_under_the_same_names_are_refused() -> None:
+    def functional(model: Any, x: Any, y: Any) -> list[Any]:
+        return [torch.func.functional_call(model, {n: p * 0 for n, p in model.named_parameters()}, (x, y))]
+
+    refused(SettingsError, "weight is another tensor now", Two, (X, Y), functional)
+    refused(
+        SettingsError,
+        "cannot be copied",
+        Two,
+        (X, Y),
+        lambda model, *_: [torch.optim.swa_utils.AveragedModel(model)],
+    )
+
+
+class Extra(Two):
+    """Parameters and buffers that the forward pass does not use, or does not save; tied and frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.c, self.d = nn.Linear(2, 2), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.d.weight = self.c.weight
+        self.c.weight.requires_grad_(False)
+        self.register_buffer("offset", torch.arange(8.0), persistent=False)
+        self.register_buffer("note", torch.ones(3))
+
+    def between(self, h: Any) -> Any:
+        return self.d(self.c(h + self.offset))
+
+
+def loaded(model: Any, x: Any, y: Any) -> list[Any]:
+    whole = model.full_state_dict() if isinstance(model, ParallelModule) else model.state_dict()
+    loading = model.load_full_state_dict if isinstance(model, ParallelModule) else model.load_state_dict
+    whole = {name: value.clone() for name, value in whole.items()}
+    losses = train(model, x, y)
+    loading({name: value * 2 for name, value in whole.items()})
+    return [*losses, model(x, y).detach()]
+
+
+def test_whole_weights_are_all_that_the_module_saves() -> None:
+    same(Extra, (X, Y), loaded)
+
+
+class SharedNorm(nn.Module):
+    """One layer under two names, called twice, with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.b = self.a
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.mse_loss(self.b(self.a(x)), y)
+
+
+class Averages(Two):
+    """A buffer that the forward pass changes twice, and reads before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def between(self, h: Any) -> Any:
+        h = h - 0.1 * self.mean
+        self.mean.mul_(0.9).add_(0.1 * h.mean(0).detach())
+        return h - self.mean
+
+
+class Rolled(Two):
+    def between(self, h: Any) -> Any:
+        return torch.roll(h, 3)
+
+
+class Smoothed(Two):
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.cross_entropy(self.b(self.a(x)), y, label_smoothing=0.1)
+
+
+class Distilled(Two):
+    """A part that is not trained through, as a teacher is."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        with torch.no_grad():
+            target = torch.tanh(self.a(y)) * 2
+        return F.mse_loss(self.b(self.a(x)), target) + F.mse_loss(self.a(x), y)
+
+
+class SamePadding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv1d(4, 6, 3, padding="same", groups=2)
+        self.norm = nn.InstanceNorm1d(6, affine=True)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.mse_loss(self.norm(self.a(x.view(8, 4, 2))).flatten(1)[:, :8], y)
+
+
+def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        module = Two()
+        kind(module.a)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "settings"),
+    [
+        (SharedNorm, (X, Y), {}),
+        (Averages, (X, Y), {}),
+        (Rolled, (X, Y), {}),
+        (Smoothed, (X, LABELS), {}),
+        (Smoothed, (X, LABELS), {"strategies": {"b": {"n": 2}}}),
+        (Distilled, (X, Y), {}),
+        (Distilled, (X, Y), {"strategies": {"b": {"n": 2}}}),
+        (SamePadding, (X, Y), {"strategies": {"a": {"b": 2}}}),
+        (normalised(parametrizations.weight_norm), (X, Y), {}),
+    ],
+    ids=[
+        "shared",
+        "averages",
+        "rolled",
+        "ignored",
+        "ignored split",
+        "teacher",
+        "teacher split",
+        "same",
+        "weight norm",
+    ],
+)
+def test_what_modules_are_made_of(make: Any, batch: Any, settings: dict[str, Any]) -> None:
+    same(make, batch, **settings)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+class Scaled(Two):
+    def forward(self, batch: Any, scale: float = 1.0) -> Any:
+        return F.mse_loss(self.b(self.a(batch["x"])) * scale, batch["y"])
+
+
+def test_dictionaries_of_tensors() -> None:
+    bare = made(Scaled)
+    want = bare({"x": X, "y": Y}, 2.0)
+
+    def one(communicator: RankCommunicator) -> Any:
+        batch = {"y": part(Y, communicator), "x": part(X, communicator)}
+        model = muster.parallelize(made(Scaled), (batch, 2.0), communicator=communicator, machine=SLOW)
+        with pytest.raises(ArrayError, match=r"Argument 2 was 2.0 when the plan was made, and is 3.0 now"):
+            model(batch, 3.0)
+        with pytest.raises(ArrayError, match="another structure"):
+            model({"x": batch["x"]}, 2.0)
+        with pytest.raises(ArrayError, match="another structure"):
+            model(batch, 2.0, X)
+        with pytest.raises(ArrayError, match=r"as float64 from each rank; it got float32"):
+            model({name: x.float() for name, x in batch.items()}, 2.0)
+        return model(batch, 2.0)
+
+    for got in run_ranks(2, one):
+        close("loss", got.detach(), want.detach(), 1e-10)
+
+
+# ---------------------------------------------------------------- training and evaluation
+
+
+def evaluated(model: Any, *batch: Any) -> list[Any]:
+    losses = train(model, *batch)
+    model.eval()
+    losses += [model(*batch).detach(), model(*batch).detach()]
+    model.train()
+    return losses + train(model, *batch)
+
+
+class FrozenNorm(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.eval()
+
+
+def test_evaluation_counts_no_batches_and_parts_may_stay_in_it() -> None:
+    same(Normed, (X, Y), evaluated)
+
+    def stays(model: Any, x: Any, y: Any) -> list[Any]:
+        return train(model, x, y)
+
+    same(FrozenNorm, (X, Y), stays)
+
+
+class ByMode(Two):
+    def between(self, h: Any) -> Any:
+        return h * 2 if self.training else h
+
+
+class AlwaysDropped(Two):
+    def between(self, h: Any) -> Any:
+        return F.dropout(h, 0.5)
+
+
+def _with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    class With(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def between(self, h: Any) -> Any:
+            return self.layer(h.view(8, 8, 1)).view(8, 8)
+
+    return With
+
+
+class InstanceNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(8, 8), nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return F.mse_loss(self.norm(self.a(x).view(8, 4, 2)).view(8, 8), y)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ByMode,
+        AlwaysDropped,
+        _with(lambda: nn.Dropout1d(0.5)),
+        _with(nn.AlphaDropout),
+        _with(nn.RReLU),
+        InstanceNormed,
+    ],
+    ids=["training flag", "dropout", "whole channels", "alpha dropout", "rrelu", "instance norm"],
+)
+def test_an_evaluation_that_is_another_graph_is_refused(make: Any) -> None:
+    refused(SettingsError, "in evaluation this module does something else", make, (X, Y), evaluated)
+
+
+def test_modes_that_a_recorded_pass_would_not_follow_are_refused() -> None:
+    def later(model: Any, x: Any, y: Any) -> list[Any]:
+        model.norm.eval()
+        return train(model, x, y)
+
+    refused(SettingsError, "norm is in another mode than the whole module", Normed, (X, Y), later)
+    refused(SettingsError, r"call net.train\(\) before", lambda: Normed().eval(), (X, Y))
+
+
+# ---------------------------------------------------------------- what no graph shows
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return -grad
+
+
+class Adversarial(Two):
+    def between(self, h: Any) -> Any:
+        return _Reversed.apply(h)
+
+
+class Hooked(Two):
+    def between(self, h: Any) -> Any:
+        h.register_hook(lambda grad: grad * 0.1)
+        return h
+
+
+class Heated(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def between(self, h: Any) -> Any:
+        return h * self.temperature
+
+
+def heats(model: Any, x: Any, y: Any) -> list[Any]:
+    model.note = "the script's own"
+    model.temperature = 0.5
+    return []
+
+
+def damps(model: Any, x: Any, y: Any) -> list[Any]:
+    model.a.weight.register_hook(lambda grad: grad * 0.1)
+    return [model(x, y)]
+
+
+def listens(model: Any, x: Any, y: Any) -> list[Any]:
+    model.a.register_forward_hook(lambda *_: None)
+    return [model(x, y)]
+
+
+def casts(model: Any, x: Any, y: Any) -> list[Any]:
+    with torch.autocast("cpu", torch.float16):
+        return [model(x, y)]
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (heats, "temperature was recorded as it was"),
+        (damps, "a.weight has a hook, which nothing passes"),
+        (listens, "a has a hook, which nothing passes"),
+        (casts, "a GradScaler sees the gradients of one rank's parts"),
+    ],
+)
+def test_what_a_recorded_pass_would_not_follow_is_refused_later_too(step: Step, words: str) -> None:
+    refused(SettingsError, words, Heated, (X, Y), step)
+
+
+class HookedParameter(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.a.weight.register_hook(lambda grad: grad * 0.1)
+
+
+class HookedLayer(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_full_backward_hook(lambda *_: None)
+
+
+class Counting(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def between(self, h: Any) -> Any:
+        self.passes += 1
+        return h * self.passes
+
+
+class Complex(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+
+    def between(self, h: Any) -> Any:
+        return (h.to(self.c.dtype) @ self.c).real
+
+
+class Written(Two):
+    def between(self, h: Any) -> Any:
+        out = torch.zeros(8, 8, dtype=h.dtype)
+        torch.mul(h.detach(), 2, out=out)
+        return h + out
+
+
+class Skipping(Two):
+    def between(self, h: Any) -> Any:
+        return h * 2 if random.random() < 0.5 else h
+
+
+class Noisy(Two):
+    def between(self, h: Any) -> Any:
+        return h * np.random.rand()
+
+
+class TiedByMemory(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.b.weight.data = self.a.weight.data
+
+
+class Selecting(Two):
+    def between(self, h: Any) -> Any:
+        return h - h[h > 0].mean()
+
+
+class Unregistered(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = torch.rand(8, 8, dtype=torch.float64, requires_grad=True)
+
+    def between(self, h: Any) -> Any:
+        return h @ self.c
+
+
+class Cast(Two):
+    def between(self, h: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.a(h)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Adversarial, "has a gradient of its own, _Reversed"),
+        (Hooked, "hangs a hook on a tensor"),
+        (HookedParameter, "The parameter a.weight has a hook"),
+        (HookedLayer, "b has a hook on its gradient"),
+        (Counting, "changes Counting.passes"),
+        (Complex, "The parameter c is complex"),
+        (Written, "writes into its argument out"),
+        (Cast, r"holds a torch.autocast of its own"),
+        (Skipping, "draws random numbers of Python or NumPy"),
+        (Noisy, "draws random numbers of Python or NumPy"),
+        (TiedByMemory, r"a\.weight and b\.weight share their memory"),
+        (Selecting, r"test_as_written\.py:\d+ makes a tensor whose shape depends on values"),
+        (Unregistered, "c is trained and no parameter"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_recorded_pass_would_leave_out_is_refused(make: Any, words: str) -> None:
+    refused(TraceError, words, make, (X, Y))
+
+
+def test_what_is_refused_trains_data_parallel_instead() -> None:
+    """And is as it was: nothing was counted while it was recorded."""
+
+    def one(communicator: RankCommunicator) -> Any:
+        model = divided(Counting, communicator, X, Y)
+        assert isinstance(model, muster.DataParallel)
+        return model(part(X, communicator), part(Y, communicator)), model.module.passes
+
+    assert [passes for _, passes in run_ranks(2, one)] == [1, 1]

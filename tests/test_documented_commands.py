@@ -1,0 +1,402 @@
+"""Every command in a shell block of the documents is run by a test, or listed with the reason why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.scheduler.processes import ROOT, environment
+
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text()
+    for page in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "deploy" / "README.md",
+    )
+}
+
+KEYS = "--config keys/config.json"
+BOTH = f"{KEYS} --password-file keys/password"
+
+RUN_HERE = {
+    "README.md": "test_the_readme_s_commands_start_its_job",
+    "docs/quickstart.md": "test_the_quick_start_in_terminals_of_your_own",
+    "docs/operating.md": "test_operators_ask_a_job_that_runs",
+    "docs/launching.md": "test_the_launcher_s_commands",
+    "docs/web.md": "test_a_page_and_a_report_of_a_run",
+    "docs/fault_injection.md": "test_harm_is_done_to_a_job",
+}
+"""Pages whose commands a test of this file runs as they stand, but for those in the lists below."""
+
+ELSEWHERE = {
+    "make train": "tests/end_to_end/test_make.py",
+    "muster plan models:make --gpus 8": "tests/parallel/test_command.py",
+    "muster plan models:make --gpus 8 --why fc": "tests/parallel/test_command.py",
+    'muster plan models:make --gpus 8 --strategy "fc=((1, 1), (8, 1))" --out plan.json --html plan.html': (
+        "tests/parallel/test_command.py"
+    ),
+    "muster plan models:make --gpus 8 --mode data_parallel": "tests/parallel/test_command.py",
+    "muster plan models:make --gpus 4 --machine machine.json": "tests/parallel/test_command.py",
+    "muster run -n 4 --scheduler -- muster plan --measure machine.json": "tests/parallel/test_command.py",
+    f"muster run -n 8 --scheduler {BOTH} -- python ddp.py": "tests/end_to_end/test_torch_programs.py",
+    f"MS_TORCH_GLOO=muster muster run -n 8 --scheduler {BOTH} -- python ddp.py": (
+        "tests/end_to_end/test_torch_programs.py"
+    ),
+    f"muster run -n 2 --scheduler {BOTH} -- python train.py": "tests/end_to_end/test_jax.py",
+}
+"""Commands that tests elsewhere run, perhaps with fewer workers: each names the file."""
+
+_HOSTS = "names hosts of the reader's; its options are parsed by tests/test_project.py"
+_JOIN = "--nnodes 2 --nproc-per-node 8 --join 10.0.0.1:6667"
+_SUITE = "is what runs the tests"
+_NETWORKS = (
+    "cuts networks of its own as root; tests/end_to_end/test_cut_between_hosts.py does it in namespaces"
+)
+_MINUTES = "takes minutes; tests/bench/ runs it for seconds"
+_DEPLOY = "changes a machine or a cluster; tests/deploy/ runs these recipes on machines of its own"
+NOT_RUN = {
+    "README.md": {"make test": _SUITE},
+    "docs/quickstart.md": {
+        "make test": _SUITE,
+        ". .venv/bin/activate": "the tests' Python is active already",
+    },
+    "CONTRIBUTING.md": {
+        **dict.fromkeys(
+            ("make test", "make test-torch", "make test-system", "make test-frameworks", "make test-newest"),
+            _SUITE,
+        ),
+        "make lint": "tests/test_project.py runs the same tools",
+        "make format": "changes the checkout",
+        "make proto": "changes the checkout; tests/test_project.py compares the stubs",
+        "python -m muster bench formation --workers 8 --json formation.json --peer openmpi": "needs Open MPI",
+        "python -m muster bench train --gpus 1 2 --batch 32 --json train.json --check example/muster=0.8": (
+            "needs two GPUs"
+        ),
+    },
+    "docs/launching.md": {
+        f"python -m muster run -H node1:8,node2:8 --scheduler {KEYS} -- python train.py": _HOSTS,
+        f"python -m muster run --hostfile hosts --scheduler {KEYS} -- python train.py": _HOSTS,
+        f"python -m muster run {_JOIN} {KEYS} -- python train.py": _HOSTS,
+        f"python -m muster check {_JOIN} {KEYS}": _HOSTS,
+    },
+    "docs/operating.md": {
+        f"muster status --host 10.0.0.1 {KEYS} --job my-job": "names a host of the reader's",
+    },
+    "docs/fault_injection.md": {
+        **dict.fromkeys(
+            (
+                "python -m muster bench recovery",
+                "python -m muster bench recovery --seed 7 --kills 3 --scheduler-kills 3 --keep logs",
+                "python -m muster bench recovery --kills 0 --scheduler-kills 0 --chaos-s 60",
+                "python -m muster bench flood --rules none",
+            ),
+            _MINUTES,
+        ),
+        "python -m muster bench recovery --backend nccl": "needs four GPUs",
+        **dict.fromkeys(
+            (
+                "ip netns add switch",
+                "ip -n switch link add br0 type bridge; ip -n switch link set br0 up",
+                "for i in 1 2 3; do",
+                "ip netns add host$i",
+                "ip -n switch link add port$i type veth peer name eth0 netns host$i",
+                "ip -n switch link set port$i master br0 up",
+                "ip -n host$i address add 10.77.0.$i/24 dev eth0",
+                "ip -n host$i link set eth0 up; ip -n host$i link set lo up",
+                "done",
+                "ip -n switch link set port3 nomaster",
+                "ip -n switch link set port3 master br0",
+                "for i in 1 2 3; do ip netns del host$i; done; ip netns del switch",
+                "ip -n host2 neighbour replace 10.77.0.3 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+                "ip -n host2 neighbour del 10.77.0.3 dev eth0",
+            ),
+            _NETWORKS,
+        ),
+    },
+    "docs/torch.md": {
+        f"MS_SCHED_HOST=head muster scheduler --serve {KEYS}": _HOSTS,
+        "export MS_CONFIG_FILE=keys/config.json MS_CLIENT_PASSWORD_FILE=keys/password": _HOSTS,
+        "torchrun --rdzv-backend=muster --rdzv-endpoint=head:6667 --rdzv-id=my-job"
+        " --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 ddp.py": _HOSTS,
+        "muster certs init --dir keys --password-file keys/password": "README.md has it, and is run",
+    },
+    "docs/web.md": {
+        "pip install 'muster-rendezvous[web]'": "installs from the package index",
+        "muster web --bind 0.0.0.0 --name host.example --port 8443": "opens a port to the network",
+    },
+}
+"""Commands that no test runs, by page, each with the reason."""
+
+WHOLE_PAGES = {"deploy/README.md": _DEPLOY}
+"""Pages none of whose commands is run here."""
+
+
+def commands(page: str) -> list[str]:
+    """The commands in the shell blocks of a page: continued lines joined, comments taken away."""
+    blocks = re.findall(r"^```(?:sh|bash|console|shell)\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    lines = (re.sub(r"(?:^|\s+)#.*", "", line).strip() for line in text.splitlines())
+    return [" ".join(line.split()) for line in lines if line]
+
+
+def test_every_shell_block_says_that_it_is_one() -> None:
+    """A block without a language would escape this file: none may begin with a command."""
+    begins = re.compile(r"^(?:```\n|    )(?:\$ |muster |python |make |pip |export |kill |MS_)", re.MULTILINE)
+    assert not [page for page, text in PAGES.items() if begins.search(text)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_run_or_listed_with_a_reason(page: str) -> None:
+    if page in WHOLE_PAGES:
+        return
+    not_run = NOT_RUN.get(page, {})
+    unknown = [line for line in commands(page) if line not in not_run and line not in ELSEWHERE]
+    assert page in RUN_HERE or not unknown
+
+
+def test_the_lists_have_no_stale_rows() -> None:
+    there = {page: set(commands(page)) for page in PAGES}
+    for page, rows in NOT_RUN.items():
+        assert not rows.keys() - there[page], page
+    everything = set().union(*there.values())
+    assert not ELSEWHERE.keys() - everything
+    assert all((ROOT / file).exists() for file in ELSEWHERE.values())
+    assert all(name in globals() and there[page] for page, name in RUN_HERE.items())
+    assert all(there[page] for page in WHOLE_PAGES)
+
+
+# ---------------------------------------------------------------- the pages' commands, as they stand
+
+
+INSTALLED = os.environ.get("MUSTER_TEST_PYTHON", "")
+"""The Python of an environment with an installed wheel, to walk the pages there; empty: this checkout."""
+
+
+class Shell:
+    """A folder and an environment in which a page's commands are run by bash."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = folder / "bin"
+        names.mkdir()
+        for name, words in (("python", ""), ("muster", "-m muster")):
+            (names / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+            (names / name).chmod(0o755)
+        self.env = environment(
+            MS_BACKEND="tcp",
+            MS_TOPO_TIMEOUT="60",
+            XDG_RUNTIME_DIR=str(folder / "runtime"),
+            PATH=f"{Path(INSTALLED).parent if INSTALLED else names}{os.pathsep}{os.environ['PATH']}",
+            **({"PYTHONPATH": ""} if INSTALLED else {}),
+        )
+        (folder / "runtime").mkdir(mode=0o700)
+
+    def run(self, *lines: str, **more: str) -> str:
+        """Runs lines one after the other, the first that fails ends it; returns all that was written."""
+        done = subprocess.run(
+            ["bash", "-e", "-c", "\n".join(lines)],
+            cwd=self.folder,
+            env=self.env | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    @contextmanager
+    def running(self, line: str) -> Iterator[subprocess.Popen[str]]:
+        """Runs a line beside the test; ended with SIGINT, as by Ctrl-C, if it has not ended by itself."""
+        with (self.folder / "beside.log").open("w") as written:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {line}"],
+                cwd=self.folder,
+                env=self.env,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(timeout=60)
+                finally:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def to_run(page: str) -> list[str]:
+    return [line for line in commands(page) if line not in ELSEWHERE and line not in NOT_RUN.get(page, {})]
+
+
+INIT = "python -m muster certs init --dir keys --password-file keys/password"
+STEPS = """
+import time
+from pathlib import Path
+import muster
+
+with muster.init() as session:
+    step = 0
+    while True:
+        try:
+            session.step_boundary(step)
+            step = int(muster.all_reduce(float(step), op="max")) + 1
+            session.report(step, 1.0, loss=1.0 / step)
+            if muster.all_reduce(float(Path("stop").exists())):
+                break
+        except muster.MembershipChanged:
+            session.rejoin()
+        except muster.LeaveGranted:
+            break
+        time.sleep(0.05)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_the_readme_s_commands_start_its_job(shell: Shell) -> None:
+    (shell.folder / "job.py").write_text(re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.DOTALL)[0])
+    assert "0 of 2 [1. 2. 3.]" in shell.run(*to_run("README.md"))
+
+
+def test_the_quick_start_in_terminals_of_your_own(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text(
+        "import muster\nwith muster.init() as session:\n    muster.barrier()\n"
+    )
+    lines = [f"{line} &" if line.startswith("MS_ROLE=") else line for line in to_run("docs/quickstart.md")]
+    assert sum(line.endswith("&") for line in lines) == 3
+    port = str(free_port())
+    lines = [
+        line.replace("MS_SCHED_PORT=6667", f"MS_SCHED_PORT={port}") for line in lines
+    ]  # maybe taken here
+    output = shell.run(*lines, "for job in $(jobs -p); do wait $job; done")
+    assert "rank 0 of 2" in output and "rank 1 of 2" in output
+
+
+def test_the_launcher_s_commands(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text(
+        "import muster\nwith muster.init() as session:\n    muster.barrier()\n"
+    )
+    launch, table = to_run("docs/launching.md")
+    shell.run(INIT, launch)
+    shell.run(table)
+    assert (shell.folder / "table.json").exists()
+
+
+def await_shown(shell: Shell, words: str, *, within_s: float = 60.0) -> str:
+    """Asks for the job's state until it has these words."""
+    deadline = time.monotonic() + within_s
+    while True:
+        done = subprocess.run(
+            ["bash", "-c", "muster status"],
+            cwd=shell.folder,
+            env=shell.env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if words in done.stdout:
+            return done.stdout
+        assert time.monotonic() < deadline, done.stdout + done.stderr
+        time.sleep(0.2)
+
+
+LAUNCH = f"muster run -n 3 --min-workers 2 --max-restarts 0 --scheduler {BOTH} -- python train.py"
+
+
+def test_operators_ask_a_job_that_runs(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text(STEPS)
+    watch, jobs, drain, health = to_run("docs/operating.md")
+    shell.run(INIT)
+    with shell.running(LAUNCH) as launch:
+        await_shown(shell, "running")
+        address = re.search(r"127\.0\.0\.1:(\d+)", shell.run("muster jobs"))
+        assert address is not None
+        where = {"MS_SCHED_PORT": address[1], "MS_CLIENT_PASSWORD_FILE": "keys/password"}
+        assert "running" in shell.run(jobs, **where)
+        assert "SERVING" in shell.run(health, **where)
+        shell.run(drain.replace("NODE", "2"), **where)
+        await_shown(shell, "2 of")
+        assert "running" in shell.run(f"timeout --signal=INT --preserve-status 4 {watch}")  # as by Ctrl-C
+        (shell.folder / "stop").touch()
+        assert launch.wait(timeout=60) == 0, (shell.folder / "beside.log").read_text()
+
+
+def test_a_page_and_a_report_of_a_run(shell: Shell) -> None:
+    pytest.importorskip("starlette")
+    (shell.folder / "train.py").write_text(STEPS)
+    web, report = to_run("docs/web.md")
+    shell.run(INIT)
+    with shell.running(LAUNCH):
+        await_shown(shell, "running")
+        assert "http://127.0.0.1" in shell.run(f"timeout --signal=INT --preserve-status 5 {web}")
+        (shell.folder / "stop").touch()
+    [run] = [
+        path for path in (shell.folder / "muster-runs").iterdir() if path.is_dir() and not path.is_symlink()
+    ]
+    assert ".html" in shell.run(report.replace("NAME", run.name))
+
+
+@pytest.mark.system
+@pytest.mark.timeout(200)
+def test_harm_is_done_to_a_job(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text(STEPS)
+    init, variables, passwords, where, start, workers, kill, replace, leave, drain, stop, *scheduler = to_run(
+        "docs/fault_injection.md"
+    )
+    kill_it, again, stop_it = scheduler
+    assert again == start
+    port = str(free_port())
+    script = [
+        *(init, variables, passwords, where.replace("6667", port)),
+        *(start, "SCHEDULER_PID=$!", workers, "PIDS=($(jobs -p)); await running 'generation 1'"),
+        *(kill.replace("PID", "${PIDS[3]}"), f"{replace} &", "await running 'generation 3'"),
+        stop.replace("PID", "${PIDS[1]}").replace("sleep 8", "sleep 1"),
+        *(drain, "await running 'generation 4'", f"{replace} &", "await running 'generation 5'"),
+        *(kill_it.replace("SCHEDULER_PID", "$SCHEDULER_PID"), again, "SCHEDULER_PID=$!"),
+        "await running 'generation 5'",
+        stop_it.replace("SCHEDULER_PID", "$SCHEDULER_PID").replace("sleep 10", "sleep 1"),
+        *(leave.replace("PID", "${PIDS[2]}"), "await running 'generation 6'"),
+        *("touch stop", "wait $SCHEDULER_PID"),
+    ]
+    awaiting = """
+    await() {
+        for try in $(seq 300); do
+            shown=$(python -m scheduler status 2>&1) || true
+            found=1
+            for word in "$@"; do [[ $shown == *$word* ]] || found=; done
+            [ -n "$found" ] && return 0
+            sleep 0.2
+        done
+        echo "$shown"; return 1
+    }
+    """
+    output = shell.run(awaiting, *script)
+    assert "Traceback" not in output

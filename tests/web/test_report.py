@@ -1,0 +1,169 @@
+"""``muster report``: one file, which needs nothing else, about a run that goes on or is over."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from muster.rendezvous.run_record import RunRecord
+from muster.web.past import load, scheduler_log
+from muster.web.report import main, page
+from tests.scheduler.processes import environment
+
+SCRIPT = """
+import sys, numpy, muster
+with muster.init() as session:
+    for step in range(1, 6):
+        muster.all_reduce(numpy.ones(4, "float32"))
+        session.report(loss=1 / step, samples=8, learning_rate=0.25)
+    if session.rank == 1 and "fail" in sys.argv:
+        raise ValueError("</pre><script>alert(1)</script>")
+"""
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = (
+        sys.executable,
+        "-m",
+        "muster",
+        "run",
+        "-n",
+        "2",
+        "--scheduler",
+        "--",
+        sys.executable,
+        "script.py",
+    )
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=tmp_path,
+        env=environment(MS_NODE_TIMEOUT="2"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_run_that_failed_is_told_with_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = run(tmp_path, "fail")
+    assert ran.returncode == 1, ran.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 0
+    html = (tmp_path / "muster-runs/latest/report.html").read_text()
+    assert "ended with exit code 1" in html and "worker 1" in html
+    assert "&lt;script&gt;alert(1)" in html and "<script" not in html
+    told = load(tmp_path / "muster-runs/latest")
+    assert (told.job_id, told.workers, told.codes) == ("default", 2, [1])
+    assert [(g.number, g.members) for g in told.generations][:1] == [(1, 2)]
+    last = told.series.points[-1]
+    assert last.loss == pytest.approx(1 / last.step) and last.learning_rate == 0.25
+    assert any("Generation 1 stands with 2 members." in each.text for each in told.scheduler_said)
+
+
+def test_the_file_needs_nothing_else(tmp_path: Path) -> None:
+    record(tmp_path)
+    html = page(tmp_path)
+    assert html is not None
+    linked: list[str | None] = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert tag not in ("script", "link", "img", "iframe", "object")
+            linked.extend(value for name, value in attrs if name in ("src", "href", "style", "action"))
+
+    Links().feed(html)
+    assert not linked
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', html)
+    assert "default-src &#39;none&#39;" in policy and "unsafe" not in policy
+    assert len(html) < 1_000_000
+
+
+def record(directory: Path) -> None:
+    """A run of 100 s that loses a worker at 50 s and still goes on."""
+    now = [1000.0]
+    kept = RunRecord(directory, "a", lambda: now[0])
+    kept.note("began", job_id="<b>job</b>", host="a", workers=3, command="python train.py")
+    for second in range(100):
+        now[0] = 1000.0 + second
+        if second in (1, 50):
+            number = 1 + (second == 50)
+            kept.note("group", generation=number, workers=4 - number, reason=f"reason {number}")
+        kept.figures(step=2 * second, samples_per_s=10.0, loss=1.0 / (second + 1))
+    kept.note("said", text="worker 2 was ended by SIGKILL; going on with 2", tone="warning")
+
+
+def test_a_run_that_goes_on_is_told_as_far_as_it_is(tmp_path: Path) -> None:
+    record(tmp_path)
+    html = page(tmp_path)
+    assert html is not None
+    assert "not ended when this was written" in html and "&lt;b&gt;job&lt;/b&gt;" in html
+    assert "Loss over 1 min 39 s: from 1 to 0.01" in html
+    told = load(tmp_path)
+    assert [(g.number, g.members, g.reason) for g in told.generations] == [
+        (1, 3, "reason 1"),
+        (2, 2, "reason 2"),
+    ]
+    assert told.generations[0].over == 1050.0
+    assert [point.samples_per_s for point in told.series.points][::60] == [10.0, 20.0]
+    assert [fault.text for fault in told.faults] == ["worker 2 was ended by SIGKILL; going on with 2"]
+
+
+NINES = "9" * 400
+HOSTILE = (
+    r'{"time":2,"kind":"said","text":"\ud800 \u202e\u001b[2J"}',
+    f'{{"time":2,"kind":"group","generation":{NINES},"workers":true}}',
+    f'{{"time":2,"kind":"figures","step":{NINES},"samples_per_s":{NINES}}}',
+    '{"time":3,"kind":"figures","step":1,"samples_per_s":1e308,"loss":1.7e308}',
+    '{"time":4,"kind":"figures","step":2,"samples_per_s":1e308,"loss":-1.7e308,"learning_rate":5e-324}',
+    '{"time":5,"kind":"figures","step":3,"samples_per_s":1,"loss":[],"learning_rate":0}',
+    r'{"time":6,"kind":"end_of_log","name":{"a":1},"lines":[null,{"b":"\udc00"}]}',
+    f'{{"time":7,"kind":"ended","code":{NINES}}}',
+)
+
+
+def test_a_record_that_an_enemy_has_written_is_told_as_far_as_it_makes_sense(tmp_path: Path) -> None:
+    """Another user of the directory writes a record of another host, and the scheduler's log."""
+    RunRecord(tmp_path, "a").note("began", job_id="j")
+    (tmp_path / "record_b.jsonl").write_text("\n".join(HOSTILE) + "\n")
+    (tmp_path / "scheduler.log").write_text(
+        "2026-01-31T12:00:00.123Z INFO lost text=" + '"\\udc00\\u001b[2J"' + "\n"
+    )
+    (tmp_path / ".report.html.part").symlink_to(tmp_path / "victim")
+    assert main([str(tmp_path)]) == 0
+    html = (tmp_path / "report.html").read_text()
+    assert "\\ud800" in html and "\\udc00" in html
+    assert not set("\x1b\u202e") & set(html)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_scheduler_log_is_read_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.log"
+    path.write_text(
+        "# muster scheduler\n"
+        '2026-01-31T12:00:00.123Z INFO decided job_id=j text="Generation 1 is \\"formed\\"."\n'
+        "2026-01-31T12:00:01.000Z WARNING lost job_id=j node_id=0 text=silence\n"
+        "2026-01-31T12:00:02.000Z INFO certificate x\nrubbish text=1\n"
+    )
+    said = list(scheduler_log(path))
+    assert [(each.kind, each.text) for each in said] == [
+        ("decided", 'Generation 1 is "formed".'),
+        ("lost", "silence"),
+    ]
+    assert said[0].time_s == pytest.approx(1769860800.123)
+
+
+def test_a_directory_without_a_record_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "holds no record of a run" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "No such file or directory. Name one that muster run has made" in capsys.readouterr().err
+    record(tmp_path)
+    assert main([str(tmp_path), "--output", str(tmp_path / "none" / "x.html")]) == 1
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,380 @@
+"""A real uplink between real schedulers and workers: who is lost when what dies, and who is kept out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from muster.certs.pki.identity import Identity
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.worker.control.connection import DeniedError, Dial, MalformedError
+from muster.worker.launch.door import OUTER, inherited, named
+from muster.worker.uplink.frames import MAX_FROM_WORKER_BYTES
+from muster.worker.uplink.process import FAREWELL_S
+from tests.scheduler.processes import WAIT_S, Pki, Scheduler, scheduler
+from tests.waiting import wait_for
+from tests.worker.uplink.hosts import Host, Member, host
+
+HELD = {"held_generation": 1, "held_world_size": 2, "built": True}
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    pki = Pki.make(tmp_path_factory.mktemp("uplink-pki"))
+    pki.issue("host", Identity("default", "host", nodes=("node-0", "node-1")))
+    return pki
+
+
+@pytest.fixture
+def running(pki: Pki) -> Iterator[Scheduler]:
+    with scheduler(**pki.env(), MS_NODE_TIMEOUT="8") as running:
+        yield running
+
+
+@pytest.fixture
+def here(tmp_path: Path, running: Scheduler, pki: Pki) -> Iterator[Host]:
+    with host(tmp_path, running, pki, MS_NODE_TIMEOUT="8") as here:
+        yield here
+
+
+def formed(here: Host, *dials: Dial) -> list[Member]:
+    """Two members of a group that stands, by the uplink."""
+    members = [here.join(f"node-{i}", dial) for i, dial in enumerate(dials or (here.dial(), here.dial()))]
+    for rank, member in enumerate(members):
+        assert member.next("assignment").assignment.rank == rank
+    ids = pb.PublishUniqueIds(generation=1, unique_ids=[b"UNIQUE-ID-" * 12])
+    members[0].put(pb.WorkerMessage(publish_unique_ids=ids))
+    for member in members:
+        member.next("unique_ids")
+        member.put(pb.WorkerMessage(built=pb.Built(generation=1)))
+    for member in members:
+        member.next("group_built")
+    return members
+
+
+def back(here: Host, dial: Dial, index: int) -> Member:
+    """A member that opens its stream anew, as it does after a loss of that."""
+    return here.join(f"node-{index}", dial, held_rank=index, **HELD)
+
+
+def test_a_group_forms_and_ends_on_one_connection(here: Host, running: Scheduler) -> None:
+    members = formed(here)
+    for member in members:
+        member.put(pb.WorkerMessage(leave=pb.Leave(generation=1, finished=True)))
+    for member in members:
+        assert member.next("ended").ended.ok
+        assert member.end() is None
+    assert running.wait() == 0
+    peers = {line.split("peer=")[1].split()[0] for line in running.log.splitlines() if " joined " in line}
+    assert len(peers) == 1
+    here.uplink.send_signal(signal.SIGTERM)  # type: ignore[union-attr]
+    assert here.uplink.wait(10) == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("more", [(), ("child",)], ids=["alone", "its child holds its socket"])
+def test_a_killed_worker_is_lost_at_once(here: Host, running: Scheduler, more: tuple[str, ...]) -> None:
+    member = here.join("node-0")
+    worker = here.worker("node-1", *more)
+    member.next("assignment")
+    worker.kill()
+    running.await_log("its stream ended (no goodbye was said)")
+    assert "not heard" not in running.log
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["another uplink", "directly"])
+def test_an_uplink_that_is_killed_takes_nobody_along(here: Host, running: Scheduler, again: bool) -> None:
+    dials = [here.dial(None if again else here.direct()) for _ in range(2)]
+    members = formed(here, *dials)
+    uplink = here.uplink
+    assert uplink is not None
+    uplink.kill()
+    for member in members:
+        assert isinstance(member.end(), ConnectionError)
+    if again:
+        here.start().poll()
+        dials = [here.dial() for _ in members]  # which give it more time than a member has under load
+    members = [back(here, dial, index) for index, dial in enumerate(dials)]
+    for index, member in enumerate(members):
+        assert member.next("assignment").assignment.rank == index
+        running.await_log(f"Rank {index} (node node-{index} on host host, cpu:{index}) is back")
+    assert "Generation 2" not in running.log
+
+
+def test_an_uplink_that_stands_still_is_left_and_calls_nobody_dead_later(
+    here: Host, running: Scheduler
+) -> None:
+    dials = [here.dial(here.direct()) for _ in range(2)]
+    members = [here.join(f"node-{index}", dial) for index, dial in enumerate(dials)]
+    for member in members:
+        member.next("assignment")
+    uplink = here.uplink
+    assert uplink is not None
+    uplink.send_signal(signal.SIGSTOP)
+    for index, (member, dial) in enumerate(zip(members, dials, strict=True)):
+        assert isinstance(member.end(), TimeoutError)
+        back(here, dial, index).next("assignment")
+    uplink.send_signal(signal.SIGCONT)
+    here.has_logged("")  # it runs
+    third = here.worker("node-2")  # served after what waited in the old streams
+    assert third.poll() is None
+    assert "lost" not in running.log
+
+
+def test_who_moves_to_another_stream_is_not_lost(here: Host, running: Scheduler) -> None:
+    """The uplink reads the word that a worker lives before it reads the end of its stream."""
+    dial = here.dial(here.direct())
+    here.join("node-0", dial).next("welcome")
+    other = here.join("node-1")
+    other.next("assignment")
+    uplink = here.uplink
+    assert uplink is not None
+    uplink.send_signal(signal.SIGSTOP)
+    assert isinstance(other.end(), TimeoutError)
+    uplink.send_signal(signal.SIGCONT)
+    running.await_log("it has")  # so many seconds to come back
+    assert "is lost" not in running.log
+
+
+def test_a_scheduler_that_is_started_again_gets_its_workers_back_by_the_same_uplink(
+    tmp_path: Path, pki: Pki
+) -> None:
+    journal = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path / "journal")}
+    with scheduler(**pki.env(), **journal) as first, host(tmp_path, first, pki) as here:
+        members = formed(here)
+        first.signal(signal.SIGKILL)
+        first.wait()
+        for member in members:
+            assert isinstance(member.end(), ConnectionError)
+        with scheduler(**pki.env(), **journal, port=str(first.port)) as second:
+            for index in range(2):
+                assert back(here, here.dial(), index).next("assignment").assignment.generation == 1
+            assert "lost" not in second.log
+
+
+def test_a_hosts_certificate_takes_the_places_of_its_own_nodes_alone(
+    tmp_path: Path, running: Scheduler, pki: Pki
+) -> None:
+    (pki.directory / "host.json").write_text(
+        pki.config.read_text().replace("client.p12", "host.p12"), encoding="utf-8"
+    )
+    own = {"MS_CONFIG_FILE": str(pki.directory / "host.json")}
+    with host(tmp_path, running, pki, **own) as here:
+        first = here.join("node-0")
+        first.next("welcome")
+        foreign = here.join("node-5")
+        assert (
+            "bound to the nodes 'node-0', 'node-1', not 'node-5'" in foreign.next("refused").refused.sentence
+        )
+        error = foreign.end()
+        assert isinstance(error, DeniedError)
+        assert error.by_scheduler
+        second = here.join("node-1")
+        first.next("assignment")
+        second.next("assignment")
+
+
+def test_a_scheduler_that_is_not_trusted_is_told_as_on_a_stream_of_its_own(
+    tmp_path: Path, running: Scheduler, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with host(tmp_path, running, Pki.make(tmp_path_factory.mktemp("foreign"))) as here:
+        error = here.join("node-0").end()
+        assert isinstance(error, DeniedError)
+        assert not error.by_scheduler
+
+
+def test_what_one_worker_does_wrong_ends_its_own_stream_alone(here: Host) -> None:
+    good = here.join("node-0")
+    good.next("welcome")
+    bad = here.join("node-1")
+    bad.next("welcome")
+    bad.put(pb.WorkerMessage(join=pb.Join()))
+    assert isinstance(bad.end(), MalformedError)
+    huge = here.join("node-1")
+    huge.outbox.put(bytes(MAX_FROM_WORKER_BYTES + 1))
+    assert isinstance(huge.end(), OSError)
+    good.put(pb.WorkerMessage(leave=pb.Leave(generation=0, finished=False, reason="done")))
+    good.next("ended")
+
+
+def test_an_uplink_that_is_asked_to_end_stays_until_its_workers_have_left(here: Host) -> None:
+    """As by a batch system that asks all processes of a step at once."""
+    first = here.join("node-0")
+    first.next("welcome")
+    uplink = here.uplink
+    assert uplink is not None
+    uplink.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        uplink.wait(FAREWELL_S + 1.0)
+    second = here.join("node-1")  # one that connects anew on its way out
+    second.next("assignment")
+    for member in (first, second):
+        member.put(pb.WorkerMessage(leave=pb.Leave(reason="SIGTERM")))
+        member.next("ended")
+        assert member.end() is None
+    assert uplink.wait(WAIT_S) == 0
+
+
+def test_a_stream_that_is_closed_before_it_is_read_ends(here: Host) -> None:
+    """As where a worker leaves, or is interrupted, while its stream is opened."""
+    messages, close = here.dial()(SimpleQueue())
+    close()
+    close()
+    assert not list(messages)
+    here.join("node-0").next("welcome")
+
+
+def test_a_stream_that_is_closed_while_it_is_read_ends_at_once(here: Host) -> None:
+    """Whichever of its threads is faster: the one that sends ends by the same call."""
+    for _ in range(20):
+        messages, close = here.dial()(SimpleQueue())
+        reading = threading.Thread(target=_read_to_the_end, args=(messages,), daemon=True)
+        reading.start()
+        close()
+        reading.join(WAIT_S)
+        assert not reading.is_alive()
+
+
+def _read_to_the_end(messages: Iterator[bytes]) -> None:
+    with contextlib.suppress(ConnectionError):
+        assert not list(messages)
+
+
+def test_a_worker_of_another_launch_goes_directly(here: Host) -> None:
+    with pytest.raises(AssertionError, match="went directly"):
+        here.join("node-0", here.dial(MS_SCHED_HOST="localhost"))
+    here.join("node-0").next("welcome")
+
+
+def test_without_its_inner_end_a_door_sends_workers_directly_and_at_once(
+    tmp_path: Path, running: Scheduler, pki: Pki
+) -> None:
+    here = Host(tmp_path, running, pki)
+    here.inner.close()
+    with pytest.raises(AssertionError, match="went directly"):  # not after the patience of ten seconds
+        here.join("node-0")
+    here.join("node-0", here.dial(here.direct())).next("welcome")
+    here.end()
+
+
+# ---------------------------------------------------------------- who may use a door
+
+STRANGER = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+own, theirs = socket.socketpair()
+door = socket.socket(fileno=int(sys.argv[1]))
+socket.send_fds(door, [sys.argv[2].encode()], [theirs.fileno()])
+theirs.close()
+own.settimeout(20)
+print(len(own.recv(100)), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_stream_that_another_user_made_is_refused(here: Host, running: Scheduler, pki: Pki) -> None:
+    here.join("node-0").next("welcome")
+    request = f"127.0.0.1:{running.port}\n{pki.config}"
+    stranger = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(here.outer.fileno()), request],
+        pass_fds=[here.outer.fileno()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert stranger.stdout.split() == ["0"], stranger.stderr
+    here.has_logged("it is not one of this user's processes'")
+
+
+def test_a_door_has_no_name_by_which_another_process_finds_it(here: Host) -> None:
+    inodes = {str(os.fstat(end.fileno()).st_ino) for end in (here.inner, here.outer)}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    mine = [line for line in lines if line[6] in inodes]
+    assert mine
+    assert all(len(line) == 7 for line in mine)  # an eighth field would be its name
+    with pytest.raises(OSError):
+        Path(f"/proc/self/fd/{here.outer.fileno()}").read_bytes()
+
+
+def test_junk_at_the_door_and_on_a_stream_ends_nobody_else(here: Host) -> None:
+    good = here.join("node-0")
+    good.next("welcome")
+    here.outer.send(b"junk")
+    read_end, write_end = os.pipe()
+    request = b"x" * 5000
+    socket.send_fds(here.outer, [request], [read_end])
+    for end in (read_end, write_end):
+        os.close(end)
+    bad = here.join("node-1")
+    bad.next("welcome")
+    good.put(pb.WorkerMessage(leave=pb.Leave(reason="done")))
+    good.next("ended")
+
+
+def test_a_variable_that_names_another_file_is_no_door(here: Host) -> None:
+    number = here.outer.fileno()
+    for value in (
+        "",
+        "x",
+        f"{number}:1",
+        "0:0",
+        f"{number}",
+        named(here.outer) + "x",
+        f"9999999999:{number}",
+        f"{number}:\u00b2",
+        f"{number}:" + "9" * 5000,
+    ):
+        assert inherited({OUTER: value}, OUTER) is None
+    stream, other = socket.socketpair()
+    assert inherited({OUTER: named(stream)}, OUTER) is None
+    door = inherited({OUTER: named(here.outer)}, OUTER)
+    assert door is not None
+    assert not os.get_inheritable(number)
+    for end in (stream, other, door):
+        end.close()
+
+
+def test_a_flood_of_one_worker_does_not_hold_up_another(here: Host, running: Scheduler) -> None:
+    flooding = here.join("node-0")
+    flooding.next("welcome")
+    beat = pb.WorkerMessage(heartbeat=pb.Heartbeat(step=1))
+    for _ in range(20_000):
+        flooding.put(beat)
+    other = here.join("node-1")
+    other.next("assignment")
+    sent = 20_000 - flooding.outbox.qsize()
+    assert sent < 20_000, "the flood was over before the other came"
+    wait_for(lambda: flooding.outbox.qsize() < 15_000)
+    assert "lost" not in running.log
+
+
+def test_who_is_held_up_when_the_scheduler_dies_leaves_nothing_behind(here: Host, running: Scheduler) -> None:
+    """Its stream is not read while it waits, so its end would not be seen."""
+    assert here.uplink is not None
+    kept = Path(f"/proc/{here.uplink.pid}/fd")
+    calm = here.join("node-0")
+    calm.next("welcome")
+    before = len(list(kept.iterdir()))
+    flooding = here.join("node-1")
+    flooding.next("welcome")
+    running.signal(signal.SIGSTOP)
+    for _ in range(400):
+        flooding.put(pb.WorkerMessage(request_leave=pb.RequestLeave(reason="x" * 2000)))
+    wait_for(lambda: flooding.outbox.qsize() < 300)
+    running.process.kill()
+    for member in (flooding, calm):
+        member.close()
+    # Both members' ends and the pidfds that watch them; its connection has gone with the scheduler.
+    wait_for(lambda: len(list(kept.iterdir())) < before)

@@ -1,0 +1,1 @@
+"""The web page for operators (jobs, members, plots, faults), and the report of a run."""

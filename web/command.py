@@ -1,0 +1,188 @@
+"""``muster web``: a page that shows a scheduler's jobs, and lets an operator drain workers and end jobs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.certs.errors import CertificateError
+from muster.rendezvous.settings import is_loopback, show_address
+from muster.scheduler.cli import command as asking
+from muster.scheduler.cli.client import Client
+from muster.scheduler.config import Address
+from muster.scheduler.errors import SchedulerError, SettingsError
+
+if TYPE_CHECKING:
+    from muster.web.logs import Log
+    from muster.web.series import Point
+    from muster.web.serve import Transport
+
+EXTRA = "muster web needs its extra: pip install 'muster-rendezvous[web]'"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the options."""
+    made = argparse.ArgumentParser(
+        prog="muster web",
+        description="Shows the jobs of a scheduler as a page in the browser. Without an address, those of "
+        "the latest launch of yours on this host. It prints a link, which is good once.",
+        parents=[asking.common_options()],
+    )
+    made.add_argument("--port", type=int, default=0, metavar="N", help="of the page (default: any free one)")
+    made.add_argument("--open", action="store_true", help="open it in the browser of this desktop")
+    made.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="serve it on this address. Beyond loopback that is HTTPS with the scheduler's certificate, and "
+        "browsers must show an operator's certificate",
+    )
+    made.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name by which browsers call this host, as its certificate has it; may be repeated",
+    )
+    return made
+
+
+def main(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Serves the page until Ctrl-C; returns the exit code."""
+    options = parser().parse_args(list(argv))
+    environment = dict(os.environ if env is None else env)
+    try:
+        import jinja2  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        print(f"muster: {EXTRA} ({error.name} is not installed)", file=sys.stderr)
+        return 1
+    try:
+        return _serve(options, environment)
+    except (SchedulerError, CertificateError) as error:
+        print(f"muster: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 0
+
+
+def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from muster.web import serve
+    from muster.web.app import Pages
+    from muster.web.guard import Entrance
+    from muster.web.logs import launch_of, logs_of
+    from muster.web.model import Followed
+    from muster.web.past import points_of
+
+    if not 0 <= options.port <= 65_535:
+        raise SettingsError(f"--port must be from 0 to 65535; it is {options.port}.")
+    address, env = asking.find_scheduler(options, env)
+    certificate = asking.operator_certificate(options, address)
+    connect = _Connector(address, env, certificate)
+    transport = _transport(options, address, env)
+    identity, ends = _own(address, env, certificate)
+    listener = serve.bind(options.bind, options.port)
+    links = _Links(transport.origins(listener.getsockname()[1])[0], transport.place, opens=options.open)
+
+    def logs(job_id: str) -> list[Log]:
+        launch = launch_of(job_id, address.port, env)
+        return logs_of(Path(launch.directory)) if launch is not None else []
+
+    def past(job_id: str) -> list[Point]:
+        launch = launch_of(job_id, address.port, env)
+        return points_of(Path(launch.directory)) if launch is not None else []
+
+    async def run() -> None:
+        pages = Pages(
+            Followed(", ".join(show_address(host, address.port) for host in address.hosts)),
+            Entrance(links.show_next),
+            connect,
+            identity,
+            ends,
+            logs,
+            past,
+            by_certificate=transport.server is not None,
+        )
+        token = "" if transport.server is not None else pages.entrance.token
+        await serve.serve(pages, transport, listener, lambda: links.show(token))
+
+    asyncio.run(run())
+    return 0
+
+
+class _Connector:
+    """Connects to the scheduler, as the operator, for a job."""
+
+    def __init__(self, address: Address, env: Mapping[str, str], certificate: Path | None) -> None:
+        self._address, self._env, self._certificate = address, env, certificate
+
+    def __call__(self, job_id: str) -> Client:
+        address = dataclasses.replace(self._address, job_id=job_id) if job_id else self._address
+        return Client(address, self._env, certificate=self._certificate, wait_s=0.0)
+
+
+class _Links:
+    """Shows the links by which browsers come."""
+
+    def __init__(self, origin: str, place: str, *, opens: bool) -> None:
+        self._origin, self._place, self._opens = origin, place, opens
+
+    def show(self, token: str) -> None:
+        """Shows the first; without a token, certificates let browsers in."""
+        link = f"{self._origin}{self._place}/enter?token={token}" if token else f"{self._origin}/"
+        print(f"muster web is on {link}", flush=True)
+        if self._opens:
+            webbrowser.open(link)
+
+    def show_next(self, token: str) -> None:
+        """Shows the next, for another browser."""
+        print(f"For another browser: {self._origin}{self._place}/enter?token={token}", flush=True)
+
+
+def _transport(options: argparse.Namespace, address: Address, env: Mapping[str, str]) -> Transport:
+    from muster.web.serve import Transport
+
+    if is_loopback(options.bind):
+        names = dict.fromkeys([options.bind, "127.0.0.1", "localhost", *options.name])
+        return Transport(tuple(names))
+    if address.config_path is None:
+        raise SettingsError(
+            f"--bind {options.bind} is not loopback: the page is served there with TLS only.",
+            remedy="Give a config.json by --config or MS_CONFIG_FILE, or leave --bind out and use ssh -L.",
+        )
+    from muster.certs.runtime.follower import follow_files
+
+    log = logging.getLogger("muster.web")
+    server = follow_files(address.config_path, "scheduler", env, log, job=None)
+    names = dict.fromkeys([*options.name, options.bind])
+    return Transport(tuple(names), server, address.job_id)
+
+
+def _own(address: Address, env: Mapping[str, str], certificate: Path | None) -> tuple[str, float | None]:
+    """The operator's identity at the scheduler, and when its certificate ends."""
+    if address.config_path is None:
+        return "", None
+    from muster.certs.config import load_config
+    from muster.certs.runtime.store import load_configured
+
+    config = load_config(address.config_path)
+    if certificate is not None:
+        config = dataclasses.replace(config, client_cert_path=certificate)
+    credentials = load_configured(config, "operator", env)
+    reason = credentials.identity.may(role="operator")
+    if reason is not None:
+        raise SettingsError(reason, remedy="Give the operator's .p12 with --cert.")
+    return f"{credentials.identity} ({credentials.fingerprint[:23]})", credentials.not_after.timestamp()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""Follows a scheduler: a thread for each stream, which hands what it reads to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from muster.certs.errors import CertificateError
+from muster.rendezvous.v1 import watch_pb2 as pb
+from muster.scheduler.cli.client import Client, RefusedByScheduler, UnreachableError
+from muster.scheduler.errors import SchedulerError
+from muster.web.model import Followed
+
+AGAIN_S = 0.5
+"""Seconds before a scheduler that is away is asked again."""
+
+Connect = Callable[[str], Client]
+"""Makes a connection on which a job, or "" for all, is asked about."""
+
+
+class Feed:
+    """Keeps what is known of a scheduler up to date.
+
+    Args:
+        connect: see :data:`Connect`; it may raise what :class:`Client` does.
+        known: what is known; changed in the event loop alone.
+        changed: called in the event loop after each change.
+    """
+
+    def __init__(self, connect: Connect, known: Followed, changed: Callable[[], None]) -> None:
+        self._connect = connect
+        self._known = known
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, _Stream] = {}
+        self._viewers: dict[str, int] = {}
+
+    def open(self) -> None:
+        """Follows all jobs, in short."""
+        self._follow("")
+
+    def close(self) -> None:
+        """Ends all streams."""
+        for stream in self._streams.values():
+            stream.stop()
+
+    def watch(self, job_id: str) -> None:
+        """Adds a viewer of a job, which is followed from the first one on."""
+        self._viewers[job_id] = self._viewers.get(job_id, 0) + 1
+        if job_id not in self._streams:
+            self._follow(job_id)
+
+    def leave(self, job_id: str) -> None:
+        """Removes a viewer; with the last, the job's stream ends."""
+        self._viewers[job_id] -= 1
+        if not self._viewers[job_id]:
+            del self._viewers[job_id]
+            self._streams.pop(job_id).stop()
+
+    def _follow(self, job_id: str) -> None:
+        stream = _Stream(job_id, self._connect, self._post)
+        self._streams[job_id] = stream
+        threading.Thread(target=stream.run, name=f"watch {job_id or 'all'}", daemon=True).start()
+
+    def _post(self, stream: _Stream, news: pb.WatchReply | SchedulerError | CertificateError | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._take, stream, news)
+        except RuntimeError:  # the loop is closed
+            stream.stop()
+
+    def _take(self, stream: _Stream, news: pb.WatchReply | SchedulerError | CertificateError | None) -> None:
+        if stream.stopped or self._streams.get(stream.job_id) is not stream:
+            return
+        now, job = time.time(), self._known.jobs.get(stream.job_id)
+        if isinstance(news, pb.WatchReply):
+            if stream.job_id:
+                self._known.take_of(stream.job_id, news, now)
+            else:
+                self._known.take(news, now)
+        elif news is None:  # a new stream begins: it sends everything from the start
+            if job is not None:
+                job.begin()
+            elif not stream.job_id:
+                self._known.refusals.clear()
+        elif not stream.job_id:
+            self._known.lose(str(news), now)
+        elif job is not None and isinstance(news, RefusedByScheduler):
+            job.refusal = str(news)
+        self._changed()
+
+
+class _Stream:
+    """One stream of a scheduler, opened anew for as long as it is wanted."""
+
+    def __init__(
+        self,
+        job_id: str,
+        connect: Connect,
+        post: Callable[[_Stream, pb.WatchReply | SchedulerError | CertificateError | None], None],
+    ) -> None:
+        self.job_id = job_id
+        self._connect = connect
+        self._post = post
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nobody wants it any more."""
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Ends it; callable from any thread."""
+        self._stop.set()
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+
+    def run(self) -> None:
+        """Reads until it is stopped."""
+        while not self.stopped:
+            try:
+                self._read()
+                self._post(self, UnreachableError("The scheduler has ended the stream."))
+            except (SchedulerError, CertificateError) as error:
+                self._post(self, error)
+            except ValueError:  # gRPC's word for a channel that was closed meanwhile
+                pass
+            self._stop.wait(AGAIN_S)
+
+    def _read(self) -> None:
+        client = self._connect(self.job_id)
+        with client:
+            with self._lock:
+                if self.stopped:
+                    return
+                self._client = client
+            try:
+                first = True
+                for reply in client.watch(self.job_id):
+                    if first:
+                        self._post(self, None)
+                    first = False
+                    self._post(self, reply)
+            finally:
+                with self._lock:
+                    self._client = None

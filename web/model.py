@@ -1,0 +1,282 @@
+"""The model of a scheduler and its jobs, built from its streams. Pure: time is an argument."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from muster.rendezvous.v1 import rendezvous_pb2 as rendezvous_pb
+from muster.rendezvous.v1 import watch_pb2 as pb
+from muster.web.series import Point, Series
+
+GENERATIONAL = frozenset(("formed", "stands", "over", "ended"))
+EVENTS_KEPT = 512
+STILL_S = 5.0
+"""Seconds without a finished step, and five times the last steps' time, after which a job stands still."""
+
+HEARD_EVERY_S = 1.5
+"""Seconds that two workers' heartbeats may be apart, in which the later one gets steps ahead."""
+
+LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as last seen: its seat, and its figures; ``lag`` in steps, ``loss`` None: not reported."""
+
+    seat: pb.Seat
+    step: int
+    lag: int
+    silent_s: float
+    samples_per_s: float
+    loss: float | None
+    call: rendezvous_pb.Collective | None
+    sequence: int
+    done: bool
+
+
+@dataclass(slots=True)
+class Generation:
+    """A membership: when it was formed, stood and was over, in seconds since 1970; None: not (yet) seen."""
+
+    number: int
+    members: int
+    reason: str
+    formed: float
+    stood: float | None = None
+    over: float | None = None
+    why_over: str = ""
+
+
+@dataclass
+class Job:
+    """A job as last heard of.
+
+    Attributes:
+        line: the job in short.
+        roster: who is in.
+        progress: how far they are, in the roster's order.
+        events: what happened, the oldest first.
+        series: its figures over time.
+        moved_at: when a step was last seen to end.
+        gone: the scheduler has no such job any more.
+        refusal: why the scheduler does not show it; empty: it does.
+    """
+
+    line: pb.JobLine
+    roster: pb.Roster = field(default_factory=pb.Roster)
+    progress: pb.Progress = field(default_factory=pb.Progress)
+    events: deque[pb.Happening] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    series: Series = field(default_factory=Series)
+    moved_at: float = 0.0
+    gone: bool = False
+    refusal: str = ""
+    homes: dict[str, pb.Seat] = field(default_factory=dict)
+
+    def take_line(self, line: pb.JobLine, now: float) -> None:
+        """Takes the job in short in."""
+        if (line.step, line.furthest, line.generation, line.state) != (
+            self.line.step,
+            self.line.furthest,
+            self.line.generation,
+            self.line.state,
+        ):
+            self.moved_at = now
+        if line.began > self.line.began + 60 and line.generation < self.line.generation:
+            self.series = Series()  # another run of that name
+        self.line, self.gone = line, False
+        if line.members and (line.step or line.samples_per_s) and line.state != "ended":
+            loss = line.loss if line.HasField("loss") and math.isfinite(line.loss) else None
+            rate = line.learning_rate if line.HasField("learning_rate") else None
+            self.series.take(Point(now, line.step, line.samples_per_s, loss, rate))
+
+    def begin(self) -> None:
+        """A new stream of the job begins, perhaps another scheduler's: it sends everything from the start."""
+        self.events.clear()
+        self.refusal = ""
+        self.progress = pb.Progress()  # its numbers are the stream's before; the roster comes first
+
+    def take(self, reply: pb.WatchReply, now: float) -> None:
+        """Takes a part of the job's own stream in."""
+        kind = reply.WhichOneof("body")
+        if kind == "roster":
+            self.roster = reply.roster
+            for seat in reply.roster.seats:
+                self.homes[seat.node_id] = seat
+                if len(self.homes) > 4 * (len(reply.roster.seats) + LISTED):
+                    del self.homes[next(iter(self.homes))]
+        elif kind == "progress":
+            self.progress = reply.progress
+            self.take_line(reply.progress.job, now)
+        elif kind == "happenings":
+            self.events.extend(reply.happenings.happenings)
+
+    def workers(self) -> list[Worker]:
+        """The workers, with figures where those are of the newest roster."""
+        seats, columns = self.roster.seats, self.progress
+        if columns.roster != self.roster.number or len(columns.step) != len(seats):
+            return [Worker(seat, 0, 0, 0.0, 0.0, None, None, 0, False) for seat in seats]
+        furthest, calls = columns.job.furthest, columns.calls
+        step_s = self._step_s()
+        allowed = 1 + HEARD_EVERY_S / step_s if step_s else 1
+        return [
+            Worker(
+                seat,
+                step,
+                _lag(furthest - step, allowed) if seat.rank >= 0 else 0,
+                silent_s,
+                speed,
+                None if math.isnan(loss) else loss,
+                calls[call - 1] if call else None,
+                sequence,
+                done,
+            )
+            for seat, step, silent_s, speed, loss, call, sequence, done in zip(
+                seats,
+                columns.step,
+                columns.silent_s,
+                columns.samples_per_s,
+                columns.loss,
+                columns.call,
+                columns.sequence,
+                columns.done,
+                strict=True,
+            )
+        ]
+
+    def stands_still_s(self, now: float) -> float:
+        """Seconds without a finished step, if the job stands still; else 0."""
+        if self.line.state not in ("running", "quiescing") or not self.moved_at:
+            return 0.0
+        still_s = now - self.moved_at
+        return still_s if still_s >= max(STILL_S, 5 * self._step_s()) else 0.0
+
+    def _step_s(self) -> float:
+        """How long a step took lately; 0: not known."""
+        times = sorted(took for _, took in self.series.step_times()[-32:])
+        return times[len(times) // 2] if times else 0.0
+
+    def generations(self) -> list[Generation]:
+        """The memberships that are remembered, the oldest first."""
+        found: list[Generation] = []
+        for event in self.events:
+            last = found[-1] if found else None
+            if event.kind == "formed":
+                if last is not None and last.over is None:
+                    last.over = event.time
+                found.append(Generation(event.generation, event.count, event.text, event.time))
+            elif last is not None and event.kind == "stands":
+                last.stood = event.time
+            elif last is not None and event.kind in ("over", "ended") and last.over is None:
+                last.over, last.why_over = event.time, event.text
+        return found
+
+
+def trouble(line: pb.JobLine) -> str:
+    """What is wrong with a job, in the scheduler's words; empty: nothing is."""
+    calm = line.state == "running" and line.reason.startswith(f"Generation {line.generation} stands with ")
+    if calm and not line.missing:
+        return ""
+    if calm:
+        return f"{line.missing} of {line.worker_num} workers {'is' if line.missing == 1 else 'are'} missing."
+    return line.reason
+
+
+def who_waits(workers: Sequence[Worker]) -> Iterator[str]:
+    """Which ranks wait in which collective for whom, a sentence for each group of ranks that has one."""
+    groups: dict[str, list[Worker]] = {}
+    for worker in workers:
+        if worker.seat.rank >= 0 and worker.call is not None:
+            groups.setdefault(worker.call.group, []).append(worker)
+    silent = [w.seat.rank for w in workers if w.seat.rank >= 0 and w.call is None]
+    for group, members in sorted(groups.items()):
+        newest = max(member.sequence for member in members)
+        waiting = [w for w in members if w.sequence == newest and not w.done]
+        behind = [w for w in members if w.sequence < newest]
+        if not waiting:
+            continue
+        call = waiting[0].call
+        assert call is not None
+        what = f"collective {newest} of group {group} ({call.name} of {call.size_bytes:,} B {call.dtype})"
+        what_waits = f"{ranks([w.seat.rank for w in waiting])} {_verb(waiting, 'waits', 'wait')} in {what}"
+        if behind:
+            at = sorted({w.sequence for w in behind})
+            last = f"collective {at[0]}" if len(at) == 1 else f"collectives {at[0]} to {at[-1]}"
+            what_waits += f" for {ranks([w.seat.rank for w in behind])}, last seen at {last}"
+        elif silent:
+            what_waits += f" for {ranks(silent)}, not seen in any"
+        yield f"{what_waits}."
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 to 2, 5``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    more = f" and {len(words) - LISTED} more" if len(words) > LISTED else ""
+    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(words[:LISTED])}{more}"
+
+
+def _lag(steps: int, allowed: float) -> int:
+    """By how many steps a rank is behind, beyond what comes of workers' being heard at different times."""
+    return steps if steps > allowed else 0
+
+
+def _verb(items: Sequence[object], one: str, many: str) -> str:
+    return one if len(items) == 1 else many
+
+
+@dataclass
+class Followed:
+    """A scheduler as last heard of.
+
+    Attributes:
+        where: its address.
+        overview: its jobs in short, and what of its own ends.
+        refusals: who was turned away before any job was known.
+        jobs: by name.
+        absent_since: since when it cannot be reached; None: it can.
+        why_absent: in words.
+    """
+
+    where: str
+    overview: pb.Overview = field(default_factory=pb.Overview)
+    refusals: deque[pb.Happening] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    jobs: dict[str, Job] = field(default_factory=dict)
+    absent_since: float | None = None
+    why_absent: str = "It has not answered yet."
+
+    def take(self, reply: pb.WatchReply, now: float) -> None:
+        """Takes a part of the stream of all jobs in."""
+        self.absent_since = None
+        kind = reply.WhichOneof("body")
+        if kind == "overview":
+            self.overview = reply.overview
+            for line in reply.overview.jobs:
+                self.job(line.job_id, line).take_line(line, now)
+            listed = {line.job_id for line in reply.overview.jobs}
+            for job_id, job in self.jobs.items():
+                job.gone = job_id not in listed
+        elif kind == "happenings":
+            self.refusals.extend(reply.happenings.happenings)
+
+    def take_of(self, job_id: str, reply: pb.WatchReply, now: float) -> None:
+        """Takes a part of a job's own stream in."""
+        self.job(job_id, pb.JobLine(job_id=job_id)).take(reply, now)  # it may come before the list of all
+
+    def job(self, job_id: str, line: pb.JobLine) -> Job:
+        """The job of that name, a new one if there was none."""
+        if job_id not in self.jobs:
+            self.jobs[job_id] = Job(line)
+        return self.jobs[job_id]
+
+    def lose(self, why: str, now: float) -> None:
+        """The scheduler cannot be reached."""
+        self.absent_since = now if self.absent_since is None else self.absent_since
+        self.why_absent = why

@@ -1,0 +1,237 @@
+"""Renders the pages as HTML from the model. Every value is escaped by the templates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode
+
+import jinja2
+from markupsafe import Markup
+
+from muster.rendezvous.v1 import watch_pb2 as pb
+from muster.web import words
+from muster.web.live import Cell, Live
+from muster.web.logs import Log, tail
+from muster.web.model import GENERATIONAL, Followed, Job, Worker, trouble, who_waits
+from muster.web.plots import bars, plots
+
+CARDS_AT_MOST = 64
+"""Workers up to which each is shown as a card; beyond, as cells of a grid."""
+
+EVENTS_SHOWN = 60
+SILENT_S = 3.0
+LOG_LINES = 40
+
+STATES = {
+    "member": "training",
+    "building": "building",
+    "waiting": "waiting",
+    "spare": "spare",
+    "leaving": "leaving",
+    "lost": "lost",
+}
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("muster.web"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.globals.update(words=words, trouble=trouble, STATES=STATES)
+
+
+def url(page: str, **query: str) -> str:
+    """A link below the pages' own place."""
+    return f"{page}?{urlencode(query)}" if query else page
+
+
+TEMPLATES.globals["url"] = url
+
+
+def render(template: str, **values: Any) -> str:
+    """A template with these values."""
+    return TEMPLATES.get_template(template).render(**values)
+
+
+def cell_id(node_id: str) -> str:
+    """An element's id for a node, whatever its name has in it."""
+    return f"w-{hashlib.sha256(node_id.encode()).hexdigest()[:16]}"
+
+
+@dataclass
+class JobsPage:
+    """The page of all jobs."""
+
+    known: Followed
+    live: Live = field(default_factory=Live)
+
+    def refresh(self, now: float) -> None:
+        """Renders what may have changed."""
+        self.live.begin()
+        known = self.known
+        self.live.put("absence", render("absence.html", known=known, now=now))
+        self.live.put("jobs", render("jobs.html", known=known, now=now))
+        self.live.put("scheduler", render("scheduler.html", known=known, now=now))
+        self.live.put("refusals", _events(known.refusals, "Nobody has been refused."))
+
+    def html(self, **values: Any) -> str:
+        """The whole page."""
+        return render("page_jobs.html", known=self.known, live=_shown(self.live), **values)
+
+
+@dataclass
+class JobPage:
+    """The page of a job.
+
+    Attributes:
+        logs: of the launch on this host; empty: none runs here.
+        own_ends: when the certificate of this side ends, in seconds since 1970; None: there is none.
+    """
+
+    known: Followed
+    job_id: str
+    logs: Sequence[Log] = ()
+    own_ends: float | None = None
+    live: Live = field(default_factory=Live)
+    _grid: tuple[object, ...] = ()
+    _logs: tuple[str, ...] | None = None
+
+    def refresh(self, now: float) -> None:
+        """Renders what may have changed."""
+        live, job = self.live, self.known.jobs.get(self.job_id)
+        live.begin()
+        live.put("absence", render("absence.html", known=self.known, now=now))
+        if job is None:
+            live.put("head", render("no_job.html", job_id=self.job_id))
+            return
+        workers = job.workers()
+        generations = job.generations()
+        live.put("head", render("head.html", job=job, line=job.line, now=now))
+        waits = list(who_waits(workers)) if job.stands_still_s(now) else []
+        still_s = job.stands_still_s(now)
+        live.put("trouble", render("job_trouble.html", job=job, waits=waits, still_s=still_s))
+        self._put_grid(job, workers)
+        live.put("plots", render("plots.html", plots=plots(job.series)))
+        shown = bars(generations, now if job.line.state != "ended" else _last(job, now))
+        live.put("timeline", render("timeline.html", bars=shown, generations=generations[::-1], now=now))
+        said = [event for event in job.events if event.kind == "decided"]
+        live.put("said", _events(said, "Nothing yet."))
+        single = [e for e in job.events if e.kind not in GENERATIONAL and e.kind != "decided"]
+        live.put("trail", _events(single, "Nothing yet."))
+        live.put("certificates", self._certificates(workers, now))
+        self._put_logs()
+
+    def html(self, **values: Any) -> str:
+        """The whole page."""
+        job = self.known.jobs.get(self.job_id)
+        return render("page_job.html", job_id=self.job_id, job=job, live=_shown(self.live), **values)
+
+    def worker(self, node_id: str) -> str:
+        """One worker, in full; empty: it is not there."""
+        job = self.known.jobs.get(self.job_id)
+        found = [w for w in job.workers() if w.seat.node_id == node_id] if job is not None else []
+        return render("worker.html", worker=found[0], job_id=self.job_id) if found else ""
+
+    def _put_grid(self, job: Job, workers: Sequence[Worker]) -> None:
+        """Renders the grid: whole when a worker comes, goes or moves; else the cells that have changed."""
+        dense = len(workers) > CARDS_AT_MOST
+        template = TEMPLATES.get_template("cell_small.html" if dense else "cell.html")
+        cells = [_cell(worker, template, self.job_id, dense=dense) for worker in workers]
+        places = tuple((w.seat.node_id, w.seat.rank, w.seat.host_id) for w in workers)
+        grid = (*places, *job.roster.missing)
+        self.live.put_cells(cells, anew=grid != self._grid)
+        if grid != self._grid or self.live.number == 1:
+            self._grid = grid
+            hosts = _by_host(job, workers, cells)
+            self.live.put("grid", render("grid.html", hosts=hosts, dense=dense, job=job))
+
+    def _certificates(self, workers: Sequence[Worker], now: float) -> str:
+        ends: dict[tuple[float, str], list[int]] = {}
+        for worker in workers:
+            if worker.seat.certificate_ends:
+                key = (worker.seat.certificate_ends, worker.seat.fingerprint)
+                ends.setdefault(key, []).append(worker.seat.rank)
+        rows: list[tuple[str, str, float]] = []
+        rows += [
+            (f"scheduler: {each.what.replace('_', ' ')}", "", each.not_after - now)
+            for each in self.known.overview.validities
+        ]
+        if self.own_ends is not None:
+            rows.append(("this page's operator", "", self.own_ends - now))
+        for (end, fingerprint), held in sorted(ends.items())[:EVENTS_SHOWN]:
+            ranked = [rank for rank in held if rank >= 0]
+            whose = f"{len(held)} worker{'' if len(held) == 1 else 's'}"
+            if len(ends) > 1 and len(ranked) == 1:
+                whose = f"rank {ranked[0]}"
+            rows.append((whose, fingerprint[:23], end - now))
+        return render("certificates.html", rows=rows)
+
+    def _put_logs(self) -> None:
+        names = tuple(log.name for log in self.logs)
+        if names != self._logs:
+            self._logs = names
+            self.live.put("logs", render("logs.html", logs=self.logs))
+        for index, log in enumerate(self.logs):
+            self.live.put(f"log-{index}", str(Markup.escape(tail(log, LOG_LINES))))
+
+
+def _shown(live: Live) -> dict[str, Markup]:
+    """The parts, for the page that holds them."""
+    return {name: Markup(html) for name, html in live.parts().items()}
+
+
+def _events(events: Iterable[pb.Happening], nothing: str) -> str:
+    """The latest events, the newest first."""
+    return render("events.html", events=list(events)[: -EVENTS_SHOWN - 1 : -1], nothing=nothing)
+
+
+def _last(job: Job, now: float) -> float:
+    return job.events[-1].time if job.events else now
+
+
+def _cell(worker: Worker, template: jinja2.Template, job_id: str, *, dense: bool) -> Cell:
+    seat = worker.seat
+    state = STATES.get(seat.state, seat.state)
+    kinds = ["cell", f"s-{seat.state}"]
+    if seat.rank >= 0 and worker.lag:
+        kinds.append("lags")
+    if worker.silent_s >= SILENT_S:
+        kinds.append("silent")
+    label = ""
+    if dense:  # read out: what does not change with every step
+        name = f"rank {seat.rank}" if seat.rank >= 0 else "no rank"
+        behind = f", {worker.lag} steps behind" if "lags" in kinds else ""
+        quiet = f", not heard for {worker.silent_s:.0f} s" if "silent" in kinds else ""
+        label = f"{name}, node {seat.node_id}: {state}{behind}{quiet}"
+    html = template.render(worker=worker, seat=seat, state=state, job_id=job_id)
+    return Cell(cell_id(seat.node_id), " ".join(kinds), label, html.strip())
+
+
+@dataclass
+class _Host:
+    name: str
+    address: str
+    topology: str
+    cells: list[tuple[Cell, pb.Seat]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def _by_host(job: Job, workers: Sequence[Worker], cells: Sequence[Cell]) -> list[_Host]:
+    """The cells of each host by device; a missing worker stays where it was last, or apart."""
+    hosts: dict[str, _Host] = {}
+
+    def of(seat: pb.Seat) -> _Host:
+        return hosts.setdefault(seat.host_id, _Host(seat.host_name, seat.address, seat.topology))
+
+    for worker, cell in zip(workers, cells, strict=True):
+        of(worker.seat).cells.append((cell, worker.seat))
+    for host in hosts.values():
+        host.cells.sort(key=lambda pair: (pair[1].rank < 0, pair[1].local_rank, pair[1].device.index))
+    nowhere = _Host("", "", "")
+    for sentence in job.roster.missing:
+        home = job.homes.get(sentence.removeprefix("node "))
+        (of(home) if home is not None else nowhere).missing.append(sentence)
+    return [*hosts.values(), *([nowhere] if nowhere.missing else [])]

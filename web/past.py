@@ -1,0 +1,186 @@
+"""Reads a run from its directory: what its launchers have kept, and the scheduler's log if that is there."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.rendezvous.files import read_regular
+from muster.rendezvous.log_lines import one_line
+from muster.rendezvous.run_record import read
+from muster.web.model import Generation
+from muster.web.plots import LARGEST
+from muster.web.series import Point, Series
+
+MAX_LOG_BYTES = 16 * 1024 * 1024
+_SAID = re.compile(r"(\S+Z) [A-Z]+ (\w+) (.*)")
+_TEXT = re.compile(r'(?:^|.* )text=("(?:[^"\\]|\\.)*"|\S+)$')
+NOTED = frozenset(("decided", "joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended"))
+
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    """A log line and its time; ``tone`` is ``error``, ``warning``, ``good`` or empty."""
+
+    time_s: float
+    text: str
+    tone: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LogEnd:
+    """The last lines of a process that failed."""
+
+    name: str
+    lines: tuple[str, ...]
+
+
+@dataclass
+class Run:
+    """A run of one launcher or several.
+
+    Attributes:
+        job_id: its job.
+        hosts: of the launchers.
+        workers: how many there were to be.
+        command: what the workers ran.
+        began: in seconds since 1970.
+        ended: likewise; None: it goes on, or its launcher was killed.
+        codes: exit codes of the launchers.
+        latest: when something was kept last.
+    """
+
+    job_id: str = ""
+    hosts: list[str] = field(default_factory=list)
+    workers: int = 0
+    command: str = ""
+    began: float | None = None
+    ended: float | None = None
+    codes: list[int] = field(default_factory=list)
+    latest: float = 0.0
+    series: Series = field(default_factory=Series)
+    generations: list[Generation] = field(default_factory=list)
+    said: list[Saying] = field(default_factory=list)
+    scheduler_said: list[Saying] = field(default_factory=list)
+    ends: list[LogEnd] = field(default_factory=list)
+
+    @property
+    def faults(self) -> list[Saying]:
+        """What the launchers showed as a warning or an error."""
+        return [each for each in self.said if each.tone in ("warning", "error")]
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in words."""
+        if self.ended is None:
+            return "not ended when this was written, or its launcher was killed"
+        return "ended well" if not any(self.codes) else f"ended with exit code {max(self.codes)}"
+
+
+def load(directory: Path) -> Run:
+    """Reads a run.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    run = Run()
+    going = 0
+    group: Mapping[str, Any] = {}
+    for line in read(directory):
+        kind, now = line.get("kind"), float(line["time"])
+        run.latest = now
+        if kind == "began":
+            going += 1
+            run.began = now if run.began is None else run.began
+            run.job_id, run.workers = _text(line, "job_id"), _whole(line, "workers")
+            run.hosts.append(_text(line, "host"))
+            run.command = _text(line, "command")
+        elif kind == "ended":
+            going -= 1
+            run.codes.append(_whole(line, "code"))
+            run.ended = now if going <= 0 else None
+        elif kind == "group":
+            group = line
+            _take_group(run, line, now)
+        elif kind == "figures":
+            _take_figures(run, line, now, max(1, _whole(group, "workers")))
+        elif kind == "said":
+            run.said.append(Saying(now, _text(line, "text"), _text(line, "tone")))
+        elif kind == "end_of_log" and isinstance(line.get("lines"), list):
+            run.ends.append(LogEnd(_text(line, "name"), tuple(map(_shown, line["lines"]))))
+    if run.generations and run.ended is not None:
+        run.generations[-1].over = run.ended
+    run.scheduler_said = list(scheduler_log(directory / "scheduler.log"))
+    return run
+
+
+def points_of(directory: Path) -> list[Point]:
+    """The figures of a run; none where they cannot be read."""
+    try:
+        return load(directory).series.points
+    except OSError:
+        return []
+
+
+def scheduler_log(path: Path) -> Iterable[Saying]:
+    """Reads a scheduler's log lines about its jobs."""
+    try:
+        text = read_regular(path, MAX_LOG_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        found = _SAID.fullmatch(line)
+        if found is None or found[2] not in NOTED:
+            continue
+        said = _TEXT.fullmatch(found[3])
+        try:
+            time_s = dt.datetime.fromisoformat(found[1]).timestamp()
+            words = "" if said is None else json.loads(said[1]) if said[1][0] == '"' else said[1]
+        except (ValueError, RecursionError):
+            continue
+        facts = found[3] if found[2] != "decided" else ""
+        yield Saying(time_s, _shown(words) or _shown(facts), kind=found[2])
+
+
+def _take_group(run: Run, line: Mapping[str, Any], now: float) -> None:
+    number = _whole(line, "generation")
+    if run.generations and number <= run.generations[-1].number:
+        return  # another launcher of the job has noted it
+    if run.generations:
+        run.generations[-1].over = now
+    run.generations.append(
+        Generation(number, _whole(line, "workers"), _text(line, "reason") or "formed", now, now)
+    )
+
+
+def _take_figures(run: Run, line: Mapping[str, Any], now: float, workers: int) -> None:
+    speed = _number(line, "samples_per_s") or 0.0
+    step = _whole(line, "step")
+    if run.series.points and step < run.series.points[-1].step and len(run.hosts) > 1:
+        return  # another launcher's worker, heard a little earlier
+    run.series.take(Point(now, step, speed * workers, _number(line, "loss"), _number(line, "learning_rate")))
+
+
+def _text(line: Mapping[str, Any], name: str) -> str:
+    return _shown(line.get(name) or "")
+
+
+def _shown(said: object) -> str:
+    """A text without characters that do something instead of being shown, or that no file can hold."""
+    return "\n".join(one_line(line) for line in str(said).split("\n"))
+
+
+def _whole(line: Mapping[str, Any], name: str) -> int:
+    value = line.get(name)
+    return value if isinstance(value, int) and abs(value) < 1 << 63 else 0
+
+
+def _number(line: Mapping[str, Any], name: str) -> float | None:
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST else None

@@ -1,0 +1,155 @@
+"""Plots of figures over time and of generations, as coordinates for SVG templates. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.web.model import Generation
+from muster.web.series import Series
+from muster.web.words import duration, number
+
+WIDTH, HEIGHT = 440, 180
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
+LARGEST, SMALLEST = 1e300, 1e-290
+"""Beyond these nothing is drawn, or distinguished: workers may report what they like."""
+
+DRAWN = 240
+"""Most points of a line; more would not be visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark on an axis."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A line over time.
+
+    Attributes:
+        title: what is drawn.
+        latest: the newest value, in words.
+        summary: the line in a sentence, for those who do not see it.
+        path: of the line, as SVG has it; empty: there is nothing to draw yet.
+        x_ticks: along the time.
+        y_ticks: along the values.
+    """
+
+    title: str
+    latest: str
+    summary: str
+    path: str = ""
+    x_ticks: tuple[Tick, ...] = ()
+    y_ticks: tuple[Tick, ...] = ()
+
+
+def plots(series: Series) -> list[Plot]:
+    """The plots of a job: loss, learning rate, samples a second, seconds a step."""
+    points = series.points
+    return [
+        plot("Loss", [(p.time_s, p.loss) for p in points if p.loss is not None]),
+        plot("Learning rate", [(p.time_s, p.learning_rate) for p in points if p.learning_rate is not None]),
+        plot("Samples per second", [(p.time_s, p.samples_per_s) for p in points], zero=True),
+        plot("Seconds per step", series.step_times(), zero=True),
+    ]
+
+
+def plot(title: str, points: Sequence[tuple[float, float]], *, zero: bool = False) -> Plot:
+    """A line through points.
+
+    Args:
+        title: what is drawn.
+        points: times in seconds, and values.
+        zero: the axis of the values begins at 0.
+    """
+    points = thinned([point for point in points if abs(point[1]) <= LARGEST])
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        latest = number(points[-1][1]) if points else ""
+        return Plot(title, latest, f"{title}: nothing to draw yet.")
+    start_s, end_s = points[0][0], points[-1][0]
+    values = [value for _, value in points]
+    ticks = nice_ticks(0.0 if zero else min(values), max(values))
+    low, high = min(ticks[0], min(values)), max(ticks[-1], max(values))
+
+    def x(time_s: float) -> float:
+        return round(LEFT + (time_s - start_s) / (end_s - start_s) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(value: float) -> float:
+        return round(TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    path = "M" + "L".join(f"{x(time_s)} {y(value)}" for time_s, value in points)
+    took = duration(end_s - start_s)
+    summary = (
+        f"{title} over {took}: from {number(values[0])} to {number(values[-1])}, "
+        f"lowest {number(min(values))}, highest {number(max(values))}."
+    )
+    middle_s = (start_s + end_s) / 2
+    times = ((start_s, f"-{took}"), (middle_s, f"-{duration((end_s - start_s) / 2)}"), (end_s, "now"))
+    return Plot(
+        title,
+        number(values[-1]),
+        summary,
+        path,
+        tuple(Tick(x(time_s), text) for time_s, text in times),
+        tuple(Tick(y(value), number(value)) for value in ticks),
+    )
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Reduces a line to the points that are drawn: means of neighbours, the first and last unchanged."""
+    if len(points) <= DRAWN:
+        return points
+    each = math.ceil(len(points) / DRAWN)
+    parts = [points[i : i + each] for i in range(1, len(points) - 1, each)]
+    means = [(sum(t for t, _ in part) / len(part), sum(v for _, v in part) / len(part)) for part in parts]
+    return [points[0], *means, points[-1]]
+
+
+def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round values from below ``low`` to above ``high``, about ``count`` steps apart."""
+    if high - low <= SMALLEST:
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if abs(low) > SMALLEST else (0.0, 1.0)
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
+    first = math.floor(low / step)
+    last = math.ceil(high / step - 1e-9)
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A generation on the line of time; ``state`` is ``building``, ``stood`` or ``idle`` (between two)."""
+
+    x: float
+    width: float
+    state: str
+    text: str
+    summary: str
+
+
+def bars(generations: Sequence[Generation], now: float) -> list[Bar]:
+    """The generations side by side, as long as they lasted; of short ones enough is left to be seen."""
+    if not generations:
+        return []
+    start = generations[0].formed
+    span = max(now - start, 1.0)
+    found = []
+    for generation in generations:
+        end = generation.over if generation.over is not None else now
+        stood = min(generation.stood if generation.stood is not None else end, end)
+        title = f"generation {generation.number}, {generation.members} members"
+        for begin, until, state in ((generation.formed, stood, "building"), (stood, end, "stood")):
+            if until <= begin:
+                continue
+            x, width = 1000 * (begin - start) / span, max(3.0, 1000 * (until - begin) / span)
+            took = duration(until - begin)
+            words = f"{title}: {'stood' if state == 'stood' else 'was being built'} for {took}"
+            text = str(generation.number) if state == "stood" and width > 24 else ""
+            found.append(Bar(round(min(x, 997.0), 1), round(width, 1), state, text, words))
+    return found

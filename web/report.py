@@ -1,0 +1,117 @@
+"""``muster report``: writes one self-contained HTML file about a run."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from muster.rendezvous.files import beside
+from muster.rendezvous.launches import LATEST, RUNS
+
+ASSETS = Path(__file__).parent / "assets"
+POLICY = "default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+LOG_LINES = 60
+SENTENCES = 400
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the options."""
+    made = argparse.ArgumentParser(
+        prog="muster report",
+        description="Writes one HTML file about a run, running or finished, from what muster run has kept in "
+        "the run's directory: how it ended, faults, generations, plots, what was said, the ends of the logs.",
+    )
+    made.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=RUNS / LATEST,
+        metavar="DIR",
+        help=f"the run's directory (default: {RUNS / LATEST})",
+    )
+    made.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in that directory")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the file and says where; returns the exit code."""
+    options = parser().parse_args(list(argv))
+    try:
+        import jinja2  # noqa: F401
+    except ModuleNotFoundError:
+        print("muster: muster report needs the extra: pip install 'muster-rendezvous[web]'", file=sys.stderr)
+        return 1
+    target = options.output or options.directory / "report.html"
+    try:
+        html = page(options.directory)
+        if html is None:
+            print(
+                f"muster: '{options.directory}' holds no record of a run. Name a directory that muster run "
+                "has made, such as one in muster-runs.",
+                file=sys.stderr,
+            )
+            return 1
+        _write(target, html)
+    except OSError as error:
+        remedy = (
+            "" if options.directory.is_dir() else " Name one that muster run has made, as muster-runs/latest."
+        )
+        print(f"muster: '{error.filename or target}': {error.strerror}.{remedy}", file=sys.stderr)
+        return 1
+    print(f"{target} ({len(html.encode()) / 1000:,.0f} kB)")
+    return 0
+
+
+def page(directory: Path) -> str | None:
+    """The report of a run as HTML; None: there is no record of one.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    from muster.web.logs import logs_of, tail
+    from muster.web.pages import render
+    from muster.web.past import load
+    from muster.web.plots import bars, plots
+
+    run = load(directory)
+    if run.began is None:
+        return None
+    style = (ASSETS / "style.css").read_text()
+    until = run.ended if run.ended is not None else run.latest
+    return render(
+        "report.html",
+        run=run,
+        style=style,
+        policy=POLICY.format(digest=_digest(style)),
+        until=until,
+        written=time.time(),
+        directory=str(directory.resolve()),
+        plots=plots(run.series),
+        bars=bars(run.generations, until),
+        said=run.said[-SENTENCES:],
+        scheduler_said=run.scheduler_said[-SENTENCES:],
+        logs=[(log.name, tail(log, LOG_LINES)) for log in logs_of(directory)],
+    )
+
+
+def _digest(style: str) -> str:
+    return base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+
+
+def _write(target: Path, html: str) -> None:
+    """Writes the file atomically."""
+    part = beside(target)
+    try:
+        part.write_text(html, encoding="utf-8")
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

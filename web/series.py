@@ -1,0 +1,70 @@
+"""A time series with a bounded number of points: the older the coarser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+POINTS_KEPT = 600
+
+
+class Point(NamedTuple):
+    """A job's figures at a time.
+
+    Attributes:
+        time_s: seconds since 1970.
+        step: steps that all have finished.
+        samples_per_s: of all workers together.
+        loss: None: not reported.
+        learning_rate: None: not reported.
+    """
+
+    time_s: float
+    step: int
+    samples_per_s: float
+    loss: float | None = None
+    learning_rate: float | None = None
+
+
+@dataclass
+class Series:
+    """Points in order of time.
+
+    Every time there are too many, each second one goes, and new ones must be twice as far apart.
+    """
+
+    points: list[Point] = field(default_factory=list)
+    apart_s: float = 0.0
+
+    def take(self, point: Point) -> None:
+        """Takes one in, unless it is too near to the last; if the clock was put back, what was later goes."""
+        while self.points and self.points[-1].time_s > point.time_s:
+            self.points.pop()
+        last = self.points[-1] if self.points else None
+        if last is not None and point.time_s < last.time_s + self.apart_s:
+            return
+        self.points.append(point)
+        if len(self.points) >= POINTS_KEPT:
+            self.points = self.points[::2]
+            self.apart_s = 1.8 * (self.points[-1].time_s - self.points[0].time_s) / len(self.points)
+
+    def prepend(self, older: Iterable[Point]) -> None:
+        """Puts earlier points in front."""
+        before = self.points[0].time_s if self.points else float("inf")
+        points = [*(point for point in older if point.time_s < before), *self.points]
+        self.points, self.apart_s = [], 0.0
+        for point in points:
+            self.take(point)
+
+    def step_times(self) -> list[tuple[float, float]]:
+        """Times, and mean seconds per step between two points; nothing where no step has ended."""
+        found = []
+        start = self.points[0] if self.points else None
+        for point in self.points:
+            if start is None or point.step < start.step:  # begun anew
+                start = point
+            elif point.step > start.step:
+                found.append((point.time_s, (point.time_s - start.time_s) / (point.step - start.step)))
+                start = point
+        return found

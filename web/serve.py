@@ -1,0 +1,204 @@
+"""The web server: plain HTTP on loopback, and elsewhere TLS that asks for an operator's certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from muster.certs.errors import CertificateError
+from muster.certs.runtime.follower import Follower
+from muster.certs.runtime.tls import peer_pem, server_ssl_context
+from muster.rendezvous.settings import show_address
+from muster.scheduler.errors import BindError
+from muster.web.app import Pages
+from muster.web.guard import Guard
+
+CONNECTIONS = 128
+"""Most connections at the same time; more are answered that the server is busy."""
+
+HEAD_BYTES = 16 * 1024
+REQUEST_S = 10.0
+"""How long a connection may take to bring a request."""
+
+LOOK_S = 1.0
+"""How often certificates and revocation lists are looked at, and the browsers that they let in."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listens; port 0: any free one.
+
+    Raises:
+        BindError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise BindError(
+            f"The page cannot be served on {show_address(host, port)}: {error.strerror}.",
+            remedy="Choose another --port, or leave it out for any free one.",
+        ) from error
+    return listener
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How browsers come.
+
+    Attributes:
+        names: by which they may call this host.
+        server: gives the server's certificate and what counts now; None: plain HTTP on loopback, behind a
+            link that is good once.
+        job: whose operators may come; None: any's.
+    """
+
+    names: tuple[str, ...]
+    server: Follower | None = None
+    job: str | None = None
+    place: str = field(default_factory=lambda: f"/{secrets.token_urlsafe(12)}")
+
+    def origins(self, port: int) -> list[str]:
+        """The pages' origins, as browsers name them."""
+        scheme = "http" if self.server is None else "https"
+        standard = 80 if self.server is None else 443
+        named = [f"[{name}]" if ":" in name else name for name in self.names]
+        return [f"{scheme}://{name}{'' if port == standard else f':{port}'}" for name in named]
+
+
+async def serve(
+    pages: Pages, transport: Transport, listener: socket.socket, ready: Callable[[], None]
+) -> None:
+    """Serves until a signal comes; ``ready`` is called when a browser may come."""
+    origins = transport.origins(listener.getsockname()[1])
+    pages.place = transport.place
+    app = Guard(
+        pages.app(), pages.place, origins, pages.entrance, by_certificate=transport.server is not None
+    )
+    protocol: type[H11Protocol] = _Bounded
+    if transport.server is not None:
+        protocol = _for_operators(transport.server, transport.job)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each bad request is a line on the terminal
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_keep_alive=20,
+        timeout_graceful_shutdown=1,
+    )
+    config.load()
+    if transport.server is not None:
+        config.ssl = server_ssl_context(transport.server())
+    server = uvicorn.Server(config)
+    tasks = [asyncio.ensure_future(pages.keep_fresh())]
+    if transport.server is not None:
+        tasks.append(asyncio.ensure_future(_keep_looking(transport.server, server.server_state.connections)))
+    pages.feed.open()
+    listener.listen(CONNECTIONS)
+    ready()
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        pages.feed.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Bounded(H11Protocol):
+    """HTTP for a bounded number of connections, each of which must bring a request soon."""
+
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Takes a connection; of too many the one goes that has been without a request longest."""
+        super().connection_made(transport)
+        self._await_request()
+        waiting = [each for each in self.connections if isinstance(each, _Bounded) and each._patience]
+        if len(self.connections) >= CONNECTIONS and waiting:
+            min(waiting, key=lambda each: each._patience.when() if each._patience else 0).give_up()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes; a part of a request gives no more time for the rest."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_awaiting()
+        elif self._patience is None and not self.transport.is_closing():
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop_awaiting()
+        super().connection_lost(exc)
+
+    def give_up(self) -> None:
+        """Hangs up."""
+        self._stop_awaiting()
+        self.transport.abort()
+
+    def _await_request(self) -> None:
+        self._patience = self.loop.call_later(REQUEST_S, self.give_up)
+
+    def _stop_awaiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
+async def _keep_looking(server: Follower, connections: Iterable[Any]) -> None:
+    """Looks at the files, and hangs up on who was let in and may not be any more."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(LOOK_S)
+        await loop.run_in_executor(None, server)
+        for connection in list(connections):
+            if connection.refusal() is not None:
+                connection.give_up()
+
+
+def _for_operators(server: Follower, job: str | None) -> type[H11Protocol]:
+    """A protocol that hangs up on who shows no operator's certificate, or one revoked or out of date."""
+
+    class OperatorsOnly(_Bounded):
+        def refusal(self) -> str | None:
+            """Why this browser may see nothing; None: it may."""
+            try:
+                peer = server.credentials.peer(peer_pem(self.transport.get_extra_info("ssl_object")))
+            except CertificateError as error:
+                return str(error)
+            if peer.identity.legacy:
+                return "A certificate without an identity cannot act as an operator."
+            return peer.identity.may(role="operator", job=job)
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            reason = self.refusal()
+            if reason is not None:
+                text = f"{reason}\n".encode()
+                head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+                transport.write(head.encode() + text)
+                transport.close()
+
+        def data_received(self, data: bytes) -> None:
+            if not self.transport.is_closing():
+                super().data_received(data)
+
+    return OperatorsOnly

@@ -1,0 +1,253 @@
+"""Hooks at a script's end: they show errors as sentences, and let the session know how it ended.
+
+A Muster error that a script does not catch is shown as a sentence, with its exit code, not as a traceback.
+What ends the script is handed on before that, so that scheduler and launcher hear the reason. An exception is
+seen by the exception hook and a normal end by ``atexit``; with which code a script exits Python lets nobody
+know, so ``sys.exit``, ``exit`` and ``quit`` note it. ARCHITECTURE.md says why each of them is there.
+SIGTERM ends the process, but within blocks that have something better to do (:func:`on_sigterm`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from muster.worker.errors import LeaveGranted, LeaveNow, WorkerError
+
+log = logging.getLogger("muster.worker")
+
+_HERE = Path(__file__).parent
+_BEGINNING = str(_HERE / "runtime.py"), str(_HERE / "training" / "datasets.py")
+"""Files whose errors are mistakes in settings, for which the script's line says nothing."""
+
+_LIBRARIES = (f"{_HERE}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen")
+
+
+class _Script:
+    """The state of this process's end; there is one, as there is one interpreter."""
+
+    def __init__(self) -> None:
+        self.end: Callable[[BaseException | None], None] | None = None
+        self.was_interrupted: Callable[[], bool] = lambda: False
+        self.hook = sys.__excepthook__
+        self.exit: SystemExit | None = None
+        self.explained = False
+
+
+_script = _Script()
+
+
+def show_errors_in_words() -> None:
+    """Installs the exception hook that shows errors as sentences, unless the script has its own."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _on_exception
+
+
+def watch_the_end(end: Callable[[BaseException | None], None], was_interrupted: Callable[[], bool]) -> None:
+    """Calls ``end`` once the script ends, before anything else does, with what ends it.
+
+    Args:
+        end: never raises. None: the script has come to its end.
+        was_interrupted: whether Ctrl-C is no surprise: its traceback is not shown then.
+    """
+    if _script.end is not None:
+        return
+    _script.end, _script.was_interrupted = end, was_interrupted
+    if sys.excepthook is not _on_exception:
+        _script.hook, sys.excepthook = sys.excepthook, _on_exception
+    leave = sys.exit
+
+    def exit_noting_its_code(code: str | int | None = None, /) -> NoReturn:
+        note_exit(code)
+        leave(code)
+
+    sys.exit = exit_noting_its_code
+    for name in ("exit", "quit"):  # what the site module adds; each raises SystemExit by itself
+        if hasattr(builtins, name):
+            setattr(builtins, name, exit_noting_its_code)
+    atexit.register(_at_exit)
+
+
+def note_exit(code: str | int | None, trace: TracebackType | None = None) -> None:
+    """Notes the code that the main thread is about to exit with: SystemExit itself reaches no hook.
+
+    Where that is 1, which says nothing, it is logged which line of the script asks for it. A program of
+    Muster's own has said why: one that passes on how its command ended, say.
+
+    Args:
+        code: what the process is to exit with.
+        trace: where the exit was raised; None: the caller's caller asks for it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _script.exit = SystemExit(code)
+        if code == 1 and not _script.explained:  # what Python ends with by itself says why
+            _script.explained = True
+            file, line = _place_that_exits(trace)
+            if not file.startswith(f"{_HERE}{os.sep}"):
+                log.warning("this process ends with exit code 1, as %s, line %d, asks", Path(file).name, line)
+
+
+def _place_that_exits(trace: TracebackType | None) -> tuple[str, int]:
+    """File and line of the caller of an exit function, or of the raise of the present SystemExit."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    frame, line = (sys._getframe(1), 0) if trace is None else (trace.tb_frame, trace.tb_lineno)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame.f_code.co_filename, line or frame.f_lineno
+
+
+@contextlib.contextmanager
+def exit_noted() -> Iterator[None]:
+    """Context that notes the code of a SystemExit, for scripts that the launcher runs in a fork."""
+    try:
+        yield
+    except SystemExit as error:
+        note_exit(error.code, error.__traceback__)
+        raise
+
+
+def _at_exit() -> None:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # The script is over: nothing is left to stop, and its exit code says more than the signal would.
+        # To ignore it holds to the interpreter's very end; a handler would not.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if _script.end is not None:
+        _script.end(_script.exit)
+
+
+def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _script.end is not None:
+        _script.end(error)  # first: the peers learn at once
+    _script.explained = True
+    plain = _script.hook is sys.__excepthook__
+    if isinstance(error, KeyboardInterrupt) and plain and _script.was_interrupted():
+        print("interrupted", file=sys.stderr)  # no traceback; Python goes on to end by SIGINT
+    elif isinstance(error, WorkerError) and is_good_end(error) and _script.end is not None:
+        if not getattr(error, "logged", False):
+            log.info("%s", error)
+        sys.exit(error.exit_code)  # Python takes this for the script's own exit, where its hook raises it
+    elif plain:
+        in_words(kind, error, trace)
+    else:
+        _script.hook(kind, error, trace)
+        if isinstance(error, WorkerError):  # the script's own hook has shown it
+            sys.exit(error.exit_code)
+
+
+def is_good_end(error: BaseException) -> bool:
+    """Whether a worker ends without an error: it leaves as asked, or the job ended well without it."""
+    if isinstance(error, WorkerError):
+        return isinstance(error, LeaveGranted) or error.exit_code == 0
+    return isinstance(error, LeaveNow)
+
+
+def in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an error that nobody has caught: one of Muster's as a sentence, any other with its traceback.
+
+    MS_LOG_LEVEL=DEBUG shows all of them with their tracebacks. So is one that Muster raised because of an
+    error in the script's own code, whose place the traceback alone shows.
+
+    Raises:
+        SystemExit: with the exit code of Muster's error.
+    """
+    if not isinstance(error, WorkerError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if os.environ.get("MS_LOG_LEVEL", "").strip().upper() == "DEBUG" or _has_foreign_cause(error):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        print(f"muster: {_place(trace)}{error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _has_foreign_cause(error: BaseException) -> bool:
+    """Whether an error was caused by one that is neither Muster's nor the operating system's."""
+    from muster.certs.errors import CertificateError
+
+    known = (WorkerError, CertificateError, OSError)
+    cause = error.__cause__
+    while cause is not None:
+        if not isinstance(cause, known):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The place in the script where an error came up, unless it is a setting's: ``train.py, line 12: ``."""
+    place = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file in _BEGINNING:
+            return ""
+        if not file.startswith(_LIBRARIES) and "site-packages" not in file:
+            place = f"{Path(file).name}, line {trace.tb_lineno}: "
+        trace = trace.tb_next
+    return place
+
+
+TWIN_S = 0.1
+"""How long after a SIGTERM another is the same request.
+
+GNU timeout, for one, sends it to the process and to its group, both at once.
+"""
+
+
+def _absorb_twin() -> None:
+    """Waits until a second SIGTERM of the same request, if there is one, has come.
+
+    The handler that is there afterwards is the caller's to set.
+    """
+    signal.signal(signal.SIGTERM, _nothing)
+    pause_for_twin()
+
+
+def pause_for_twin() -> None:
+    """Waits as long as a second SIGTERM of the same request may take."""
+    time.sleep(TWIN_S)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Ignores the signal: the request is known."""
+
+
+@contextlib.contextmanager
+def on_sigterm(react: Callable[[], None], *, before_own: bool = False) -> Iterator[None]:
+    """Context that calls ``react`` at the first SIGTERM; a second one ends the process as usual.
+
+    Only the main thread gets signals: in another, this does nothing.
+
+    Args:
+        react: called amid whatever the main thread is in.
+        before_own: also where the script has a handler of its own. Otherwise that stays, since it knows what
+            to do.
+    """
+    own = signal.getsignal(signal.SIGTERM)
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if not on_main_thread or own is None or (own is not signal.SIG_DFL and not before_own):
+        yield  # None: it is not Python's, and could not be put back
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        _absorb_twin()
+        signal.signal(signal.SIGTERM, own)
+        react()
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, own)

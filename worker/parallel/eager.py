@@ -1,0 +1,261 @@
+"""What a module does beside its operators, and a recorded graph would leave out: refused, or found out."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.worker.errors import WorkerError
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class TraceError(WorkerError):
+    """The module's forward pass is no graph that could be divided; names the line of its source.
+
+    Attributes:
+        line: such as ``model.py:12``, or "".
+    """
+
+    def __init__(self, message: str, *, line: str = "", remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.line = line
+
+
+@contextlib.contextmanager
+def what_no_graph_shows(module: Any) -> Iterator[None]:
+    """While a forward pass is recorded inside, refuses what torch.export leaves out without a word.
+
+    Raises:
+        TraceError: the module has hooks on gradients, or parameters that share their memory, or its forward
+            pass has an autograd.Function, hangs a hook on a tensor, counts in an attribute, or draws random
+            numbers of Python or NumPy.
+    """
+    _refuse_hooks(module)
+    _refuse_shared_memory(module)
+    before = {(each, name): value for each in module.modules() for name, value in _attributes(each)}
+    drawn, changed = _random_states(), list[str]()
+    try:
+        with _refused(), _noticed(set(module.modules()), changed):
+            yield
+    finally:
+        for (each, name), value in before.items():
+            vars(each)[name] = value
+    if changed:
+        raise TraceError(
+            f"The forward pass changes {changed[0]}, which a recorded one would not.",
+            remedy="Make it a buffer, or a tensor that the forward pass is given.",
+        )
+    if drawn != _random_states():
+        raise TraceError(
+            "The forward pass draws random numbers of Python or NumPy, and a recorded one none.",
+            remedy="Draw a tensor of torch's.",
+        )
+
+
+def _random_states() -> list[Any]:
+    numpys: Any = np.random.get_state()
+    return [random.getstate(), numpys[1].tobytes(), numpys[2:]]
+
+
+def _attributes(module: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN)]
+
+
+def _refuse_shared_memory(module: Any) -> None:
+    """Refuses parameters that are tied by their memory: as parts, each would have its own."""
+    seen: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = seen.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise TraceError(
+                f"The parameters {other} and {name} share their memory, which their parts would not.",
+                remedy="Make them one parameter: b.weight = a.weight.",
+            )
+
+
+def _refuse_hooks(module: Any) -> None:
+    remedy = 'mode="data_parallel" keeps hooks.'
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise TraceError(
+                f"The parameter {name} has a hook, which its parts would not have.", remedy=remedy
+            )
+    for name, each in module.named_modules():
+        if each._backward_hooks or each._backward_pre_hooks:
+            raise TraceError(f"{name or type(each).__name__} has a hook on its gradient.", remedy=remedy)
+
+
+@contextlib.contextmanager
+def _noticed(modules: set[Any], changed: list[str]) -> Iterator[None]:
+    """Notes which attributes this thread changes; torch.export puts them back, and says nothing."""
+    thread, original = threading.get_ident(), torch.nn.Module.__setattr__
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        if threading.get_ident() == thread and self in modules and name != "training":
+            before = vars(self).get(name, value)
+            if isinstance(before, _PLAIN) and (type(before) is not type(value) or before != value):
+                changed.append(f"{type(self).__name__}.{name}")
+        original(self, name, value)
+
+    torch.nn.Module.__setattr__ = assign
+    try:
+        yield
+    finally:
+        torch.nn.Module.__setattr__ = original
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Lets this thread, and no other, apply no autograd.Function and hang no hook on a tensor."""
+    thread = threading.get_ident()
+
+    def refusing(original: Callable[..., Any], words: Callable[[Any], str]) -> Callable[..., Any]:
+        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise TraceError(words(first), remedy='mode="data_parallel" needs no graph.')
+            return original(first, *args, **kwargs)
+
+        return call
+
+    function, tensor = torch.autograd.Function, torch.Tensor
+    apply = function.__dict__["apply"]
+    hooks = {name: tensor.__dict__[name] for name in ("register_hook", "register_post_accumulate_grad_hook")}
+    function.apply = classmethod(
+        refusing(
+            apply.__func__,
+            lambda kind: f"The forward pass has a gradient of its own, {kind.__name__}: no graph shows it.",
+        )
+    )
+    for name, original in hooks.items():
+        setattr(
+            tensor,
+            name,
+            refusing(original, lambda _: "The forward pass hangs a hook on a tensor: no graph shows it."),
+        )
+    try:
+        yield
+    finally:
+        function.apply = apply
+        for name, original in hooks.items():
+            setattr(tensor, name, original)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def in_evaluation(training: Any, evaluated: Any) -> tuple[str, frozenset[str]]:
+    """Compares what a module does in evaluation with the graph of training that runs in its place.
+
+    Dropout is left out there, BatchNorm takes its running statistics, and counters stand still; nothing else
+    may differ.
+
+    Args:
+        training: an exported program in training mode.
+        evaluated: the same module's in evaluation mode.
+
+    Returns:
+        The first operator that differs, or ""; the names of nodes that change a buffer in training only.
+    """
+    counters = set()
+    ours, theirs = _Walk(training, training=True), _Walk(evaluated, training=False)
+    other = theirs.step()
+    for number in range(len(ours.nodes) + 1):
+        own = ours.step()
+        while own is not None and own != other and ours.is_counter():
+            counters.add(ours.node.name)
+            own = ours.step()
+        if own != other:
+            walk = ours if own is not None else theirs
+            return f"{walk.node.name} differs", frozenset(counters)
+        if own is None:
+            break
+        ours.number(number)
+        theirs.number(number)
+        other = theirs.step()
+    return "", frozenset(counters)
+
+
+class _Walk:
+    """Goes through the operators of a program; arguments are named by when their makers were met."""
+
+    def __init__(self, program: Any, *, training: bool) -> None:
+        self.nodes = list(program.graph.nodes)
+        self.node: Any = None
+        self._at = 0
+        self._training = training
+        self._names: dict[str, Any] = {}
+        specs = program.graph_signature.input_specs
+        self._targets = {
+            spec.arg.name: spec.target or f"input {number}"
+            for number, spec in enumerate(specs)
+            if hasattr(spec.arg, "name")
+        }
+
+    def number(self, number: int) -> None:
+        """Names the present node."""
+        self._names[self.node.name] = number
+
+    def step(self) -> Any:
+        """What the next operator computes; None: there is none."""
+        while self._at < len(self.nodes):
+            self.node = self.nodes[self._at]
+            self._at += 1
+            if self.node.op == "placeholder":
+                self._names[self.node.name] = self._targets.get(self.node.name, self.node.name)
+            elif self._does_nothing():
+                self._names[self.node.name] = self._plain(self.node.args[0])
+            else:
+                return self._entry()
+        return None
+
+    def is_counter(self) -> bool:
+        """Whether the present node only changes a buffer."""
+        name = getattr(self.node.target, "_opname", "")
+        return name.endswith("_") and not self.node.users and self.node.args[0].op == "placeholder"
+
+    def _op(self) -> str:
+        return str(getattr(self.node.target, "_opname", self.node.target))
+
+    def _does_nothing(self) -> bool:
+        """Dropout, where a divided module in evaluation would leave it out."""
+        if self._op() != "dropout":
+            return False
+        return self._training or not self.node.args[2] or not self.node.args[1]
+
+    def _entry(self) -> Any:
+        op, args, kwargs = self._op(), list(self.node.args), dict(self.node.kwargs)
+        if op == "batch_norm":
+            if self._training:
+                args[5] = args[3] is None
+            if not args[5]:
+                args[6] = None  # the momentum of statistics that stand still
+        if self._training and op == "scaled_dot_product_attention":
+            kwargs.pop("dropout_p", None)
+            args[4:5] = [0.0] if len(args) > 4 else []
+        if self._training and op in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            args[-3] = False
+        if op == "scaled_dot_product_attention":
+            while len(args) > 3 and args[-1] in (None, 0.0, False):
+                args.pop()
+            kwargs = {name: value for name, value in kwargs.items() if value not in (None, 0.0, False)}
+        if self.node.op == "get_attr":
+            return "get_attr", self.node.target
+        return op, self._plain(args), self._plain(kwargs)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            return "made", self._names.get(value.name)
+        if isinstance(value, (list, tuple)):
+            return tuple(self._plain(each) for each in value)
+        if isinstance(value, dict):
+            return tuple((name, self._plain(each)) for name, each in sorted(value.items()))
+        return str(value)

@@ -1,0 +1,173 @@
+"""The session of a script whose agent holds it: ``muster.init()`` in a program with an agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from typing import SupportsFloat
+
+from muster.worker.errors import NotInitializedError
+from muster.worker.store.environment import (
+    AGENT_PID_VARIABLE,
+    AGENT_VARIABLE,
+    GENERATION_VARIABLE,
+    NODE_VARIABLE,
+)
+
+_NOT_HERE = frozenset(
+    (
+        "change_reason",
+        "communicator",
+        "device_ordinal",
+        "group",
+        "groups",
+        "launch",
+        "me",
+        "members",
+        "newcomer_ranks",
+        "rejoin",
+        "request_leave",
+        "state_source_rank",
+    )
+)
+_PEER = struct.Struct("3i")
+
+
+class AdoptedSession:
+    """A worker's place in its generation, which its agent holds: ranks and reports, but no communicator.
+
+    The agent joins before the script starts and leaves when it has ended; a change of members ends or renews
+    the script (see :mod:`muster.worker.store.agent`). So there is nothing to open, and little to release.
+
+    Args:
+        env: what the agent has set; read at each call, as :func:`muster.torch.on_new_generation` renews it.
+    """
+
+    membership_event = None
+    error = None
+    leaves = False
+    interrupted = False
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+        self._line = line_to_agent(env)
+        self._released = False
+        self._step = 0
+
+    @property
+    def job_id(self) -> str:
+        """The job's name."""
+        return self._env["TORCHELASTIC_RUN_ID"]
+
+    @property
+    def node_id(self) -> str:
+        """This worker's stable name."""
+        return self._env[NODE_VARIABLE]
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation."""
+        return int(self._env[GENERATION_VARIABLE])
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return int(self._env["RANK"])
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are."""
+        return int(self._env["WORLD_SIZE"])
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank among those of its host."""
+        return int(self._env["LOCAL_RANK"])
+
+    @property
+    def local_world_size(self) -> int:
+        """How many workers its host has."""
+        return int(self._env["LOCAL_WORLD_SIZE"])
+
+    def __getattr__(self, name: str) -> object:
+        """Refuses in words what only a session of the process's own has."""
+        if name in _NOT_HERE:
+            raise NotInitializedError(
+                f"This program's agent holds its session, which has no {name} for it.",
+                remedy="Use torch.distributed, or start the program with muster run --program muster.",
+            )
+        raise AttributeError(name)
+
+    def step_boundary(self, step: int) -> None:
+        """Nothing: a change of members ends this script, or calls its training anew."""
+
+    def report(
+        self,
+        step: int | None = None,
+        samples_per_s: float | None = None,
+        *,
+        loss: SupportsFloat | None = None,
+        samples: int | None = None,
+        steps: int | None = None,
+    ) -> None:
+        """Says how far the training is, by the agent; see :meth:`muster.Session.report`.
+
+        What the agent has no time to read is dropped, and so is what a process says that the script has
+        started without the line to the agent.
+        """
+        self._step = self._step + 1 if step is None else step
+        said = {
+            "step": self._step,
+            "samples_per_s": samples_per_s,
+            "loss": None if loss is None else float(loss),
+            "samples": samples,
+            "steps": steps,
+        }
+        if self._line is not None:
+            try:
+                self._line.send(json.dumps({"report": said}).encode() + b"\n", socket.MSG_DONTWAIT)
+            except OSError:
+                return
+
+    @property
+    def released(self) -> bool:
+        """Whether :meth:`release` was called."""
+        return self._released
+
+    def release(self, *, finished: bool | None = None, reason: str = "") -> None:
+        """Ends the use of it; the worker has finished, or failed, when its script ends."""
+        self._released = True
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def end(self, error: BaseException | None) -> None:
+        """The same: the agent sees how the script ends."""
+        self.release()
+
+    def __enter__(self) -> AdoptedSession:
+        """Nothing more to do."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Releases."""
+        self.release()
+
+
+def line_to_agent(env: Mapping[str, str]) -> socket.socket | None:
+    """This process's line to its agent; None: its parents kept it, and the descriptor is something else."""
+    try:
+        line = socket.socket(fileno=os.dup(int(env[AGENT_VARIABLE])))
+    except (KeyError, ValueError, OverflowError, OSError):
+        return None
+    try:
+        pid, _, _ = _PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if line.family == socket.AF_UNIX and pid == int(env.get(AGENT_PID_VARIABLE, "0")):
+            return line
+    except (ValueError, OSError):
+        pass
+    line.close()
+    return None

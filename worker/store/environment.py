@@ -1,0 +1,124 @@
+"""What an unmodified torch program reads in its environment, as torchrun would set it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from muster.worker.errors import SettingsError
+
+STORE_VARIABLE = "MUSTER_STORE"
+"""``host:port`` of the store's listener on loopback, in programs that Muster has started."""
+
+GENERATION_VARIABLE = "MUSTER_GENERATION"
+AGENT_VARIABLE = "MUSTER_AGENT_FD"
+"""The program's end of its line to the agent, a descriptor."""
+
+AGENT_PID_VARIABLE = "MUSTER_AGENT_PID"
+NODE_VARIABLE = "MUSTER_NODE_ID"
+"""The worker's stable name."""
+
+GLOO_VARIABLE = "MS_TORCH_GLOO"
+"""The user's: "muster" where groups of Gloo's are to be Muster's."""
+
+JAX_PROGRAM = "muster.worker.store.jax_program"
+"""The module that runs a script of JAX, which does not know that variable."""
+
+HOST = "127.0.0.1"
+
+
+class _Host(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+class _Member(Protocol):
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> _Host: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_world_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One worker of a generation.
+
+    Attributes:
+        group_rank: number of its host, in the order of their first ranks.
+        group_count: hosts.
+        restarts: how many generations its script has lived through before.
+    """
+
+    job_id: str
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    group_count: int
+    restarts: int = 0
+
+
+def place_of(job_id: str, generation: int, members: Sequence[_Member], rank: int, restarts: int) -> Place:
+    """The place of the member with this rank."""
+    hosts = list(dict.fromkeys(member.host.id for member in members))
+    me = members[rank]
+    return Place(
+        job_id,
+        generation,
+        rank,
+        len(members),
+        me.local_rank,
+        me.local_world_size,
+        hosts.index(me.host.id),
+        len(hosts),
+        restarts,
+    )
+
+
+def torch_variables(place: Place, port: int, gloo: str = "") -> Mapping[str, str]:
+    """The variables for a worker whose store listens on this port of loopback.
+
+    With TORCHELASTIC_USE_AGENT_STORE torch is a client of the store that is there and never opens one of its
+    own, also where Muster's plug-in for torch is switched off.
+
+    Args:
+        place: the worker's.
+        port: of the listener.
+        gloo: what MS_TORCH_GLOO says. Where Gloo's groups are to be Muster's, Gloo itself finds no network:
+            without the plug-in it would talk in plain text.
+
+    Raises:
+        SettingsError: it says what there is not.
+    """
+    if gloo not in ("", "muster"):
+        raise SettingsError(f"{GLOO_VARIABLE} is {gloo!r}; legal is 'muster', or nothing.")
+    no_gloo = {"GLOO_SOCKET_IFNAME": "only-by-muster"} if gloo else {}
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.group_count),
+        "NODE_RANK": str(place.group_rank),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": place.job_id,
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "DCP_USE_PREFIX_STORE": "1",
+        STORE_VARIABLE: f"{HOST}:{port}",
+        GENERATION_VARIABLE: str(place.generation),
+        **no_gloo,
+    }

@@ -1,0 +1,157 @@
+"""A worker's side of the uplink: streams through the door, or directly where no uplink answers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
+
+from muster.worker.config import Settings
+from muster.worker.control.connection import Dial, Stream
+from muster.worker.launch.door import OUTER, inherited
+from muster.worker.uplink.frames import HEAD, MAX_FROM_UPLINK_BYTES, Kind, decode_end, frame, request_of
+
+log = logging.getLogger("muster.worker")
+
+FIRST_ANSWER_S = 10.0
+"""How long an uplink that has just been started may take to answer."""
+
+LATER_ANSWER_S = 1.0
+"""The same where a worker has had a stream before: members have the node time-out to come back."""
+
+
+def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> Dial:
+    """Opens streams through the uplink that this process's launcher has started; without one directly.
+
+    An uplink that is dead, or stands still, keeps nobody from the scheduler: the worker goes directly then,
+    and tries the uplink again when it opens its next stream.
+
+    Args:
+        env: the process's environment.
+        direct: opens a stream of the worker's own.
+        settings: this worker's; an uplink that is silent for a quarter of MS_NODE_TIMEOUT stands still.
+    """
+    door = inherited(env, OUTER)
+    if door is None:
+        return direct
+    door.close()
+    hung_s = min(max(0.75, settings.node_timeout_s / 4), 5.0)
+    return _Dialing({OUTER: env[OUTER]}, direct, request_of(settings), hung_s).dial
+
+
+class _Dialing:
+    """Decides where this worker's next stream goes."""
+
+    def __init__(self, env: Mapping[str, str], direct: Dial, request: bytes, hung_s: float) -> None:
+        self._env = env
+        self._direct = direct
+        self._request = request
+        self._hung_s = hung_s
+        self._answer_s = FIRST_ANSWER_S
+        self._hung = False
+
+    def dial(self, outbox: SimpleQueue[bytes | None]) -> Stream:
+        """See :data:`muster.worker.control.connection.Dial`."""
+        hung, self._hung = self._hung, False
+        end = None if hung else self._handed_in()
+        self._answer_s = LATER_ANSWER_S
+        if end is None:
+            log.debug("no uplink answers; connecting directly")
+            return self._direct(outbox)
+        return self._stream_on(end, outbox)
+
+    def _handed_in(self) -> socket.socket | None:
+        """Hands a stream to the uplink; None: it does not answer."""
+        door = inherited(self._env, OUTER)
+        if door is None:
+            return None
+        own, theirs = socket.socketpair()
+        with contextlib.suppress(OSError):
+            with door, theirs:
+                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                socket.send_fds(door, [self._request], [theirs.fileno()], flags)
+            if _next_frame(own, self._answer_s) == (Kind.ALIVE, b""):
+                return own
+        own.close()
+        return None
+
+    def _stream_on(self, end: socket.socket, outbox: SimpleQueue[bytes | None]) -> Stream:
+        out = end.dup()  # each thread closes what it uses itself
+        whole = threading.Lock()  # a frame is written as a whole
+        taken = threading.Lock()  # by the reader, which closes ``end``, or by what closes the stream before
+
+        def send() -> None:
+            with out, contextlib.suppress(OSError):
+                for data in iter(outbox.get, None):
+                    with whole:
+                        out.sendall(frame(Kind.MESSAGE, data))
+
+        def say_moved() -> None:
+            """Notes in a stream that the worker goes on by another, for an uplink that reads it late."""
+            if whole.acquire(timeout=0.1):
+                with contextlib.suppress(OSError):
+                    end.send(frame(Kind.MOVED), socket.MSG_DONTWAIT)
+                whole.release()
+
+        def replies() -> Iterator[bytes]:
+            if not taken.acquire(blocking=False):
+                return
+            with end:
+                while True:
+                    try:
+                        kind, content = _next_frame(end, self._hung_s)
+                    except TimeoutError:
+                        self._hung = True
+                        say_moved()
+                        raise
+                    if kind == Kind.END:
+                        error = decode_end(content)
+                        if error is not None:
+                            raise error
+                        return
+                    if kind == Kind.MESSAGE:
+                        yield content
+
+        def close() -> None:
+            with contextlib.suppress(OSError):  # first: the sender closes ``out`` when it sees its end
+                out.shutdown(socket.SHUT_RDWR)
+            outbox.put(None)
+            if taken.acquire(blocking=False):
+                end.close()
+
+        threading.Thread(target=send, name="muster-send", daemon=True).start()
+        return replies(), close
+
+
+def _next_frame(end: socket.socket, limit_s: float) -> tuple[int, bytes]:
+    """Reads a frame of the uplink's.
+
+    Raises:
+        TimeoutError: nothing has come for so long.
+        ConnectionError: the other end is gone.
+    """
+    length, kind = HEAD.unpack(_exactly(end, HEAD.size, limit_s))
+    if length > MAX_FROM_UPLINK_BYTES:
+        raise ConnectionError(f"the host's uplink sent a frame of {length} bytes")
+    return kind, _exactly(end, length, limit_s)
+
+
+def _exactly(end: socket.socket, length: int, limit_s: float) -> bytes:
+    data = bytearray(length)
+    view, got = memoryview(data), 0
+    waits = select.poll()
+    waits.register(end, select.POLLIN)
+    while got < length:
+        began_s = time.monotonic()
+        if not waits.poll(1000 * limit_s) and time.monotonic() - began_s >= limit_s:
+            raise TimeoutError(f"the host's uplink has given no sign of life for {limit_s:g} s")
+        count = end.recv_into(view[got:])
+        if not count:
+            raise ConnectionError("the host's uplink is gone")
+        got += count
+    return bytes(data)

@@ -1,0 +1,65 @@
+"""Frames between a worker and its host's uplink: messages, signs of life, an end.
+
+A frame is its length (4 bytes, big-endian), its kind (1 byte) and its content.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+from muster.worker.config import Settings
+from muster.worker.control.connection import DeniedError, MalformedError
+
+MAX_FROM_WORKER_BYTES = 900 * 1024
+"""The scheduler takes messages of 1 MiB."""
+
+MAX_FROM_UPLINK_BYTES = 64 << 20
+HEAD = struct.Struct("!IB")
+ALIVE_EVERY_S = 0.25
+"""Seconds between the uplink's signs of life; the first one is its answer to a new stream."""
+
+
+MAX_REQUEST_BYTES = 8192
+
+
+def request_of(settings: Settings) -> bytes:
+    """The address that goes through the door with a stream, so that no other launch's uplink takes it."""
+    return f"{settings.scheduler_address}\n{settings.config_path or ''}".encode()[:MAX_REQUEST_BYTES]
+
+
+class Kind(enum.IntEnum):
+    """What a frame holds."""
+
+    MESSAGE = 0  # a serialized WorkerMessage or SchedulerMessage
+    ALIVE = 1  # from the uplink: nothing
+    END = 2  # from the uplink, the last one: how the conversation ended
+    MOVED = 3  # from the worker, the last one: it goes on by another stream
+
+
+def frame(kind: Kind, content: bytes = b"") -> bytes:
+    """A whole frame."""
+    return HEAD.pack(len(content), kind) + content
+
+
+def encode_end(error: Exception | None) -> bytes:
+    """Encodes how a session ended, as the content of an END; None: well."""
+    if error is None:
+        return b"ended\n"
+    if isinstance(error, DeniedError):
+        word = b"denied\n" if error.by_scheduler else b"denied here\n"
+    else:
+        word = b"malformed\n" if isinstance(error, MalformedError) else b"lost\n"
+    detail = str(getattr(error, "strerror", None) or error)
+    return word + detail.encode(errors="replace")[:4096]
+
+
+def decode_end(content: bytes) -> Exception | None:
+    """Decodes an END: the error that a stream of the worker's own would have raised."""
+    word, _, rest = content.partition(b"\n")
+    detail = rest.decode(errors="replace")
+    if word == b"ended":
+        return None
+    if word in (b"denied", b"denied here"):
+        return DeniedError(detail, by_scheduler=word == b"denied")
+    return MalformedError(detail) if word == b"malformed" else ConnectionError(detail)
