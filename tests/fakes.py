@@ -328,6 +328,10 @@ class ElasticFakeSession:
     def launch(self) -> int:
         return self.world.launch
 
+    @property
+    def membership_event(self) -> object | None:
+        return self.world.switch_after
+
     def step_boundary(self, step: int) -> None:
         with self.world.changed:
             switch_after = self.world.switch_after

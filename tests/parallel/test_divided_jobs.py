@@ -83,4 +83,4 @@ def test_divided_steps_are_captured_on_gpus(tmp_path: Path, arguments: tuple[str
     text = run(tmp_path, 2, *arguments)
     check_losses(text, STEPS, 1e-7)  # another device's sums
     if "--kill" not in arguments:
-        assert "captured: True" in text
+        assert "captured: True" in text, text

@@ -239,7 +239,17 @@ class Communicator(abc.ABC):
 
         Without a GPU there is nothing to wait for: a call returns when its result is there.
         """
-        return
+        wait = self.mark()
+        if wait is not None:
+            wait()
+
+    def mark(self) -> Callable[[], None] | None:
+        """Marks the end of what has been issued; returns what waits for it as :meth:`synchronize` does.
+
+        So the host can issue more before it waits, and learns later whether what it had issued broke. None:
+        all of it is over.
+        """
+        return None
 
     def group(self) -> AbstractContextManager[None]:
         """Context in which issued collectives start together, in one launch, when the block ends.

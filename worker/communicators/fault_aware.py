@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -94,14 +94,18 @@ class FlightRecorder:
         self._entries.append(entry)
         return entry
 
+    def issued(self) -> tuple[Entry, ...]:
+        """All that is known to have been issued, for :meth:`settle`."""
+        return tuple(self._entries)
+
     def await_device(self) -> None:
         """Notes that the host begins to wait for the device; :meth:`settle` ends that."""
         self._waiting_since = self._clock()
 
-    def settle(self) -> None:
-        """Notes that the device was waited for: all that was issued is over."""
+    def settle(self, issued: Iterable[Entry] | None = None) -> None:
+        """Notes that the device was waited for: these are over, or all."""
         self._waiting_since = None
-        for entry in self._entries:
+        for entry in self._entries if issued is None else issued:
             entry.over = True
 
     def clear(self) -> None:
@@ -269,13 +273,19 @@ class FaultAwareCommunicator(Communicator):
         with self.explained, self.inner.group():
             yield
 
-    def synchronize(self) -> None:
-        """See :meth:`Communicator.synchronize`."""
-        if self.on_device:
+    def mark(self) -> Callable[[], None] | None:
+        """See :meth:`Communicator.mark`."""
+        wait, issued = self.inner.mark(), self.recorder.issued()
+        if wait is None:
+            return None
+
+        def wait_explained() -> None:
             self.recorder.await_device()
             with self.explained:
-                self.inner.synchronize()
-            self.recorder.settle()
+                wait()
+            self.recorder.settle(issued)
+
+        return wait_explained
 
     def note(self, name: str) -> None:
         """See :meth:`Communicator.note`."""

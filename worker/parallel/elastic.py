@@ -102,6 +102,7 @@ class ParallelTrainingState(TrainingState):
         self._place = model.communicator.rank
         self._kept: CopiesAside | None = None
         self._before: dict[str, Any] = {}
+        self._also_before: dict[str, Any] = {}
         self._also = AlsoObjects(also or {}, self._device)
 
     # ------------------------------------------------------------ what users call
@@ -155,7 +156,7 @@ class ParallelTrainingState(TrainingState):
         else:
             self._kept = CopiesAside(each.own.detach() for each in self._tensors)
         self._before = self._position()
-        self._also.keep()
+        self._also_before = self._also.keep()
 
     def commit(self) -> None:
         """Waits for the GPU; see :class:`TrainingState`."""
@@ -377,7 +378,7 @@ class ParallelTrainingState(TrainingState):
     def _put_back(self) -> None:
         assert self._kept is not None
         self._kept.put_back()
-        self._also.put_back()
+        self._also.put_back(self._also_before)
 
     def _layout(self) -> int:
         """Names who holds what by this rank's plan."""

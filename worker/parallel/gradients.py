@@ -114,7 +114,12 @@ class _Bucket:
             torch.zeros_like(each.whole) if grad is None else grad
             for each, grad in zip(self.members, held, strict=True)
         ]
-        counts = torch.tensor(self.arrived, dtype=dtype).to(first.device, non_blocking=True)
+        counts = torch.ones(
+            len(held), dtype=dtype, device=first.device
+        )  # made there: a graph holds no copies
+        for number, arrived in enumerate(self.arrived):
+            if not arrived:
+                counts[number].zero_()
         if not self.sharded:
             sizes = [each.holding.numel for each in self.members]
             self.flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=first.device)

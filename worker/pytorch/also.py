@@ -33,7 +33,6 @@ class AlsoObjects:
         self._device = device
         self._modules: dict[str, Any] = {}
         self._others: dict[str, Any] = {}
-        self._kept: dict[str, Any] = {}
         for name, each in objects.items():
             if not (callable(getattr(each, "state_dict", None)) and callable(_loader(each))):
                 raise SettingsError(
@@ -60,13 +59,13 @@ class AlsoObjects:
                 if isinstance(value, torch.Tensor):
                     yield f"also.{name}.{key}", value
 
-    def keep(self) -> None:
-        """Keeps the states of objects that are not modules."""
-        self._kept = {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
+    def keep(self) -> dict[str, Any]:
+        """The states of objects that are not modules, for :meth:`put_back`."""
+        return {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
 
-    def put_back(self) -> None:
-        """Gives the others the states of the last :meth:`keep`."""
-        for name, state in self._kept.items():
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Gives the others the states of that :meth:`keep`."""
+        for name, state in kept.items():
             self._others[name].load_state_dict(copy.deepcopy(state))
 
     def dump(self) -> dict[str, bytes]:

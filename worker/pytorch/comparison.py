@@ -83,7 +83,7 @@ class RankComparison:
             RanksDifferError: a setting is not the same on all ranks; raised on all of them.
             MembershipChanged: the rows did not come.
         """
-        self._arrive()
+        self.arrive()
         if not self._compared:
             self._compared = True
             heads = self._arrived[:, :_HEAD].tolist()
@@ -94,13 +94,14 @@ class RankComparison:
         """Every rank's generators after ``step``, uint8, by rank; None: they are not known."""
         if self._device.type == "cpu":  # on a GPU they are there only once the host has waited for the step
             with contextlib.suppress(WorkerError):
-                self._arrive()
+                self.arrive()
         table = self._arrived
         if table is None or table.shape[1] == _HEAD or int(table[0, _STEP]) != step:
             return None
         return table[:, _HEAD:].contiguous().view(torch.uint8)
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """Takes in the rows that were sent last, as :meth:`receive` does, and does not compare them."""
         table, self._table = self._table, None
         work, self._work = self._work, None
         if table is not None and work is not None:

@@ -23,15 +23,14 @@ class RandomState:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index])
-        self._kept: list[Any] = []
 
-    def keep(self) -> None:
-        """Remembers where the generators are."""
-        self._kept = [generator.get_state() for generator in self._generators]
+    def keep(self) -> list[Any]:
+        """Where the generators are, for :meth:`put_back`."""
+        return [generator.get_state() for generator in self._generators]
 
-    def put_back(self) -> None:
-        """Sets the generators to where they were at the last :meth:`keep`."""
-        for generator, state in zip(self._generators, self._kept, strict=False):
+    def put_back(self, kept: list[Any]) -> None:
+        """Sets the generators to where they were at that :meth:`keep`."""
+        for generator, state in zip(self._generators, kept, strict=True):
             generator.set_state(state)
 
     def now(self) -> Any:

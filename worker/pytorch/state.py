@@ -1,14 +1,18 @@
 """A torch model in an ``ElasticLoop``: its state outlives members, captured or not.
 
 On a GPU the host runs ahead, and what an aborted AllReduce leaves behind still flows into the optimizer's
-update, which may be part of the same CUDA graph. So each finished step is waited for and copied aside (a
-tenth of a millisecond for ResNet-50), and a step that broke is undone from that copy.
+update, which may be part of the same CUDA graph. So the state is copied aside before each step (a tenth of a
+millisecond for ResNet-50), and a step that broke is undone from that copy. Whether it broke the host learns
+while the GPU is at work on the next one, which is undone with it: there are two copies, in turns.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import copy
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from muster.worker.communicators.base import Communicator
-from muster.worker.errors import SettingsError
+from muster.worker.errors import MembershipChanged, SettingsError, WorkerError
 from muster.worker.pytorch.also import AlsoObjects
 from muster.worker.pytorch.comparison import RankComparison
 from muster.worker.pytorch.data_parallel import DataParallel
@@ -31,6 +35,7 @@ from muster.worker.training.carrier import Carrier
 from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import StateMismatchError, TrainingState
 
+_log = logging.getLogger(__name__)
 _ALSO = "@also."
 """Before the name of what ``also`` holds, where a file has it as an array of bytes."""
 
@@ -92,8 +97,10 @@ class TorchTrainingState(TrainingState):
         self._also = AlsoObjects(also or {}, model.device)
         super().__init__(self._tensors(), sampler)
         self._samples_per_rank = samples_per_rank
-        self._kept: CopiesAside | None = None
-        self._kept_settings: list[dict[str, tuple[Any, Any]]] = []
+        self._copies: list[_Before] = []
+        self._began: _Before | None = None
+        self._committed: _Before | None = None
+        self._room = True  # for two copies
         self._comparison = RankComparison(optimizer, model.device)
         self._resumed_generators: list[str] = []
         self._parameter_count = _parameter_count(optimizer)
@@ -113,29 +120,72 @@ class TorchTrainingState(TrainingState):
         """Keeps the state aside; see :class:`TrainingState`."""
         super().begin()
         if _parameter_count(self._optimizer) != self._parameter_count:
+            self._confirm_or_undo()
             self._follow_optimizer()
-        self._random.keep()
-        self._also.keep()
-        self._kept_settings = [_kept_settings(group) for group in self._optimizer.param_groups]
-        if self._kept is not None:
-            self._kept.take()
-        else:
-            self._kept = CopiesAside(self.arrays.values())
+        self._began = self._spare()
+        self._began.note(
+            step=self.step,
+            sampler=self.sampler.state(),
+            extra=copy.deepcopy(self.extra),
+            rng=self._rng_before,
+            random=self._random.keep(),
+            also=self._also.keep(),
+            settings=[_kept_settings(group) for group in self._optimizer.param_groups],
+        )
+
+    def _spare(self) -> _Before:
+        """The state as it is now, in the copies that no step may have to go back to any more."""
+        for each in self._copies:
+            if each is not self._committed:
+                each.arrays.take()
+                return each
+        try:
+            self._copies.append(_Before(CopiesAside(self.arrays.values())))
+        except torch.cuda.OutOfMemoryError:
+            if not self._copies:
+                raise
+            _log.warning("no room on the GPU for a second copy of the state: each step is waited for")
+            self._room = False
+            self._confirm_or_undo()
+            self._copies[0].arrays.take()
+        return self._copies[-1]
+
+    def _confirm_or_undo(self) -> bool:
+        """Undoes what was committed if it has broken, and says so; what begins then breaks with its group."""
+        with contextlib.suppress(WorkerError):
+            self.confirm()
+        if self._committed is None:
+            return False
+        self._undo(self._committed)
+        return True
 
     def commit(self) -> None:
-        """Waits for the GPU, and compares settings; see :class:`TrainingState`.
+        """Sees whether the step before broke on a GPU, and compares settings; see :class:`TrainingState`.
 
         Raises:
-            RanksDifferError: the ranks have different learning rates, say.
+            MembershipChanged: this step broke, or the one before.
+            RanksDifferError: the ranks had different learning rates, say, in the step before.
         """
-        on_gpu = self._model.device.type == "cuda"
-        if on_gpu:  # the row is there when the step is
-            self._comparison.send(self.step + 1, self._random.now())
-        self._model.communicator.synchronize()
+        self.confirm()
         self._comparison.receive()
-        if not on_gpu:  # beside the next step
-            self._comparison.send(self.step + 1, self._random.now())
+        self._comparison.send(self.step + 1, self._random.now())
+        wait = self._model.communicator.mark()
+        if wait is not None and self._began is not None:
+            self._began.wait, self._committed = wait, self._began
+            if not self._room:
+                self.confirm()
         super().commit()
+
+    def confirm(self) -> None:
+        """See :class:`TrainingState`."""
+        if self._committed is not None:
+            try:
+                self._committed.wait()
+            except WorkerError as error:
+                self._committed.wait = partial(_raise, error)
+                raise
+            self._comparison.arrive()
+            self._committed = None
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """See :class:`TrainingState`; draws nothing from torch's own generators, as a loader usually does.
@@ -155,21 +205,32 @@ class TorchTrainingState(TrainingState):
 
     def settle(self) -> None:
         """Compares what the ranks said of their last step; see :class:`TrainingState`."""
+        self.confirm()
         self._comparison.receive()
 
     def roll_back(self) -> None:
-        """Puts back what was kept, once nothing of the broken step runs any more."""
-        if self.in_step:
-            if self._model.device.type == "cuda":
-                torch.cuda.synchronize(self._model.device)
-            assert self._kept is not None
-            self._kept.put_back()
-            self._random.put_back()
-            self._also.put_back()
-            for group, kept in zip(self._optimizer.param_groups, self._kept_settings, strict=False):
-                for key, (value, copy) in kept.items():
-                    group[key] = value if copy is None else value.copy_(copy)
+        """Puts back what was kept, once nothing of the broken steps runs any more."""
+        began = self._began if self.in_step else None
         super().roll_back()
+        if not self._confirm_or_undo() and began is not None:
+            self._undo(began)
+
+    def _undo(self, before: _Before) -> None:
+        """Goes back to before a step."""
+        self._committed = None
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        before.arrays.put_back()
+        self.step = before.step
+        self.sampler.restore(before.sampler)
+        self.extra = before.extra
+        if self.rng is not None:
+            self.rng.bit_generator.state = before.rng
+        self._random.put_back(before.random)
+        self._also.put_back(before.also)
+        for group, settings in zip(self._optimizer.param_groups, before.settings, strict=False):
+            for key, (value, kept) in settings.items():
+                group[key] = value if kept is None else value.copy_(kept)
 
     def enter(self, communicator: Communicator, source: int) -> None:
         """See :class:`TrainingState`."""
@@ -210,12 +271,15 @@ class TorchTrainingState(TrainingState):
 
     def _follow_optimizer(self) -> None:
         """The optimizer's tensors are others now: it has loaded a state, or got more parameters."""
+        self.confirm()  # a step before could no more be undone
         make_optimizer_state(self._optimizer)
         self.arrays.clear()
         self.arrays.update(self._tensors())
         self._parameter_count = _parameter_count(self._optimizer)
-        # In a step: what it goes back to if it breaks.
-        self._kept = CopiesAside(self.arrays.values()) if self.in_step else None
+        self._copies.clear()
+        if self._began is not None and self.in_step:  # what it goes back to if it breaks
+            self._began.arrays = CopiesAside(self.arrays.values())
+            self._copies.append(self._began)
 
     # ------------------------------------------------------------ what travels beside the tensors
 
@@ -266,7 +330,16 @@ class TorchTrainingState(TrainingState):
     # ------------------------------------------------------------ what a checkpoint holds
 
     def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
-        """See :class:`TrainingState`; what NumPy has no dtype for stands there in float32, which is exact."""
+        """See :class:`TrainingState`; what NumPy has no dtype for stands there in float32, which is exact.
+
+        A step that was committed and broke is not in it.
+        """
+        try:
+            self.confirm()
+        except MembershipChanged:
+            if self.in_step:
+                raise
+            self.roll_back()
         derived = self.derived()
         arrays = {name: _to_host(tensor) for name, tensor in self.arrays.items() if name not in derived}
         values = json.loads(self.describe())
@@ -307,6 +380,38 @@ class TorchTrainingState(TrainingState):
         """The weights that are computed with, where the optimizer trains masters of them."""
         low = self._model.weights_dtype
         return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
+
+
+class _Before:
+    """All that a step may change as it was before, to go back to.
+
+    Args:
+        arrays: copies of the state's, just taken.
+    """
+
+    def __init__(self, arrays: CopiesAside) -> None:
+        self.arrays = arrays
+        self.wait: Callable[[], None] = lambda: None
+        """Waits for the step's end, once it is committed; raises what broke it."""
+
+    def note(
+        self,
+        *,
+        step: int,
+        sampler: dict[str, Any],
+        extra: dict[str, Any],
+        rng: Any,
+        random: list[Any],
+        also: dict[str, Any],
+        settings: list[dict[str, tuple[Any, Any]]],
+    ) -> None:
+        """Notes what is not in the arrays."""
+        self.step, self.sampler, self.extra, self.rng = step, sampler, extra, rng
+        self.random, self.also, self.settings = random, also, settings
+
+
+def _raise(error: WorkerError) -> None:
+    raise error.with_traceback(None)
 
 
 def _lead_group(then: Callable[[int], object] | None, number: int) -> None:

@@ -24,7 +24,7 @@ class _Made:
 class Loading:
     """The data of a run's batches, in their order, through redone steps and changes of members.
 
-    A step that is redone among the same members gets the very same object again. Where the position or the
+    Steps that are redone among the same members get the very same objects again. Where the position or the
     members have become others, what was made ahead is forgotten, and the loader begins anew at the position.
 
     Args:
@@ -40,8 +40,7 @@ class Loading:
         self._state = state
         self._iterator: Iterator[Any] | None = None
         self._next: Place | None = None
-        self._given: _Made | None = None
-        self._ahead: _Made | None = None
+        self._made: list[_Made] = []  # the step before, the last one taken, and the one ahead
         if not callable(source) and getattr(source, "batch_sampler", None) is not state.sampler:
             raise SettingsError(
                 "the loader must deal out what the state's sampler says:"
@@ -55,12 +54,13 @@ class Loading:
             SettingsError: the loader ended before the epoch did.
         """
         sampler = self._state.sampler
-        for made in (self._given, self._ahead):
-            if made is not None and made.place == sampler.place:
+        for index, made in enumerate(self._made):
+            if made.place == sampler.place:
+                del self._made[: max(index - 1, 0)]
                 break
         else:
             made = _Made(sampler.place, self._make(sampler, anew=sampler.place != self._next))
-        self._given = made
+            self._made = [*self._made[-1:], made]
         if made.error is not None:
             raise made.error
         return made.data
@@ -70,18 +70,20 @@ class Loading:
         following = self._state.sampler.following()
         if following.epoch != self._state.sampler.epoch:
             return
-        if self._ahead is not None and self._ahead.place == following.place:
+        if any(made.place == following.place for made in self._made):
             return
         if not callable(self._source) and following.place != self._next:
             return
         try:
-            self._ahead = _Made(following.place, self._make(following, anew=False))
+            made = _Made(following.place, self._make(following, anew=False))
         except Exception as error:
-            self._ahead = _Made(following.place, error=error)
+            made = _Made(following.place, error=error)
+        self._made.append(made)
 
     def close(self) -> None:
         """Ends a loader's processes, as far as they are not to persist."""
-        self._iterator = self._next = self._given = self._ahead = None
+        self._iterator = self._next = None
+        self._made = []
 
     def _make(self, sampler: ShardedSampler, *, anew: bool) -> Any:
         batch = sampler.batch()

@@ -61,6 +61,10 @@ class ElasticSession(StateHolder, Protocol):
     def launch(self) -> int:
         """Names this launch of the job; 0: not known."""
 
+    @property
+    def membership_event(self) -> object | None:
+        """A planned change of members that is to come; None: none is known of."""
+
     def step_boundary(self, step: int) -> None:
         """Between two steps, with ``step`` finished ones; raises MembershipChanged or LeaveGranted."""
 
@@ -236,6 +240,8 @@ class ElasticLoop:
         if self._leave_reason and not self._leave_sent:
             self._leave_sent = True
             self.session.request_leave(self._leave_reason)
+        if self.session.membership_event is not None:
+            self.state.confirm()  # the members are to change: not amid a step
         self.session.step_boundary(self.state.step)
 
     def _finish(self, step: Step) -> None:
@@ -271,6 +277,8 @@ class ElasticLoop:
 
     def _recover(self, change: BaseException | None) -> None:
         """Enters the next generation that holds, with the state of the furthest member."""
+        with contextlib.suppress(MembershipChanged, CommunicatorError):
+            self.state.confirm()  # while there are members to finish it with
         while not self._closed:
             if self._leave_reason and _is_declared_dead(change):  # no newcomer's place is worth asking for
                 self._go(LeaveGranted(f"This worker leaves the job: {self._leave_reason}.", alone=True))
@@ -347,6 +355,7 @@ class ElasticLoop:
 
     def _go(self, granted: LeaveGranted) -> None:
         """Ends the loop; the last one to hold the state, for all that is known, puts it on disk."""
+        self.state.roll_back()  # of a step that it cannot finish with the others
         if self.is_over:  # nothing is left to do but what the script does at its end
             self._closed = True
             return
@@ -357,7 +366,6 @@ class ElasticLoop:
             granted.exit_code = SIGTERM_EXIT_CODE
         self._granted = granted
         self.session.note_left()
-        self.state.roll_back()  # of a step that it cannot finish with the others
         if granted.alone or self.session.world_size == 1:
             self._save()
 

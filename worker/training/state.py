@@ -73,20 +73,31 @@ class TrainingState:
         A step before it that was neither committed nor rolled back (the script caught its error, say) is
         undone first.
         """
-        self.roll_back()
+        if self.in_step:
+            self.roll_back()
         self.in_step = True
         self._rng_before = None if self.rng is None else self.rng.bit_generator.state
 
     def commit(self) -> None:
-        """Ends a step, which then counts as finished.
+        """Ends a step, which then counts as finished. Whether it broke on a device may be learnt later.
 
         Raises:
-            MembershipChanged: it did not come to its end after all.
+            MembershipChanged: it, or the one before, did not come to its end after all.
         """
         self.in_step = False
 
+    def confirm(self) -> None:
+        """Waits until all that was committed has come to its end.
+
+        Raises:
+            MembershipChanged: it broke: :meth:`roll_back` undoes it.
+        """
+
     def roll_back(self) -> None:
-        """Undoes the step that has begun, if one has; before the state is shared or saved."""
+        """Undoes the step that has begun, if one has, and what was committed and has broken.
+
+        Before the state is shared or saved.
+        """
         if self.in_step and self.rng is not None:
             self.rng.bit_generator.state = self._rng_before  # to draw the same again
         self.in_step = False
@@ -99,6 +110,7 @@ class TrainingState:
         """Ends the run, after every rank has committed its last step.
 
         Raises:
+            MembershipChanged: that step broke.
             RanksDifferError: the ranks differed in that step.
         """
 

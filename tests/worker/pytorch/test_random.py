@@ -124,8 +124,8 @@ class OneRank(Communicator):
     def broadcast(self, buffer: Any, root: int, *, async_op: bool = False) -> Any:
         return None
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
+    def mark(self) -> Any:
+        return torch.cuda.synchronize
 
     def before_end(self, release: Any) -> Any:
         return lambda: None
@@ -192,7 +192,6 @@ def test_keeping_does_not_wait_for_the_gpu() -> None:
     state, busy = RandomState(torch.device("cuda", 0)), torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)
     busy.record()
-    state.keep()
-    state.put_back()
+    state.put_back(state.keep())
     assert not busy.query()
     torch.cuda.synchronize()

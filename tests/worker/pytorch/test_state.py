@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from muster.worker.pytorch.state import TorchTrainingState
 from muster.worker.training.loop import ElasticLoop
 from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import StateMismatchError, share_state
-from tests.fakes import ElasticWorld
+from tests.fakes import ElasticWorld, FakeCommunicator, membership_changed
 from tests.gpu.threads import ThreadCommunicator, run_ranks
 
 SAMPLES, BATCH = 24, 6
@@ -266,6 +267,143 @@ def test_parameters_that_the_optimizer_gets_later_are_part_of_the_state() -> Non
         return [float(v["momentum_buffer"].abs().sum()) for v in optimizer.state.values()]
 
     assert run_ranks(2, one) == [[0.0] * 4] * 2
+
+
+class Late:
+    """A job of one whose steps are known to be over, or broken, when they are waited for, as on a GPU.
+
+    Args:
+        breaking: the number of the step that breaks; what it leaves behind is no number.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, breaking: int = 0) -> None:
+        torch.manual_seed(0)
+        self.world = ElasticWorld(1)
+        session = self.world.members[0]
+        layers = torch.nn.Flatten(), torch.nn.Linear(48, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+        self.model = DataParallel(torch.nn.Sequential(*layers), session, elastic=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        sampler = ShardedSampler(SAMPLES, BATCH, seed=1)
+        self.state = TorchTrainingState(
+            self.model, self.optimizer, sampler, also={"scheduler": self.scheduler}
+        )
+        self.numbers: list[int] = []
+        self.given: list[Any] = []
+        self.waited: list[int] = []
+        self.saved: list[tuple[int, Any]] = []
+        self._breaking = breaking
+        self._marks = 0
+        monkeypatch.setattr(FakeCommunicator, "mark", lambda communicator: self.mark())
+        monkeypatch.setattr(FakeCommunicator, "synchronize", lambda communicator: None)
+
+    def mark(self) -> Any:
+        self._marks += 1
+        number, generation = self._marks, self.world.generation
+
+        def wait() -> None:
+            self.waited.append(number)
+            if number == self._breaking:
+                with torch.no_grad():
+                    for parameter in self.model.parameters():
+                        parameter.fill_(float("nan"))
+                with self.world.changed:
+                    if self.world.generation == generation:
+                        self.world.form(self.world.members, [])
+                raise membership_changed(generation)
+
+        return wait
+
+    def train(self, steps: int, load: Any = None, save_at: int = 0) -> list[Any]:
+        """Trains; returns the state at the end: arrays, and what stands beside them."""
+        loop = ElasticLoop(self.world.members[0], self.state, epochs=3, steps=steps, load=load)
+        for step in loop:
+            with step:
+                self.numbers.append(self.state.step + 1)
+                self.given.append(step.data)
+                rows = step.batch.indices if load is None else step.data
+                self.optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(self.model(IMAGES[rows]), LABELS[rows]).backward()
+                self.optimizer.step()
+                self.scheduler.step()
+            if save_at and self.state.step == save_at:
+                save_at = 0
+                description, arrays = self.state.for_checkpoint()
+                self.saved.append((json.loads(description)["step"], arrays))
+        beside = json.loads(self.state.describe()) | {"run": ""}
+        return [tensor.clone() for tensor in self.state.arrays.values()] + [beside]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_a_step_is_waited_for_while_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Late(monkeypatch)
+    seen: list[list[int]] = []
+
+    def load(batch: Any) -> Any:
+        return batch.indices
+
+    loop = ElasticLoop(job.world.members[0], job.state, epochs=1, load=load)
+    for step in loop:
+        with step:
+            seen.append(list(job.waited))
+    assert seen == [[], [], [1], [1, 2]]
+    assert job.waited == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("loader", ["none", "function", "DataLoader"])
+@pytest.mark.parametrize("breaking", [1, 3, 4, 7])
+def test_what_broke_and_the_step_after_it_are_redone_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, breaking: int, loader: str
+) -> None:
+    """Steps 4 and 8 are the last of an epoch; 7 is the last of all."""
+
+    def train(job: Late) -> list[Any]:
+        def load(batch: Any) -> Any:
+            return batch.indices
+
+        given: Any = {"none": None, "function": load}.get(loader)
+        if loader == "DataLoader":
+            given = torch.utils.data.DataLoader(range(SAMPLES), batch_sampler=job.state.sampler)
+        return job.train(7, given)
+
+    unbroken = train(Late(monkeypatch))
+    job = Late(monkeypatch, breaking)
+    assert same(train(job), unbroken)
+    redone = [breaking, breaking + 1] if breaking < 7 else [7]
+    assert job.numbers == [*range(1, redone[-1] + 1), *range(breaking, 8)]
+    assert job.world.generation == 2
+    assert all(job.given[number - 1] is job.given[number - 1 + len(redone)] for number in redone)
+
+
+def test_a_broken_step_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    unbroken = Late(monkeypatch)
+    end = unbroken.train(7, save_at=4)
+    job = Late(monkeypatch, breaking=5)
+    assert same(job.train(7, save_at=5), end)
+    (step, arrays), (before, expected) = job.saved[0], unbroken.saved[0]
+    assert step == before == 4
+    assert all((arrays[name] == expected[name]).all() for name in expected)
+
+
+def test_members_change_once_the_last_step_is_known_to_be_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Late(monkeypatch)
+    session = job.world.members[0]
+    for step in ElasticLoop(session, job.state, epochs=1):
+        if job.state.step == 2 and job.world.generation == 1:
+            with job.world.changed:  # the same member once more, in a planned change
+                job.world.switch_after, job.world._planned, job.world._planned_newcomers = 3, [session], []
+        with step:
+            pass
+        if step.done and job.state.step == 3:
+            assert job.waited == [1, 2]
+        if job.world.generation == 2 and job.state.step == 3:
+            assert job.waited == [1, 2, 3]
+    assert (job.world.generation, job.state.step) == (2, 4)
 
 
 @pytest.mark.parametrize("what", ["the state", "the loop"])

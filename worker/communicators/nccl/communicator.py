@@ -319,14 +319,19 @@ class NcclCommunicator(Communicator):
         self._await(library, library.mark(stream), "barrier")
         del zero
 
-    def synchronize(self) -> None:
-        """Blocks the host until the caller's current stream is done, an abort comes, or the deadline.
+    def mark(self) -> Callable[[], None]:
+        """Marks the end of the caller's current stream; an abort or the deadline ends the wait for it, too.
 
         That is the current stream of each library whose arrays this communicator was given. Unlike the
-        libraries' own synchronisation it raises what ended the communicator.
+        libraries' own synchronisation the wait raises what ended the communicator.
         """
-        for library, event in [(each, each.mark()) for each in self._libraries_in_use()]:
-            self._await(library, event, "the current stream")
+        marks = [(library, library.mark()) for library in self._libraries_in_use()]
+
+        def wait() -> None:
+            for library, event in marks:
+                self._await(library, event, "the current stream")
+
+        return wait
 
     # ------------------------------------------------------------ groups
 
