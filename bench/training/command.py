@@ -1,12 +1,16 @@
-"""ResNet-50 training speed: the example's own loop, the bare step, and DistributedDataParallel, in one run.
+"""Training speed: the example's own loop, the bare step, and DistributedDataParallel, in one run.
 
     muster bench train --gpus 1 2 --batch 32 --json results.json --check example/muster=0.8
+    muster bench train --model gpt2 --gpus 1 2 --batch 8 --json results.json
 
 ``example`` is examples/resnet50_cifar10.py itself, imported: its job, its step and its loop, in a session of
 a job with a scheduler, on files in CIFAR-10's format that are made for the purpose, with random crops and
 resizing, and with the speed that it prints. All others train on one batch of 224x224 images that lies on the
 GPU; bfloat16, channels_last and fused SGD with momentum are everybody's. All variants are made first, then
 each round runs every one for a while, so that a machine that changes its speed changes all alike.
+
+With ``--model gpt2`` it is examples/gpt2.py, on a file of bytes, with windows of 1,024; everybody's are
+autocast to bfloat16, fused AdamW and clipped gradients.
 
 --check A/B=R ends with 1 where A's speed, round by round, is below R times B's in the median.
 """
@@ -26,7 +30,7 @@ from typing import Any
 from muster.bench.gpu_fleet import SAFE_ENVIRONMENT, require_gpus
 from muster.bench.launches import MUSTER, environment
 from muster.bench.report import bounds_of, write
-from muster.bench.training import cifar10_files
+from muster.bench.training import cifar10_files, gpt2
 
 VARIANTS = {
     "example": "the example's loop: elastic, files in CIFAR-10's format, crops; captured as muster is",
@@ -47,6 +51,7 @@ DEFAULTS = [
     *("example", "example-synthetic", "example-step", "example-step-synthetic"),
     *("muster", "ddp", "ddp-compiled", "ddp-captured"),
 ]
+MODELS = ("resnet50", "gpt2")
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET_BYTES = 64 * 2**20
 _QUICK = ("muster", "muster-bf16-gradients")
@@ -61,8 +66,9 @@ def make_model(
     lr: float = 0.01,
     device: Any = None,
     tiny: bool = False,
+    model_name: str = "resnet50",
 ) -> tuple[Any, Any]:
-    """ResNet-50 of seed 0 on this rank's device, made parallel as ``variant`` says, and its optimizer.
+    """A model of seed 0 on this rank's device, made parallel as ``variant`` says, and its optimizer.
 
     Args:
         communicator: ours.
@@ -71,6 +77,7 @@ def make_model(
         lr: learning rate.
         device: where the model is; None: the communicator's GPU.
         tiny: a small net, for trying this on a CPU.
+        model_name: one of :data:`MODELS`.
     """
     import torch
 
@@ -80,6 +87,15 @@ def make_model(
     if device is None:
         device = torch.device("cuda", communicator.device_index)
     torch.manual_seed(0)
+    if model_name == "gpt2":
+        net = gpt2.make_module(variant, device, tiny=tiny)
+        if variant.startswith("muster"):
+            compression = "bf16" if variant == "muster-bf16-gradients" else None
+            made: Any = DataParallel(net, communicator=communicator, compression=compression)
+        else:
+            made = _ddp(communicator, net, init_file, device)
+        optimizer = gpt2.make_optimizer(made, device)
+        return torch.compile(made) if variant == "ddp-compiled" and not tiny else made, optimizer
     quick = variant in _QUICK
     fast = quick or variant.endswith("fast-stem")
     module = ResNet((1, 1), width=8) if tiny else resnet50(fast=fast)
@@ -104,7 +120,15 @@ def make_model(
     return model, optimizer
 
 
-def make_step(model: Any, optimizer: Any, variant: str, *, exact: bool = False, device: str = "cuda") -> Any:
+def make_step(
+    model: Any,
+    optimizer: Any,
+    variant: str,
+    *,
+    exact: bool = False,
+    device: str = "cuda",
+    model_name: str = "resnet50",
+) -> Any:
     """A function of images and labels that trains one step and returns the loss, as ``variant`` says.
 
     Args:
@@ -113,23 +137,30 @@ def make_step(model: Any, optimizer: Any, variant: str, *, exact: bool = False, 
         variant: one of :data:`VARIANTS` that is no example and not captured by hand.
         exact: everything in float32.
         device: the kind of device that the model is on.
+        model_name: one of :data:`MODELS`.
     """
     import torch
 
     from muster.worker.pytorch.capture import capture_step
 
+    is_gpt2 = model_name == "gpt2"
+
     def loss_of(images: Any, labels: Any) -> Any:
-        return torch.nn.functional.cross_entropy(model(images).float(), labels)
+        return loss_function(model_name)(model, images, labels)
 
     if variant.startswith("muster") and variant != "muster-eager":
-        autocast = None if variant in _QUICK else torch.bfloat16
-        return capture_step(loss_of, model, optimizer, autocast=autocast, capture=device == "cuda")
+        autocast = None if exact or (variant in _QUICK and not is_gpt2) else torch.bfloat16
+        norm = gpt2.CLIP_NORM if is_gpt2 else None
+        return capture_step(
+            loss_of, model, optimizer, autocast=autocast, clip_norm=norm, capture=device == "cuda"
+        )
 
     def eager(images: Any, labels: Any) -> Any:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device, torch.bfloat16, enabled=not exact):
             loss = loss_of(images, labels)
         loss.backward()
+        clip(model, model_name)
         optimizer.step()
         return loss.detach()
 
@@ -148,11 +179,12 @@ class CapturedByHand:
         make: makes the model and its optimizer.
         images: the batch, on the device.
         labels: its labels.
+        model_name: one of :data:`MODELS`.
     """
 
     WARM_UP_STEPS = 11
 
-    def __init__(self, make: Any, images: Any, labels: Any) -> None:
+    def __init__(self, make: Any, images: Any, labels: Any, *, model_name: str = "resnet50") -> None:
         import torch
 
         stream = torch.cuda.Stream()
@@ -163,8 +195,9 @@ class CapturedByHand:
             def step() -> Any:
                 optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(images.device.type, torch.bfloat16, cache_enabled=False):
-                    loss = torch.nn.functional.cross_entropy(self.model(images).float(), labels)
+                    loss = loss_function(model_name)(self.model, images, labels)
                 loss.backward()
+                clip(self.model, model_name)
                 optimizer.step()
                 return loss.detach()
 
@@ -184,6 +217,23 @@ class CapturedByHand:
     def release(self) -> None:
         """Gives up the graph; to be done before the process group ends."""
         self._graph.reset()
+
+
+def loss_function(model_name: str) -> Any:
+    """The loss of a model's output, as a function of the model and its batch."""
+    import torch
+
+    if model_name == "gpt2":
+        return gpt2.loss_of
+    return lambda model, images, labels: torch.nn.functional.cross_entropy(model(images).float(), labels)
+
+
+def clip(model: Any, model_name: str) -> None:
+    """Clips the gradients, where the model's example does."""
+    import torch
+
+    if model_name == "gpt2":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), gpt2.CLIP_NORM, foreach=True)
 
 
 def _ddp(communicator: Any, module: Any, init_file: str, device: Any) -> Any:
@@ -221,15 +271,18 @@ def start_clean() -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This benchmark's arguments."""
+    parser.add_argument("--model", choices=MODELS, default="resnet50", help="what to train (resnet50)")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="world sizes (1 2 4)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[32, 256], help="images per GPU (32 256)")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", help="images, or windows, per GPU (32 256; of gpt2 8 32)"
+    )
     parser.add_argument(
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        default=DEFAULTS,
         metavar="VARIANT",
-        help=f"what to measure, of {', '.join(VARIANTS)} ({' '.join(DEFAULTS)})",
+        help=f"what to measure, of {', '.join(VARIANTS)} ({' '.join(DEFAULTS)}; of gpt2 all it has:"
+        f" {' '.join(gpt2.VARIANTS)})",
     )
     parser.add_argument(
         "--peers-gpus", type=int, default=0, help="world size at which DDP runs (0: the largest)"
@@ -249,6 +302,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints and checks; returns the exit code."""
+    is_gpt2 = options.model == "gpt2"
+    options.variants = options.variants or list(gpt2.VARIANTS if is_gpt2 else DEFAULTS)
+    options.batch = options.batch or ([8, 32] if is_gpt2 else [32, 256])
+    if is_gpt2 and (others := set(options.variants) - set(gpt2.VARIANTS)):
+        raise RuntimeError(f"gpt2 has no variant {', '.join(sorted(others))}")
     lacking = {name for one, other, _ in options.check for name in (one, other)} - set(options.variants)
     if lacking:
         raise RuntimeError(f"--check needs what --variants leaves out: {', '.join(sorted(lacking))}")
@@ -257,15 +315,22 @@ def run(options: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        cifar10_files.write(directory / "data", records=200 if options.tiny else 10_000)
+        if is_gpt2:
+            gpt2.write_text(directory / "data", size_bytes=2**14 if options.tiny else gpt2.TEXT_BYTES)
+        else:
+            cifar10_files.write(directory / "data", records=200 if options.tiny else 10_000)
         for gpus in options.gpus:
             report = _measure(options, gpus, directory / str(gpus), directory / "data")
             results += report["results"]
             if options.json is not None:
-                model = (
-                    {"model": "tiny", "image": 32} if options.tiny else {"model": "resnet50", "image": 224}
+                sample = (
+                    {"context": gpt2.shape(options.tiny)["context"]}
+                    if is_gpt2
+                    else {"image": 32 if options.tiny else 224}
                 )
-                write(options.json, "train", {**model, "machine": report["machine"], "results": results})
+                name = "tiny" if options.tiny else options.model
+                found = {"model": name, **sample, "machine": report["machine"], "results": results}
+                write(options.json, "train", found)
     return check(results, options.check)
 
 
@@ -279,7 +344,7 @@ def _measure(options: argparse.Namespace, gpus: int, directory: Path, data: Path
         *(*MUSTER, "run", "-n", str(gpus), "--scheduler"),
         *(("--devices", "none") if options.tiny else ()),
         *("--", sys.executable, "-m", "muster.bench.training.job", "--out", str(result)),
-        *("--rounds", str(options.rounds), "--seconds", str(options.seconds)),
+        *("--rounds", str(options.rounds), "--seconds", str(options.seconds), "--model", options.model),
         *("--init-file", str(directory / "meet"), *(("--tiny",) if options.tiny else ())),
         *("--batch", *map(str, options.batch), "--variants", *variants),
     ]

@@ -6,6 +6,7 @@ import abc
 import argparse
 import contextlib
 import io
+import os
 import statistics
 import sys
 import time
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 
 import muster
+from examples import gpt2 as gpt2_example
 from examples import resnet50_cifar10 as example
 from muster.bench.gpu_machine import describe_machine
 from muster.bench.report import describe_machine as describe_host
 from muster.bench.report import write
-from muster.bench.training.command import CapturedByHand, make_model, make_step, start_clean
+from muster.bench.training import gpt2
+from muster.bench.training.command import MODELS, CapturedByHand, make_model, make_step, start_clean
 from muster.worker.pytorch.transfer import gather_rows
 from muster.worker.training.status_line import Progress
 
@@ -65,23 +68,27 @@ class Bare(Runner):
     def __init__(self, options: argparse.Namespace, session: Any, device: Any, name: str, batch: int) -> None:
         size, tiny = (32 if options.tiny else 224), options.tiny
         generator = torch.Generator(device).manual_seed(session.rank)
-        images = torch.randn(batch, 3, size, size, device=device, generator=generator)
-        dtype = torch.float32 if tiny else torch.bfloat16
-        images = images.to(dtype).contiguous(memory_format=torch.channels_last)
-        labels = torch.randint(0, 10, (batch,), device=device, generator=generator)
+        if options.model == "gpt2":
+            images, labels = gpt2.make_batch(device, batch, generator, tiny=tiny)
+        else:
+            images = torch.randn(batch, 3, size, size, device=device, generator=generator)
+            dtype = torch.float32 if tiny else torch.bfloat16
+            images = images.to(dtype).contiguous(memory_format=torch.channels_last)
+            labels = torch.randint(0, 10, (batch,), device=device, generator=generator)
+        kind = {"model_name": options.model}
 
         def make() -> tuple[Any, Any]:
             return make_model(
-                session.communicator, name, init_file=options.init_file, device=device, tiny=tiny
+                session.communicator, name, init_file=options.init_file, device=device, tiny=tiny, **kind
             )
 
         self._device, self._batch = device, (images, labels)
         if name.startswith("ddp-captured"):
-            by_hand = CapturedByHand(make, images, labels)
+            by_hand = CapturedByHand(make, images, labels, **kind)
             super().__init__(by_hand)
             losses = [*by_hand.losses, by_hand().clone()]
         else:
-            super().__init__(make_step(*make(), name, exact=tiny, device=device.type))
+            super().__init__(make_step(*make(), name, exact=tiny, device=device.type, **kind))
             losses = [self._once().clone() for _ in range(WARM_UP_STEPS)]
         self.losses = [float(loss) for loss in losses]
 
@@ -101,21 +108,31 @@ class Bare(Runner):
 
 
 class Example(Runner):
-    """The job of examples/resnet50_cifar10.py and its loop, as its command line makes them."""
+    """The job of examples/resnet50_cifar10.py or gpt2.py and its loop, as its command line makes them."""
 
     def __init__(self, options: argparse.Namespace, session: Any, device: Any, data: str, batch: int) -> None:
-        arguments = [f"--data={data}", f"--batch-size={batch}", f"--epochs={ENDLESS}", "--checkpoint-dir="]
-        if options.tiny:
-            arguments += ["--tiny", "--image-size=32", "--no-compile"]
-        self._args, self._session = example.settings(arguments), session
-        self.job = example.Job(self._args, session, device)
+        if options.model == "gpt2":
+            self._module: Any = gpt2_example
+            arguments = gpt2.arguments(Path(os.environ["DATA_PATH"]), batch, tiny=options.tiny)
+        else:
+            self._module = example
+            arguments = [
+                f"--data={data}",
+                f"--batch-size={batch}",
+                f"--epochs={ENDLESS}",
+                "--checkpoint-dir=",
+            ]
+            if options.tiny:
+                arguments += ["--tiny", "--image-size=32", "--no-compile"]
+        self._args, self._session = self._module.settings(arguments), session
+        self.job = self._module.Job(self._args, session, device)
         super().__init__(self.job.step)
         self.run(WARM_UP_STEPS)
 
     def run(self, steps: int) -> float:
         """Trains; returns seconds a step, by the speed that the example itself measures."""
         self._args.steps = self.job.state.step + steps + 1  # the first one of a loop is not timed
-        done = example.train(self._args, self.job, self._session, Progress(io.StringIO()))
+        done = self._module.train(self._args, self.job, self._session, Progress(io.StringIO()))
         if done.samples_per_s is None:
             raise RuntimeError("too few steps to measure a speed")
         return float(self._args.batch_size * self._session.world_size / done.samples_per_s)
@@ -189,14 +206,14 @@ def measure(
             slowest = [max(column) / 1e6 for column in zip(*_gather(session, device, mine), strict=True)]
             step_ms = statistics.median(slowest)
             rows[name] |= {
-                "images_per_s": session.world_size * batch / step_ms * 1e3,
+                _rate(options): session.world_size * batch * _samples(options) / step_ms * 1e3,
                 "step_ms": step_ms,
                 "rounds_ms": slowest,
                 "steps_a_round": steps[name],
                 "captured": runner.captured,
                 "reason": runner.reason,
             }
-            say(_line(rows[name]))
+            say(_line(rows[name], _rate(options)))
     return list(rows.values())
 
 
@@ -231,11 +248,22 @@ def _memory(device: Any, *, peak: bool = False) -> int:
     return int(torch.cuda.memory_allocated())
 
 
-def _line(row: dict[str, Any]) -> str:
+def _rate(options: argparse.Namespace) -> str:
+    """The name of a row's speed."""
+    return "tokens_per_s" if options.model == "gpt2" else "images_per_s"
+
+
+def _samples(options: argparse.Namespace) -> int:
+    """What a row's speed counts, per image or window."""
+    return gpt2.shape(options.tiny)["context"] if options.model == "gpt2" else 1
+
+
+def _line(row: dict[str, Any], rate: str) -> str:
     note = "captured" if row["captured"] else row["reason"] or "eager"
+    speed = f"{row[rate]:9.0f} {rate.replace('_per_', '/')}"
     return (
         f"{row['gpus']} GPUs  {row['variant']:22} batch {row['batch_per_gpu']:4}"
-        f"  {row['images_per_s']:9.0f} img/s  {row['step_ms']:8.3f} ms  setup {row['setup_s']:5.1f} s"
+        f"  {speed}  {row['step_ms']:8.3f} ms  setup {row['setup_s']:5.1f} s"
         f"  ({note})"
     )
 
@@ -244,6 +272,7 @@ def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     option = parser.add_argument
+    option("--model", choices=MODELS, required=True)
     option("--variants", nargs="+", required=True)
     option("--batch", type=int, nargs="+", required=True)
     option("--rounds", type=int, required=True)

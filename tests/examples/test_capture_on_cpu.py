@@ -46,6 +46,7 @@ class LoneSession:
     rank, world_size, state_source_rank = 0, 1, -1
     newcomer_ranks: tuple[int, ...] = (0,)
     launch = 0
+    membership_event = None
 
     def __init__(self) -> None:
         self.generation = 0

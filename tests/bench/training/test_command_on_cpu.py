@@ -64,6 +64,22 @@ def test_all_kinds_of_variants_run_in_turns_and_a_ratio_too_low_ends_with_1(tmp_
     assert losses["muster"] == pytest.approx(losses["ddp"], rel=1e-4)  # the peers train the same
 
 
+def test_gpt2_s_variants_train_the_same_as_its_peer(tmp_path: Path) -> None:
+    variants = ["example", "example-step", "muster", "ddp"]
+    done = bench(
+        tmp_path,
+        *("--model", "gpt2", "--gpus", "2", "--batch", "4", "--rounds", "1", "--seconds", "0.02"),
+        *("--variants", *variants),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    rows = {row["variant"]: row for row in report["results"]}
+    assert list(rows) == variants and report["context"] == 32
+    assert all(row["tokens_per_s"] > 0 for row in rows.values())
+    assert rows["muster"]["losses"] == pytest.approx(rows["ddp"]["losses"], rel=1e-4)
+    assert rows["muster"]["losses"][-1] < rows["muster"]["losses"][0]
+
+
 def test_the_benchmark_s_job_is_the_example_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its class and its loop, not copies of them; and the speed is the one that the example measures."""
     made: list[Any] = []
@@ -82,7 +98,7 @@ def test_the_benchmark_s_job_is_the_example_itself(monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(samples_per_s=100.0)
 
     monkeypatch.setattr(example, "train", trains)
-    options: Any = SimpleNamespace(tiny=False)
+    options: Any = SimpleNamespace(tiny=False, model="resnet50")
     session: Any = SimpleNamespace(world_size=2)
     runner = train_job.Example(options, session, torch.device("cpu"), "synthetic", 10)
     assert len(made) == 1 and made[0][0].data == "synthetic" and made[0][0].batch_size == 10
