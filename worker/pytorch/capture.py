@@ -210,7 +210,8 @@ def host_bound(optimizer: Any) -> str | None:
 
 
 _log = logging.getLogger(__name__)
-_LAUNCH_WAIT_S = 0.2
+_LAUNCH_WAIT_S = 0.02
+"""Longer than a launch takes, unless it waits for a step that has broken."""
 
 
 class CaptureError(WorkerError):
