@@ -202,7 +202,8 @@ def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Prog
             mean = job.step.mean_over_ranks(loss) if prints else 0.0
         if not step.done:
             continue
-        done.add(step.batch.global_size, generation=session.generation, captured=job.step.captured)
+        captured = job.step.captured
+        done.add(step.batch.global_size, generation=session.generation, number=number, captured=captured)
         if prints:
             speed = (done.samples_per_s or 0) * args.context
             out.line(f"step {number} of {args.steps}: loss {mean:.4f}, {speed:,.0f} bytes/s")

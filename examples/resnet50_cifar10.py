@@ -172,6 +172,7 @@ def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Prog
         done.add(
             step.batch.global_size,
             generation=session.generation,
+            number=job.state.step,
             captured=captured,
             timed=before == (captured, compilations()),
         )

@@ -102,12 +102,12 @@ def test_a_resumed_job_draws_and_trains_as_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("capture", ["eager", "captured"])
-def test_a_rate_that_differs_on_a_gpu_is_named_before_the_step_counts(
+def test_a_rate_that_differs_on_a_gpu_is_named_before_another_step_counts(
     keys: Path, tmp_path: Path, capture: str
 ) -> None:
     script = [sys.executable, str(ROOT / "tests/gpu/gpu_resume_job.py"), str(tmp_path), capture, "differ"]
     output = launch(keys, tmp_path, "--tail=all", "--", *script)
-    words = r"differ after step 9: .*the learning rate of parameter group 0 is 0\.01 on rank 0 and 0\.05 on"
+    words = r"differ after step 10: .*the learning rate of parameter group 0 is 0\.01 on rank 0 and 0\.05 on"
     assert len(re.findall(words, output)) == GPUS, output
 
 

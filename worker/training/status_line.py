@@ -59,6 +59,10 @@ class Progress:
             self._stream.flush()
 
 
+_MOST_REDONE = 8
+"""More than the steps that a change of members may undo."""
+
+
 class Throughput:
     """Counts the steps that this process has trained, and their samples per second.
 
@@ -82,19 +86,29 @@ class Throughput:
         self._clock = clock
         self._generation: int | None = None
         self._since = 0.0
+        self._last: dict[int, bool] = {}  # whether each of the last numbers was captured
 
-    def add(self, samples: int, *, generation: int, captured: bool = False, timed: bool = True) -> None:
+    def add(
+        self, samples: int, *, generation: int, number: int = 0, captured: bool = False, timed: bool = True
+    ) -> None:
         """Counts a step that has just been finished.
 
         Args:
             samples: of the step, over all ranks.
             generation: in which it was trained.
+            number: of the step, from 1: one that is done once more counts once; 0: it is not known.
             captured: it was launched as a graph.
             timed: it did nothing but train; False for one that compiled or captured, say.
         """
         now = self._clock()
         self.steps += 1
         self.captured += captured
+        if number:
+            for redone in [each for each in self._last if each >= number]:
+                self.steps -= 1
+                self.captured -= self._last.pop(redone)
+            self._last[number] = captured
+            self._last.pop(number - _MOST_REDONE, None)
         if timed and generation == self._generation:
             self.samples += samples
             self.microseconds += round((now - self._since) * 1e6)

@@ -115,3 +115,13 @@ def test_a_replaced_rank_0_takes_what_the_longest_lived_one_has_counted(clock: C
         train(done, clock, [0.0], generation=2)
     came_later.take([came_later.row(), lived.row()])
     assert came_later.row() == lived.row() == [4, 0, 128, 1_000_000]
+
+
+def test_steps_that_a_change_of_members_undid_count_once(clock: Clock) -> None:
+    done = Throughput(clock)
+    for number in range(1, 21):
+        train(done, clock, [0.5], number=number, captured=True)
+    for number in (19, 20):  # both broke, and are redone eagerly
+        train(done, clock, [0.5], number=number, generation=2)
+    train(done, clock, [0.5], number=21, generation=2, captured=True)
+    assert (done.steps, done.captured) == (21, 19)
