@@ -27,8 +27,7 @@ from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.config import load_settings
 from muster.scheduler.core.machine import Machine
 from muster.scheduler.jobs.driver import Jobs
-from muster.scheduler.serve.service import Service
-from muster.scheduler.serve.sessions import Limits, Sessions
+from muster.scheduler.serve.sessions import Limits, Service, Sessions
 from muster.worker.communicators.base import ReduceOp
 from muster.worker.config import SecurityContext
 from muster.worker.control.session import Session

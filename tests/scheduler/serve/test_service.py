@@ -21,8 +21,7 @@ from muster.scheduler.core.events import Decision
 from muster.scheduler.jobs.driver import Jobs, Note
 from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.server import keep_in_force
-from muster.scheduler.serve.service import Service
-from muster.scheduler.serve.sessions import Limits, Sessions
+from muster.scheduler.serve.sessions import Limits, Service, Sessions
 from tests.scheduler.fakes import FakeJob
 from tests.scheduler.processes import join
 from tests.waiting import go
