@@ -32,14 +32,23 @@ from muster.scheduler.core import probing
 from muster.scheduler.core import records as r
 from muster.scheduler.core.job import Job, JobView, Outbox, Suspicion, worker_view
 from muster.scheduler.core.ledger import (
+    STATELESS,
     UNSET,
     Claim,
     Phase,
+    all_in,
+    are_in,
     check_place,
     check_process,
+    count,
     early_end,
+    listing,
+    natural_key,
+    nodes,
     remarks,
     sizes,
+    upper_first,
+    who,
 )
 from muster.scheduler.core.reports import (
     absent,
@@ -53,17 +62,6 @@ from muster.scheduler.core.reports import (
     state_reason,
     waiting_message,
     waiting_sentence,
-)
-from muster.scheduler.core.workers import (
-    STATELESS,
-    all_in,
-    are_in,
-    count,
-    listing,
-    natural_key,
-    nodes,
-    upper_first,
-    who,
 )
 
 LONG_LIST = 32

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 
 from muster.rendezvous import messages as m
 from muster.scheduler.core.job import Contact, Job, Members
-from muster.scheduler.core.ledger import Claim, Ledger, Phase, early_end
-from muster.scheduler.core.workers import STATELESS, count, listing, nodes, upper_first, waiting, who
+from muster.scheduler.core.ledger import (
+    STATELESS,
+    Claim,
+    Ledger,
+    Phase,
+    count,
+    early_end,
+    listing,
+    nodes,
+    upper_first,
+    waiting,
+    who,
+)
 
 # ---------------------------------------------------------------- sentences and reports
 

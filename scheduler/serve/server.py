@@ -30,7 +30,7 @@ from muster.scheduler.audit.native_stderr import HandshakeWatch
 from muster.scheduler.audit.refusals import ThinnedRecorder
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.core import records as r
-from muster.scheduler.core.workers import count
+from muster.scheduler.core.ledger import count
 from muster.scheduler.errors import BindError, JobFailedError
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import Jobs, Storage
