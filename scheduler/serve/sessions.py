@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 import grpc
 import grpc.aio
@@ -166,7 +166,7 @@ class Sessions:
         session.takes_deltas = join.takes_deltas
         driver.admit(session)
         session.job_id, session.candidate, session.driver = job_id, join.profile, driver
-        return e.event_of(session.id, join)
+        return event_of(session.id, join)
 
     @staticmethod
     def event(session: Session, data: bytes) -> e.Event:
@@ -178,7 +178,7 @@ class Sessions:
         message = decoded(codec.decode_worker_message, data)
         if isinstance(message, m.Join):
             raise MalformedError("A session takes one Join only.")
-        return e.event_of(session.id, message)
+        return event_of(session.id, message)
 
     # ------------------------------------------------------------ certificates that end
 
@@ -214,6 +214,28 @@ def decoded(decode: Callable[[bytes], DecodedT], data: bytes) -> DecodedT:
         return decode(data)
     except codec.WireError as error:
         raise MalformedError(error.message, remedy=error.remedy) from error
+
+
+def event_of(session: e.SessionId, message: m.WorkerMessage) -> e.Event:
+    """The event for a message that a worker has sent."""
+    if isinstance(message, m.Join):
+        who = message.profile
+        return e.Joined(
+            session,
+            who.candidate(),
+            held_generation=message.held_generation,
+            held_rank=message.held_rank,
+            built=message.built,
+            step=message.step,
+            probe_address=who.probe_address,
+            last_call_s=who.last_call_s,
+            held_world_size=message.held_world_size,
+        )
+    return cast(e.Event, _EVENTS[type(message)](session=session, **vars(message)))
+
+
+_EVENTS = {kind.__bases__[0]: kind for kind in get_args(e.Event) if len(kind.__bases__) == 2}
+"""The events that are a worker's message and the number of its stream, by the message's class."""
 
 
 def _host_of(caller: Caller) -> str:
