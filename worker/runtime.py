@@ -18,7 +18,7 @@ from muster.rendezvous.log_lines import BoundedFormatter
 from muster.worker.config import SecurityContext, load_settings
 from muster.worker.control.client import is_consequence, is_good_exit, reason_of
 from muster.worker.control.connection import Connection, grpc_dial, load_keyring
-from muster.worker.ending import is_good_end, on_sigterm, show_errors_in_words, watch_the_end
+from muster.worker.ending import is_good_end, note, on_sigterm, show_errors_in_words, watch_the_end
 from muster.worker.errors import (
     SIGTERM_EXIT_CODE,
     JobEndedError,
@@ -28,7 +28,6 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.worker.launch import last_words
 from muster.worker.launch.door import OUTER
 from muster.worker.store.environment import AGENT_VARIABLE
 from muster.worker.uplink.dialing import dial_by_uplink
@@ -68,7 +67,7 @@ class Process:
             self.said = True
             error = self._cause(error)
             left = isinstance(error, LeaveGranted | LeaveNow) or self._passes_leave_on(error)
-            last_words.note(error=reason_of(error), consequence=is_consequence(error), left=left)
+            note(error=reason_of(error), consequence=is_consequence(error), left=left)
         if self.session is not None:
             with contextlib.suppress(WorkerError, KeyboardInterrupt):
                 self.session.end(error)

@@ -10,13 +10,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.codec import MAX_NUMBER
 from muster.rendezvous.patience import RETRY_LAST_S, verdict_margin_s
+from muster.worker import ending
 from muster.worker.communicators.base import Backend, Communicator, Membership, Peer
 from muster.worker.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.worker.communicators.groups import WORLD, Groups
@@ -34,7 +36,6 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.worker.launch import last_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,7 +208,7 @@ class Session:
             raise
 
     def _note_place(self) -> None:
-        last_words.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
+        ending.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
 
     # ------------------------------------------------------------ the present generation
 
@@ -302,13 +303,13 @@ class Session:
             "generation": place.generation,
             "workers": len(place.members),
             "hosts": len({member.host.id for member in place.members}),
-            "devices": last_words.describe_devices(kinds),
+            "devices": describe_devices(kinds),
             "backend": self._profile.backend,
             "tls": self.settings.config_path is not None,
             "reason": place.reason,
         }
-        last_words.note(group=group, waits="")
-        last_words.set_title(f"rank {place.rank}", sys.argv[0])
+        ending.note(group=group, waits="")
+        ending.set_title(f"rank {place.rank}", sys.argv[0])
 
     # ------------------------------------------------------------ groups
 
@@ -392,7 +393,7 @@ class Session:
         ):
             figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
             self._client.post(e.Progress(progress.step, *figures))
-            last_words.note_progress(
+            ending.note_progress(
                 step=progress.step,
                 steps=progress.steps,
                 samples_per_s=round(progress.samples_per_s, 1),
@@ -694,10 +695,10 @@ def new_incarnation() -> int:
 
 def _note_loss(loss: m.FirstLoss | None) -> None:
     if loss is None:
-        last_words.note(first=None)
+        ending.note(first=None)
         return
     first = {"node_id": loss.node_id, "incarnation": loss.incarnation}
-    last_words.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})
+    ending.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})
 
 
 def _jitter() -> float:
@@ -732,3 +733,10 @@ def _peer(member: m.Member, ordinal: int | None) -> Peer:
         # Others are named by their place on their host; this process counts what it sees.
         device_index=member.device.index if ordinal is None else ordinal,
     )
+
+
+def describe_devices(devices: Sequence[tuple[str, str]]) -> str:
+    """The kinds and models of the workers' devices, in words: ``4 x NVIDIA H200``, or ``CPU``."""
+    counts = Counter(model or kind for kind, model in devices if kind != "cpu")
+    words = [f"{count} x {name}" for name, count in sorted(counts.items())]
+    return " and ".join([*words, "CPU"] if any(kind == "cpu" for kind, _ in devices) else words)

@@ -25,8 +25,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-from muster.worker.ending import exit_noted
-from muster.worker.launch.last_words import set_title
+from muster.worker.ending import exit_noted, set_title
 from muster.worker.launch.plan import Recipe
 
 WARM_MODULES = (

@@ -239,7 +239,7 @@ def test_who_was_the_first_to_go_is_noted_for_the_launcher_before_the_change_is_
         if "group" not in facts:
             noted.append(facts)
 
-    monkeypatch.setattr("muster.worker.launch.last_words.note", note)
+    monkeypatch.setattr("muster.worker.ending.note", note)
     connector = ScriptedConnector()
     session = scripted_session(connector)
     line, join = opened(session, connector)

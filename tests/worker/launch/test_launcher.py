@@ -289,8 +289,7 @@ def test_enough_workers_go_on(here: Place) -> None:
 
 def test_a_worker_that_ends_long_before_the_others_is_named_once_unless_asked_to(here: Place) -> None:
     script = here.script(
-        HELPERS
-        + "from muster.worker.launch import last_words\nif ME == '3':\n    last_words.note(left=True)\n"
+        HELPERS + "from muster.worker import ending\nif ME == '3':\n    ending.note(left=True)\n"
         "while ME == '0' and not os.path.exists('go'):\n    time.sleep(0.01)"
     )
     launch = here.start("-n", "4", command=(PYTHON, script))
