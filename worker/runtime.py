@@ -257,7 +257,7 @@ def open_session(
     warmed = None if settings.spare else warm_up(name, device.ordinal)
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from muster.rendezvous.messages import Profile
-    from muster.worker.communicators.tcp.probe import Probes
+    from muster.worker.communicators.tcp.probe import Prober, answer_probes
     from muster.worker.control.session import Session, new_incarnation
     from muster.worker.host import bind_libraries, join_facts
 
@@ -272,8 +272,11 @@ def open_session(
         warm_up=warmed,
     )
     data_address = plane.open_endpoint(host.address)
-    probes = Probes(policies, settings.job_id, allow_insecure=settings.allow_insecure)
-    probe_address = data_address if plane.answers_probes else probes.open(host.address)
+    answering, probe_address = (
+        (None, data_address)
+        if plane.answers_probes
+        else answer_probes(policies, host.address, allow_insecure=settings.allow_insecure)
+    )
     profile = Profile(
         job_id=settings.job_id,
         node_id=node_identity(settings, host, os.urandom(4).hex()),
@@ -292,7 +295,15 @@ def open_session(
     )
     dial = grpc_dial(settings, keyring)
     line = Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial)
-    return Session(settings, profile=profile, device=device, backend=plane, connection=line, probes=probes)
+    return Session(
+        settings,
+        profile=profile,
+        device=device,
+        backend=plane,
+        connection=line,
+        probe_all=Prober(policies, settings.job_id),
+        answering=answering,
+    )
 
 
 def retried(

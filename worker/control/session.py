@@ -40,7 +40,7 @@ from muster.worker.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from muster.worker.communicators.tcp.probe import Probes
+    from muster.worker.communicators.tcp.endpoint import Endpoint
     from muster.worker.config import Settings
     from muster.worker.control.client import Threads
     from muster.worker.host import DeviceChoice
@@ -128,6 +128,10 @@ log = logging.getLogger("muster.worker")
 SURVIVOR_TIMEOUT_S = 7 * 86_400.0
 
 
+def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
+    return {}
+
+
 class Session:
     """One worker process's membership of a job. Made by :func:`muster.init`.
 
@@ -149,7 +153,8 @@ class Session:
         device: DeviceChoice,
         backend: Backend,
         connection: Line,
-        probes: Probes | None = None,
+        probe_all: Callable[[dict[str, str]], dict[str, str]] = _unreached_none,
+        answering: Endpoint | None = None,
         timing: e.Timing | None = None,
         threads: Threads | None = None,
     ) -> None:
@@ -161,7 +166,7 @@ class Session:
         self._first_ordinal: int | None = None
         self._released = False
         self.interrupted = False
-        self._probes = probes
+        self._answering = answering
         self._recorder = FlightRecorder()
         self._groups = Groups()
         self._left = False
@@ -184,7 +189,7 @@ class Session:
             hanging_s=self._recorder.hanging_s,
             late_s=self._recorder.late_s,
             waits=self._recorder.waits,
-            probe_all=probes.try_all if probes is not None else _unreached_none,
+            probe_all=probe_all,
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
             note_loss=_note_loss,
             threads=threads,
@@ -511,8 +516,8 @@ class Session:
             try:
                 build = self._client.next_build()
                 place = build.assignment
-                if self._probes is not None:
-                    self._probes.know(member.host.address for member in place.members)
+                if self._answering is not None:
+                    self._answering.know(member.host.address for member in place.members)
                 if self._assignment is None:
                     self._check_rank_id(place)
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
@@ -670,8 +675,8 @@ class Session:
             self._groups.leave()
             self._client.communicators.end(_abandon)
         self.backend.close()
-        if self._probes is not None:
-            self._probes.close()
+        if self._answering is not None:
+            self._answering.close()
 
     def __enter__(self) -> Session:
         """Returns the session, which is open already."""
@@ -682,10 +687,6 @@ class Session:
     ) -> None:
         """Releases; an exception means that the training is not finished."""
         self.end(error)
-
-
-def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
-    return {}
 
 
 def new_incarnation() -> int:

@@ -265,7 +265,7 @@ class StubBackend(Backend):
 def scripted_session(
     connector: ScriptedConnector,
     backend: StubBackend | None = None,
-    probes: Any = None,
+    answering: Any = None,
     timing: Timing | None = None,
     **settings: object,
 ) -> Session:
@@ -276,7 +276,7 @@ def scripted_session(
         device=DeviceChoice(Device()),
         backend=backend or StubBackend(),
         connection=Connection(connector.dial),
-        probes=probes,
+        answering=answering,
         timing=timing,
     )
 
