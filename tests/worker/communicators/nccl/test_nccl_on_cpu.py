@@ -31,7 +31,7 @@ from muster.worker.errors import (
     FormationTimeoutError,
     MembershipChanged,
 )
-from tests.gpu.stand_in import FakeEvent, fake_cupy
+from tests.gpu.stand_in import FakeEvent, OnGpu, fake_cupy
 from tests.waiting import wait_for
 
 
@@ -94,34 +94,6 @@ def test_what_is_only_moved_may_have_a_dtype_that_nccl_does_not_know(
     else:
         comm.broadcast(array, 0)
         assert calls_of(comm)[0][:5] == ("broadcast", 4096, 4096, 12, number)
-
-
-class OnGpu:
-    """A tensor of torch, as far as it is asked, on GPU 0."""
-
-    def __init__(self, dtype: Any, layout: Any) -> None:
-        self.dtype, self.layout, self.shape = dtype, layout, (3,)
-
-    def is_contiguous(self) -> bool:
-        return True
-
-    def is_conj(self) -> bool:
-        return False
-
-    def element_size(self) -> int:
-        return int(self.dtype.itemsize)
-
-    def data_ptr(self) -> int:
-        return 4096
-
-    def numel(self) -> int:
-        return 3
-
-    def get_device(self) -> int:
-        return 0
-
-
-OnGpu.__module__ = "torch.stand_in"
 
 
 @pytest.fixture
