@@ -253,8 +253,7 @@ def open_session(
     name = backend or settings.backend or _default_backend(device.visible_count)
     from muster.worker.communicators import create_backend, tls_policies, warm_up
 
-    # Beside all that follows: it takes as long. A spare may wait for long, and holds no GPU meanwhile.
-    warmed = None if settings.spare else warm_up(name, device.ordinal)
+    warmed = warm_up(name, -1 if settings.spare else device.ordinal)  # beside what follows: it takes as long
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from muster.rendezvous.messages import Profile
     from muster.worker.communicators.tcp.probe import Prober, answer_probes
@@ -303,6 +302,7 @@ def open_session(
         connection=line,
         probe_all=Prober(policies, settings.job_id),
         answering=answering,
+        prepare=None if warmed is None else warmed.load,
     )
 
 

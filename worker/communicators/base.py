@@ -411,15 +411,6 @@ class Backend(abc.ABC):
     facts: Mapping[str, str] = MappingProxyType({})
     """What must be the same on all workers, by name, beside what all backends compare."""
 
-    def prepare(self, device_index: int) -> None:
-        """Begins slow work that needs no peers, before joining. Returns at once and never raises.
-
-        Args:
-            device_index: this worker's GPU as CUDA counts in this process; -1: not known yet, or a spare's,
-                which may wait for long and holds no memory of a GPU meanwhile.
-        """
-        return
-
     @abc.abstractmethod
     def open_endpoint(self, address: str) -> str:
         """Prepares to be reached by peers; called once, before joining.

@@ -155,6 +155,7 @@ class Session:
         connection: Line,
         probe_all: Callable[[dict[str, str]], dict[str, str]] = _unreached_none,
         answering: Endpoint | None = None,
+        prepare: Callable[[], None] | None = None,
         timing: e.Timing | None = None,
         threads: Threads | None = None,
     ) -> None:
@@ -167,6 +168,7 @@ class Session:
         self._released = False
         self.interrupted = False
         self._answering = answering
+        self._prepare = prepare
         self._recorder = FlightRecorder()
         self._groups = Groups()
         self._left = False
@@ -206,7 +208,8 @@ class Session:
         self._note_place()
         self._client.start()
         try:
-            self.backend.prepare(-1 if self.settings.spare else self.device.ordinal)
+            if self._prepare is not None:  # slow work that needs no peers
+                self._prepare()
             self._enter()
         except BaseException as error:
             self._end_as_failed(error)

@@ -267,6 +267,7 @@ def scripted_session(
     connector: ScriptedConnector,
     backend: StubBackend | None = None,
     answering: Any = None,
+    prepare: Callable[[], None] | None = None,
     timing: Timing | None = None,
     **settings: object,
 ) -> Session:
@@ -278,6 +279,7 @@ def scripted_session(
         backend=backend or StubBackend(),
         connection=Connection(connector.dial),
         answering=answering,
+        prepare=prepare,
         timing=timing,
     )
 
