@@ -201,7 +201,7 @@ async def _serve(
     limits = Limits(sessions_per_host=settings.max_streams_per_host)
     leader = leadership.name if leadership is not None else ""
     sessions = Sessions(jobs, access, recorder, limits)
-    service = Service(jobs, access, recorder, settings.job_id, sessions, leader=leader)
+    service = Service(sessions, settings.job_id, leader=leader)
     tls = RotatingServerCredentials(security.credentials) if security is not None else None
     async with contextlib.AsyncExitStack() as at_end:
         if settings.metrics_port is not None:

@@ -73,8 +73,8 @@ class Sessions:
         self.idle = asyncio.Event()
         self.idle.set()
         self.large_writes = asyncio.Semaphore(LARGE_WRITES_AT_ONCE)
-        self._jobs = jobs
-        self._access = access
+        self.jobs = jobs
+        self.access = access
         self._ids = itertools.count(1)
         self._per_host: Counter[str] = Counter()
 
@@ -143,10 +143,6 @@ class Sessions:
         session.close(error)
         return text
 
-    def authenticate(self, context: Context) -> Caller:
-        """Says who calls; see :meth:`muster.scheduler.access.Access.authenticate`."""
-        return self._access.authenticate(context)
-
     # ------------------------------------------------------------ what workers send
 
     async def join(self, session: Session, data: bytes) -> e.Event:
@@ -161,8 +157,8 @@ class Sessions:
         if not isinstance(join, m.Join):
             raise MalformedError("The first message of a session must be Join.")
         job_id, node_id = join.profile.job_id, join.profile.node_id
-        self._access.allow(session.caller, roles=("worker",), job=job_id, node=node_id)
-        driver = await self._jobs.for_join(job_id, fresh=join.held_generation == 0)
+        self.access.allow(session.caller, roles=("worker",), job=job_id, node=node_id)
+        driver = await self.jobs.for_join(job_id, fresh=join.held_generation == 0)
         session.takes_deltas = join.takes_deltas
         driver.admit(session)
         session.job_id, session.candidate, session.driver = job_id, join.profile, driver
@@ -186,7 +182,7 @@ class Sessions:
         """Ends every session whose certificate is revoked by now; its node loses its place."""
         # A stream that carries several is ended after the sessions on it.
         for session in sorted(self.all.values(), key=lambda each: each.driver is None):
-            reason = self._access.revoked(session.caller)
+            reason = self.access.revoked(session.caller)
             if reason is None or session.over:
                 continue
             if session.driver is not None and session.candidate is not None:
@@ -198,7 +194,7 @@ class Sessions:
     def report_expired(self) -> None:
         """Says once of each session that its certificate has ended; it will not be let in again."""
         for session in self.all.values():
-            if not session.expiry_reported and self._access.expired(session.caller):
+            if not session.expiry_reported and self.access.expired(session.caller):
                 session.expiry_reported = True
                 text = "the certificate has expired; the worker is refused when it connects again"
                 self.recorder.note(Note("expired", session.job_id, text, session))
@@ -255,22 +251,11 @@ _REFUSALS: dict[type[SchedulerError], m.RefusalCode] = {
 class Service:
     """Serves ``rendezvous.v1.Rendezvous`` on bytes, so that nothing is parsed before the caller is known."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        access: Access,
-        recorder: Recorder,
-        own_job: str,
-        sessions: Sessions,
-        *,
-        leader: str = "",
-    ) -> None:
-        self._jobs = jobs
-        self._access = access
-        self._recorder = recorder
+    def __init__(self, sessions: Sessions, own_job: str, *, leader: str = "") -> None:
+        self._sessions = sessions
+        self._jobs, self._access, self._recorder = sessions.jobs, sessions.access, sessions.recorder
         self._own_job = own_job
         self._leader = leader
-        self._sessions = sessions
         self._started = time.monotonic()
 
     def handler(self) -> grpc.GenericRpcHandler:

@@ -109,7 +109,7 @@ def served(workers: int) -> Iterator[int]:
         )
         await jobs.open()
         access = Access(tls=False)
-        service = Service(jobs, access, recorder, "default", Sessions(jobs, access, recorder, Limits()))
+        service = Service(Sessions(jobs, access, recorder, Limits()), "default")
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((service.handler(),))
         bound = server.add_insecure_port("127.0.0.1:0")

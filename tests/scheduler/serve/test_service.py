@@ -64,7 +64,7 @@ async def served(
     await jobs.open()
     access = Access(tls=False)
     sessions = Sessions(jobs, access, recorder, limits or Limits())
-    service = Service(jobs, access, recorder, "default", sessions)
+    service = Service(sessions, "default")
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((service.handler(), HostStreams(sessions).handler()))
     port = server.add_insecure_port("127.0.0.1:0")
