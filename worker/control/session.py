@@ -1,4 +1,4 @@
-"""A worker's session: its place in the job, and the communicators of the present generation."""
+"""A worker's session: its place in the job, and the communicators and groups of the present generation."""
 
 from __future__ import annotations
 
@@ -763,7 +763,10 @@ class Group:
 
 
 class Groups:
-    """The groups of a session; remade in each generation."""
+    """The groups of a session, MindSpore's way: every rank creates every group, in the same order.
+
+    They are remade in each generation.
+    """
 
     def __init__(self) -> None:
         self._world: Communicator | None = None
