@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.rendezvous.files import read_regular
+from muster.rendezvous.launches import read_records
 from muster.rendezvous.log_lines import one_line
-from muster.rendezvous.run_record import read
 from muster.web.model import Generation
 from muster.web.plots import LARGEST
 from muster.web.series import Point, Series
@@ -92,7 +92,7 @@ def load(directory: Path) -> Run:
     run = Run()
     going = 0
     group: Mapping[str, Any] = {}
-    for line in read(directory):
+    for line in read_records(directory):
         kind, now = line.get("kind"), float(line["time"])
         run.latest = now
         if kind == "began":

@@ -1,4 +1,9 @@
-"""Hooks at a script's end: they show errors as sentences, and let the session know how it ended.
+"""What a worker's process notes for its launcher, and hooks at its script's end.
+
+The launcher sees exit codes and signals only, in the order in which processes end, which is not the order in
+which they failed. So it gives each worker a file in memory, named by MUSTER_LAST_WORDS. How far the training
+is stands in its first bytes and is overwritten; the rest is appended, a JSON object a line, which
+:func:`muster.worker.launch.report.read_words` reads.
 
 A Muster error that a script does not catch is shown as a sentence, with its exit code, not as a traceback.
 What ends the script is handed on before that, so that scheduler and launcher hear the reason. An exception is
@@ -12,6 +17,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -32,6 +38,84 @@ _BEGINNING = str(_HERE / "runtime.py"), str(_HERE / "training" / "datasets.py")
 """Files whose errors are mistakes in settings, for which the script's line says nothing."""
 
 _LIBRARIES = (f"{_HERE}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen")
+
+
+# ---------------------------------------------------------------- notes for the launcher
+
+NOTES_VARIABLE = "MUSTER_LAST_WORDS"
+NOTES_FILE = "muster-last-words"
+SLOT_BYTES = 256
+"""Bytes for the progress."""
+
+PROGRESS_EVERY_S = 0.2
+_progress_due_s = 0.0
+
+
+def note(**facts: object) -> None:
+    """Appends one line of facts; without a launcher, or where that is gone, it does nothing."""
+    _write(os.O_APPEND, (json.dumps(facts) + "\n").encode())
+
+
+def note_progress(**facts: object) -> None:
+    """Overwrites the training's progress, a few times a second at most; like :func:`note`."""
+    global _progress_due_s
+    if NOTES_VARIABLE not in os.environ or time.monotonic() < _progress_due_s:
+        return
+    _progress_due_s = time.monotonic() + PROGRESS_EVERY_S
+    data = json.dumps(facts).encode()
+    if len(data) <= SLOT_BYTES:
+        _write(0, data.ljust(SLOT_BYTES))
+
+
+def _write(flags: int, data: bytes) -> None:
+    path = os.environ.get(NOTES_VARIABLE)
+    if not path:
+        return
+    try:
+        if not str(Path(path).readlink()).startswith(f"/memfd:{NOTES_FILE}"):
+            return  # another process has the number by now
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags)
+    except OSError:
+        return
+    try:
+        os.write(descriptor, data)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def set_title(who: str, script: str) -> None:
+    """Names this process for ``ps``: ``muster: rank 3 train.py``.
+
+    The kernel shows what stands where the process's arguments were put at its start; Python has its own copy
+    of them. Without a launcher nothing is done: the process is not Muster's to name.
+
+    Args:
+        who: ``rank 3``.
+        script: path or name of what the process runs.
+    """
+    if NOTES_VARIABLE not in os.environ:
+        return
+    title = f"muster: {who} {Path(script).name}".rstrip().encode()
+    try:
+        Path("/proc/self/comm").write_bytes(title[:15].rstrip())
+        fields = (
+            Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        )
+        begin, end = int(fields[45]), int(fields[46])
+        if 0 < begin < end:
+            memory = os.open("/proc/self/mem", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                # Zeros to the end: where the last byte is none, the kernel reads on into the environment.
+                os.pwrite(memory, title[: end - begin - 1].ljust(end - begin, b"\0"), begin)
+            finally:
+                os.close(memory)
+    except (OSError, ValueError, IndexError):
+        return
+
+
+# ---------------------------------------------------------------- how the script ends
 
 
 class _Script:

@@ -18,7 +18,7 @@ from muster.rendezvous.log_lines import BoundedFormatter
 from muster.worker.config import SecurityContext, load_settings
 from muster.worker.control.client import is_consequence, is_good_exit, reason_of
 from muster.worker.control.connection import Connection, grpc_dial, load_keyring
-from muster.worker.ending import is_good_end, on_sigterm, show_errors_in_words, watch_the_end
+from muster.worker.ending import is_good_end, note, on_sigterm, show_errors_in_words, watch_the_end
 from muster.worker.errors import (
     SIGTERM_EXIT_CODE,
     JobEndedError,
@@ -28,7 +28,6 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.worker.launch import last_words
 from muster.worker.launch.door import OUTER
 from muster.worker.store.environment import AGENT_VARIABLE
 from muster.worker.uplink.dialing import dial_by_uplink
@@ -68,7 +67,7 @@ class Process:
             self.said = True
             error = self._cause(error)
             left = isinstance(error, LeaveGranted | LeaveNow) or self._passes_leave_on(error)
-            last_words.note(error=reason_of(error), consequence=is_consequence(error), left=left)
+            note(error=reason_of(error), consequence=is_consequence(error), left=left)
         if self.session is not None:
             with contextlib.suppress(WorkerError, KeyboardInterrupt):
                 self.session.end(error)
@@ -254,11 +253,10 @@ def open_session(
     name = backend or settings.backend or _default_backend(device.visible_count)
     from muster.worker.communicators import create_backend, tls_policies, warm_up
 
-    # Beside all that follows: it takes as long. A spare may wait for long, and holds no GPU meanwhile.
-    warmed = None if settings.spare else warm_up(name, device.ordinal)
+    warmed = warm_up(name, -1 if settings.spare else device.ordinal)  # beside what follows: it takes as long
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
     from muster.rendezvous.messages import Profile
-    from muster.worker.communicators.tcp.probe import Probes
+    from muster.worker.communicators.tcp.probe import Prober, answer_probes
     from muster.worker.control.session import Session, new_incarnation
     from muster.worker.host import bind_libraries, join_facts
 
@@ -273,8 +271,11 @@ def open_session(
         warm_up=warmed,
     )
     data_address = plane.open_endpoint(host.address)
-    probes = Probes(policies, settings.job_id, allow_insecure=settings.allow_insecure)
-    probe_address = data_address if plane.answers_probes else probes.open(host.address)
+    answering, probe_address = (
+        (None, data_address)
+        if plane.answers_probes
+        else answer_probes(policies, host.address, allow_insecure=settings.allow_insecure)
+    )
     profile = Profile(
         job_id=settings.job_id,
         node_id=node_identity(settings, host, os.urandom(4).hex()),
@@ -293,7 +294,16 @@ def open_session(
     )
     dial = grpc_dial(settings, keyring)
     line = Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial)
-    return Session(settings, profile=profile, device=device, backend=plane, connection=line, probes=probes)
+    return Session(
+        settings,
+        profile=profile,
+        device=device,
+        backend=plane,
+        connection=line,
+        probe_all=Prober(policies, settings.job_id),
+        answering=answering,
+        prepare=None if warmed is None else warmed.load,
+    )
 
 
 def retried(

@@ -6,7 +6,6 @@ What a worker has sent goes in as the message itself, with the number of the str
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.messages import Value
@@ -168,40 +167,6 @@ Event = (
     | StoodStill
     | FellBehind
 )
-
-
-def event_of(session: SessionId, message: m.WorkerMessage) -> Event:
-    """The event for a message that a worker has sent."""
-    if isinstance(message, m.Join):
-        who = message.profile
-        return Joined(
-            session,
-            who.candidate(),
-            held_generation=message.held_generation,
-            held_rank=message.held_rank,
-            built=message.built,
-            step=message.step,
-            probe_address=who.probe_address,
-            last_call_s=who.last_call_s,
-            held_world_size=message.held_world_size,
-        )
-    return cast(Event, _EVENTS[type(message)](session=session, **vars(message)))
-
-
-_EVENTS = {
-    kind.__bases__[0]: kind
-    for kind in (
-        Heard,
-        UniqueIdsPublished,
-        BuiltReported,
-        QuiescedReported,
-        PeerSuspected,
-        PeerLate,
-        Probed,
-        LeaveRequested,
-        LeftCleanly,
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)

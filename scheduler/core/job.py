@@ -14,8 +14,7 @@ from typing import NamedTuple
 from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
-from muster.scheduler.core.ledger import Claim, Ledger, Phase
-from muster.scheduler.core.workers import count, missing, upper_first, who
+from muster.scheduler.core.ledger import Claim, Ledger, Phase, count, missing, upper_first, who
 
 # ---------------------------------------------------------------- workers as last heard
 

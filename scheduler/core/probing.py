@@ -21,8 +21,16 @@ from muster.scheduler.core.job import (
     Job,
     Round,
 )
-from muster.scheduler.core.ledger import Claim, Phase, check_place, early_end
-from muster.scheduler.core.workers import count, listing, upper_first, who
+from muster.scheduler.core.ledger import (
+    Claim,
+    Phase,
+    check_place,
+    count,
+    early_end,
+    listing,
+    upper_first,
+    who,
+)
 
 # ---------------------------------------------------------------- rounds
 

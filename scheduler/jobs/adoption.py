@@ -15,9 +15,14 @@ from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import JobView
-from muster.scheduler.core.ledger import Ledger, sizes
+from muster.scheduler.core.ledger import (
+    Ledger,
+    count,
+    sizes,
+    upper_first,
+    who,
+)
 from muster.scheduler.core.machine import Machine as Job
-from muster.scheduler.core.workers import count, upper_first, who
 
 
 class AdoptingJob:

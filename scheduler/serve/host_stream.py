@@ -65,7 +65,7 @@ class HostStreams:
         """Serves one host's stream from its first worker to its end."""
         caller = None
         try:
-            caller = self._sessions.authenticate(context)
+            caller = self._sessions.access.authenticate(context)
             stream = self._sessions.admit(caller)
         except SchedulerError as error:
             await self._sessions.recorder.turn_away("HostStream", context, caller, error)

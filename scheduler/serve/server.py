@@ -30,7 +30,7 @@ from muster.scheduler.audit.native_stderr import HandshakeWatch
 from muster.scheduler.audit.refusals import ThinnedRecorder
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.core import records as r
-from muster.scheduler.core.workers import count
+from muster.scheduler.core.ledger import count
 from muster.scheduler.errors import BindError, JobFailedError
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import Jobs, Storage
@@ -38,8 +38,7 @@ from muster.scheduler.serve import listen
 from muster.scheduler.serve.credentials import check_may_listen
 from muster.scheduler.serve.health import GuardedHealth
 from muster.scheduler.serve.host_stream import HostStreams
-from muster.scheduler.serve.service import SERVICE, Service
-from muster.scheduler.serve.sessions import Limits, Sessions
+from muster.scheduler.serve.sessions import SERVICE, Limits, Service, Sessions
 from muster.scheduler.store.service import StoreService
 from muster.scheduler.watch.service import WatchService
 
@@ -202,7 +201,7 @@ async def _serve(
     limits = Limits(sessions_per_host=settings.max_streams_per_host)
     leader = leadership.name if leadership is not None else ""
     sessions = Sessions(jobs, access, recorder, limits)
-    service = Service(jobs, access, recorder, settings.job_id, sessions, leader=leader)
+    service = Service(sessions, settings.job_id, leader=leader)
     tls = RotatingServerCredentials(security.credentials) if security is not None else None
     async with contextlib.AsyncExitStack() as at_end:
         if settings.metrics_port is not None:

@@ -1,33 +1,45 @@
-"""All open sessions of workers, on streams of their own or a host's: admits, feeds jobs, ends."""
+"""All open sessions of workers, on streams of their own or a host's, and the gRPC servicer beside them.
+
+It authenticates, decodes, queues and streams replies; it makes no decisions.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
+import grpc
 import grpc.aio
 
 from muster.rendezvous import codec
 from muster.rendezvous import messages as m
+from muster.scheduler import __version__
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import LOG, Recorder
 from muster.scheduler.core import events as e
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,
+    NotFoundError,
     NotPermittedError,
     SchedulerError,
     StoppingError,
+    TooSlowError,
     UnauthenticatedError,
+    end_call,
     status_of,
 )
 from muster.scheduler.jobs.driver import JobDriver, Jobs, Note, Session, UnknownJobError
+from muster.scheduler.serve.status import encode_jobs, encode_status
 
+SERVICE = "rendezvous.v1.Rendezvous"
+STATUS_ROLES = ("worker", "scheduler", "operator")
 LARGE_MESSAGE_BYTES = 16 * 1024
 LARGE_WRITES_AT_ONCE = 64  # bounds the memory in which gRPC copies a large world's assignments
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -61,8 +73,8 @@ class Sessions:
         self.idle = asyncio.Event()
         self.idle.set()
         self.large_writes = asyncio.Semaphore(LARGE_WRITES_AT_ONCE)
-        self._jobs = jobs
-        self._access = access
+        self.jobs = jobs
+        self.access = access
         self._ids = itertools.count(1)
         self._per_host: Counter[str] = Counter()
 
@@ -131,10 +143,6 @@ class Sessions:
         session.close(error)
         return text
 
-    def authenticate(self, context: Context) -> Caller:
-        """Says who calls; see :meth:`muster.scheduler.access.Access.authenticate`."""
-        return self._access.authenticate(context)
-
     # ------------------------------------------------------------ what workers send
 
     async def join(self, session: Session, data: bytes) -> e.Event:
@@ -149,12 +157,12 @@ class Sessions:
         if not isinstance(join, m.Join):
             raise MalformedError("The first message of a session must be Join.")
         job_id, node_id = join.profile.job_id, join.profile.node_id
-        self._access.allow(session.caller, roles=("worker",), job=job_id, node=node_id)
-        driver = await self._jobs.for_join(job_id, fresh=join.held_generation == 0)
+        self.access.allow(session.caller, roles=("worker",), job=job_id, node=node_id)
+        driver = await self.jobs.for_join(job_id, fresh=join.held_generation == 0)
         session.takes_deltas = join.takes_deltas
         driver.admit(session)
         session.job_id, session.candidate, session.driver = job_id, join.profile, driver
-        return e.event_of(session.id, join)
+        return event_of(session.id, join)
 
     @staticmethod
     def event(session: Session, data: bytes) -> e.Event:
@@ -166,7 +174,7 @@ class Sessions:
         message = decoded(codec.decode_worker_message, data)
         if isinstance(message, m.Join):
             raise MalformedError("A session takes one Join only.")
-        return e.event_of(session.id, message)
+        return event_of(session.id, message)
 
     # ------------------------------------------------------------ certificates that end
 
@@ -174,7 +182,7 @@ class Sessions:
         """Ends every session whose certificate is revoked by now; its node loses its place."""
         # A stream that carries several is ended after the sessions on it.
         for session in sorted(self.all.values(), key=lambda each: each.driver is None):
-            reason = self._access.revoked(session.caller)
+            reason = self.access.revoked(session.caller)
             if reason is None or session.over:
                 continue
             if session.driver is not None and session.candidate is not None:
@@ -186,7 +194,7 @@ class Sessions:
     def report_expired(self) -> None:
         """Says once of each session that its certificate has ended; it will not be let in again."""
         for session in self.all.values():
-            if not session.expiry_reported and self._access.expired(session.caller):
+            if not session.expiry_reported and self.access.expired(session.caller):
                 session.expiry_reported = True
                 text = "the certificate has expired; the worker is refused when it connects again"
                 self.recorder.note(Note("expired", session.job_id, text, session))
@@ -204,6 +212,28 @@ def decoded(decode: Callable[[bytes], DecodedT], data: bytes) -> DecodedT:
         raise MalformedError(error.message, remedy=error.remedy) from error
 
 
+def event_of(session: e.SessionId, message: m.WorkerMessage) -> e.Event:
+    """The event for a message that a worker has sent."""
+    if isinstance(message, m.Join):
+        who = message.profile
+        return e.Joined(
+            session,
+            who.candidate(),
+            held_generation=message.held_generation,
+            held_rank=message.held_rank,
+            built=message.built,
+            step=message.step,
+            probe_address=who.probe_address,
+            last_call_s=who.last_call_s,
+            held_world_size=message.held_world_size,
+        )
+    return cast(e.Event, _EVENTS[type(message)](session=session, **vars(message)))
+
+
+_EVENTS = {kind.__bases__[0]: kind for kind in get_args(e.Event) if len(kind.__bases__) == 2}
+"""The events that are a worker's message and the number of its stream, by the message's class."""
+
+
 def _host_of(caller: Caller) -> str:
     return caller.address.rsplit(":", 1)[0]
 
@@ -213,3 +243,148 @@ _REFUSALS: dict[type[SchedulerError], m.RefusalCode] = {
     NotPermittedError: m.RefusalCode.NOT_PERMITTED,
     UnknownJobError: m.RefusalCode.SETTINGS_DIFFER,
 }
+
+
+# ---------------------------------------------------------------- the service
+
+
+class Service:
+    """Serves ``rendezvous.v1.Rendezvous`` on bytes, so that nothing is parsed before the caller is known."""
+
+    def __init__(self, sessions: Sessions, own_job: str, *, leader: str = "") -> None:
+        self._sessions = sessions
+        self._jobs, self._access, self._recorder = sessions.jobs, sessions.access, sessions.recorder
+        self._own_job = own_job
+        self._leader = leader
+        self._started = time.monotonic()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service's handlers for a server."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Session": grpc.stream_stream_rpc_method_handler(self.session),
+                "Status": grpc.unary_unary_rpc_method_handler(self.status),
+                "Drain": grpc.unary_unary_rpc_method_handler(self.drain),
+                "Jobs": grpc.unary_unary_rpc_method_handler(self.jobs),
+            },
+        )
+
+    # ------------------------------------------------------------ unary
+
+    async def status(self, data: bytes, context: Context) -> bytes:
+        """Answers Status."""
+
+        async def answer(caller: Caller) -> bytes:
+            job_id = decoded(codec.decode_status_request, data) or self._own_job
+            self._access.allow(caller, roles=STATUS_ROLES, job=job_id)
+            view = self._jobs.get(job_id).view()
+            uptime_s = time.monotonic() - self._started
+            return encode_status(view, uptime_s=uptime_s, version=__version__, leader=self._leader)
+
+        return await self._answer("Status", context, answer)
+
+    async def jobs(self, data: bytes, context: Context) -> bytes:
+        """Answers Jobs, with those that the caller may see."""
+
+        async def answer(caller: Caller) -> bytes:
+            views = [driver.view() for driver in self._jobs.all() if self._may_see(caller, driver.job_id)]
+            return encode_jobs(views, version=__version__)
+
+        return await self._answer("Jobs", context, answer)
+
+    def _may_see(self, caller: Caller, job_id: str) -> bool:
+        try:
+            self._access.allow(caller, roles=STATUS_ROLES, job=job_id)
+        except NotPermittedError:
+            return False
+        return True
+
+    async def drain(self, data: bytes, context: Context) -> bytes:
+        """Answers Drain."""
+
+        async def answer(caller: Caller) -> bytes:
+            named, node_id, reason = decoded(codec.decode_drain_request, data)
+            job_id = named or self._own_job
+            self._access.allow(caller, roles=("operator",), job=job_id)
+            driver = self._jobs.get(job_id)
+            if all(w.candidate.node_id != node_id for w in driver.view().workers):
+                raise NotFoundError(f"There is no node {node_id!r} in job {job_id!r}.")
+            done = await driver.submit(e.DrainRequested(node_id, reason))
+            self._recorder.drained(job_id, node_id, caller, reason)
+            return codec.encode_drain_reply(done or f"Node {node_id} of job {job_id} is asked to leave.")
+
+        return await self._answer("Drain", context, answer)
+
+    async def _answer(
+        self, call: str, context: Context, answer: Callable[[Caller], Awaitable[bytes]]
+    ) -> bytes:
+        caller = None
+        try:
+            caller = self._access.authenticate(context)
+            return await answer(caller)
+        except Exception as error:
+            await self._recorder.turn_away(call, context, caller, error)
+            raise
+
+    # ------------------------------------------------------------ the session stream
+
+    async def session(self, _requests: object, context: Context) -> None:
+        """Serves one worker's stream from its Join to its end."""
+        caller = None
+        try:
+            caller = self._access.authenticate(context)
+            session = self._sessions.admit(caller)
+        except SchedulerError as error:
+            await self._recorder.turn_away("Session", context, caller, error)
+            raise
+        try:
+            await self._serve(session, context)
+            if session.closed is not None:  # waits for a peer that does not read: it counts until it is gone
+                await end_call(context, session.closed)
+        finally:
+            self._sessions.release(session)
+
+    async def _serve(self, session: Session, context: Context) -> None:
+        reader = asyncio.ensure_future(self._read(session, context))
+        writer = asyncio.ensure_future(self._write(session, context))
+        dropped = asyncio.ensure_future(session.dropped.wait())
+        tasks = {reader, writer, dropped}
+        detail = "no goodbye was said"
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done() and not session.over:
+                error = None if reader.cancelled() else reader.exception()
+                detail = self._sessions.refuse(session, error) if error is not None else detail
+                session.close()
+            self._sessions.report_loss(session, str(session.closed or detail))
+            timeout_s = self._sessions.limits.farewell_timeout_s
+            await asyncio.wait({writer, dropped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when gRPC cancels the call because its connection broke
+            for task in tasks:
+                task.cancel()
+            self._sessions.report_loss(session, detail)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, session: Session, context: Context) -> None:
+        while await session.has_next():
+            large = session.next_size() >= LARGE_MESSAGE_BYTES
+            # A newer generation may take the place of what waits for its turn here.
+            async with self._sessions.large_writes if large else contextlib.nullcontext():
+                data = await session.next()
+                if data is not None:
+                    await context.write(data)
+
+    async def _read(self, session: Session, context: Context) -> None:
+        try:
+            data = await asyncio.wait_for(context.read(), self._sessions.limits.join_timeout_s)
+        except TimeoutError:
+            raise TooSlowError("The caller opened a session and sent no Join.") from None
+        if data is grpc.aio.EOF:
+            return
+        event = await self._sessions.join(session, data)
+        driver = session.driver
+        assert driver is not None
+        await driver.submit(event)
+        while (data := await context.read()) is not grpc.aio.EOF:
+            await driver.submit(self._sessions.event(session, data))

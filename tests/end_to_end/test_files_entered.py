@@ -27,8 +27,7 @@ from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.config import load_settings
 from muster.scheduler.core.machine import Machine
 from muster.scheduler.jobs.driver import Jobs
-from muster.scheduler.serve.service import Service
-from muster.scheduler.serve.sessions import Limits, Sessions
+from muster.scheduler.serve.sessions import Limits, Service, Sessions
 from muster.worker.communicators.base import ReduceOp
 from muster.worker.config import SecurityContext
 from muster.worker.control.session import Session
@@ -110,7 +109,7 @@ def served(workers: int) -> Iterator[int]:
         )
         await jobs.open()
         access = Access(tls=False)
-        service = Service(jobs, access, recorder, "default", Sessions(jobs, access, recorder, Limits()))
+        service = Service(Sessions(jobs, access, recorder, Limits()), "default")
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((service.handler(),))
         bound = server.add_insecure_port("127.0.0.1:0")
@@ -213,7 +212,7 @@ def test_from_init_to_the_assignment(
     finally:
         logger.removeFilter(gate)
     ended(threads, *sessions)
-    assert len(files) <= 30, "\n".join(sorted(files))
+    assert len(files) <= 24, "\n".join(sorted(files))
 
 
 def test_one_all_reduce(
@@ -229,7 +228,7 @@ def test_one_all_reduce(
         assert muster.all_reduce(x).tolist() == [2, 2, 2, 2]
         peer.result(WAIT_S)
     ended(threads, first, second)
-    assert len(files) <= 13, "\n".join(sorted(files))
+    assert len(files) <= 10, "\n".join(sorted(files))
 
 
 def train(session: Session, generation: int) -> None:
@@ -264,4 +263,4 @@ def test_from_a_lost_member_to_the_next_good_step(
             finally:
                 lost.kill()
         ended(threads, *survivors)
-    assert len(files) <= 35, "\n".join(sorted(files))
+    assert len(files) <= 27, "\n".join(sorted(files))

@@ -10,6 +10,7 @@ from muster.scheduler.core import events as se
 from muster.scheduler.core import machine as core
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.records import decode_record, encode_record
+from muster.scheduler.serve.sessions import event_of
 from muster.scheduler.serve.status import encode_status
 from tests.fuzzing.shapes import parts
 from tests.worker.control.machine import Machine, assignment
@@ -50,7 +51,7 @@ def talk_to_job(data: bytes) -> None:
 
 def _event(stream: int, piece: bytes) -> se.Event:
     if stream < 200:
-        return se.event_of(stream, codec.decode_worker_message(piece))
+        return event_of(stream, codec.decode_worker_message(piece))
     if stream < 210:
         return se.SessionLost(stream - 200, "lost")
     if stream < 220:

@@ -50,6 +50,36 @@ class HostArray:
 HostArray.__module__ = "cupy.stand_in"
 
 
+class OnGpu:
+    """A tensor of torch, as far as it is asked, with three elements on GPU 0."""
+
+    is_cuda, shape = True, (3,)
+
+    def __init__(self, dtype: Any = "torch.float32", layout: Any = "strided") -> None:
+        self.dtype, self.layout = dtype, layout
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def is_conj(self) -> bool:
+        return False
+
+    def element_size(self) -> int:
+        return int(getattr(self.dtype, "itemsize", 4))
+
+    def data_ptr(self) -> int:
+        return 4096
+
+    def numel(self) -> int:
+        return 3
+
+    def get_device(self) -> int:
+        return 0
+
+
+OnGpu.__module__ = "torch.stand_in"
+
+
 def fake_cupy(current: Any) -> ModuleType:
     """A module in CuPy's place, whose current stream is ``current``."""
     fake: Any = ModuleType("cupy")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.worker.communicators.base import Array, Communicator, Membership, Peer, ReduceOp, Work
+from muster.worker.communicators.base import FINISHED, Array, Communicator, Membership, Peer, ReduceOp, Work
 
 _REDUCE = {
     ReduceOp.SUM: lambda parts: np.sum(parts, axis=0),
@@ -18,14 +18,6 @@ _REDUCE = {
     ReduceOp.MAX: lambda parts: np.max(parts, axis=0),
     ReduceOp.PROD: lambda parts: np.prod(parts, axis=0),
 }
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
 
 
 class _Later:
@@ -76,11 +68,11 @@ class ThreadCommunicator(Communicator):
 
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         recv[...] = _REDUCE[ReduceOp(op)](np.stack(self._exchange("all_reduce", send)))
-        return _Done()
+        return FINISHED
 
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
         buffer[...] = self._exchange("broadcast", buffer)[root]
-        return _Done()
+        return FINISHED
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         self._later.wait()
@@ -97,7 +89,7 @@ class ThreadCommunicator(Communicator):
     def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         whole = _REDUCE[ReduceOp(op)](np.stack(self._exchange("reduce_scatter", send)))
         recv[...] = whole.reshape(self.world_size, -1)[self.rank].reshape(recv.shape)
-        return _Done()
+        return FINISHED
 
     def barrier(self) -> None:
         self._exchange("barrier", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.worker.communicators.base import Array, Communicator, Membership, Peer, ReduceOp, Work
+from muster.worker.communicators.base import FINISHED, Array, Communicator, Membership, Peer, ReduceOp, Work
 
 _REDUCE: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.sum,
@@ -17,14 +17,6 @@ _REDUCE: dict[ReduceOp, Any] = {
     ReduceOp.MAX: np.max,
     ReduceOp.MIN: np.min,
 }
-
-
-class _Done:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
 
 
 class _Meeting:
@@ -71,27 +63,27 @@ class RankCommunicator(Communicator):
     def all_reduce(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         parts = self._exchange("all_reduce", send, send.nbytes)
         recv[...] = _REDUCE[ReduceOp(op)](np.stack(parts), axis=0)
-        return _Done()
+        return FINISHED
 
     def broadcast(self, buffer: Array, root: int, *, async_op: bool = False) -> Work:
         buffer[...] = self._exchange("broadcast", buffer, buffer.nbytes)[root]
-        return _Done()
+        return FINISHED
 
     def all_gather(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         parts = self._exchange("all_gather", send, recv.nbytes)
         recv[...] = np.concatenate([part.reshape(-1) for part in parts]).reshape(recv.shape)
-        return _Done()
+        return FINISHED
 
     def reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, *, async_op: bool = False) -> Work:
         whole = np.sum(np.stack(self._exchange("reduce_scatter", send, send.nbytes)), axis=0)
         recv[...] = whole.reshape(self.world_size, -1)[self.rank].reshape(recv.shape)
-        return _Done()
+        return FINISHED
 
     def all_to_all(self, send: Array, recv: Array, *, async_op: bool = False) -> Work:
         parts = self._exchange("all_to_all", send, send.nbytes)
         own = [part.reshape(self.world_size, -1)[self.rank] for part in parts]
         recv[...] = np.concatenate(own).reshape(recv.shape)
-        return _Done()
+        return FINISHED
 
     def barrier(self) -> None:
         self._meeting.barrier.wait()

@@ -16,6 +16,7 @@ from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.job import JobView, WorkerView, as_sent
+from muster.scheduler.serve.sessions import event_of
 from muster.scheduler.serve.status import encode_status
 from tests.scheduler.fakes import candidate, member
 
@@ -41,7 +42,7 @@ def join(**changes: object) -> pb.Join:
 
 
 def decode(**body: object) -> object:
-    return e.event_of(SESSION, codec.decode_worker_message(pb.WorkerMessage(**body).SerializeToString()))  # type: ignore[arg-type]
+    return event_of(SESSION, codec.decode_worker_message(pb.WorkerMessage(**body).SerializeToString()))  # type: ignore[arg-type]
 
 
 def test_join_comes_through_whole() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous import run_record
-from muster.rendezvous.run_record import RunRecord, read
+from muster.rendezvous import launches
+from muster.rendezvous.launches import RunRecord, read_records
 
 
 def test_what_is_kept_is_read_in_order_of_time(tmp_path: Path) -> None:
@@ -21,12 +21,12 @@ def test_what_is_kept_is_read_in_order_of_time(tmp_path: Path) -> None:
     second.note("said", text="later")
     now[0] = 11.0
     first.figures(step=1, loss=math.nan)
-    assert [(line["time"], line["kind"]) for line in read(tmp_path)] == [
+    assert [(line["time"], line["kind"]) for line in read_records(tmp_path)] == [
         (10.0, "began"),
         (11.0, "figures"),
         (12.0, "said"),
     ]
-    assert [line["loss"] for line in read(tmp_path) if line["kind"] == "figures"] == [None]
+    assert [line["loss"] for line in read_records(tmp_path) if line["kind"] == "figures"] == [None]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record_.._b_c.jsonl", "record_a.jsonl"]
 
 
@@ -48,11 +48,11 @@ def test_a_clock_that_is_put_back_by_a_year_keeps_no_figures_away(tmp_path: Path
         assert record.wants_figures
         record.figures(step=step)
         wall[0], now[0] = wall[0] - 3e7, now[0] + 2.0
-    assert [line["step"] for line in read(tmp_path)] == [2, 1]
+    assert [line["step"] for line in read_records(tmp_path)] == [2, 1]
 
 
 def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_record, "MAX_BYTES", 1000)
+    monkeypatch.setattr(launches, "MAX_RECORD_BYTES", 1000)
     record = RunRecord(tmp_path, "a")
     for _ in range(100):
         record.note("said", text="x" * 50)
@@ -72,10 +72,10 @@ def test_what_is_no_line_of_a_record_is_passed_over(tmp_path: Path) -> None:
         + b'{"ti'
     )
     os.mkfifo(tmp_path / "record_fifo.jsonl")
-    assert [line["kind"] for line in read(tmp_path)] == ["began"]
+    assert [line["kind"] for line in read_records(tmp_path)] == ["began"]
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "record_a.jsonl").mkdir()
     RunRecord(tmp_path, "a").note("began")
-    assert list(read(tmp_path)) == []
+    assert list(read_records(tmp_path)) == []

@@ -15,7 +15,7 @@ from typing import Any
 from muster.rendezvous import codec
 from muster.rendezvous import messages as m
 from muster.scheduler.core import events as se
-from muster.scheduler.core import job, ledger, machine, probing, workers
+from muster.scheduler.core import job, ledger, machine, probing
 from muster.scheduler.core import records as r
 from muster.scheduler.errors import JournalUnavailableError
 from muster.scheduler.jobs.driver import JobDriver, Stepped
@@ -462,9 +462,9 @@ def none_saves(right: Any) -> Any:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "ranks by arrival": Mutant(workers, "in_order", instead(by_arrival)),
-    "two members with rank 0": Mutant(workers, "assign", two_with_rank_0),
-    "local ranks by host name": Mutant(workers, "assign", local_ranks_by_host_name),
+    "ranks by arrival": Mutant(ledger, "in_order", instead(by_arrival)),
+    "two members with rank 0": Mutant(ledger, "assign", two_with_rank_0),
+    "local ranks by host name": Mutant(ledger, "assign", local_ranks_by_host_name),
     "retired incarnations forgotten": Mutant(ledger.Ledger, "retirement", instead(lambda *a: None), 136),
     "replaced incarnations not retired": Mutant(ledger.Ledger, "retire", instead(nothing), 136),
     "node id taken while the holder lives": Mutant(ledger, "check_node", instead(nothing), 188),

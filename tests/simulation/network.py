@@ -11,6 +11,7 @@ from muster.rendezvous import messages as sm
 from muster.scheduler.access import Caller
 from muster.scheduler.core import events as se
 from muster.scheduler.errors import SchedulerError
+from muster.scheduler.serve.sessions import event_of
 from muster.worker.control import events as e
 from tests.scheduler.core.transcript import show_message, words
 
@@ -194,7 +195,7 @@ class Network:
             if self.world.loop.now < until:
                 self.world.loop.at(until, self._release_up, stream)
                 return
-            event = se.event_of(stream.session, codec.decode_worker_message(stream.held_up.pop(0)))
+            event = event_of(stream.session, codec.decode_worker_message(stream.held_up.pop(0)))
             if not stream.server_open or not stream.scheduler.up:
                 continue
             if isinstance(event, se.Joined):

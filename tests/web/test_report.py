@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous.run_record import RunRecord
+from muster.rendezvous.launches import RunRecord
 from muster.web.past import load, scheduler_log
 from muster.web.report import main, page
 from tests.scheduler.processes import environment

@@ -10,7 +10,7 @@ import pytest
 
 import muster
 from muster.worker import runtime as process
-from muster.worker.communicators.groups import Groups
+from muster.worker.control.session import Groups
 from muster.worker.errors import ArrayError, CommunicatorError, GroupError, NotInitializedError
 from tests.worker.control.scripted import StubCommunicator, stub_communicator
 

@@ -16,17 +16,14 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.communicators.base import Array, Communicator, ReduceOp, Work
+from muster.worker.communicators.base import Array, Communicator, ReduceOp, Work, WorkQueue
 from muster.worker.communicators.nccl.streams import loaded_library
 from muster.worker.errors import ArrayError
-
-if TYPE_CHECKING:
-    from muster.worker.communicators.work import WorkQueue
 
 NumpyArray = npt.NDArray[Any]
 

@@ -7,12 +7,16 @@ Arrays here are C-contiguous buffers where the communicator works (NumPy arrays 
 host's memory for ``tcp`` and ``gloo``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
 for ``nccl``), or what :func:`~muster.worker.communicators.arrays.describe` made of them. ``send`` and
 ``recv`` may be the same array where the collective allows it (in place). Results are written into ``recv``.
+
+Here, too, are the handles of collectives that a thread of this process runs, in order (:class:`WorkQueue`).
 """
 
 from __future__ import annotations
 
 import abc
 import enum
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -23,6 +27,9 @@ from muster.worker.errors import ArrayError, CommunicatorError
 
 Array = Any
 """An array of the backend's kind, or its description."""
+
+_SIGNALS_S = 0.1
+"""How long one wait lasts at most: a signal that another thread takes is handled between two."""
 
 
 class ReduceOp(str, enum.Enum):
@@ -143,6 +150,113 @@ class Work(Protocol):
             CommunicatorError: what the collective failed with.
             MembershipChanged: the communicator was aborted by a change of members.
         """
+
+
+class FinishedWork:
+    """The handle of a collective that was done before its call returned."""
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+FINISHED = FinishedWork()
+
+
+class QueuedWork:
+    """The handle of a collective that the queue's thread runs."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._event = threading.Event()
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether it has completed, well or not."""
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        """Waits for it, and raises what it failed with."""
+        while not self._event.wait(_SIGNALS_S):
+            pass
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # another wait adds to it
+
+    def run(self) -> Exception | None:
+        """Runs it, in the thread of the queue; returns what it failed with."""
+        try:
+            self._action()
+        except Exception as error:
+            return error
+        return None
+
+    def end(self, error: Exception | None) -> None:
+        """Wakes all that wait for it, with an error; its later result is dropped."""
+        if not self._event.is_set():
+            self._error = error
+            self._event.set()
+
+
+class WorkQueue:
+    """Runs work in order, in one thread that starts with the first of it.
+
+    Attributes:
+        idle: whether all that was put has run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._pending: list[QueuedWork] = []
+        self._error: Exception | None = None
+        self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.idle = True
+
+    def put(self, action: Callable[[], None]) -> QueuedWork:
+        """Adds work at the end."""
+        work = QueuedWork(action)
+        with self._lock:
+            if self._error is not None:
+                work.end(self._error)
+                return work
+            self._pending.append(work)
+            self.idle = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._queue.put(work)
+        return work
+
+    def end_all(self, error: Exception) -> None:
+        """Ends all waits, now and later, with an error; the result of what runs meanwhile is dropped."""
+        with self._lock:
+            self._error = error
+            for work in self._pending:
+                work.end(error)
+
+    def close(self) -> None:
+        """Waits until all that was put has run, and ends the thread."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            work = self._queue.get()
+            if work is None:
+                return
+            error = work.run()
+            with self._lock:
+                work.end(error)
+                self._pending.remove(work)
+                self.idle = not self._pending
 
 
 class Communicator(abc.ABC):
@@ -296,15 +410,6 @@ class Backend(abc.ABC):
 
     facts: Mapping[str, str] = MappingProxyType({})
     """What must be the same on all workers, by name, beside what all backends compare."""
-
-    def prepare(self, device_index: int) -> None:
-        """Begins slow work that needs no peers, before joining. Returns at once and never raises.
-
-        Args:
-            device_index: this worker's GPU as CUDA counts in this process; -1: not known yet, or a spare's,
-                which may wait for long and holds no memory of a GPU meanwhile.
-        """
-        return
 
     @abc.abstractmethod
     def open_endpoint(self, address: str) -> str:

@@ -20,8 +20,7 @@ from typing import Any
 
 from muster.rendezvous.messages import Collective
 from muster.worker.communicators.arrays import Description, describe
-from muster.worker.communicators.base import Array, Communicator, ReduceOp, Work
-from muster.worker.communicators.work import FINISHED
+from muster.worker.communicators.base import FINISHED, Array, Communicator, ReduceOp, Work
 from muster.worker.errors import (
     ArrayError,
     CollectiveMismatchError,

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.codec import encode
+from muster.worker import ending
 from muster.worker.communicators.base import Communicator
 from muster.worker.control import events as e
 from muster.worker.control.machine import LoneLeave, Membership, Pace
@@ -42,7 +43,6 @@ from muster.worker.errors import (
     SecurityError,
     WorkerError,
 )
-from muster.worker.launch import last_words
 
 
 def failure_of(notice: e.Failed) -> WorkerError:
@@ -470,7 +470,7 @@ class Client:
 
     def _on_log_line(self, notice: e.LogLine) -> None:
         log.info("%s", notice.sentence)
-        last_words.note(waits=notice.sentence)
+        ending.note(waits=notice.sentence)
 
     def _on_loss(self, notice: e.LossKnown) -> None:
         self._loss_noted = True

@@ -1,4 +1,4 @@
-"""A worker's session: its place in the job, and the communicators of the present generation."""
+"""A worker's session: its place in the job, and the communicators and groups of the present generation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.codec import MAX_NUMBER
 from muster.rendezvous.patience import RETRY_LAST_S, verdict_margin_s
+from muster.worker import ending
 from muster.worker.communicators.base import Backend, Communicator, Membership, Peer
 from muster.worker.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
-from muster.worker.communicators.groups import WORLD, Groups
 from muster.worker.control import events as e
 from muster.worker.control import machine as machine
 from muster.worker.control.client import Client, Line, exit_code_of, is_consequence, is_good_exit, reason_of
@@ -27,6 +28,7 @@ from muster.worker.control.machine import LoneLeave
 from muster.worker.ending import on_sigterm
 from muster.worker.errors import (
     CommunicatorError,
+    GroupError,
     MembershipChanged,
     NotInitializedError,
     PeerLostError,
@@ -34,12 +36,11 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.worker.launch import last_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from muster.worker.communicators.tcp.probe import Probes
+    from muster.worker.communicators.tcp.endpoint import Endpoint
     from muster.worker.config import Settings
     from muster.worker.control.client import Threads
     from muster.worker.host import DeviceChoice
@@ -127,6 +128,10 @@ log = logging.getLogger("muster.worker")
 SURVIVOR_TIMEOUT_S = 7 * 86_400.0
 
 
+def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
+    return {}
+
+
 class Session:
     """One worker process's membership of a job. Made by :func:`muster.init`.
 
@@ -148,7 +153,9 @@ class Session:
         device: DeviceChoice,
         backend: Backend,
         connection: Line,
-        probes: Probes | None = None,
+        probe_all: Callable[[dict[str, str]], dict[str, str]] = _unreached_none,
+        answering: Endpoint | None = None,
+        prepare: Callable[[], None] | None = None,
         timing: e.Timing | None = None,
         threads: Threads | None = None,
     ) -> None:
@@ -160,7 +167,8 @@ class Session:
         self._first_ordinal: int | None = None
         self._released = False
         self.interrupted = False
-        self._probes = probes
+        self._answering = answering
+        self._prepare = prepare
         self._recorder = FlightRecorder()
         self._groups = Groups()
         self._left = False
@@ -183,7 +191,7 @@ class Session:
             hanging_s=self._recorder.hanging_s,
             late_s=self._recorder.late_s,
             waits=self._recorder.waits,
-            probe_all=probes.try_all if probes is not None else _unreached_none,
+            probe_all=probe_all,
             lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
             note_loss=_note_loss,
             threads=threads,
@@ -200,14 +208,15 @@ class Session:
         self._note_place()
         self._client.start()
         try:
-            self.backend.prepare(-1 if self.settings.spare else self.device.ordinal)
+            if self._prepare is not None:  # slow work that needs no peers
+                self._prepare()
             self._enter()
         except BaseException as error:
             self._end_as_failed(error)
             raise
 
     def _note_place(self) -> None:
-        last_words.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
+        ending.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
 
     # ------------------------------------------------------------ the present generation
 
@@ -302,13 +311,13 @@ class Session:
             "generation": place.generation,
             "workers": len(place.members),
             "hosts": len({member.host.id for member in place.members}),
-            "devices": last_words.describe_devices(kinds),
+            "devices": describe_devices(kinds),
             "backend": self._profile.backend,
             "tls": self.settings.config_path is not None,
             "reason": place.reason,
         }
-        last_words.note(group=group, waits="")
-        last_words.set_title(f"rank {place.rank}", sys.argv[0])
+        ending.note(group=group, waits="")
+        ending.set_title(f"rank {place.rank}", sys.argv[0])
 
     # ------------------------------------------------------------ groups
 
@@ -392,7 +401,7 @@ class Session:
         ):
             figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
             self._client.post(e.Progress(progress.step, *figures))
-            last_words.note_progress(
+            ending.note_progress(
                 step=progress.step,
                 steps=progress.steps,
                 samples_per_s=round(progress.samples_per_s, 1),
@@ -510,8 +519,8 @@ class Session:
             try:
                 build = self._client.next_build()
                 place = build.assignment
-                if self._probes is not None:
-                    self._probes.know(member.host.address for member in place.members)
+                if self._answering is not None:
+                    self._answering.know(member.host.address for member in place.members)
                 if self._assignment is None:
                     self._check_rank_id(place)
                 ordinal = self._ordinal(place.members[place.rank].local_rank)
@@ -669,8 +678,8 @@ class Session:
             self._groups.leave()
             self._client.communicators.end(_abandon)
         self.backend.close()
-        if self._probes is not None:
-            self._probes.close()
+        if self._answering is not None:
+            self._answering.close()
 
     def __enter__(self) -> Session:
         """Returns the session, which is open already."""
@@ -683,10 +692,6 @@ class Session:
         self.end(error)
 
 
-def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
-    return {}
-
-
 def new_incarnation() -> int:
     """A random number from 1 to 2**64 - 1 that no other process has."""
     return int.from_bytes(os.urandom(8), "big") or 1
@@ -694,10 +699,10 @@ def new_incarnation() -> int:
 
 def _note_loss(loss: m.FirstLoss | None) -> None:
     if loss is None:
-        last_words.note(first=None)
+        ending.note(first=None)
         return
     first = {"node_id": loss.node_id, "incarnation": loss.incarnation}
-    last_words.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})
+    ending.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})
 
 
 def _jitter() -> float:
@@ -732,3 +737,140 @@ def _peer(member: m.Member, ordinal: int | None) -> Peer:
         # Others are named by their place on their host; this process counts what it sees.
         device_index=member.device.index if ordinal is None else ordinal,
     )
+
+
+def describe_devices(devices: Sequence[tuple[str, str]]) -> str:
+    """The kinds and models of the workers' devices, in words: ``4 x NVIDIA H200``, or ``CPU``."""
+    counts = Counter(model or kind for kind, model in devices if kind != "cpu")
+    words = [f"{count} x {name}" for name, count in sorted(counts.items())]
+    return " and ".join([*words, "CPU"] if any(kind == "cpu" for kind, _ in devices) else words)
+
+
+# ---------------------------------------------------------------- groups of ranks
+
+WORLD = "world"
+WORLD_NAMES = (WORLD, "nccl_world_group", "hccl_world_group")
+MAX_NAME_LENGTH = 128
+
+
+class Group:
+    """One group: its ranks within the world, and its communicator where this rank is in it."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], communicator: Communicator | None) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.communicator = communicator
+
+
+class Groups:
+    """The groups of a session, MindSpore's way: every rank creates every group, in the same order.
+
+    They are remade in each generation.
+    """
+
+    def __init__(self) -> None:
+        self._world: Communicator | None = None
+        self._groups: dict[str, Group] = {}
+
+    def enter(self, world: Communicator) -> None:
+        """Enters a new generation and makes the groups anew, in the order of their creation.
+
+        A worker that is new in it makes the same groups by calling ``create_group`` right after ``init``.
+        A group with a rank that the new world lacks stays without a communicator.
+        """
+        wanted = [(group.name, group.ranks) for group in self._groups.values()]
+        self._world, self._groups = world, {}
+        for name, ranks in wanted:
+            fits = max(ranks) < world.world_size
+            self._groups[name] = Group(name, ranks, world.split(name, ranks) if fits else None)
+
+    def leave(self) -> None:
+        """Leaves the generation, whose communicators are not to be used any more."""
+        for group in self._groups.values():
+            group.communicator = None
+        self._world = None
+
+    def create(self, name: str, ranks: Sequence[int]) -> None:
+        """Makes a group.
+
+        Raises:
+            GroupError: the name is taken or not usable, or the ranks are not distinct ranks of the world.
+        """
+        world = self._the_world()
+        if name in WORLD_NAMES or name in self._groups:
+            raise GroupError(
+                f"The group {name!r} exists already.", remedy="Names are unique; destroy it first."
+            )
+        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME_LENGTH:
+            raise GroupError(
+                f"A group's name has 1 to {MAX_NAME_LENGTH} printable characters; it is {name!r}."
+            )
+        chosen = _checked_ranks(name, ranks, world.world_size)
+        self._groups[name] = Group(name, chosen, world.split(name, chosen))
+
+    def destroy(self, name: str) -> None:
+        """Ends a group; every rank of it calls this.
+
+        Raises:
+            GroupError: there is no such group, or it is the world.
+        """
+        if name in WORLD_NAMES:
+            raise GroupError("The world group cannot be destroyed.", remedy="release() ends it.")
+        group = self._find(name)
+        del self._groups[name]
+        if group.communicator is not None:
+            with contextlib.suppress(WorkerError):  # a broken group ends as well as a whole one
+                group.communicator.close()
+
+    def communicator(self, name: str | None = None) -> Communicator:
+        """The communicator of a group; None: of the world.
+
+        Raises:
+            GroupError: there is no such group, or this rank is not in it.
+        """
+        if name is None or name in WORLD_NAMES:
+            return self._the_world()
+        group = self._find(name)
+        if group.communicator is None:
+            world = self._the_world()
+            if max(group.ranks) >= world.world_size:
+                raise GroupError(
+                    f"The group {name!r} has the ranks {list(group.ranks)}, and the world has only"
+                    f" {world.world_size} ranks since its members changed.",
+                    remedy="Destroy it and create it anew.",
+                )
+            raise GroupError(f"Rank {world.rank} is not in the group {name!r} of ranks {list(group.ranks)}.")
+        return group.communicator
+
+    def world_ranks(self, name: str | None = None) -> tuple[int, ...]:
+        """The world rank of each rank of a group.
+
+        Raises:
+            GroupError: there is no such group.
+        """
+        if name is None or name in WORLD_NAMES:
+            return tuple(range(self._the_world().world_size))
+        return self._find(name).ranks
+
+    def _the_world(self) -> Communicator:
+        if self._world is None:
+            raise GroupError("There is no generation now.", remedy="Call session.rejoin() first.")
+        return self._world
+
+    def _find(self, name: str) -> Group:
+        group = self._groups.get(name)
+        if group is None:
+            known = ", ".join((WORLD, *self._groups))
+            raise GroupError(f"There is no group {name!r}; there are: {known}.")
+        return group
+
+
+def _checked_ranks(name: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    chosen = tuple(ranks)
+    legal = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
+    if not chosen or not legal or len(set(chosen)) != len(chosen):
+        raise GroupError(
+            f"The ranks of the group {name!r} must be different whole numbers from 0 to {world_size - 1};"
+            f" they are {list(chosen)}."
+        )
+    return chosen

@@ -140,7 +140,7 @@ def look(
         table_devices=table_devices,
         cores=launch_devices.cores(),
         free_port=_free_port(held) if any_port else "",
-        no_fork="" if options.start == "exec" else launch_fork.refusal(command, env),
+        no_fork="" if options.start == "exec" else why_not_forked(command, env),
         by_table=by_table,
     )
 
@@ -202,7 +202,7 @@ def _check_python(command: Sequence[str], env: Mapping[str, str]) -> None:
     script = command[1] if len(command) > 1 and not command[1].startswith("-") else ""
     if script and not Path(script).exists():
         raise SettingsError(f"There is no script {script!r} in {Path.cwd()}.")
-    if launch_fork.is_this_python(command[0], env):
+    if is_this_python(command[0], env):
         return
     program = shutil.which(command[0], path=env.get("PATH")) or command[0]
     beside = str(Path(script).resolve().parent) if script else str(Path.cwd())
@@ -233,6 +233,44 @@ def _resolved(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]
     if shutil.which(program, path=env.get("PATH")) is None:
         raise SettingsError(f"The command {program!r} is not found, or is not executable.")
     return tuple(command)
+
+
+def why_not_forked(command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Why this command cannot be started as a fork; empty if it can."""
+    if len(command) < 2 or not is_this_python(command[0], env):
+        return "the command is not run by this Python"
+    if command[1] == "-m":
+        return "" if len(command) > 2 and not command[2].startswith("-") else "-m names no module"
+    if command[1].startswith("-") or not command[1].endswith(".py") or not Path(command[1]).is_file():
+        return "the command is not of the form python SCRIPT.py or python -m MODULE"
+    if sys.orig_argv[1:2] != ["-m"] and sys.orig_argv[1:2] and sys.orig_argv[1].startswith("-"):
+        return "this Python itself runs with options"
+    shadowed = shadowed_by(Path(command[1]).resolve().parent)
+    if shadowed:
+        return f"{shadowed} beside the script would be hidden by a module that is loaded already"
+    return ""
+
+
+def is_this_python(program: str, env: Mapping[str, str]) -> bool:
+    """Whether a command's first word is the Python of this environment."""
+    found = shutil.which(program, path=env.get("PATH"))
+    if found is None or not sys.executable:
+        return False
+    same_file = os.path.realpath(found) == os.path.realpath(sys.executable)
+    # Interpreters of different virtual environments are often links to the same file.
+    return same_file and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+
+
+def shadowed_by(directory: Path) -> str:
+    """A file beside the script that ``import`` would have found, had the launcher not loaded another."""
+    for entry in directory.iterdir():
+        if entry.name == "__main__.py":  # nobody imports that by its name
+            continue
+        module = sys.modules.get(entry.stem if entry.suffix == ".py" else entry.name)
+        origin = getattr(module, "__file__", None)
+        if origin and not Path(origin).resolve().is_relative_to(directory):
+            return entry.name
+    return ""
 
 
 # ---------------------------------------------------------------- torch programs

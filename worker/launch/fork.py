@@ -16,17 +16,15 @@ import importlib
 import io
 import os
 import runpy
-import shutil
 import signal
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-from muster.worker.ending import exit_noted
-from muster.worker.launch.last_words import set_title
+from muster.worker.ending import exit_noted, set_title
 from muster.worker.launch.plan import Recipe
 
 WARM_MODULES = (
@@ -53,44 +51,6 @@ WARM_WITH_TLS = (
     "encodings.ascii",
     "encodings.idna",
 )
-
-
-def refusal(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """Why this command cannot be started as a fork; empty if it can."""
-    if len(command) < 2 or not is_this_python(command[0], env):
-        return "the command is not run by this Python"
-    if command[1] == "-m":
-        return "" if len(command) > 2 and not command[2].startswith("-") else "-m names no module"
-    if command[1].startswith("-") or not command[1].endswith(".py") or not Path(command[1]).is_file():
-        return "the command is not of the form python SCRIPT.py or python -m MODULE"
-    if sys.orig_argv[1:2] != ["-m"] and sys.orig_argv[1:2] and sys.orig_argv[1].startswith("-"):
-        return "this Python itself runs with options"
-    shadowed = shadowed_by(Path(command[1]).resolve().parent)
-    if shadowed:
-        return f"{shadowed} beside the script would be hidden by a module that is loaded already"
-    return ""
-
-
-def is_this_python(program: str, env: Mapping[str, str]) -> bool:
-    """Whether a command's first word is the Python of this environment."""
-    found = shutil.which(program, path=env.get("PATH"))
-    if found is None or not sys.executable:
-        return False
-    same_file = os.path.realpath(found) == os.path.realpath(sys.executable)
-    # Interpreters of different virtual environments are often links to the same file.
-    return same_file and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
-
-
-def shadowed_by(directory: Path) -> str:
-    """A file beside the script that ``import`` would have found, had the launcher not loaded another."""
-    for entry in directory.iterdir():
-        if entry.name == "__main__.py":  # nobody imports that by its name
-            continue
-        module = sys.modules.get(entry.stem if entry.suffix == ".py" else entry.name)
-        origin = getattr(module, "__file__", None)
-        if origin and not Path(origin).resolve().is_relative_to(directory):
-            return entry.name
-    return ""
 
 
 def warm_up(config_path: str) -> None:

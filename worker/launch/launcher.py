@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from muster.rendezvous.launches import RUNS, LaunchDirectory
-from muster.rendezvous.run_record import RunRecord
+from muster.rendezvous.launches import RUNS, LaunchDirectory, RunRecord
 from muster.worker.errors import SIGTERM_EXIT_CODE, SettingsError
 from muster.worker.launch import fork
 from muster.worker.launch.door import INNER, OUTER, make_door, named

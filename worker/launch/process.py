@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.worker.ending import NOTES_FILE, NOTES_VARIABLE, SLOT_BYTES
 from muster.worker.errors import SettingsError
-from muster.worker.launch.last_words import FILE_NAME, SLOT_BYTES, VARIABLE
 from muster.worker.launch.plan import Recipe
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def spawn(
             raise SettingsError(f"The log {reason}; name another place with --log-dir.") from error
         say(f"{reason}; its output is lost")
         log = os.open(os.devnull, os.O_WRONLY)
-    words = os.memfd_create(FILE_NAME)
+    words = os.memfd_create(NOTES_FILE)
     with contextlib.suppress(OSError):  # a limit on the size of files holds for memory, too
         os.ftruncate(words, SLOT_BYTES)
     read_end, write_end = os.pipe()
@@ -315,7 +315,7 @@ def spawn(
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
-        os.environ[VARIABLE] = f"/proc/{launcher}/fd/{words}"
+        os.environ[NOTES_VARIABLE] = f"/proc/{launcher}/fd/{words}"
         _become(recipe, write_end, guardian, launcher, mask)
         for descriptor in (log, words, read_end, write_end):
             os.close(descriptor)

@@ -15,7 +15,7 @@ from muster.rendezvous.messages import FirstLoss
 
 @dataclass(frozen=True, slots=True)
 class LastWords:
-    """The notes of a worker for its launcher (:mod:`muster.worker.launch.last_words`).
+    """The notes of a worker for its launcher (:mod:`muster.worker.ending`).
 
     Attributes:
         places: node ids and incarnations under which it joined; empty: it has not tried to.

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from muster.worker.communicators.arrays import ARITHMETIC, describe
-from muster.worker.communicators.base import Membership, ReduceOp
+from muster.worker.communicators.base import Membership, ReduceOp, WorkQueue
 from muster.worker.communicators.tcp.handshake import peer_name
-from muster.worker.communicators.work import WorkQueue
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,

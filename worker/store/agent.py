@@ -37,10 +37,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from muster.worker import runtime
+from muster.worker import ending, runtime
 from muster.worker.control.connection import load_keyring
 from muster.worker.errors import SIGTERM_EXIT_CODE, MembershipChanged, WorkerError
-from muster.worker.launch import last_words
 from muster.worker.process_group.assignment import handover_of, own_keys
 from muster.worker.store.client import StoreClient
 from muster.worker.store.environment import (
@@ -117,7 +116,7 @@ class Agent:
             WorkerError: there is no place for this worker (any more).
         """
         gloo = os.environ.get(GLOO_VARIABLE, "")
-        last_words.note(encrypts_gloo=gloo == "muster" and JAX_PROGRAM not in self._command)
+        ending.note(encrypts_gloo=gloo == "muster" and JAX_PROGRAM not in self._command)
         ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         session = self._session = runtime.init("torch")
         signal.signal(signal.SIGTERM, self._ask_to_end)
@@ -134,7 +133,7 @@ class Agent:
     def _ask_to_end(self, number: int, _frame: FrameType | None) -> None:
         self._asked_to_end = True
         script, session = self._script, self._session
-        if script is not None and last_words.VARIABLE not in os.environ:  # a launcher signals the whole group
+        if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals all of it
             script.send_signal(number)
         if script is None and session is not None:
             session.leave_now(signal.Signals(number).name)

@@ -21,8 +21,7 @@ from muster.scheduler.core.events import Decision
 from muster.scheduler.jobs.driver import Jobs, Note
 from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.server import keep_in_force
-from muster.scheduler.serve.service import Service
-from muster.scheduler.serve.sessions import Limits, Sessions
+from muster.scheduler.serve.sessions import Limits, Service, Sessions
 from tests.scheduler.fakes import FakeJob
 from tests.scheduler.processes import join
 from tests.waiting import go
@@ -65,7 +64,7 @@ async def served(
     await jobs.open()
     access = Access(tls=False)
     sessions = Sessions(jobs, access, recorder, limits or Limits())
-    service = Service(jobs, access, recorder, "default", sessions)
+    service = Service(sessions, "default")
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((service.handler(), HostStreams(sessions).handler()))
     port = server.add_insecure_port("127.0.0.1:0")

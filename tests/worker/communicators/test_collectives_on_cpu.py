@@ -14,8 +14,8 @@ import pytest
 import muster
 from muster.worker import runtime as process
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.groups import Groups
 from muster.worker.communicators.nccl.communicator import NcclCommunicator
+from muster.worker.control.session import Groups
 from muster.worker.errors import ArrayError, CommunicatorError
 from tests.gpu.stand_in import HostArray, OneRankNccl, fake_cupy
 from tests.worker.test_collectives import StubSession

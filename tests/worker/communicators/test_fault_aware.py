@@ -11,7 +11,7 @@ import pytest
 from muster.rendezvous import messages as m
 from muster.rendezvous.codec import decode_worker_message, encode
 from muster.worker.communicators.arrays import describe
-from muster.worker.communicators.base import Communicator, ReduceOp
+from muster.worker.communicators.base import Communicator, FinishedWork, ReduceOp
 from muster.worker.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.worker.errors import (
     ArrayError,
@@ -22,7 +22,7 @@ from muster.worker.errors import (
     PeerFinishedError,
     PeerLostError,
 )
-from tests.worker.control.scripted import DoneWork, StubCommunicator, stub_communicator
+from tests.worker.control.scripted import StubCommunicator, stub_communicator
 
 X = describe(np.zeros(3, np.float32))
 CHANGED = MembershipChanged("over", generation=1)
@@ -111,7 +111,7 @@ def test_mistakes_of_the_script_need_no_verdict(error: CommunicatorError) -> Non
 
 
 def test_what_fails_later_is_explained_at_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(DoneWork):
+    class Failing(FinishedWork):
         def wait(self) -> None:
             raise PeerLostError("reset", rank=0)
 
@@ -210,7 +210,7 @@ def test_whether_a_rank_waits_for_others_is_known_without_a_device() -> None:
     log = FlightRecorder()
     seen: list[bool] = []
 
-    class Looking(DoneWork):
+    class Looking(FinishedWork):
         def wait(self) -> None:
             seen.append(log.waits())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from muster.worker.communicators.arrays import describe
+from muster.worker.communicators.base import FINISHED
 from muster.worker.communicators.fault_aware import KEPT_COLLECTIVES, FlightRecorder
-from tests.worker.control.scripted import DoneWork
 
 X = describe(np.zeros(3, np.float32))
 
@@ -14,7 +14,7 @@ X = describe(np.zeros(3, np.float32))
 def test_the_ring_keeps_the_newest_and_shows_what_hangs() -> None:
     log = FlightRecorder()
     for _ in range(KEPT_COLLECTIVES + 3):
-        log.begin("all_reduce", "world", X).work = DoneWork()
+        log.begin("all_reduce", "world", X).work = FINISHED
     log.begin("broadcast", "tp0", X)
     recent = log.recent()
     assert len(recent) == KEPT_COLLECTIVES
@@ -54,7 +54,7 @@ def test_it_tells_for_how_long_the_oldest_open_collective_has_been_under_way() -
     now[0] = 13.0
     log.begin("all_reduce", "world", X)
     assert log.hanging_s() == 3
-    entry.work = DoneWork()
+    entry.work = FINISHED
     assert log.hanging_s() == 0
 
 

@@ -11,7 +11,16 @@ from muster.rendezvous import messages as m
 from muster.rendezvous.messages import Device
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.version import __version__
-from muster.worker.communicators.base import Array, Backend, Communicator, Membership, Peer, ReduceOp, Work
+from muster.worker.communicators.base import (
+    FINISHED,
+    Array,
+    Backend,
+    Communicator,
+    Membership,
+    Peer,
+    ReduceOp,
+    Work,
+)
 from muster.worker.config import Settings
 from muster.worker.control.connection import Connection, Stream
 from muster.worker.control.events import Timing
@@ -134,14 +143,6 @@ class ScriptedConnector:
         return self._lines.get(timeout=WAIT_S)
 
 
-class DoneWork:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
 class StubCommunicator(Communicator):
     """Does nothing with arrays. ``behave`` is called in each collective and may block or raise."""
 
@@ -164,7 +165,7 @@ class StubCommunicator(Communicator):
         self.behave(self)
         if self.error is not None:
             raise self.error
-        return DoneWork()
+        return FINISHED
 
     def hang(self) -> None:
         """Blocks until it is aborted."""
@@ -265,7 +266,8 @@ class StubBackend(Backend):
 def scripted_session(
     connector: ScriptedConnector,
     backend: StubBackend | None = None,
-    probes: Any = None,
+    answering: Any = None,
+    prepare: Callable[[], None] | None = None,
     timing: Timing | None = None,
     **settings: object,
 ) -> Session:
@@ -276,7 +278,8 @@ def scripted_session(
         device=DeviceChoice(Device()),
         backend=backend or StubBackend(),
         connection=Connection(connector.dial),
-        probes=probes,
+        answering=answering,
+        prepare=prepare,
         timing=timing,
     )
 

@@ -14,7 +14,7 @@ import pytest
 from muster.rendezvous.messages import Device
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.worker.communicators.base import Membership, ReduceOp
-from muster.worker.communicators.tcp.probe import Probes
+from muster.worker.communicators.tcp.endpoint import Endpoint
 from muster.worker.control.connection import DeniedError, MalformedError
 from muster.worker.control.events import Timing
 from muster.worker.control.session import Session
@@ -116,16 +116,16 @@ def test_the_communicator_gets_members_ids_and_deadline(stage: Stage) -> None:
 
 
 def test_the_members_addresses_are_known_where_probes_are_answered() -> None:
-    class Known(Probes):
+    class Known(Endpoint):
         addresses: tuple[str, ...] = ()
 
         def know(self, addresses: Iterable[str]) -> None:
             self.addresses = tuple(addresses)
 
-    connector, probes = ScriptedConnector(), Known(None, "job")
-    session = scripted_session(connector, probes=probes)
+    connector, answering = ScriptedConnector(), Known(None)
+    session = scripted_session(connector, answering=answering)
     line, _ = opened(session, connector)
-    assert probes.addresses == tuple(member.host.address for member in session.members) != ()
+    assert answering.addresses == tuple(member.host.address for member in session.members) != ()
     end(session, line)
 
 
@@ -239,7 +239,7 @@ def test_who_was_the_first_to_go_is_noted_for_the_launcher_before_the_change_is_
         if "group" not in facts:
             noted.append(facts)
 
-    monkeypatch.setattr("muster.worker.launch.last_words.note", note)
+    monkeypatch.setattr("muster.worker.ending.note", note)
     connector = ScriptedConnector()
     session = scripted_session(connector)
     line, join = opened(session, connector)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.worker.launch.fork import refusal, shadowed_by
+from muster.worker.launch.command import shadowed_by, why_not_forked
 from tests.worker.launch.launching import Place, place
 
 PYTHON = sys.executable
@@ -138,7 +138,7 @@ def test_no_descriptor_of_the_launcher_stays_open(here: Place) -> None:
     ],
 )
 def test_other_commands_are_not_forked(command: tuple[str, ...], words: str) -> None:
-    assert words in refusal(command, {"PATH": "/usr/bin:/bin"})
+    assert words in why_not_forked(command, {"PATH": "/usr/bin:/bin"})
 
 
 def test_a_script_whose_neighbour_would_be_hidden_is_not_forked(here: Place) -> None:

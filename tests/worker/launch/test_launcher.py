@@ -289,8 +289,7 @@ def test_enough_workers_go_on(here: Place) -> None:
 
 def test_a_worker_that_ends_long_before_the_others_is_named_once_unless_asked_to(here: Place) -> None:
     script = here.script(
-        HELPERS
-        + "from muster.worker.launch import last_words\nif ME == '3':\n    last_words.note(left=True)\n"
+        HELPERS + "from muster.worker import ending\nif ME == '3':\n    ending.note(left=True)\n"
         "while ME == '0' and not os.path.exists('go'):\n    time.sleep(0.01)"
     )
     launch = here.start("-n", "4", command=(PYTHON, script))
@@ -557,7 +556,7 @@ def test_a_launch_passes_through_few_files_until_the_workers_run(here: Place, st
     )
     code, *entered = (here.directory / "entered").read_text().split()
     assert code == "0", done.stderr
-    assert 5 <= len(entered) <= 13, entered  # one of them for the words of --help
+    assert 5 <= len(entered) <= 11, entered  # one of them for the words of --help
 
 
 def test_only_who_uses_the_door_of_an_uplink_holds_it(here: Place) -> None:

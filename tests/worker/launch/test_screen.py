@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from muster.worker.launch.last_words import describe_devices
+from muster.worker.control.session import describe_devices
 from muster.worker.launch.report import describe_group, describe_progress, duration
 from muster.worker.launch.screen import Screen
 

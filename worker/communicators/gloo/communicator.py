@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from muster.worker.communicators.arrays import ARITHMETIC, Description, HostCommunicator, NumpyArray
-from muster.worker.communicators.base import Array, Membership, ReduceOp, Work
+from muster.worker.communicators.base import FINISHED, Array, Membership, ReduceOp, Work, WorkQueue
 from muster.worker.communicators.tcp.handshake import peer_name
-from muster.worker.communicators.work import FINISHED, WorkQueue
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,

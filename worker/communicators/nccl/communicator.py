@@ -695,12 +695,6 @@ class NcclBackend(Backend):
         self._presence: Presence | None = None
         self._warm_up = warm_up
 
-    def prepare(self, device_index: int) -> None:
-        """Loads CuPy or torch and makes the GPU's context while this worker joins."""
-        ordinal = self._device_index if self._device_index >= 0 else device_index
-        self._warm_up = self._warm_up or WarmUp(ordinal)
-        self._warm_up.load(ordinal)
-
     def open_endpoint(self, address: str) -> str:
         """Opens the port on which this worker says whether it is building a communicator."""
         if self._presence is None:

@@ -43,9 +43,9 @@ class WarmUp:
         self._thread.start()
         atexit.register(self.end, _EXIT_WAIT_S)  # a process that ends inside the driver could crash
 
-    def load(self, ordinal: int) -> None:
-        """Has the array library loaded and GPU ``ordinal`` used by it; -1: only loaded."""
-        self._ordinal, self._loads = ordinal, True
+    def load(self) -> None:
+        """Has the array library loaded, which uses the GPU if it is known; returns at once."""
+        self._loads = True
         self._wanted.set()
 
     def end(self, timeout_s: float | None = None) -> None:

@@ -16,14 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from muster.rendezvous.settings import is_loopback
-from muster.worker.communicators.arrays import (
-    ARITHMETIC,
-    Description,
-    HostCommunicator,
-    NumpyArray,
-    as_bytes,
-)
-from muster.worker.communicators.base import Array, Backend, Membership, ReduceOp, Work
+from muster.worker.communicators.arrays import ARITHMETIC, Description, HostCommunicator, NumpyArray, as_bytes
+from muster.worker.communicators.base import FINISHED, Array, Backend, Membership, ReduceOp, Work, WorkQueue
 from muster.worker.communicators.tcp import rings as rings
 from muster.worker.communicators.tcp.connection import (
     Connection,
@@ -44,7 +38,6 @@ from muster.worker.communicators.tcp.frames import (
     group_label,
 )
 from muster.worker.communicators.tcp.handshake import Lobby, TlsPolicy, dials, peer_name
-from muster.worker.communicators.work import FINISHED, WorkQueue
 from muster.worker.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from muster.rendezvous.settings import is_loopback
 from muster.worker.communicators.tcp.endpoint import Endpoint
@@ -44,7 +44,36 @@ class Prober:
         self._tls = tls
         self._job_id = job_id
 
-    def __call__(self, node_id: str, address: str) -> str:
+    def __call__(self, targets: Mapping[str, str]) -> dict[str, str]:
+        """Probes workers side by side.
+
+        Args:
+            targets: their addresses by node id.
+
+        Returns:
+            Why, by node id, of those that cannot be reached.
+        """
+        waiting = list(targets.items())
+        unreached: dict[str, str] = {}
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    node_id, address = waiting.pop()
+                    if why := self._reach(node_id, address):
+                        unreached[node_id] = why
+
+        threads = [
+            threading.Thread(target=work, name="muster-probe", daemon=True)
+            for _ in range(min(AT_ONCE, len(waiting)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return unreached
+
+    def _reach(self, node_id: str, address: str) -> str:
         """Tries to reach one worker until CONNECT_TIMEOUT_S is over.
 
         Returns:
@@ -93,69 +122,20 @@ def _ask(sock: socket.socket) -> None:
         raise ProbeError("the answer is not that of a worker")
 
 
-class Probes:
-    """The probes of one worker: those that it makes, and where it answers if its backend has no endpoint.
+def answer_probes(
+    tls: Callable[[], TlsPolicy] | None, address: str, *, allow_insecure: bool = False
+) -> tuple[Endpoint | None, str]:
+    """Answers probes from now on, for a worker whose backend has no endpoint that does.
 
     Args:
         tls: how peers are authenticated, asked for each probe; None for plaintext.
-        job_id: the job that their certificates must be for.
+        address: a local one.
         allow_insecure: lets plaintext leave loopback.
+
+    Returns:
+        The endpoint and its ``host:port``; None and "" where nothing may listen without TLS.
     """
-
-    def __init__(
-        self, tls: Callable[[], TlsPolicy] | None, job_id: str, *, allow_insecure: bool = False
-    ) -> None:
-        self._tls = tls
-        self._allow_insecure = allow_insecure
-        self._probe = Prober(tls, job_id)
-        self._endpoint: Endpoint | None = None
-
-    def open(self, address: str) -> str:
-        """Answers probes at a local address from now on.
-
-        Returns:
-            ``host:port``; "" where nothing may listen without TLS.
-        """
-        if self._tls is None and not self._allow_insecure and not is_loopback(address):
-            return ""
-        self._endpoint = Endpoint(self._tls)
-        return self._endpoint.open(address)
-
-    def know(self, addresses: Iterable[str]) -> None:
-        """These are the members' addresses: their probes do not wait for a turn among strangers."""
-        if self._endpoint is not None:
-            self._endpoint.know(addresses)
-
-    def try_all(self, targets: Mapping[str, str]) -> dict[str, str]:
-        """Probes workers side by side.
-
-        Args:
-            targets: their addresses by node id.
-
-        Returns:
-            Why, by node id, of those that cannot be reached.
-        """
-        waiting = list(targets.items())
-        unreached: dict[str, str] = {}
-
-        def work() -> None:
-            with contextlib.suppress(IndexError):
-                while True:
-                    node_id, address = waiting.pop()
-                    if why := self._probe(node_id, address):
-                        unreached[node_id] = why
-
-        threads = [
-            threading.Thread(target=work, name="muster-probe", daemon=True)
-            for _ in range(min(AT_ONCE, len(waiting)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return unreached
-
-    def close(self) -> None:
-        """Answers no more; idempotent."""
-        if self._endpoint is not None:
-            self._endpoint.close()
+    if tls is None and not allow_insecure and not is_loopback(address):
+        return None, ""
+    endpoint = Endpoint(tls)
+    return endpoint, endpoint.open(address)

@@ -23,6 +23,7 @@ from muster.worker.communicators.nccl.communicator import NcclBackend, NcclCommu
 from muster.worker.communicators.nccl.presence import Presence, absent_peers, presence_key
 from muster.worker.communicators.nccl.reduction import scalar_bytes
 from muster.worker.communicators.nccl.streams import library_of
+from muster.worker.communicators.nccl.warmup import WarmUp
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,
@@ -31,7 +32,7 @@ from muster.worker.errors import (
     FormationTimeoutError,
     MembershipChanged,
 )
-from tests.gpu.stand_in import FakeEvent, fake_cupy
+from tests.gpu.stand_in import FakeEvent, OnGpu, fake_cupy
 from tests.waiting import wait_for
 
 
@@ -94,34 +95,6 @@ def test_what_is_only_moved_may_have_a_dtype_that_nccl_does_not_know(
     else:
         comm.broadcast(array, 0)
         assert calls_of(comm)[0][:5] == ("broadcast", 4096, 4096, 12, number)
-
-
-class OnGpu:
-    """A tensor of torch, as far as it is asked, on GPU 0."""
-
-    def __init__(self, dtype: Any, layout: Any) -> None:
-        self.dtype, self.layout, self.shape = dtype, layout, (3,)
-
-    def is_contiguous(self) -> bool:
-        return True
-
-    def is_conj(self) -> bool:
-        return False
-
-    def element_size(self) -> int:
-        return int(self.dtype.itemsize)
-
-    def data_ptr(self) -> int:
-        return 4096
-
-    def numel(self) -> int:
-        return 3
-
-    def get_device(self) -> int:
-        return 0
-
-
-OnGpu.__module__ = "torch.stand_in"
 
 
 @pytest.fixture
@@ -912,8 +885,9 @@ class LoadedNccl(FakeNccl):
 
 def test_the_gpu_is_made_ready_while_the_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = SlowDevices(monkeypatch)
-    backend = NcclBackend()
-    backend.prepare(2)  # returns, though the device is not there yet
+    begun = WarmUp(2)
+    backend = NcclBackend(warm_up=begun)
+    begun.load()  # returns, though the device is not there yet
     assert devices.used == []
     threading.Timer(0.05, devices.ready.set).start()
     comm = backend.connect(membership([""]), timeout_s=5, cancelled=lambda: None)
@@ -927,8 +901,9 @@ def test_the_gpu_is_made_ready_while_the_worker_joins(monkeypatch: pytest.Monkey
 def test_a_gpu_that_is_not_known_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = SlowDevices(monkeypatch)
     devices.ready.set()
-    backend = NcclBackend()
-    backend.prepare(-1)
+    begun = WarmUp(-1)
+    backend = NcclBackend(warm_up=begun)
+    begun.load()
     backend.close()
     assert devices.used == []
 
@@ -941,8 +916,9 @@ def test_what_fails_beforehand_is_told_when_connecting(monkeypatch: pytest.Monke
 
     devices._use = broken  # type: ignore[method-assign]
     devices.ready.set()
-    backend = NcclBackend(device_index=7)
-    backend.prepare(0)
+    begun = WarmUp(7)
+    backend = NcclBackend(device_index=7, warm_up=begun)
+    begun.load()
     with pytest.raises(CommunicatorError, match="GPU 7 cannot be used on this host: no such device"):
         backend.connect(membership([""]), timeout_s=5, cancelled=lambda: None)
     backend.close()

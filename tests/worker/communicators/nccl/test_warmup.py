@@ -62,8 +62,8 @@ def test_a_machine_without_a_driver_goes_on() -> None:
 def test_the_library_is_loaded_by_the_same_thread_once_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, used = Driver(), list[tuple[int, threading.Thread]]()
     monkeypatch.setattr(warmup, "use_device", lambda index: used.append((index, threading.current_thread())))
-    warm_up = WarmUp(-1, driver.load)
-    warm_up.load(3)
+    warm_up = WarmUp(3, driver.load)
+    warm_up.load()
     warm_up.end(10)
     warm_up.end(10)
     [thread] = driver.threads

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from muster.worker import runtime
+from muster.worker import ending, runtime
 from muster.worker.errors import LeaveGranted, PeerLostError
-from muster.worker.launch import last_words
 from muster.worker.launch.report import LastWords, read_words
 
 
 def test_facts_are_appended_to_the_launchers_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = os.memfd_create(last_words.FILE_NAME)
-    monkeypatch.setenv(last_words.VARIABLE, f"/proc/{os.getpid()}/fd/{file}")
-    last_words.note(node_id="a")
-    last_words.note(error="two\nlines")
+    file = os.memfd_create(ending.NOTES_FILE)
+    monkeypatch.setenv(ending.NOTES_VARIABLE, f"/proc/{os.getpid()}/fd/{file}")
+    ending.note(node_id="a")
+    ending.note(error="two\nlines")
     lines = os.pread(file, 1000, 0).decode().splitlines()
     os.close(file)
     assert [json.loads(line) for line in lines] == [{"node_id": "a"}, {"error": "two\nlines"}]
@@ -43,8 +42,8 @@ def test_facts_are_appended_to_the_launchers_file(monkeypatch: pytest.MonkeyPatc
 def test_an_exit_code_stands_for_the_error_that_was_caught(
     monkeypatch: pytest.MonkeyPatch, session: dict[str, Any], code: int, words: LastWords
 ) -> None:
-    file = os.memfd_create(last_words.FILE_NAME)
-    monkeypatch.setenv(last_words.VARIABLE, f"/proc/{os.getpid()}/fd/{file}")
+    file = os.memfd_create(ending.NOTES_FILE)
+    monkeypatch.setenv(ending.NOTES_VARIABLE, f"/proc/{os.getpid()}/fd/{file}")
     monkeypatch.setattr(runtime.process, "said", False)
     ended = SimpleNamespace(**({"error": None, "leaves": False} | session), end=lambda error: None)
     monkeypatch.setattr(runtime.process, "session", ended)
@@ -59,6 +58,6 @@ def test_no_other_file_is_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     mine = tmp_path / "mine"
     with mine.open("w") as file:
         for name in (f"/proc/{os.getpid()}/fd/{file.fileno()}", str(mine), "/proc/0/fd/0", ""):
-            monkeypatch.setenv(last_words.VARIABLE, name)
-            last_words.note(node_id="a")
+            monkeypatch.setenv(ending.NOTES_VARIABLE, name)
+            ending.note(node_id="a")
     assert mine.read_text() == ""

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.rank_table import RankTable, RankTableEntry
+from muster.scheduler.core import ledger
 from muster.scheduler.core import records as r
-from muster.scheduler.core import workers
 
 names = st.text("ab01279.-", min_size=1, max_size=6)
 hosts = st.builds(
@@ -47,7 +47,7 @@ def quarrelsome_pools(draw: st.DrawFn) -> list[m.Candidate]:
 
 
 def ranked(pool: list[m.Candidate], limit: int = 13) -> tuple[r.Placed, ...]:
-    return workers.assign(workers.in_order(pool, limit=limit, table=None))
+    return ledger.assign(ledger.in_order(pool, limit=limit, table=None))
 
 
 def runs(values: list[str]) -> int:
@@ -126,7 +126,7 @@ def test_integer_ids_are_the_ranks_of_a_full_job_and_keep_their_order_in_a_small
 
 @given(names, names)
 def test_natural_keys_tell_all_names_apart(one: str, other: str) -> None:
-    assert (workers.natural_key(one) == workers.natural_key(other)) == (one == other)
+    assert (ledger.natural_key(one) == ledger.natural_key(other)) == (one == other)
 
 
 def test_natural_order_of_hosts() -> None:
@@ -141,7 +141,7 @@ def test_natural_order_of_hosts() -> None:
         "rack1-10",
         "x" + "9" * 5000,
     ]
-    assert sorted(wanted, key=workers.natural_key) == [
+    assert sorted(wanted, key=ledger.natural_key) == [
         "node", "node1", "node2", "node2b", "node010", "node10", "rack1-9", "rack1-10", wanted[-1],
     ]  # fmt: skip
 
@@ -185,7 +185,7 @@ def test_the_rank_table_decides_by_host_name_id_or_address_and_device() -> None:
         candidate("1", alpha, m.Device(), local_index=0),
         candidate("2", beta, m.Device(index=1)),
     ]
-    ordered = workers.in_order(pool, limit=3, table=table)
+    ordered = ledger.in_order(pool, limit=3, table=table)
     assert [c.node_id for c in ordered] == ["2", "1", "0"]
-    assert workers.table_entry(table, pool[0]) == table.entries[2]
-    assert workers.table_entry(table, candidate("3", alpha, m.Device(index=5))) is None
+    assert ledger.table_entry(table, pool[0]) == table.entries[2]
+    assert ledger.table_entry(table, candidate("3", alpha, m.Device(index=5))) is None

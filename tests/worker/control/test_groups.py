@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from muster.worker.communicators.groups import Groups
+from muster.worker.control.session import Groups
 from muster.worker.errors import GroupError
 from tests.worker.control.scripted import stub_communicator
 
