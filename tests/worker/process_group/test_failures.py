@@ -183,6 +183,33 @@ def test_what_cannot_be_sent_is_refused_and_the_group_lives_on(pki: Pki, tmp_pat
         assert not {name: said for name, said in told.items() if said[0] != "ArrayError"}
 
 
+def infers(rank: int) -> list[float]:
+    """Takes tensors of inference mode, no dense rows of memory, which a thread outside of that mode fills."""
+    with torch.inference_mode():
+        total, parts, taken = (
+            torch.ones(2, 6)[:, ::2],
+            [torch.zeros(3), torch.zeros(3)],
+            torch.ones(2, 6)[:, ::2],
+        )
+        dist.all_reduce(total, async_op=True).wait()
+        dist.all_gather(parts, torch.ones(3), async_op=True).wait()
+        if rank == 0:
+            dist.send(total, 1)
+            dist.send(total, 1)
+            return [12, 3, 12]
+        dist.recv(taken, 0)
+    nowhere = torch.zeros(1).expand(2, 3)  # six elements in the memory of one
+    kind, text, _ = outcome(lambda: dist.recv(nowhere, 0))
+    assert kind == "RuntimeError" and "memory" in text, (kind, text)
+    return [float(each.sum()) for each in (total, parts[1], taken)]
+
+
+def test_what_is_received_is_written_where_the_caller_may_or_it_is_told_why_not(
+    pki: Pki, tmp_path: Path
+) -> None:
+    assert ranks.run(2, pki, tmp_path, infers) == [[12, 3, 12]] * 2
+
+
 def stays_away(rank: int, folder: Path) -> Any:
     world: Any = dist.group.WORLD
     if rank == 1:

@@ -124,10 +124,18 @@ class TcpCommunicator(HostCommunicator):
             outgoing, incoming = rings.all_reduce_plan(ring, sent, received, numbers, op)
             outgoing.precede(blocks_frame(FrameKind.CALLS, [(mine, _NOTHING)]))
             theirs = FrameIn(ring.left)
-            self._multiplexer.run([outgoing], [theirs], self._deadline, until=theirs)
-            self._expect_calls(theirs, mine, 1)
-            if theirs.blocks[0][0] != mine:
-                raise self._mismatch({self.rank: mine, 1 - self.rank: theirs.blocks[0][0]})
+            ended: PeerEndedError | None = None
+            try:
+                self._multiplexer.run([outgoing], [theirs], self._deadline, until=theirs)
+            except PeerEndedError as error:
+                ended = error
+                theirs.take_rest()  # it may have gone because of this rank's call, and its own tells why
+            if theirs.finished:
+                self._expect_calls(theirs, mine, 1)
+                if theirs.blocks[0][0] != mine:
+                    raise self._mismatch({self.rank: mine, 1 - self.rank: theirs.blocks[0][0]})
+            if ended is not None:
+                raise ended
             ring.run(outgoing, incoming)
 
         if self.world_size == 2 and not self._goes_with_call(source.nbytes):

@@ -364,6 +364,11 @@ class FrameIn(Incoming):
             self._look()
         return moved
 
+    def take_rest(self) -> None:
+        """Receives what the peer sent before it hung up, which may be the whole frame."""
+        with contextlib.suppress(EndOfStreamError):
+            self.move()
+
     def _look(self) -> None:
         if self._need < 0:
             if self._have < FRAME.size:
