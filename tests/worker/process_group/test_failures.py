@@ -226,6 +226,30 @@ def test_a_monitored_barrier_names_who_did_not_come(pki: Pki, tmp_path: Path) ->
         assert kind == "CollectiveTimeoutError" and "rank 1 (node n1" in text and "rank 2" not in text, text
 
 
+def stands_still(rank: int) -> tuple[str, float]:
+    """Rank 1, which connects to rank 0, gives one message up while that one stands still, and calls again."""
+    pids, taken = [torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.zeros(1)
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == 0:
+        dist.barrier()
+        dist.send(torch.ones(1), 1)
+        return "CollectiveTimeoutError", 1.0
+    world: Any = dist.group.WORLD
+    os.kill(int(pids[0]), signal.SIGSTOP)
+    world.set_timeout(timedelta(seconds=1))
+    kind, _, _ = outcome(lambda: dist.recv(taken, 0))
+    world.set_timeout(timedelta(seconds=FAR_S))
+    os.kill(int(pids[0]), signal.SIGCONT)
+    dist.barrier()
+    dist.recv(taken, 0)
+    return kind, taken.item()
+
+
+def test_after_a_message_that_was_given_up_the_next_one_connects(pki: Pki, tmp_path: Path) -> None:
+    expected = ("CollectiveTimeoutError", 1.0)
+    assert ranks.run(2, pki, tmp_path, stands_still) == [expected] * 2
+
+
 def alike(rank: int) -> list[float]:
     """Groups of the same ranks: what goes through one arrives in that one, also once another is gone."""
     world: Any = dist.group.WORLD
