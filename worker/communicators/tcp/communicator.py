@@ -519,7 +519,7 @@ class TcpCommunicator(HostCommunicator):
         """The connection to a peer; made now if there is none."""
         peer = rank % self.world_size
         if peer not in self._links:
-            self._connect([peer], self._check)
+            self._connect([peer], self._check_peers)
         return self._links[peer]
 
     def _ring(self) -> rings.Ring:
@@ -528,10 +528,15 @@ class TcpCommunicator(HostCommunicator):
 
     def _move(self, out: dict[int, memoryview], into: dict[int, memoryview]) -> None:
         """Sends to some peers and receives from others, all at once."""
-        self._connect([*out, *into], self._check)
+        self._connect([*out, *into], self._check_peers)
         outgoing = [Outgoing(self._links[rank], [view]) for rank, view in out.items()]
         incoming = [Incoming(self._links[rank], [view]) for rank, view in into.items()]
         self._multiplexer.run(outgoing, incoming, self._deadline)
+
+    def _check_peers(self) -> None:
+        """Whoever waits for one peer's connection learns of the failure by the others, which hang up."""
+        self._check()
+        self._multiplexer.look()
 
     def _connect(self, peers: Iterable[int], check: Callable[[], None]) -> None:
         """Connects to several peers at once; ``check`` is called now and then, and may raise.

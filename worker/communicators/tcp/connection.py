@@ -474,6 +474,18 @@ class Multiplexer:
         """Calls ``check``, which may raise, every 50 ms while waiting."""
         self._check = check
 
+    def look(self) -> None:
+        """Looks whether a peer has hung up while nothing is moved.
+
+        Raises:
+            PeerEndedError: one has, and not because it is done.
+            StoppedError: :meth:`stop` was called.
+        """
+        for fd, _ in self._poll.poll(0):
+            if fd == self._wake_fd:
+                raise StoppedError
+            self._hung_up(fd, ())
+
     def run(
         self,
         outgoing: Sequence[Outgoing],

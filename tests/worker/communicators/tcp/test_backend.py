@@ -29,6 +29,7 @@ from muster.worker.errors import (
     CommunicatorError,
     FormationTimeoutError,
     MembershipChanged,
+    PeerLostError,
     SecurityError,
     SettingsError,
     WorkerError,
@@ -115,6 +116,20 @@ def test_who_is_cut_off_amid_its_data_learns_what_the_other_called(monkeypatch: 
     errors = together([partial(first.all_reduce, array, array, ReduceOp.MIN), other])
     made.close()
     assert [type(error) for error in errors] == [CollectiveMismatchError] * 2, errors
+
+
+def test_who_waits_for_a_connection_learns_that_the_others_have_failed() -> None:
+    """Of six ranks, 0 and 3 have none between them until one sends the other something."""
+    made = make_world([None] * 6)
+    communicators = made.connect()
+    communicators[3].abort(CommunicatorAbortedError("It is over."))
+    calls = [
+        partial(communicators[0].recv, np.ones(1), 3),
+        *(communicators[rank].barrier for rank in (1, 2, 4, 5)),
+    ]
+    errors = together(calls)
+    made.close()
+    assert [type(error) for error in errors] == [PeerLostError] * 5, errors
 
 
 @pytest.mark.parametrize("size", [2, 3])
