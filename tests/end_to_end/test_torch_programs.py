@@ -337,8 +337,6 @@ def train(generation):
 
 train.step = 0
 print(muster.torch.on_new_generation(train), flush=True)
-# Not by the interpreter's end, in which a thread of Gloo's that lets go of a tensor then aborts now and then.
-os._exit(0)
 """
 
 

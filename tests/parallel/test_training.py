@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -607,3 +608,88 @@ class Break(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         raise RuntimeError("on purpose")
+
+
+def _by_hand(parameters: list[Any]) -> None:
+    """As programs did before torch had a function for it."""
+    sum(float(p.grad.data.norm(2)) ** 2 for p in parameters)
+
+
+NORMS_OF_TORCH: dict[str, Callable[[list[Any]], Any]] = {
+    "clip_grad_norm_": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5),
+    "foreach": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True),
+    "one by one": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=False),
+    "largest": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=float("inf")),
+    "by hand": _by_hand,
+    "all together": lambda parameters: torch.linalg.norm(
+        torch.stack([torch.linalg.norm(p.grad.detach()) for p in parameters])
+    ),
+}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_torch_s_norm_of_a_part_is_refused_and_nothing_is_scaled(accumulates: bool) -> None:
+    batch = MODELS["mlp"][1](1)
+
+    def train(communicator: RankCommunicator) -> list[str]:
+        model = build("mlp", communicator, strategies=MIXED, machine=SLOW)
+        parameters = list(model.parameters())
+        for _ in range(2):  # the second time a gradient is added to what is there
+            model(*parts(communicator, batch)).backward()
+        if accumulates:
+            model.zero_grad()
+            with model.no_sync():
+                model(*parts(communicator, batch)).backward()
+        before = [p.grad.clone() for p in parameters]
+        said = []
+        for function in NORMS_OF_TORCH.values():
+            with pytest.raises(SettingsError) as refused:
+                function(parameters)
+            said.append(str(refused.value))
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, before, strict=True))
+        assert all(float(grad.norm()) >= 0 for grad in before)  # a copy is a tensor like any other
+        return said
+
+    for said in run_ranks(4, train):
+        assert all("model.clip_grad_norm_(max_norm)" in each for each in said)
+
+
+def test_where_every_rank_has_whole_gradients_torch_s_norm_is_right() -> None:
+    reference = make("mlp")
+    batch = MODELS["mlp"][1](1)
+    reference(*batch).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+
+    def train(communicator: RankCommunicator) -> Any:
+        ways = {"strategies": {}, "shard_updates": False}
+        model = build("mlp", communicator, mesh=(2,), **ways)
+        model(*parts(communicator, batch)).backward()
+        return model.plan.is_data_parallel, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    for data_parallel, got in run_ranks(2, train):
+        assert data_parallel
+        close("norm", got, norm, TOLERANCE)
+
+
+def test_optimizers_take_the_gradients_of_parts_in_every_way() -> None:
+    batch = MODELS["mlp"][1](1)
+
+    def train(communicator: RankCommunicator) -> list[list[Any]]:
+        found = []
+        for way in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+            model = build("mlp", communicator, strategies=MIXED, machine=SLOW)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **way)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(*parts(communicator, batch)).backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                optimizer.step()
+            kept = [value for state in optimizer.state.values() for value in state.values()]
+            assert {type(each) for each in kept} == {torch.Tensor}
+            found.append([p.detach().clone() for p in model.parameters()])
+        return found
+
+    for one_by_one, *others in run_ranks(4, train):
+        for other in others:
+            for expected, got in zip(one_by_one, other, strict=True):
+                close("parameter", got, expected, TOLERANCE)

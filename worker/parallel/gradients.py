@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from muster.worker.communicators.base import Work
-from muster.worker.errors import WorkerError
+from muster.worker.errors import SettingsError, WorkerError
 from muster.worker.parallel.fabric import Fabric
 from muster.worker.parallel.planning.buckets import Holding, PlannedBucket
 from muster.worker.pytorch.buckets import is_dense
 
 
+class PartialGradient(torch.Tensor):  # type: ignore[misc]  # torch has no types here
+    """A gradient as the optimizer sees it, of which other ranks have other values: it gives no norm.
+
+    ``torch.nn.utils.clip_grad_norm_`` would take that for the norm of all, and each rank scale by another.
+    What is computed from it is an ordinary tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuses norms; see torch.
+
+        Raises:
+            SettingsError: it is one.
+        """
+        if function in _NORMS:
+            raise SettingsError(
+                "this rank has a part of the gradients, and their norm would be that part's: clip by"
+                " model.clip_grad_norm_(max_norm), which returns the norm of all; of the part alone,"
+                " parameter.grad.clone() gives the norm"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if function in _THE_SAME else result
+
+
+_NORMS = {
+    *(torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.norm),
+    *(torch.norm, torch.Tensor.norm, torch._foreach_norm),
+}
+_THE_SAME = {torch.Tensor.detach, torch.Tensor.data.__get__}
+"""What old programs call before they ask for the norm."""
+
+
 class HeldParameter:
     """A parameter's local part.
+
+    Args:
+        partial: other ranks' gradients of it have other values.
 
     Attributes:
         parameter: what the optimizer trains: the local part, or with a divided update this rank's flat share.
@@ -25,9 +63,17 @@ class HeldParameter:
     """
 
     def __init__(
-        self, name: str, holding: Holding, parameter: torch.nn.Parameter, fabric: Fabric, factor: float
+        self,
+        name: str,
+        holding: Holding,
+        parameter: torch.nn.Parameter,
+        fabric: Fabric,
+        factor: float,
+        *,
+        partial: bool,
     ) -> None:
         self.name, self.holding, self.factor = name, holding, factor
+        self._partial = partial
         self.parameter = parameter
         self.held: Any = None
         self._mark: Any = None  # the grad that shows that something is held
@@ -54,7 +100,8 @@ class HeldParameter:
         if self.held is None or not self.parameter.requires_grad:
             return
         if self.parameter.grad is None:
-            self.parameter.grad = self._mark = self.parameter.new_zeros(()).expand(self.parameter.shape)
+            zeros = self.parameter.new_zeros(()).expand(self.parameter.shape)
+            self.parameter.grad = self._mark = self._shown(zeros)
         self._version = self.parameter.grad._version
 
     def take(self) -> Any:
@@ -72,9 +119,12 @@ class HeldParameter:
         if self.factor != 1:
             grad = grad * self.factor
         if self.parameter.grad is None or self.parameter.grad is self._mark:
-            self.parameter.grad, self._mark = grad, None
+            self.parameter.grad, self._mark = self._shown(grad), None
         else:
             self.parameter.grad += grad
+
+    def _shown(self, grad: Any) -> Any:
+        return grad.as_subclass(PartialGradient) if self._partial else grad
 
 
 def share_of(holding: Holding, local: Any, fabric: Fabric) -> Any:

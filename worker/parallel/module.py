@@ -135,9 +135,13 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     def _hold_parameter(self, name: str, holding: Holding, parameter: torch.nn.Parameter) -> None:
         """Trains a parameter. A layerwise one gets the gradient of this rank's own loss."""
-        layerwise = self._graph.nodes[self._graph.by_name()[name]].layerwise
+        place, mesh = self._graph.by_name()[name], self.plan.mesh
+        layerwise = self._graph.nodes[place].layerwise
         factor = self._batch_parts if layerwise and not self._summed else 1
-        self.held_parameters[name] = HeldParameter(name, holding, parameter, self.fabric, factor)
+        divided = layerwise or holding.sharded or parts(self._states[place].outs[0], mesh) > 1
+        self.held_parameters[name] = HeldParameter(
+            name, holding, parameter, self.fabric, factor, partial=divided and math.prod(mesh) > 1
+        )
 
     def _nodes(self) -> Iterator[tuple[Node, State]]:
         return zip(self._graph.nodes, self._states, strict=True)

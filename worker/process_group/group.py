@@ -199,10 +199,11 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         """Does something now if the caller waits anyway, else in the group's thread, in order."""
         self._check()
         work = GroupWork(results)
+        mode = _mode()
 
         def run() -> None:
             try:
-                with torch.no_grad():
+                with mode():
                     action()
             except Exception as error:
                 work.finish(error)
@@ -502,10 +503,12 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         flats = [_Flat(each, writes=writes) for each in tensors]
         views = [describe(flat.array) for flat in flats]
         messages = [begin(view.flat.view(np.uint8).data, peer, tag, view.dtype, USER) for view in views]
+        mode = _mode()
 
         def filled() -> None:
-            for flat in flats:
-                flat.finish()
+            with mode():
+                for flat in flats:
+                    flat.finish()
 
         return MessageWork(messages, tensors, filled if writes else None)
 
@@ -599,6 +602,12 @@ def _agent_store() -> Any:
 
 def _byte() -> memoryview:
     return memoryview(bytearray(1))
+
+
+def _mode() -> Callable[[], Any]:
+    """How the caller's tensors may be written; for another thread, which has a mode of its own."""
+    modes: tuple[Callable[[], Any], ...] = torch.no_grad, torch.inference_mode
+    return modes[bool(torch.is_inference_mode_enabled())]
 
 
 # ---------------------------------------------------------------- tensors

@@ -186,7 +186,7 @@ class Messages:
         self._lobby = _WakingLobby(membership, group_label(membership, f"{path}/messages"), self._wake)
         # What follows belongs to the thread.
         self._lines: dict[int, _Line] = {}
-        self._dialed: set[int] = set()
+        self._dialed: dict[int, float] = {}  # until when
         self._lost: dict[int, Exception] = {}
         self._left: set[int] = set()
         self._unsent: dict[int, list[Message]] = {}
@@ -307,8 +307,7 @@ class Messages:
         if not message.is_send:
             self._call_for(message)
             if message.peer < 0:
-                for rank in range(self.membership.world_size):
-                    self._connect(rank, message.deadline)
+                self._connect_for(message)
                 if not message.done() and (gone := self._nobody_may_send()) is not None:
                     self._drop(message, gone)
                 return
@@ -320,14 +319,16 @@ class Messages:
             self._begin(message)
         elif message.is_send:
             self._unsent.setdefault(message.peer, []).append(message)
-        self._connect(message.peer, message.deadline)
+        self._connect_for(message)
 
-    def _connect(self, rank: int, deadline: float) -> None:
-        me = self.membership.rank
-        if rank == me or rank in self._lines or rank in self._dialed or not dials(me, rank):
-            return
-        self._dialed.add(rank)
-        self._endpoint.dial(self._lobby, rank, deadline)
+    def _connect_for(self, message: Message) -> None:
+        """Dials whom it needs, where this side has to and does not yet."""
+        me, now = self.membership.rank, time.monotonic()
+        for rank in range(self.membership.world_size) if message.peer < 0 else (message.peer,):
+            known = rank == me or rank in self._lines or rank in self._lost
+            if not known and dials(me, rank) and self._dialed.get(rank, 0.0) <= now:
+                self._dialed[rank] = message.deadline
+                self._endpoint.dial(self._lobby, rank, message.deadline)
 
     # ------------------------------------------------------------ sending
 
@@ -560,9 +561,10 @@ class Messages:
     def _note_time(self) -> None:
         now = time.monotonic()
         for message in self._open_messages():
-            if now < message.deadline:
-                continue
             peer = message.peer
+            if now < message.deadline:
+                self._connect_for(message)  # an older message's dialing may have ended
+                continue
             whom = self._name(peer) if peer >= 0 else "any rank"
             what = (
                 f"send with tag {message.tag} to" if message.is_send else f"recv with tag {message.tag} from"

@@ -127,7 +127,10 @@ class MessageWork(GroupWork):
             self._left -= 1
             last = self._left == 0
         if error is None and last and self._filled is not None:
-            self._filled()
+            try:
+                self._filled()
+            except Exception as failure:  # this thread serves others, and would not wake who waits
+                error = failure
         if (error is not None or last) and not self.is_completed():
             self.finish(error)
 

@@ -7,14 +7,22 @@ nothing.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "MUSTER_STORE"
 _CONNECT_TIMEOUT = timedelta(seconds=300)
+_GLOO_THREAD = "pt_gloo_runloop"
+_SETTLED_S = 0.02
+"""Longer than a thread waits for the interpreter's lock at a time."""
+_LONGEST_S = 5.0
 
 
 def autoload() -> None:
@@ -31,6 +39,35 @@ def autoload() -> None:
     from muster.worker.process_group import registration
 
     registration.register(os.environ.get(registration.VARIABLE, ""))
+    atexit.register(_let_gloo_settle)
+
+
+def _let_gloo_settle() -> None:
+    """Waits until Gloo's threads have let go of the tensors of what is over; at most 5 s.
+
+    They do so after they have woken who waited for a collective, and need the interpreter's lock for it. A
+    thread that asks for that when the interpreter ends is ended, amid a C++ destructor: the process aborts.
+    """
+    until = time.monotonic() + _LONGEST_S
+    before: list[str] = []
+    while (now := _gloo_threads()) and time.monotonic() < until:
+        if now == before and all("State:\tS" in each for each in now):
+            break
+        before = now
+        time.sleep(_SETTLED_S)
+
+
+def _gloo_threads() -> list[str]:
+    """What the kernel says of the threads that run collectives: their state, how often they have run."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            name, *lines = (thread / "status").read_text().splitlines()
+            if name == f"Name:\t{_GLOO_THREAD}":
+                found.append(
+                    "".join(each for each in lines if each.startswith("State:") or "_switches:" in each)
+                )
+    return found
 
 
 def _handler(

@@ -16,6 +16,8 @@ from tests.scheduler.processes import Pki
 
 TIMEOUT_S = 300.0
 WAIT_S = float(os.environ.get("MS_TEST_WAIT_S", "110"))
+AFTER_FAILURE_S = 30.0
+"""The others may wait for what a rank that failed would have called."""
 
 PRELOADED = ("muster.worker.process_group.group", "tests.worker.process_group.bodies")
 PASSED = ("MS_TORCH_GLOO", "GLOO_SOCKET_IFNAME")
@@ -60,7 +62,8 @@ def finish(started: list[tuple[BaseProcess, Connection]], timeout_s: float = WAI
     found: list[Any] = [None] * len(started)
     pipes: dict[Any, int] = {ours: rank for rank, (_, ours) in enumerate(started)}
     while pipes:
-        ready: list[Any] = wait(list(pipes), timeout_s)
+        failed = any(isinstance(each, _Failure) for each in found)
+        ready: list[Any] = wait(list(pipes), min(timeout_s, AFTER_FAILURE_S) if failed else timeout_s)
         if not ready:
             break
         for pipe in ready:
@@ -90,6 +93,9 @@ def run(
 class _Failure:
     def __init__(self, text: str) -> None:
         self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def _main(

@@ -183,6 +183,33 @@ def test_what_cannot_be_sent_is_refused_and_the_group_lives_on(pki: Pki, tmp_pat
         assert not {name: said for name, said in told.items() if said[0] != "ArrayError"}
 
 
+def infers(rank: int) -> list[float]:
+    """Takes tensors of inference mode, no dense rows of memory, which a thread outside of that mode fills."""
+    with torch.inference_mode():
+        total, parts, taken = (
+            torch.ones(2, 6)[:, ::2],
+            [torch.zeros(3), torch.zeros(3)],
+            torch.ones(2, 6)[:, ::2],
+        )
+        dist.all_reduce(total, async_op=True).wait()
+        dist.all_gather(parts, torch.ones(3), async_op=True).wait()
+        if rank == 0:
+            dist.send(total, 1)
+            dist.send(total, 1)
+            return [12, 3, 12]
+        dist.recv(taken, 0)
+    nowhere = torch.zeros(1).expand(2, 3)  # six elements in the memory of one
+    kind, text, _ = outcome(lambda: dist.recv(nowhere, 0))
+    assert kind == "RuntimeError" and "memory" in text, (kind, text)
+    return [float(each.sum()) for each in (total, parts[1], taken)]
+
+
+def test_what_is_received_is_written_where_the_caller_may_or_it_is_told_why_not(
+    pki: Pki, tmp_path: Path
+) -> None:
+    assert ranks.run(2, pki, tmp_path, infers) == [[12, 3, 12]] * 2
+
+
 def stays_away(rank: int, folder: Path) -> Any:
     world: Any = dist.group.WORLD
     if rank == 1:
@@ -197,6 +224,30 @@ def test_a_monitored_barrier_names_who_did_not_come(pki: Pki, tmp_path: Path) ->
     first, _, third = ranks.run(3, pki, tmp_path, stays_away, tmp_path)
     for kind, text, _ in (first, third):
         assert kind == "CollectiveTimeoutError" and "rank 1 (node n1" in text and "rank 2" not in text, text
+
+
+def stands_still(rank: int) -> tuple[str, float]:
+    """Rank 1, which connects to rank 0, gives one message up while that one stands still, and calls again."""
+    pids, taken = [torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.zeros(1)
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == 0:
+        dist.barrier()
+        dist.send(torch.ones(1), 1)
+        return "CollectiveTimeoutError", 1.0
+    world: Any = dist.group.WORLD
+    os.kill(int(pids[0]), signal.SIGSTOP)
+    world.set_timeout(timedelta(seconds=1))
+    kind, _, _ = outcome(lambda: dist.recv(taken, 0))
+    world.set_timeout(timedelta(seconds=FAR_S))
+    os.kill(int(pids[0]), signal.SIGCONT)
+    dist.barrier()
+    dist.recv(taken, 0)
+    return kind, taken.item()
+
+
+def test_after_a_message_that_was_given_up_the_next_one_connects(pki: Pki, tmp_path: Path) -> None:
+    expected = ("CollectiveTimeoutError", 1.0)
+    assert ranks.run(2, pki, tmp_path, stands_still) == [expected] * 2
 
 
 def alike(rank: int) -> list[float]:

@@ -117,10 +117,18 @@ class TcpCommunicator(HostCommunicator):
             outgoing, incoming = rings.all_reduce_plan(ring, sent, received, numbers, op)
             outgoing.precede(blocks_frame(FrameKind.CALLS, [(mine, _NOTHING)]))
             theirs = FrameIn(ring.left)
-            self._multiplexer.run([outgoing], [theirs], self._deadline, until=theirs)
-            self._expect_calls(theirs, mine, 1)
-            if theirs.blocks[0][0] != mine:
-                raise self._mismatch({self.rank: mine, 1 - self.rank: theirs.blocks[0][0]})
+            ended: PeerEndedError | None = None
+            try:
+                self._multiplexer.run([outgoing], [theirs], self._deadline, until=theirs)
+            except PeerEndedError as error:
+                ended = error
+                theirs.take_rest()  # it may have gone because of this rank's call, and its own tells why
+            if theirs.finished:
+                self._expect_calls(theirs, mine, 1)
+                if theirs.blocks[0][0] != mine:
+                    raise self._mismatch({self.rank: mine, 1 - self.rank: theirs.blocks[0][0]})
+            if ended is not None:
+                raise ended
             ring.run(outgoing, incoming)
 
         if self.world_size == 2 and not self._goes_with_call(source.nbytes):
@@ -504,7 +512,7 @@ class TcpCommunicator(HostCommunicator):
         """The connection to a peer; made now if there is none."""
         peer = rank % self.world_size
         if peer not in self._links:
-            self._connect([peer], self._check)
+            self._connect([peer], self._check_peers)
         return self._links[peer]
 
     def _ring(self) -> rings.Ring:
@@ -513,10 +521,15 @@ class TcpCommunicator(HostCommunicator):
 
     def _move(self, out: dict[int, memoryview], into: dict[int, memoryview]) -> None:
         """Sends to some peers and receives from others, all at once."""
-        self._connect([*out, *into], self._check)
+        self._connect([*out, *into], self._check_peers)
         outgoing = [Outgoing(self._links[rank], [view]) for rank, view in out.items()]
         incoming = [Incoming(self._links[rank], [view]) for rank, view in into.items()]
         self._multiplexer.run(outgoing, incoming, self._deadline)
+
+    def _check_peers(self) -> None:
+        """Whoever waits for one peer's connection learns of the failure by the others, which hang up."""
+        self._check()
+        self._multiplexer.look()
 
     def _connect(self, peers: Iterable[int], check: Callable[[], None]) -> None:
         """Connects to several peers at once; ``check`` is called now and then, and may raise.

@@ -364,6 +364,11 @@ class FrameIn(Incoming):
             self._look()
         return moved
 
+    def take_rest(self) -> None:
+        """Receives what the peer sent before it hung up, which may be the whole frame."""
+        with contextlib.suppress(EndOfStreamError):
+            self.move()
+
     def _look(self) -> None:
         if self._need < 0:
             if self._have < FRAME.size:
@@ -468,6 +473,18 @@ class Multiplexer:
     def check_while_waiting(self, check: Callable[[], None] | None) -> None:
         """Calls ``check``, which may raise, every 50 ms while waiting."""
         self._check = check
+
+    def look(self) -> None:
+        """Looks whether a peer has hung up while nothing is moved.
+
+        Raises:
+            PeerEndedError: one has, and not because it is done.
+            StoppedError: :meth:`stop` was called.
+        """
+        for fd, _ in self._poll.poll(0):
+            if fd == self._wake_fd:
+                raise StoppedError
+            self._hung_up(fd, ())
 
     def run(
         self,

@@ -21,12 +21,15 @@ from muster.certs.runtime.tls import client_ssl_context
 from muster.worker.communicators import create_backend
 from muster.worker.communicators.base import ReduceOp
 from muster.worker.communicators.tcp.communicator import TcpBackend, TcpCommunicator
+from muster.worker.communicators.tcp.connection import Connection
 from muster.worker.communicators.tcp.frames import HELLO, REPLY, Hello, group_label
 from muster.worker.errors import (
+    CollectiveMismatchError,
     CommunicatorAbortedError,
     CommunicatorError,
     FormationTimeoutError,
     MembershipChanged,
+    PeerLostError,
     SecurityError,
     SettingsError,
     WorkerError,
@@ -88,6 +91,45 @@ def test_generations_that_break_leave_no_memory_behind(world: World) -> None:
     finally:
         tracemalloc.stop()
         gc.enable()
+
+
+def test_who_is_cut_off_amid_its_data_learns_what_the_other_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_world([None, None])
+    first, second = made.connect()
+    other_is_gone, write = threading.Event(), Connection.write
+
+    def write_slowly(self: Connection, view: memoryview) -> int:
+        """Rank 0 is amid its data when rank 1 has seen what it called, and has hung up."""
+        count = write(self, view)
+        if self.peer == 1:
+            other_is_gone.wait(10)
+        return count
+
+    def other() -> None:
+        try:
+            second.all_reduce(np.ones(1 << 20), np.ones(1 << 20), ReduceOp.MAX)
+        finally:
+            other_is_gone.set()
+
+    monkeypatch.setattr(Connection, "write", write_slowly)
+    array = np.ones(1 << 20)
+    errors = together([partial(first.all_reduce, array, array, ReduceOp.MIN), other])
+    made.close()
+    assert [type(error) for error in errors] == [CollectiveMismatchError] * 2, errors
+
+
+def test_who_waits_for_a_connection_learns_that_the_others_have_failed() -> None:
+    """Of six ranks, 0 and 3 have none between them until one sends the other something."""
+    made = make_world([None] * 6)
+    communicators = made.connect()
+    communicators[3].abort(CommunicatorAbortedError("It is over."))
+    calls = [
+        partial(communicators[0].recv, np.ones(1), 3),
+        *(communicators[rank].barrier for rank in (1, 2, 4, 5)),
+    ]
+    errors = together(calls)
+    made.close()
+    assert [type(error) for error in errors] == [PeerLostError] * 5, errors
 
 
 @pytest.mark.parametrize("size", [2, 3])

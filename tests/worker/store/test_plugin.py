@@ -1,0 +1,38 @@
+"""What Muster's plug-in does within a torch program that Muster has started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+LETS_GO = """
+import hashlib, os, threading
+import torch
+
+named = threading.Event()
+
+
+def serve():
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+        file.write("pt_gloo_runloop")
+    named.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock, which it then needs
+    os.write(1, b"has let go")
+
+
+threading.Thread(target=serve, daemon=True).start()
+named.wait()
+"""
+
+
+def test_a_program_ends_when_gloo_s_threads_have_let_go_of_what_is_over() -> None:
+    """One that wants the interpreter's lock later aborts the process."""
+    command = [sys.executable, "-c", LETS_GO]
+    env = os.environ | {"MUSTER_STORE": "127.0.0.1:1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "has let go"
