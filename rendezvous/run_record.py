@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from muster.rendezvous.files import open_regular, read_regular
+from muster.rendezvous.files import open_own, read_regular
 
 MAX_BYTES = 8 * 1024 * 1024
 LATEST_S = 2.5e11
@@ -60,7 +60,7 @@ class RunRecord:
         if self._bytes + len(data) > MAX_BYTES:
             return
         with contextlib.suppress(OSError):
-            descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+            descriptor = open_own(self._path)
             try:
                 self._bytes += os.write(descriptor, data)
             finally:
