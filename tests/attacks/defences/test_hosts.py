@@ -20,8 +20,9 @@ from muster.certs.pki import certificates
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.revocation import RevocationList, Revocations
 from muster.certs.runtime import watcher
-from muster.rendezvous import codec, files
+from muster.rendezvous import codec, files, run_record
 from muster.rendezvous import messages as m
+from muster.rendezvous.run_record import RunRecord
 from muster.rendezvous.settings import Environment
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.audit import logs, refusals
@@ -92,6 +93,14 @@ def write_through_a_link(folder: Path) -> bool:
         log = AuditLog(folder / "audit.jsonl")
         log.write("joined", {})
         log.close()
+    return (folder / "victim").stat().st_size > 0
+
+
+def recorded_in_anothers_file(folder: Path) -> bool:
+    """Makes the record of a run a link to another file, which the launcher may write."""
+    (folder / "victim").write_text("")
+    (folder / "record_here.jsonl").symlink_to(folder / "victim")
+    RunRecord(folder, "here").note("begun")
     return (folder / "victim").stat().st_size > 0
 
 
@@ -240,6 +249,26 @@ def half_requests(_: Path) -> bool:
     return asyncio.run(run()) > 50
 
 
+def endless_request(_: Path) -> bool:
+    """Sends the metrics a request that has no end."""
+
+    async def run() -> bool:
+        server = metrics.MetricsServer(list)
+        port = free_port()
+        await server.start("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"x" * 100_000)
+        heard = asyncio.ensure_future(reader.read(1))
+        _, waits = await asyncio.wait([heard], timeout=0.5)
+        heard.cancel()
+        await asyncio.gather(heard, return_exceptions=True)
+        server.close()
+        writer.close()
+        return bool(waits)
+
+    return asyncio.run(run())
+
+
 def come_back_from_the_dead(_: Path) -> bool:
     """A worker that was declared lost, and whose place another has, takes its place again."""
     job = Job.recover("job", SETTINGS, [*journal_of(A, B, C), r.Removed("a", 1, "not heard for 5 s")], 0.0)
@@ -346,6 +375,15 @@ ATTACKS = (
         lambda patch: patch.setattr(os, "O_NOFOLLOW", 0),
     ),
     Attack(
+        "have a run recorded elsewhere",
+        "files of the launcher's user",
+        HOST,
+        recorded_in_anothers_file,
+        lambda patch: patch.setattr(
+            run_record, "open_own", lambda path: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        ),
+    ),
+    Attack(
         "write through a guessed name",
         "files of the launcher's user",
         HOST,
@@ -415,6 +453,13 @@ ATTACKS = (
         STRANGER,
         half_requests,
         lambda patch: patch.setattr(metrics, "MAX_CONNECTIONS", 1 << 40),
+    ),
+    Attack(
+        "a request for metrics without an end",
+        "the scheduler's memory",
+        STRANGER,
+        endless_request,
+        lambda patch: patch.setattr(metrics, "MAX_REQUEST_BYTES", 1 << 40),
     ),
     Attack(
         "come back from the dead",
