@@ -115,7 +115,7 @@ def test_a_revoked_host_opens_nothing(field: Field) -> None:
 def test_a_host_speaks_for_no_worker_but_those_that_it_brought(field: Field) -> None:
     """Numbers of others, from before and of nobody; goodbyes, losses and unique ids in the victims' names.
 
-    Taken away: that only a member says that the training is completed. Then nobody is let in any more.
+    Taken away, in machine and ledger: that only members complete a training. Then nobody is let in any more.
     """
     ids = pb.WorkerMessage(publish_unique_ids=pb.PublishUniqueIds(generation=1, unique_ids=[b"I" * 128]))
     leave = pb.WorkerMessage(leave=pb.Leave(generation=1, finished=True))

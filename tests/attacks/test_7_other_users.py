@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from muster.rendezvous import launches
 from tests.attacks.field import Field
 from tests.scheduler.processes import PASSWORD
 from tests.waiting import wait_for
-from tests.worker.launch.launching import Place, place
+from tests.worker.launch.launching import Place, environment, place
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -149,6 +153,42 @@ def test_the_record_of_a_run_goes_into_no_other_users_file(here: Place) -> None:
     code, _, error = here.run("-n", "1", "--log-dir", "logs", command=(sys.executable, "script.py"))
     assert code == 0, error
     assert record.read_text() == ""
+
+
+LEAD_ASTRAY = """
+directory, link = Path(sys.argv[1]), Path(sys.argv[2])
+directory.mkdir(mode=0o777)
+directory.chmod(0o777)
+(directory / "1.json").write_text(sys.argv[3])
+(directory / "1.json").chmod(0o666)
+if link != directory:
+    link.symlink_to(directory)
+"""
+
+
+@pytest.mark.parametrize("how", ["a folder", "a link"])
+def test_nobody_is_led_to_another_users_scheduler(folder: Path, how: str) -> None:
+    """Asset: what an operator believes, and does; position: makes /tmp/muster-UID first."""
+    listed = folder / f"muster-{os.getuid()}"
+    made = listed if how == "a folder" else folder / "mine"
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        port = str(false.getsockname()[1])
+        lie = launches.Launched("job", "127.0.0.1", port, "", "", str(folder), os.getpid(), began)
+        as_enemy(LEAD_ASTRAY, made, listed, json.dumps(dataclasses.asdict(lie)))
+        asked = subprocess.run(
+            [sys.executable, "-m", "muster", "status"],
+            cwd=folder,
+            env=environment(TMPDIR=str(folder), XDG_RUNTIME_DIR="", MS_SCHED_PORT=""),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        false.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            false.accept()
+    assert asked.returncode != 0 and "MS_SCHED_PORT" in asked.stderr, asked.stdout + asked.stderr
 
 
 def test_another_user_sees_nothing_of_the_jobs_processes(field: Field) -> None:
