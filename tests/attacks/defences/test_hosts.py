@@ -20,8 +20,9 @@ from muster.certs.pki import certificates
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.revocation import RevocationList, Revocations
 from muster.certs.runtime import watcher
-from muster.rendezvous import codec, files, run_record
+from muster.rendezvous import codec, files, grpc_stderr, run_record
 from muster.rendezvous import messages as m
+from muster.rendezvous.grpc_stderr import record_of
 from muster.rendezvous.run_record import RunRecord
 from muster.rendezvous.settings import Environment
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
@@ -42,6 +43,7 @@ from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import TrainingState
 from tests.attacks.defences.attack import Attack, check
 from tests.attacks.defences.test_connections import ATTACKS as ON_CONNECTIONS
+from tests.attacks.test_1_transport import FORGED
 from tests.scheduler.fakes import FakeClock
 from tests.scheduler.jobs.test_adoption import SETTINGS, A, B, C, D, adopting, joined
 from tests.scheduler.jobs.test_adoption import journal as journal_of
@@ -197,6 +199,13 @@ def forge_a_log_line(_: Path) -> bool:
     """Joins under a name with a line break and a line of one's own."""
     record = logging.LogRecord("x", logging.INFO, "", 0, "joined node=%s", ("a\n2026 ERROR forged",), None)
     return "\n" in LineFormatter().format(record)
+
+
+def forge_a_line_by_a_servers_name(_: Path) -> bool:
+    """Asks in a TLS hello for a server whose name is a line of the log, or a terminal's command."""
+    head = b"E0101 00:00:00.000000       1 ssl_transport_security.cc:1] No match found for server name: "
+    lines = [grpc_stderr.Sayings().add(head + name, record_of(head + name), 0.0) for name in FORGED.values()]
+    return not all(line is not None and line.isprintable() for line in lines)
 
 
 def flood_the_log(_: Path) -> bool:
@@ -425,6 +434,13 @@ ATTACKS = (
         INSIDER,
         forge_a_log_line,
         lambda patch: patch.setattr(logs, "one_line", str),
+    ),
+    Attack(
+        "forge a line by a server's name",
+        "the log",
+        STRANGER,
+        forge_a_line_by_a_servers_name,
+        lambda patch: patch.setattr(grpc_stderr, "one_line", str),
     ),
     Attack(
         "flood the log",
