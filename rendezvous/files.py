@@ -61,6 +61,39 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     return descriptor
 
 
+def open_own(path: str | os.PathLike[str]) -> int:
+    """Opens a file of this user's to append to it; makes it for its owner alone if it is missing.
+
+    In a folder where others may write, one of them may have put a link there, or a file to read what comes.
+
+    Returns:
+        its descriptor, not inherited by children.
+
+    Raises:
+        OSError: as :func:`open_regular`; it is a link, or another user's.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+    with contextlib.suppress(FileExistsError):
+        return open_regular(path, flags | os.O_CREAT | os.O_EXCL)
+    descriptor = open_regular(path, flags)
+    whose = os.fstat(descriptor).st_uid
+    if whose != os.geteuid() and whose != _owner_of_new_files(Path(path)):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, f"it belongs to another user, {whose}")
+    return descriptor
+
+
+def _owner_of_new_files(beside_path: Path) -> int:
+    """Whose a new file of ours is: some file systems say another user than this process has."""
+    name = beside(beside_path)
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        name.unlink(missing_ok=True)
+
+
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """Reads a whole regular file.
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.rendezvous.files import open_regular, read_regular
+from muster.rendezvous.files import open_own, read_regular
 
 RUNS = Path("muster-runs")
 LATEST = "latest"
@@ -225,7 +225,7 @@ class RunRecord:
         if self._bytes + len(data) > MAX_RECORD_BYTES:
             return
         with contextlib.suppress(OSError):
-            descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+            descriptor = open_own(self._path)
             try:
                 self._bytes += os.write(descriptor, data)
             finally:

@@ -104,9 +104,10 @@ def _digest(style: str) -> str:
 
 
 def _write(target: Path, html: str) -> None:
-    """Writes the file atomically."""
+    """Writes the file atomically, for its owner alone, as the logs are that it shows."""
     part = beside(target)
     try:
+        part.touch(0o600, exist_ok=False)
         part.write_text(html, encoding="utf-8")
         part.replace(target)
     finally:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from muster.rendezvous.files import open_regular
+from muster.rendezvous.files import open_own
 from muster.rendezvous.log_lines import BoundedFormatter, one_line
 from muster.scheduler import systemd
 from muster.scheduler.access import address_of
@@ -90,7 +90,7 @@ class AuditLog:
     """JSON lines, appended: who joined, left, was refused, expelled or drained, by which certificate, when.
 
     Args:
-        path: the file; made with mode 0600. No link is followed there.
+        path: the file; made with mode 0600. No link is followed there, and it is no other user's.
         wall_clock: the time of day.
 
     Raises:
@@ -102,7 +102,7 @@ class AuditLog:
     ) -> None:
         self._wall_clock = wall_clock
         try:
-            self._fd = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+            self._fd = open_own(path)
         except OSError as error:
             raise SettingsError(
                 f"MS_AUDIT_LOG must name a file that can be written; '{path}': {error.strerror}."

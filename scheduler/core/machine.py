@@ -609,6 +609,7 @@ def session_lost(job: Job, event: e.SessionLost, now: float) -> None:
     if node_id is None or job.phase is Phase.ENDED:
         return
     if now < job.deadlines.forgiving_until:
+        job.members.has_spoken(node_id, now)  # the end itself: words before it may be lost with the stream
         job.members.detach(event.session)
         name = upper_first(job.name(node_id))
         job.outbox.mention(f"{name} has lost its stream while the scheduler stood still; it may come back.")

@@ -33,6 +33,7 @@ from tests.waiting import wait_for
 HALF_HANDSHAKES = 500
 SILENT = 60
 STREAMS = 10_000
+ENHANCE_YOUR_CALM = bytes((0, 0, 0, 0xB))
 CLIENT_HELLO = bytes.fromhex("16030100") + b"\xc8\x01\x00\x00\xc4\x03\x03" + b"r" * 32
 JOB_URI = ("muster://default/worker",)
 
@@ -94,17 +95,18 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_a_servers_name_forges_no_line_of_the_log(field: Field, name: str) -> None:
-    """gRPC writes the name, as it came, to standard error."""
+def test_a_servers_name_forges_no_line_of_the_log(field: Field) -> None:
+    """gRPC writes the name, as it came, to standard error. Of many names few are shown.
+
+    Taken away: that the scheduler escapes what gRPC says, and each line of its log.
+    """
     before = len(field.running.log.splitlines())
-    with socket.create_connection(("127.0.0.1", field.port), 20.0) as sock:
-        sock.sendall(hello_for(FORGED[name]))
-        assert sock.recv(1) == b"\x16"  # it was read in full: the server's hello is here
-    wait_for(lambda: any("server name" in line for line in field.running.log.splitlines()))
-    for number in range(300):  # and no flood
+    names = [*FORGED.values(), *(b"%s%d" % (FORGED["a line of the log"], number) for number in range(300))]
+    for name in names:
         with socket.create_connection(("127.0.0.1", field.port), 20.0) as sock:
-            sock.sendall(hello_for(FORGED[name] + b"%d" % number))
+            sock.sendall(hello_for(name))
+            assert sock.recv(1) == b"\x16"  # it was read in full: the server's hello is here
+    wait_for(lambda: any("server name" in line for line in field.running.log.splitlines()[before:]))
     for line in field.running.log.splitlines()[before:]:
         assert line.isprintable()
         assert re.match(r"[-\dT:.]+Z (DEBUG|INFO|WARNING|ERROR) ", line), line
@@ -339,7 +341,7 @@ def test_ten_thousand_streams_of_an_insider(field: Field) -> None:
     assert field.status().state == "running"
     for connection in connections:
         for found in connection.frames(20.0):
-            refused += found.kind == http2.RST_STREAM
+            refused += found.kind == http2.RST_STREAM and found.body == ENHANCE_YOUR_CALM
             if found.kind == http2.RST_STREAM and found.stream == 499:
                 break
         connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,10 @@ def test_a_revoked_host_opens_nothing(field: Field) -> None:
 
 
 def test_a_host_speaks_for_no_worker_but_those_that_it_brought(field: Field) -> None:
-    """Numbers of others, from before and of nobody; goodbyes, losses and unique ids in the victims' names."""
+    """Numbers of others, from before and of nobody; goodbyes, losses and unique ids in the victims' names.
+
+    Taken away, in machine and ledger: that only members complete a training. Then nobody is let in any more.
+    """
     ids = pb.WorkerMessage(publish_unique_ids=pb.PublishUniqueIds(generation=1, unique_ids=[b"I" * 128]))
     leave = pb.WorkerMessage(leave=pb.Leave(generation=1, finished=True))
     gone = [host_pb2.FromWorker(worker=number, gone=host_pb2.Gone(detail="x\n")) for number in (2, 1, 0)]
@@ -128,29 +132,33 @@ def test_a_host_speaks_for_no_worker_but_those_that_it_brought(field: Field) -> 
         )
     assert code == "OK"
     assert field.status().generation == 1
+    with inside(field, "spare-9"):
+        pass
 
 
 GIANT_MAP = join("node-7", facts={f"{number:06}": "x" * 10 for number in range(30_000)})
-BROKEN: dict[str, tuple[list[bytes], str]] = {
-    "random bytes": ([b"\xff" * 50], "INVALID_ARGUMENT"),
-    "too many items": ([batch(*[host_pb2.FromWorker()] * 5000)], "INVALID_ARGUMENT"),
-    "too long": ([b"\x0a" + b"\xff" * (2 << 20)], "RESOURCE_EXHAUSTED"),
-    "nothing, for ever": ([batch()] * 3000, "OK"),
-    "no Join": ([batch(says(1, pb.WorkerMessage(heartbeat=pb.Heartbeat(step=1))))], "OK"),
-    "a giant map": ([batch(says(1, GIANT_MAP))], "OK"),
-    "a message of bytes": ([batch(says(1, b"\xff" * 100_000))], "OK"),
-    "a Join twice": ([batch(*[says(1, join("node-7", spare=True))] * 2)], "OK"),
+NO_JOIN = batch(says(1, pb.WorkerMessage(heartbeat=pb.Heartbeat(step=1))))
+BROKEN: dict[str, tuple[list[bytes], str, str]] = {
+    "random bytes": ([b"\xff" * 50], "INVALID_ARGUMENT", ""),
+    "too many items": ([batch(*[host_pb2.FromWorker()] * 5000)], "INVALID_ARGUMENT", ""),
+    "too long": ([b"\x0a" + b"\xff" * (2 << 20)], "RESOURCE_EXHAUSTED", ""),
+    "nothing, for ever": ([batch()] * 3000, "OK", ""),
+    "no Join": ([NO_JOIN], "OK", "must be Join"),
+    "a giant map": ([batch(says(1, GIANT_MAP))], "OK", "number of facts"),
+    "a message of bytes": ([batch(says(1, b"\xff" * 100_000))], "OK", "not a WorkerMessage"),
+    "a Join twice": ([batch(*[says(1, join("node-7", spare=True))] * 2)], "OK", "takes one Join only"),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_batch_ends_its_own_conversations_alone(field: Field, what: str) -> None:
-    messages, code = BROKEN[what]
+    messages, code, words = BROKEN[what]
     with field.channel("host") as over:
         got, ended, _ = exchanged(over, HOST_STREAM, messages)
         assert ended == code
-        refused = [each.refused for each in read_out(got)[0] if each.HasField("refused")]
-        assert all(each.sentence.isprintable() and len(each.sentence) < 1000 for each in refused)
+        refused = [each.refused.sentence for each in read_out(got)[0] if each.HasField("refused")]
+        assert all(each.isprintable() and len(each) < 1000 for each in refused)
+        assert [words in each for each in refused] == ([True] if words else [])
 
 
 def test_a_thousand_refused_workers_of_one_host_cost_one_stream(field: Field) -> None:
@@ -170,35 +178,36 @@ def opening(node_id: str, generation: int = 1, *, incarnation: int = 1000, job_i
 
 
 @pytest.mark.parametrize(
-    ("name", "message", "code"),
+    ("name", "message", "code", "words"),
     [
-        ("operator", opening("victim-0"), "PERMISSION_DENIED"),
-        ("server", opening("victim-0"), "PERMISSION_DENIED"),
-        ("other-job", opening("victim-0"), "PERMISSION_DENIED"),
-        ("other-job", opening("victim-0", job_id="other"), "NOT_FOUND"),
-        ("node-7", opening("victim-0"), "PERMISSION_DENIED"),
-        ("host", opening("victim-0"), "PERMISSION_DENIED"),
-        ("revoked", opening("victim-0"), "UNAUTHENTICATED"),
-        ("client", opening("victim-0"), "PERMISSION_DENIED"),  # of another incarnation: no member
-        ("client", opening("victim-0", 2), "PERMISSION_DENIED"),
-        ("client", opening("victim-0", 2**63 - 1), "PERMISSION_DENIED"),
-        ("client", opening("victim-0", 2**63), "INVALID_ARGUMENT"),
-        ("client", opening("victim-0", 0), "UNAVAILABLE"),  # has no session
-        ("client", opening("../../etc/passwd", 0), "UNAVAILABLE"),
-        ("client", opening("x\n2026 INFO forged", 0), "INVALID_ARGUMENT"),
-        ("client", opening("victim-0", job_id="x\x1b[2J"), "INVALID_ARGUMENT"),
-        ("client", opening("victim-0", incarnation=0), "INVALID_ARGUMENT"),
-        ("client", b"", "INVALID_ARGUMENT"),
-        ("client", b"\xff" * 100, "INVALID_ARGUMENT"),
+        ("operator", opening("victim-0"), "PERMISSION_DENIED", "the role operator"),
+        ("server", opening("victim-0"), "PERMISSION_DENIED", "the role scheduler"),
+        ("other-job", opening("victim-0"), "PERMISSION_DENIED", "for the job 'other'"),
+        ("other-job", opening("victim-0", job_id="other"), "NOT_FOUND", ""),
+        ("node-7", opening("victim-0"), "PERMISSION_DENIED", "bound to the node 'node-7'"),
+        ("host", opening("victim-0"), "PERMISSION_DENIED", "bound to the nodes 'node-7', 'node-8'"),
+        ("revoked", opening("victim-0"), "UNAUTHENTICATED", "was revoked"),
+        ("client", opening("victim-0"), "PERMISSION_DENIED", "no member"),  # of another incarnation
+        ("client", opening("victim-0", 2), "PERMISSION_DENIED", "no member"),
+        ("client", opening("victim-0", 2**63 - 1), "PERMISSION_DENIED", "no member"),
+        ("client", opening("victim-0", 2**63), "INVALID_ARGUMENT", "generation"),
+        ("client", opening("victim-0", 0), "UNAVAILABLE", "session"),  # it has none
+        ("client", opening("../../etc/passwd", 0), "UNAVAILABLE", "session"),
+        ("client", opening("x\n2026 INFO forged", 0), "INVALID_ARGUMENT", "node_id"),
+        ("client", opening("victim-0", job_id="x\x1b[2J"), "INVALID_ARGUMENT", "job_id"),
+        ("client", opening("victim-0", incarnation=0), "INVALID_ARGUMENT", "incarnation"),
+        ("client", b"", "INVALID_ARGUMENT", "must carry open"),
+        ("client", b"\xff" * 100, "INVALID_ARGUMENT", "not a StoreRequest"),
     ],
 )
 def test_the_store_is_for_members_of_the_generation_alone(
-    field: Field, name: str, message: bytes, code: str
+    field: Field, name: str, message: bytes, code: str, words: str
 ) -> None:
     with field.channel(name) as over:
         got, ended, sentence = exchanged(over, STORE, [message])
     assert (got, ended) == ([], code)
     assert sentence.isprintable() and len(sentence) < 1000
+    assert words in sentence
 
 
 @contextlib.contextmanager
@@ -233,10 +242,7 @@ GREED: dict[str, tuple[list[bytes], str]] = {
         [asks(*WAITS), asks(cancelled=range(1, 4097)), asks(cancelled=range(200_000))],
         "OK",
     ),
-    "one wait too many": ([asks(*WAITS, operation(4097, WAIT, [b"k"]))], "OK"),
     "answers never confirmed": ([asks(*CHANGES)], "RESOURCE_EXHAUSTED"),
-    "a value that is too large": ([asks(operation(1, SET, [b"k"], [bytes(900_000)]))], "OK"),
-    "a key that is too large": ([asks(operation(1, SET, [bytes(5000)], [b"v"]))], "OK"),
     "all values, many times": (
         [
             asks(operation(1, SET, [b"big"], [bytes(700_000)])),
@@ -263,6 +269,35 @@ def test_an_insiders_greed_in_the_store_ends_at_its_bounds(field: Field, what: s
         step_on(field)
     assert ended == code
     assert sentence.isprintable()
+
+
+TOO_MUCH = {
+    "one wait too many": (asks(*WAITS, operation(4097, WAIT, [b"k"])), "may wait for 4096 things"),
+    "a value that is too large": (
+        asks(operation(4097, SET, [b"k"], [bytes(900_000)])),
+        "A value has at most",
+    ),
+    "a key that is too large": (asks(operation(4097, SET, [bytes(5000)], [b"v"])), "A key has at most"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_what_is_too_much_for_the_store_is_refused_by_an_answer(field: Field, what: str) -> None:
+    message, words = TOO_MUCH[what]
+    index, answered = 30 + list(TOO_MUCH).index(what), threading.Event()
+
+    def asked() -> Iterator[bytes]:
+        yield opening(f"spare-{index}", 0, incarnation=1000 + index)
+        yield message
+        answered.wait(WAIT_S)  # a stream that is closed gets no more answers
+
+    with inside(field, f"spare-{index}") as over:
+        for data in bare(over.stream_stream(STORE))(asked(), timeout=WAIT_S):
+            found = [each for each in store_pb2.StoreReply.FromString(data).answers if each.id == 4097]
+            if found:
+                answered.set()
+                assert found[0].status == store_pb2.STORE_STATUS_REFUSED and words in found[0].sentence
+                break
 
 
 # ---------------------------------------------------------------- watchers
@@ -334,8 +369,11 @@ def test_what_a_worker_says_commands_no_terminal(field: Field) -> None:
             stream.end()
         for data in call:
             reply = watch_pb2.WatchReply.FromString(data)
+            for each in reply.happenings.happenings:
+                assert "\x1b" not in each.text
+                assert all(line.isprintable() for line in each.text.split("\n"))
+                assert not any(line.startswith("2026-01-01") for line in each.text.split("\n"))
             found = [each for each in reply.happenings.happenings if each.node_id == "spare-8"]
-            assert all(each.text.isprintable() for each in found)
             if any(each.kind == "left" for each in found):
                 break
         call.cancel()

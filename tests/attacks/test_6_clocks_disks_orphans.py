@@ -404,7 +404,7 @@ def test_of_a_launch_whose_launcher_and_guardian_are_killed_nothing_is_left(
     """Asset: the host's memory and GPUs; position: kills processes of the user, as an OOM killer does.
 
     Scheduler, workers and uplink end by themselves, also where both that would end them are gone. Taken away:
-    that workers hear of their launcher's death by another way than the guardian (then they train on).
+    that the kernel ends them with their launcher (then they train on).
     """
     (tmp_path / "script.py").write_text(TRAIN)
     mark = f"TEST_MARK={os.urandom(8).hex()}"
@@ -423,10 +423,8 @@ def test_of_a_launch_whose_launcher_and_guardian_are_killed_nothing_is_left(
         everybody = marked(mark)
         assert sum("muster.worker.uplink" in command for command in everybody.values()) == 1
         assert sum("scheduler" in command for command in everybody.values()) >= 1
-        children = Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
-        busy = [pid for pid, command in everybody.items() if "uplink" in command or "-m scheduler" in command]
-        guardians = [int(pid) for pid in children if int(pid) not in busy][:1]
-        for pid in (*guardians, launch.pid):
+        [guardian] = [pid for pid, c in everybody.items() if pid != launch.pid and c == everybody[launch.pid]]
+        for pid in (guardian, launch.pid):
             os.kill(pid, signal.SIGKILL)
         launch.wait(WAIT_S)
         wait_for(lambda: not marked(mark), lambda: f"still there: {marked(mark)}")

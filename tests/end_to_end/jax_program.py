@@ -1,6 +1,7 @@
 """A JAX program that knows nothing of Muster."""
 
 import os
+import pathlib
 import sys
 
 import jax
@@ -23,7 +24,7 @@ words = [
 sys.stdout.write("".join(f"said {word}\n" for word in words))
 sys.stdout.flush()
 if rank == 0:
-    # What a stranger gets: nothing in plaintext, and no TLS without a certificate.
+    # What a stranger gets: nothing in plaintext, and no TLS without a certificate of this job.
     import socket
     import ssl
 
@@ -35,15 +36,24 @@ if rank == 0:
             heard = plain.recv(64)
         except OSError:
             heard = b""
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    try:
-        with context.wrap_socket(socket.create_connection((host, int(port)), 10)) as stranger:
-            stranger.settimeout(10)
-            stranger.sendall(b"x")
-            entered = bool(stranger.recv(1))
-    except (ssl.SSLError, OSError):
-        entered = False
+
+    def is_let_in(certificate=None):
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        if certificate is not None:
+            context.load_cert_chain(certificate)
+        try:
+            with context.wrap_socket(socket.create_connection((host, int(port)), 10)) as sock:
+                sock.settimeout(10)
+                return bool(sock.recv(1))
+        except OSError:
+            return False
+
+    strangers = sorted(pathlib.Path(os.environ["TEST_STRANGERS"]).glob("*.pem"))
+    for each in strangers:
+        sys.stdout.write(f"said {each.stem} is let in: {is_let_in(each)}\n")
+    entered = is_let_in()
     sys.stdout.write(f"said plaintext {heard[:9]!r} stranger {entered}\n")
     sys.stdout.flush()
 multihost_utils.sync_global_devices("end")

@@ -17,6 +17,7 @@ from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import read_p12
 from muster.rendezvous.files import (
     beside,
+    open_own,
     open_regular,
     path_of,
     read_regular,
@@ -71,6 +72,19 @@ def test_the_audit_log_follows_no_link(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="it is a link"):
         AuditLog(tmp_path / "log")
     assert (tmp_path / "victim").read_text() == "keep"
+
+
+def test_a_file_to_append_to_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (b"one", b"two"):
+        descriptor = open_own(tmp_path / "log")
+        os.write(descriptor, text)
+        os.close(descriptor)
+    assert (tmp_path / "log").read_bytes() == b"onetwo"
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    # Of a file system that gives new files to another user, one of that user's is ours.
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    os.close(open_own(tmp_path / "log"))
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def test_no_more_than_the_bound_is_read(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ class Judge:
         self.anew = False
         self.went = False
         self.heard_at: dict[Process, float] = {}
+        self.ended_at: dict[int, float] = {}
+        self.forgiven_at: dict[Process, float] = {}  # the end of its stream
         self.disturbed_at = 0.0
         self.barred: dict[str, float] = {}
         self.torn = False  # too few workers reached each other when the job ended
@@ -134,6 +136,9 @@ class Judge:
         process = (record.node_id, record.incarnation)
         self.expect(self.claims.pop(record.node_id, None) == record.incarnation, "a stranger was removed")
         self._check_expelled(process, record.reason)
+        if "not heard for" in record.reason:
+            for_s = self.world.loop.now - self.forgiven_at.get(process, -math.inf)
+            self.expect(for_s >= NODE_TIMEOUT_S, f"{process} had {for_s:.1f} s to come back")
         if process in self.since:
             self.retired.add(process)
             arriving = self.formed is None or self.since[process] == self.formed.generation
@@ -385,7 +390,9 @@ class Judge:
         if isinstance(event, se.PeerSuspected | se.SessionLost | se.LeftCleanly | se.LeaveRequested):
             self.disturbed()
         session = getattr(event, "session", None)
-        if session in self.identity and not isinstance(event, se.SessionLost):
+        if isinstance(event, se.SessionLost):
+            self.ended_at[event.session] = self.world.loop.now
+        elif session in self.identity:
             self.heard_at[self.identity[session]] = self.world.loop.now
 
     def stepped(self, event: se.Event, decision: Decision, *, alone: bool) -> None:
@@ -406,6 +413,8 @@ class Judge:
                 may_return = isinstance(event, se.SessionLost) and event.may_return
                 may_live = may_return or self.world.scheduler.forgives() or silent_s > 2 * often
                 gone = self.claims.get(process[0]) != process[1]
+                if not gone and "it may come back" in decision.reason:
+                    self.forgiven_at[process] = self.ended_at[event.session]
                 self.expect(gone or may_live, f"{process} is gone, and keeps its claim")
 
         self._check_planned_change()

@@ -211,6 +211,15 @@ def forgives_silence_alone(right: Any) -> Any:
     return fell_behind
 
 
+def a_forgiven_end_is_no_word(right: Any) -> Any:
+    def session_lost(job: Job, event: se.SessionLost, now: float) -> None:
+        job.members.has_spoken = nothing  # type: ignore[method-assign]
+        right(job, event, now)
+        del job.members.has_spoken
+
+    return session_lost
+
+
 def late_turns_do_not_add_up(right: Any) -> Any:
     def stood_still(job: Job, event: se.StoodStill, now: float) -> None:
         job.deadlines.late_s = 0.0
@@ -504,6 +513,8 @@ MUTANTS: dict[str, Mutant] = {
     "unread words count as silence": Mutant(machine, "fell_behind", instead(nothing), 79),
     "late turns count as silence": Mutant(job.Members, "excuse", only_long_absences_count, 380),
     "streams may not break while it is behind": Mutant(machine, "fell_behind", forgives_silence_alone, 860),
+    "who lost its stream meanwhile has no time to come back": Mutant(
+        machine, "session_lost", a_forgiven_end_is_no_word, 1943),
     "late turns do not add up": Mutant(machine, "stood_still", late_turns_do_not_add_up, 1377),
     "what is unread takes the time to build": Mutant(job.Deadlines, "excuse", instead(nothing), 60417),
     "who is gone is still listened for": Mutant(job.Members, "forget", forgets_the_claim_alone),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muster.rendezvous.files import open_own
 from muster.worker.ending import NOTES_FILE, NOTES_VARIABLE, SLOT_BYTES
 from muster.worker.errors import SettingsError
 from muster.worker.launch.plan import Recipe
@@ -333,7 +334,7 @@ def _open_log(recipe: Recipe, path: Path) -> int:
         *(f"# {line}" for line in environment_dump(recipe.environment(os.environ))),
     ]
     # For its owner only: what a program prints, or is called with, may be secret.
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = open_own(path)
     data = ("\n".join(head) + "\n").encode()
     try:
         while data:

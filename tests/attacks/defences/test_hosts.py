@@ -20,8 +20,10 @@ from muster.certs.pki import certificates
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.revocation import RevocationList, Revocations
 from muster.certs.runtime import watcher
-from muster.rendezvous import codec, files
+from muster.rendezvous import codec, files, grpc_stderr, launches
 from muster.rendezvous import messages as m
+from muster.rendezvous.grpc_stderr import record_of
+from muster.rendezvous.launches import RunRecord
 from muster.rendezvous.settings import Environment
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.audit import logs, refusals
@@ -41,6 +43,7 @@ from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import TrainingState
 from tests.attacks.defences.attack import Attack, check
 from tests.attacks.defences.test_connections import ATTACKS as ON_CONNECTIONS
+from tests.attacks.test_1_transport import FORGED
 from tests.scheduler.fakes import FakeClock
 from tests.scheduler.jobs.test_adoption import SETTINGS, A, B, C, D, adopting, joined
 from tests.scheduler.jobs.test_adoption import journal as journal_of
@@ -92,6 +95,14 @@ def write_through_a_link(folder: Path) -> bool:
         log = AuditLog(folder / "audit.jsonl")
         log.write("joined", {})
         log.close()
+    return (folder / "victim").stat().st_size > 0
+
+
+def recorded_in_anothers_file(folder: Path) -> bool:
+    """Makes the record of a run a link to another file, which the launcher may write."""
+    (folder / "victim").write_text("")
+    (folder / "record_here.jsonl").symlink_to(folder / "victim")
+    RunRecord(folder, "here").note("begun")
     return (folder / "victim").stat().st_size > 0
 
 
@@ -190,6 +201,13 @@ def forge_a_log_line(_: Path) -> bool:
     return "\n" in LineFormatter().format(record)
 
 
+def forge_a_line_by_a_servers_name(_: Path) -> bool:
+    """Asks in a TLS hello for a server whose name is a line of the log, or a terminal's command."""
+    head = b"E0101 00:00:00.000000       1 ssl_transport_security.cc:1] No match found for server name: "
+    lines = [grpc_stderr.Sayings().add(head + name, record_of(head + name), 0.0) for name in FORGED.values()]
+    return not all(line is not None and line.isprintable() for line in lines)
+
+
 def flood_the_log(_: Path) -> bool:
     """Is refused 2,000 times, a line each."""
     stream, before = io.StringIO(), LOG.handlers[:]
@@ -238,6 +256,26 @@ def half_requests(_: Path) -> bool:
         return len(open_still)
 
     return asyncio.run(run()) > 50
+
+
+def endless_request(_: Path) -> bool:
+    """Sends the metrics a request that has no end."""
+
+    async def run() -> bool:
+        server = metrics.MetricsServer(list)
+        port = free_port()
+        await server.start("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"x" * 100_000)
+        heard = asyncio.ensure_future(reader.read(1))
+        _, waits = await asyncio.wait([heard], timeout=0.5)
+        heard.cancel()
+        await asyncio.gather(heard, return_exceptions=True)
+        server.close()
+        writer.close()
+        return bool(waits)
+
+    return asyncio.run(run())
 
 
 def come_back_from_the_dead(_: Path) -> bool:
@@ -346,6 +384,15 @@ ATTACKS = (
         lambda patch: patch.setattr(os, "O_NOFOLLOW", 0),
     ),
     Attack(
+        "have a run recorded elsewhere",
+        "files of the launcher's user",
+        HOST,
+        recorded_in_anothers_file,
+        lambda patch: patch.setattr(
+            launches, "open_own", lambda path: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        ),
+    ),
+    Attack(
         "write through a guessed name",
         "files of the launcher's user",
         HOST,
@@ -389,6 +436,13 @@ ATTACKS = (
         lambda patch: patch.setattr(logs, "one_line", str),
     ),
     Attack(
+        "forge a line by a server's name",
+        "the log",
+        STRANGER,
+        forge_a_line_by_a_servers_name,
+        lambda patch: patch.setattr(grpc_stderr, "one_line", str),
+    ),
+    Attack(
         "flood the log",
         "the disk",
         INSIDER,
@@ -415,6 +469,13 @@ ATTACKS = (
         STRANGER,
         half_requests,
         lambda patch: patch.setattr(metrics, "MAX_CONNECTIONS", 1 << 40),
+    ),
+    Attack(
+        "a request for metrics without an end",
+        "the scheduler's memory",
+        STRANGER,
+        endless_request,
+        lambda patch: patch.setattr(metrics, "MAX_REQUEST_BYTES", 1 << 40),
     ),
     Attack(
         "come back from the dead",

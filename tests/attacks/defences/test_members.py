@@ -212,6 +212,7 @@ LIES = {
     "a port beyond all": json.dumps([3, 1, "127.0.0.1:99999", 11]).encode(),
     "a terminal's command": json.dumps([3, 1, "\x1b[2J:5", 11]).encode(),
     "no incarnation": json.dumps([*ROW[:3], 0]).encode(),
+    "half an incarnation": json.dumps([*ROW[:3], 1.5]).encode(),
     "an incarnation of text": json.dumps([*ROW[:3], "x"]).encode(),
     "an incarnation beyond all": json.dumps([*ROW[:3], 1 << 64]).encode(),
 }

@@ -391,6 +391,33 @@ def test_a_stream_may_have_broken_until_it_is_looked_again_whether_the_scheduler
         assert not is_removed(job.step(e.SessionLost(session, "ping timeout"), look_at))
 
 
+def test_a_stream_that_ends_unheard_while_the_scheduler_is_behind_leaves_time_to_come_back() -> None:
+    """Its last words may be lost with the stream, and its next ones wait where those did."""
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    job.step(e.FellBehind((1, 2)), 5.0)
+    job.step(e.Heard(1, 1, 0, 0, 0.0), 9.9)
+    decision = job.step(e.SessionLost(2, "ping timeout"), 9.9)
+    assert "it may come back" in decision.reason and not is_removed(decision)
+    assert not is_removed(job.step(e.Tick(), 10.0))
+    job.step(e.Heard(1, 1, 0, 0, 0.0), 14.8)
+    assert not is_removed(job.step(e.Tick(), 14.8))
+    assert is_removed(job.step(e.Tick(), 14.9))  # dead after all: that time, and no more
+
+
+def test_ends_of_streams_keep_nobody_who_does_not_speak() -> None:
+    """A stream ends once: for another end a worker has to join again."""
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    job.step(e.FellBehind((1, 2)), 5.0)
+    job.step(e.SessionLost(2, "reset"), 6.0)
+    for at in (7.0, 8.0, 9.0, 10.0):
+        job.step(e.Heard(1, 1, 0, 0, 0.0), at)
+        job.step(e.SessionLost(2, "reset"), at)
+        job.step(e.SessionLost(77, "reset"), at)
+        job.step(e.FellBehind((2,)), at)
+    assert not is_removed(job.step(e.Tick(), 10.9))
+    assert is_removed(job.step(e.Tick(), 11.0))
+
+
 def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> None:
     job = Machine("red", SETTINGS)
     history(job, join(1, "a"))
