@@ -176,6 +176,12 @@ class Members:
         if contact.has_moved:
             self.lacking.discard(node_id)
 
+    def forget_quiesced(self) -> None:
+        """Notes that nobody has stopped: who did so for an earlier change may have gone on since."""
+        for node_id in self.quiesced:
+            self.by_node[node_id].quiesced = None
+        self.quiesced = set()
+
     def detach(self, session: e.SessionId) -> None:
         """Notes that the stream has ended; the worker is waited for."""
         self.by_node[self.nodes.pop(session)].session = None

@@ -593,7 +593,7 @@ class Membership:
             return
         if new.generation > self._seen:
             self._take_up(new)
-        elif self._held == new.generation:  # sent again after a reconnect: the planned change is off
+        elif self._held == new.generation:  # sent again: the planned change is put off, or forgotten
             self._held = 0
             self._notices.append(e.GateChanged())
         if new.rank == 0 and (self._next is not None or not self._running):
