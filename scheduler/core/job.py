@@ -175,6 +175,12 @@ class Members:
         if contact.has_moved:
             self.lacking.discard(node_id)
 
+    def forget_quiesced(self) -> None:
+        """Notes that nobody has stopped: who did so for an earlier change may have gone on since."""
+        for node_id in self.quiesced:
+            self.by_node[node_id].quiesced = None
+        self.quiesced = set()
+
     def detach(self, session: e.SessionId) -> None:
         """Notes that the stream has ended; the worker is waited for."""
         self.by_node[self.nodes.pop(session)].session = None
@@ -723,6 +729,11 @@ class Job:
         """Node ids of newcomers that are not known to have received the state."""
         return frozenset(self.members.stateless())
 
+    def leaves_now(self, claim: Claim) -> bool:
+        """Whether a worker goes by the planned change that is being made; those that went before do not."""
+        node_id, stood = claim.candidate.node_id, self.ledger.stood
+        return self.ledger.rank_of(node_id) < 0 < claim.since <= stood and node_id in self.trained
+
     def name(self, node_id: str) -> str:
         """A worker in words, with its rank if it has one."""
         return who(self.ledger.claims[node_id].candidate, self.ledger.rank_of(node_id))
@@ -804,8 +815,7 @@ class Job:
         sentence = f"{self.name(node_id)} {what}"
         if code is not None:
             self.send(node_id, m.Refused(code, f"{upper_first(sentence)}."))
-        departing = claim.leaving is not None and claim.since and self.ledger.rank_of(node_id) < 0
-        if departing and self.phase is Phase.BUILDING:
+        if self.switches_by_steps and self.leaves_now(claim):
             self.current.broken = sentence  # the others may be in a step that it was to finish with them
         self.note_loss(node_id, sentence)
         self.remove(node_id, sentence)

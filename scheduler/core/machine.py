@@ -482,9 +482,9 @@ def _quiesced_reported(job: Job, event: e.QuiescedReported, now: float) -> None:
     node_id = member_behind(job, event.session, event.generation, now)
     if node_id is None:
         return
-    job.members.quiesce(node_id, event.last_started_step)
     if job.phase is Phase.RUNNING and job.ledger.wanted_change(job.settings) is None:
         quiesce(job, "a change was under way before the scheduler restarted")
+    job.members.quiesce(node_id, event.last_started_step)
 
 
 def peer_suspected(job: Job, event: e.PeerSuspected, now: float) -> None:
@@ -889,7 +889,21 @@ def _advance_quiescing(job: Job, now: float) -> bool:
     change = _planned(job)  # by now more may leave
     if job.deadlines.suspicion is not None:  # whose collective failed cannot finish the step with the others
         return regroup(job, now, change)
+    if hand_over_first(job):
+        return True
     return regroup(job, now, change, job.members.last_started_step())
+
+
+def hand_over_first(job: Job) -> bool:
+    """Lets members that have stopped go on where who leaves meanwhile has to hand over the state before."""
+    if not job.ledger.is_handing_over(job.members.stateless()):
+        return False
+    for claim in job.ledger.living_members():  # whose place is told again may go on
+        node_id = claim.candidate.node_id
+        job.send(node_id, job.assignment(job.ledger.rank_of(node_id)))
+    job.say(f"The change of members ({_planned(job)}) waits until the training state is handed over.")
+    job.current.plan = None
+    return True
 
 
 def _advance_suspended(job: Job, now: float) -> bool:
@@ -985,6 +999,7 @@ def _hand_over_overdue(job: Job, now: float) -> bool:
 def quiesce(job: Job, reason: str) -> bool:
     """Asks all members to stop at a step boundary."""
     job.current.plan, job.deadlines.hand_over = reason, None
+    job.members.forget_quiesced()
     job.send_to_members(m.Quiesce(job.ledger.generation, reason))
     job.say(f"A change of members is prepared: {reason}.")
     return True

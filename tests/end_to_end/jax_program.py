@@ -37,7 +37,7 @@ if rank == 0:
         except OSError:
             heard = b""
 
-    def is_let_in(certificate=None):
+    def is_let_in(certificate: pathlib.Path | None = None) -> bool:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])

@@ -20,6 +20,7 @@ from muster.scheduler.core import records as r
 from muster.scheduler.errors import JournalUnavailableError
 from muster.scheduler.jobs.driver import JobDriver, Stepped
 from muster.worker.control import client
+from muster.worker.control import machine as membership
 from tests.simulation import network
 from tests.simulation.world import play
 
@@ -309,6 +310,10 @@ def quiesced_when_one_has(right: Any) -> Any:
     return all_quiesced
 
 
+def goes_without_goodbye(self: Job, claim: ledger.Claim) -> bool:
+    return claim.leaving is not None and self.ledger.rank_of(claim.candidate.node_id) < 0
+
+
 def earliest_step(right: Any) -> Any:
     def last_started_step(self: job.Members) -> int:
         steps = [c.quiesced for c in self.by_node.values() if c.quiesced is not None]
@@ -409,6 +414,10 @@ def joins_as_another(right: Any) -> Any:
         right(self, worker, message)
 
     return send_up
+
+
+def counts_waits_beside_steps(self: membership.Pace, seconds: float) -> None:
+    self._durations.append(seconds)
 
 
 def gives_up_at_once(right: Any) -> Any:
@@ -523,6 +532,9 @@ MUTANTS: dict[str, Mutant] = {
         machine, "session_lost", ends_count_as_those_of_members, 630),
     "members are heard once in a node timeout": Mutant(Job, "heartbeat_interval_s", once_in_a_node_timeout),
     "silence ignored": Mutant(job.Members, "silent", instead(lambda *a: [])),
+    "who left long ago breaks a step": Mutant(Job, "leaves_now", instead(goes_without_goodbye), 70015913),
+    "who has stopped hands nothing over": Mutant(
+        machine, "hand_over_first", instead(lambda job: False), 70052872),
     "switch at the earliest step": Mutant(job.Members, "last_started_step", earliest_step),
     "quiesced when one has": Mutant(job.Members, "all_quiesced", quiesced_when_one_has),
     "planned change never overdue": Mutant(machine, "switch_due", no_switch_overdue, 2915),
@@ -556,6 +568,8 @@ MUTANTS: dict[str, Mutant] = {
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
     "who stands still counts as cut off": Mutant(job, "TOGETHER_S", instead(1e9), 3761),
     "busy ranks hang": Mutant(machine, "probed", busy_unheard),
+    "long waits count beside their steps": Mutant(
+        membership.Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
     "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due),
     "hanging ranks never go": Mutant(probing, "deal_with_hangs", instead(nothing)),
     "lateness untold": Mutant(network.Network, "send_up", unsent(m.Late)),

@@ -35,7 +35,7 @@ KEPT = 31
 
 
 class Pace:
-    """The durations of the last steps, in seconds.
+    """The durations of the last steps, in seconds; in a script that counts none, of long waits.
 
     Args:
         least_s: however short the steps are, so long a collective may take.
@@ -44,6 +44,7 @@ class Pace:
     def __init__(self, least_s: float = LEAST_S) -> None:
         self._least_s = least_s
         self._durations: deque[float] = deque(maxlen=KEPT)
+        self._waits: deque[float] = deque(maxlen=KEPT)
         self._step: int | None = None
         self._since = 0.0
 
@@ -54,8 +55,11 @@ class Pace:
         self._step, self._since = step, now
 
     def note_wait(self, seconds: float) -> None:
-        """Notes that a long wait has ended well: in a script that counts no steps that may be usual."""
-        self._durations.append(seconds)
+        """Notes that a long wait has ended well: in a script that counts no steps that may be usual.
+
+        Where steps are counted, its step's duration holds it already.
+        """
+        self._waits.append(seconds)
 
     @property
     def limit_s(self) -> float:
@@ -64,9 +68,8 @@ class Pace:
         Of two in the middle the shorter one: after two steps, of which one waited for a busy rank, the other
         says how long a step is.
         """
-        if not self._durations:
-            return self._least_s
-        return max(self._least_s, STEPS * statistics.median_low(self._durations))
+        usual = self._durations or self._waits
+        return max(self._least_s, STEPS * statistics.median_low(usual)) if usual else self._least_s
 
 
 UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
@@ -590,7 +593,7 @@ class Membership:
             return
         if new.generation > self._seen:
             self._take_up(new)
-        elif self._held == new.generation:  # sent again after a reconnect: the planned change is off
+        elif self._held == new.generation:  # sent again: the planned change is put off, or forgotten
             self._held = 0
             self._notices.append(e.GateChanged())
         if new.rank == 0 and (self._next is not None or not self._running):

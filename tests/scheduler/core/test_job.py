@@ -588,6 +588,35 @@ def test_a_member_that_is_lost_before_a_switch_breaks_its_step() -> None:
     assert record.switch_after_step == -1
 
 
+def leaving() -> Machine:
+    """A job of a and b, which is to leave after step 7: generation 2 is formed, and both still run in 1."""
+    job = Machine("red", ELASTIC)
+    history(job, join(1, "a"), join(2, "b"), e.BuiltReported(1, 1), e.BuiltReported(2, 1))
+    history(job, e.DrainRequested("b", "maintenance"))
+    history(job, e.QuiescedReported(1, 1, 7), e.QuiescedReported(2, 1, 7))
+    return job
+
+
+def test_who_leaves_and_is_lost_before_the_switch_breaks_its_last_step() -> None:
+    assert formed_by(leaving(), e.SessionLost(2, "reset")).switch_after_step == -1
+
+
+def test_who_left_with_an_earlier_generation_breaks_no_step_when_it_is_lost() -> None:
+    """Its goodbye was not heard, say; the others train without it already."""
+    job = leaving()
+    history(job, e.BuiltReported(1, 2), join(3, "c"), e.QuiescedReported(1, 2, 9))
+    [gone] = job.step(e.SessionLost(2, "reset"), 0.0).records
+    assert isinstance(gone, r.Removed)
+    assert gone.node_id == "b"
+
+
+def test_who_leaves_breaks_nothing_where_all_have_given_the_step_up() -> None:
+    job = leaving()
+    assert formed_by(job, e.PeerSuspected(1, 1, 1, "connection reset")).switch_after_step == -1
+    [gone] = job.step(e.SessionLost(2, "reset"), 0.0).records
+    assert isinstance(gone, r.Removed)
+
+
 def test_what_fails_among_those_who_switched_too_early_breaks_no_step() -> None:
     """Only a failure in the generation that stands shows that its last step cannot be finished."""
     job = switching()

@@ -72,6 +72,19 @@ def test_a_script_that_counts_no_steps_is_measured_by_its_waits() -> None:
     assert pace.limit_s == 150.0
 
 
+def test_a_long_wait_in_a_step_that_is_counted_counts_once() -> None:
+    """Else two steps of which one waited for a busy rank would say that steps are long."""
+    told_before, told_after = Pace(), Pace()
+    for pace in (told_before, told_after):
+        pace.note_step(0, 0.0)
+        pace.note_step(1, 0.5)
+    told_before.note_wait(12.5)
+    told_before.note_step(2, 15.0)
+    told_after.note_step(2, 15.0)
+    told_after.note_wait(12.5)
+    assert told_before.limit_s == told_after.limit_s == 10.0
+
+
 def test_what_was_before_the_first_step_is_no_step() -> None:
     pace = Pace()
     pace.note_step(0, 1e6)

@@ -646,6 +646,16 @@ class TestPlannedChange:
         assert w.notice(e.GateChanged) == e.GateChanged()
         assert w.feed(e.StepStarting(5)).notices == (e.StepGranted(),)
 
+    def test_a_planned_change_that_is_put_off_lets_the_steps_go_on(self) -> None:
+        w = Machine().running()
+        w.feed(e.StepStarting(4))
+        w.hear(m.Quiesce(1, "a worker joins"))
+        w.hear(assignment(1, 1))
+        assert w.last.notices == (e.GateChanged(),)
+        assert w.feed(e.StepStarting(5)).notices == (e.StepGranted(),)
+        w.hear(m.Quiesce(1, "n3 leaves"))
+        assert w.message(m.Quiesced) == m.Quiesced(1, 6)
+
     def test_rank_0_of_the_next_generation_publishes_while_it_still_trains(self) -> None:
         w = Machine().running()
         w.feed(e.StepStarting(4))
