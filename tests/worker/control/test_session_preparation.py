@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from muster.rendezvous.messages import Device
@@ -40,11 +43,9 @@ def test_a_gpu_is_warmed_at_once_but_for_a_spares(
 ) -> None:
     """And its library is loaded no sooner than the worker joins: it would hold up other imports."""
     asked: list[object] = []
-    kind = BACKENDS["nccl"]._replace(
-        make=lambda needs: StubBackend(),
-        warm_up=lambda ordinal: WarmUp(asked, ordinal),  # type: ignore[arg-type,return-value]
-    )
-    monkeypatch.setitem(BACKENDS, "nccl", kind)
+    kind = type(BACKENDS["nccl"])
+    warm_up: Any = partial(WarmUp, asked)
+    monkeypatch.setitem(BACKENDS, "nccl", kind(lambda needs: StubBackend(), warm_up=warm_up))
     monkeypatch.setattr(host, "choose_device", lambda settings: DeviceChoice(Device("cuda", 7), ordinal, 4))
     env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_PORT": "1", "MS_BACKEND": "nccl"}
     session = runtime.open_session(env | {"MS_WORKER_SPARE": spare}, SecurityContext())
