@@ -84,7 +84,7 @@ def open_own(path: str | os.PathLike[str]) -> int:
 
 
 def _owner_of_new_files(beside_path: Path) -> int:
-    """Whose a new file of ours is: some file systems say another user than this process has."""
+    """The owner of a new file of ours: some file systems say another user than this process has."""
     name = beside(beside_path)
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
