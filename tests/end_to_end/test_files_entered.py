@@ -228,7 +228,7 @@ def test_one_all_reduce(
         assert muster.all_reduce(x).tolist() == [2, 2, 2, 2]
         peer.result(WAIT_S)
     ended(threads, first, second)
-    assert len(files) <= 10, "\n".join(sorted(files))
+    assert len(files) <= 13, "\n".join(sorted(files))
 
 
 def train(session: Session, generation: int) -> None:
