@@ -22,6 +22,7 @@ from typing import cast
 from muster.worker.communicators.tcp.frames import (
     FRAME,
     GOODBYE_BYTES,
+    MAGIC,
     FrameKind,
     Reason,
     goodbye,
@@ -162,6 +163,20 @@ class Connection:
             self.ended, self._last_word = farewell[0] is Reason.DONE, farewell[1]
         return farewell
 
+    def goodbye_from(self, head: bytes) -> tuple[Reason, str] | None:
+        """The goodbye that begins with what was read last, if all of it is here; else reads no more."""
+        if not head.startswith(MAGIC[: len(head)]):
+            return None
+        rest = memoryview(bytearray(GOODBYE_BYTES - len(head)))
+        have = 0
+        with contextlib.suppress(EndOfStreamError):
+            while have < len(rest) and (count := self.read_into(rest[have:])):
+                have += count
+        farewell = read_goodbye(head + rest[:have])
+        if farewell is None:
+            self.unread(rest[:have])
+        return farewell
+
     def close(self, reason: Reason, message: str = "") -> None:
         """Says goodbye, if the stream is at a place where it can be said, and closes."""
         if not self.in_payload:
@@ -284,6 +299,7 @@ class Incoming:
         self._filled = filled
         self._index = 0
         self._offset = 0
+        self._is_short = sum(map(len, views)) <= GOODBYE_BYTES
         self._skip()
 
     @property
@@ -292,7 +308,11 @@ class Incoming:
         return self._index >= len(self.views)
 
     def move(self, burst: int = _BURST) -> bool:
-        """Receives what is there, at most ``burst`` pieces; returns whether anything was."""
+        """Receives what is there, at most ``burst`` pieces; returns whether anything was.
+
+        Raises:
+            EndOfStreamError: nothing more will come, or what came is a goodbye.
+        """
         moved = False
         for _ in range(burst):
             if self.finished:
@@ -306,7 +326,15 @@ class Incoming:
             if self._offset == len(view):
                 self._done()
                 self._skip()
+                if self.finished and self._is_short:
+                    self._refuse_goodbye()
         return moved
+
+    def _refuse_goodbye(self) -> None:
+        """Checks that so few bytes are not the beginning of a goodbye, said in the place of data."""
+        farewell = self.connection.goodbye_from(b"".join(self.views))
+        if farewell is not None:
+            raise EndOfStreamError(farewell)
 
     def farewell(self) -> tuple[Reason, str] | None:
         """The goodbye that came instead of data, if one did."""

@@ -122,6 +122,29 @@ def test_a_goodbye_in_the_place_of_data_is_read(ends: Ends, size: int) -> None:
     assert caught.value.farewell == (wire.Reason.MISMATCH, "they differ")
 
 
+@pytest.mark.parametrize("sizes", [(1,), (4,), (3, 0, 5), (300,), (511,), (512,)])
+def test_a_goodbye_is_not_taken_for_a_few_bytes_of_data(ends: Ends, sizes: tuple[int, ...]) -> None:
+    ends.peer.sendall(wire.goodbye(wire.Reason.ABORTED, "it is over"))
+    ends.peer.close()
+    views = [memoryview(bytearray(size)) for size in sizes]
+    with pytest.raises(PeerEndedError) as caught:
+        ends.multiplexer.run([], [Incoming(ends.link, views)], soon())
+    assert caught.value.farewell == (wire.Reason.ABORTED, "it is over")
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("closes", [False, True])
+def test_data_that_begins_as_a_goodbye_does_stays_data(ends: Ends, size: int, closes: bool) -> None:
+    data = wire.goodbye(wire.Reason.ABORTED, "")[:size]
+    ends.peer.sendall(data + b"what follows")
+    if closes:
+        ends.peer.close()
+    view, after = memoryview(bytearray(size)), memoryview(bytearray(12))
+    ends.multiplexer.run([], [Incoming(ends.link, [view])], soon())
+    ends.multiplexer.run([], [Incoming(ends.link, [after])], soon())
+    assert (bytes(view), bytes(after)) == (data, b"what follows")
+
+
 def test_a_peer_that_dies_is_noticed_though_nothing_is_expected_of_it(ends: Ends) -> None:
     left, right = socket.socketpair()
     with left, right:
