@@ -309,6 +309,7 @@ class Client:
             e.Over: self._on_over,
             e.Dismissed: self._on_dismissed,
             e.ChangePending: lambda notice: setattr(self, "pending", notice),
+            e.ChangePutOff: lambda _: setattr(self, "pending", None),
             e.NoVerdict: self._on_no_verdict,
             e.Failed: lambda notice: self._fail(failure_of(notice)),
             e.Left: lambda _: setattr(self, "_left", True),

@@ -289,6 +289,10 @@ class ChangePending(Value):
     after_step: int
 
 
+class ChangePutOff(Value):
+    """The planned change of members does not come, or not yet."""
+
+
 class ProbeWanted(Value):
     """Try to reach these workers, by node id and address; answer ProbesDone."""
 
@@ -352,6 +356,7 @@ Notice = (
     | StepHeld
     | GateChanged
     | ChangePending
+    | ChangePutOff
     | ProbeWanted
     | NoVerdict
     | Failed

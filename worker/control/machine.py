@@ -595,7 +595,7 @@ class Membership:
             self._take_up(new)
         elif self._held == new.generation:  # sent again: the planned change is put off, or forgotten
             self._held = 0
-            self._notices.append(e.GateChanged())
+            self._notices += [e.ChangePutOff(), e.GateChanged()]
         if new.rank == 0 and (self._next is not None or not self._running):
             self._mint_or_publish(new)
 

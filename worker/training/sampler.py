@@ -146,12 +146,13 @@ class ShardedSampler:
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's samples of each batch that is left of the epoch."""
+        """This rank's samples of each batch that is left of the epoch, but for batches in which it has none."""
         ahead = copy.copy(self)
-        epoch = ahead.epoch
-        while ahead.epoch == epoch and len(indices := ahead.batch().indices):
+        for _ in range(len(self)):
+            indices = ahead.batch().indices.tolist()
             ahead.advance()
-            yield indices.tolist()
+            if indices:
+                yield indices
 
     def __len__(self) -> int:
         """Batches that are left of the epoch."""

@@ -651,7 +651,7 @@ class TestPlannedChange:
         w.feed(e.StepStarting(4))
         w.hear(m.Quiesce(1, "a worker joins"))
         w.hear(assignment(1, 1))
-        assert w.last.notices == (e.GateChanged(),)
+        assert w.last.notices == (e.ChangePutOff(), e.GateChanged())
         assert w.feed(e.StepStarting(5)).notices == (e.StepGranted(),)
         w.hear(m.Quiesce(1, "n3 leaves"))
         assert w.message(m.Quiesced) == m.Quiesced(1, 6)
