@@ -24,7 +24,7 @@ DEV_READY := $(VENV)/.ready-dev$(CUDA)
 TORCH_READY := $(VENV)/.ready-torch$(CUDA)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-torch run-test-torch test-frameworks run-test-frameworks test-jax test-system run-test-system test-unstable run-test-unstable test-newest run-test-newest docs run-docs lint format proto clean
+.PHONY: help train test test-torch run-test-torch test-frameworks run-test-frameworks test-jax test-system run-test-system test-newest run-test-newest docs run-docs lint format proto clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,12 +54,6 @@ test-system: ## Run what takes minutes: floods, blame, a soak; one after the oth
 
 run-test-system: $(TORCH_READY)
 	@$(BIN)/python -m pytest -q -m system $(PYTEST_ARGS) tests
-
-test-unstable: ## Run what fails now and then, and is not in CI
-	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-unstable
-
-run-test-unstable: $(TORCH_READY)
-	@$(BIN)/python -m pytest -q -m unstable $(PYTEST_ARGS) tests
 
 # Also in an environment of its own. A Python that is too new for what the tests need is no failure.
 test-newest: ## Run the pure unit tests on the newest Python found, if it is newer than PYTHON

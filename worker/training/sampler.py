@@ -146,7 +146,7 @@ class ShardedSampler:
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's samples of each batch that is left of the epoch, but for batches in which it has none."""
+        """This rank's samples of each batch that is left of the epoch; nothing for batches without any."""
         ahead = copy.copy(self)
         for _ in range(len(self)):
             indices = ahead.batch().indices.tolist()
