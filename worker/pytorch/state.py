@@ -30,12 +30,13 @@ from muster.worker.pytorch.comparison import RankComparison
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.optimizer_state import check_trains, is_number, make_optimizer_state, number_of
 from muster.worker.pytorch.random import RandomState, seed_of
-from muster.worker.pytorch.transfer import CopiesAside, TensorLibrary
+from muster.worker.pytorch.transfer import CopiesAside, TensorLibrary, memory_bytes
 from muster.worker.training.carrier import Carrier
 from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import StateMismatchError, TrainingState
 
 _log = logging.getLogger(__name__)
+_MOST_OF_MEMORY = 0.1
 _ALSO = "@also."
 """Before the name of what ``also`` holds, where a file has it as an array of bytes."""
 
@@ -139,16 +140,19 @@ class TorchTrainingState(TrainingState):
             if each is not self._committed:
                 each.arrays.take()
                 return each
-        try:
-            self._copies.append(_Before(CopiesAside(self.arrays.values())))
-        except torch.cuda.OutOfMemoryError:
-            if not self._copies:
-                raise
+        if self._copies and not self._has_room():
             _log.warning("no room on the GPU for a second copy of the state: each step is waited for")
             self._room = False
             self._confirm_or_undo()
             self._copies[0].arrays.take()
+        else:
+            self._copies.append(_Before(CopiesAside(self.arrays.values())))
         return self._copies[-1]
+
+    def _has_room(self) -> bool:
+        """Whether two copies leave the model enough: what is larger also has longer steps, and gains less."""
+        size_bytes: int = sum(each.numel() * each.element_size() for each in self.arrays.values())
+        return size_bytes <= memory_bytes(self._model.device) * _MOST_OF_MEMORY
 
     def _confirm_or_undo(self) -> bool:
         """Undoes what was committed if it has broken, and says so; what begins then breaks with its group."""

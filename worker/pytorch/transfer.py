@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -93,6 +94,11 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source
     with torch.no_grad():
         for number, part in carrier.broadcast(dict(enumerate(tensors)), source):
             tensors[number].copy_(part)
+
+
+def memory_bytes(device: Any) -> float:
+    """The memory of a device; a host's counts as endless."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf
 
 
 class CopiesAside:

@@ -390,6 +390,17 @@ def test_a_broken_step_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all((arrays[name] == expected[name]).all() for name in expected)
 
 
+def test_without_room_for_two_copies_each_step_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unbroken = Late(monkeypatch).train(7)
+    monkeypatch.setattr("muster.worker.pytorch.state.memory_bytes", lambda device: 10_000.0)
+    job = Late(monkeypatch, breaking=5)
+    assert same(job.train(7), unbroken)
+    assert job.numbers == [1, 2, 3, 4, 5, 5, 6, 7]
+    assert caplog.text.count("no room on the GPU for a second copy") == 1
+
+
 def test_members_change_once_the_last_step_is_known_to_be_over(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Late(monkeypatch)
     session = job.world.members[0]
