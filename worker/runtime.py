@@ -293,13 +293,12 @@ def open_session(
         facts=tuple(sorted(join_facts(plane, env).items())),
     )
     dial = grpc_dial(settings, keyring)
-    line = Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial)
     return Session(
         settings,
         profile=profile,
         device=device,
         backend=plane,
-        connection=line,
+        connection=Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial),
         probe_all=Prober(policies, settings.job_id),
         answering=answering,
         prepare=None if warmed is None else warmed.load,

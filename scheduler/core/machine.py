@@ -898,7 +898,7 @@ def hand_over_first(job: Job) -> bool:
     """Lets members that have stopped go on where who leaves meanwhile has to hand over the state before."""
     if not job.ledger.is_handing_over(job.members.stateless()):
         return False
-    for claim in job.ledger.living_members():  # whose place is told again may go on
+    for claim in job.ledger.living_members():  # who is sent the assignment again may go on
         node_id = claim.candidate.node_id
         job.send(node_id, job.assignment(job.ledger.rank_of(node_id)))
     job.say(f"The change of members ({_planned(job)}) waits until the training state is handed over.")

@@ -253,7 +253,7 @@ async def _stand_by(leadership: Leadership, security: Follower | None, stop: asy
 
 
 async def _say_goodbye(health_servicer: GuardedHealth, jobs: Jobs, sessions: Sessions) -> None:
-    """Tells systemd, health checkers and workers that the scheduler is stopping."""
+    """Notifies systemd, health checkers and workers that the scheduler is stopping."""
     systemd.notify(systemd.STOPPING, os.environ)
     await health_servicer.enter_graceful_shutdown()
     await jobs.close()

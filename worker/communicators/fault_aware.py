@@ -56,7 +56,7 @@ class Entry:
             ("", 0) if buffer is None else (buffer.dtype, buffer.size * buffer.itemsize)
         )
         self.work: Work | None = None
-        """Tells whether it is over; None while it is being issued."""
+        """The issued collective; None while it is being issued."""
         self.on_device = False
         """Only the device knows whether it is over."""
         self.over = False

@@ -119,11 +119,13 @@ class TorchTrainingState(TrainingState):
 
     def begin(self) -> None:
         """Keeps the state aside; see :class:`TrainingState`."""
-        super().begin()
+        if self.in_step:
+            self.roll_back()
         if _parameter_count(self._optimizer) != self._parameter_count:
             self._confirm_or_undo()
             self._follow_optimizer()
         self._began = self._spare()
+        super().begin()
         self._began.note(
             step=self.step,
             sampler=self.sampler.state(),

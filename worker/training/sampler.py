@@ -130,7 +130,7 @@ class ShardedSampler:
         return full + bool(rest and not self.drop_last)
 
     def batch(self) -> Batch:
-        """Tells this rank's part of the next global batch without consuming it."""
+        """This rank's part of the next global batch, which is not consumed."""
         start = self.position
         stop = min(start + self.batch_size, self._end)
         count = stop - start

@@ -122,7 +122,7 @@ class TcpCommunicator(HostCommunicator):
                 self._multiplexer.run([outgoing], [theirs], self._deadline, until=theirs)
             except PeerEndedError as error:
                 ended = error
-                theirs.take_rest()  # it may have gone because of this rank's call, and its own tells why
+                theirs.take_rest()  # it may have gone because of this rank's call: compare its own
             if theirs.finished:
                 self._expect_calls(theirs, mine, 1)
                 if theirs.blocks[0][0] != mine:
@@ -438,7 +438,7 @@ class TcpCommunicator(HostCommunicator):
         return replace(call, sequence=number).encode()
 
     def _exchange(self, call: bytes, payload: memoryview) -> list[Block]:
-        """Tells every rank what this one calls, with a small payload; returns all ranks' by rank.
+        """Sends every rank what this one calls, with a small payload; returns all ranks' by rank.
 
         Takes log2 of the world size rounds: in each, a rank passes on all that it knows to the peer at
         twice the distance of the round before.
@@ -527,7 +527,7 @@ class TcpCommunicator(HostCommunicator):
         self._multiplexer.run(outgoing, incoming, self._deadline)
 
     def _check_peers(self) -> None:
-        """Whoever waits for one peer's connection learns of the failure by the others, which hang up."""
+        """Fails the wait for a peer's connection as soon as another peer hangs up."""
         self._check()
         self._multiplexer.look()
 

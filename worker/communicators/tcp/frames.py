@@ -244,7 +244,7 @@ class Hello:
 
 
 def group_label(membership: Membership, path: str) -> bytes:
-    """Tells groups apart on the wire: a digest of job, generation and the group's path."""
+    """Names a group on the wire: a digest of job, generation and the group's path."""
     text = "\0".join((membership.job_id, str(membership.generation), path))
     return hashlib.sha256(text.encode()).digest()
 
