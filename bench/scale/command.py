@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loads", type=int, default=2, metavar="N", help="processes that play the workers (2)"
     )
     parser.add_argument(
+        "--scheduler-cores",
+        type=int,
+        default=0,
+        metavar="N",
+        help="give the scheduler N processors of its own, and the load the others (0: they share all)",
+    )
+    parser.add_argument(
         "--sweep",
         type=_sizes,
         default=(),
@@ -91,6 +98,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | int:
     if args.workers < 2:
         print(f"bench scale: --workers must be at least 2; it is {args.workers}.", file=sys.stderr)
         return 2
+    if args.scheduler_cores >= len(os.sched_getaffinity(0)):
+        there = len(os.sched_getaffinity(0))
+        print(f"bench scale: --scheduler-cores must be below {there}, the processors here.", file=sys.stderr)
+        return 2
     if args.sweep:
         return _sweep(args)
     print(f"forming {args.workers} simulated workers over mutual TLS ...", flush=True)
@@ -99,6 +110,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | int:
     for name, value in figures.items():
         print(f"{name:34} {value:,.3f}" if isinstance(value, float) else f"{name:34} {value:,}")
     asked = {"uplinks": args.uplinks, "node_timeout_s": args.node_timeout_s, "beat_s": args.beat_s}
+    asked |= {"scheduler_cores": args.scheduler_cores}
     return {"workers": args.workers, **asked, "dying_percent": args.dying, **figures}
 
 
@@ -108,6 +120,7 @@ def _sweep(args: argparse.Namespace) -> int:
         path = args.results / f"{'uplinks' if args.uplinks else 'scale'}_{size}.json"
         rest = ["--heartbeat-s", args.heartbeat_s, "--dying", args.dying, "--limit-s", args.limit_s]
         rest += ["--node-timeout-s", args.node_timeout_s, "--loads", args.loads, "--beat-s", args.beat_s]
+        rest += ["--scheduler-cores", args.scheduler_cores]
         rest += ["--uplinks"] if args.uplinks else []
         command = [sys.executable, "-m", "muster", "bench", "scale", "--workers", size, *rest, "--json", path]
         code = subprocess.run([str(word) for word in command], check=False).returncode
@@ -119,7 +132,8 @@ def _sweep(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Starts a scheduler and what plays its workers; returns what was seen (times in seconds)."""
-    with scheduler_for(args.workers, args.node_timeout_s, folder) as (pid, port):
+    cores = args.scheduler_cores
+    with scheduler_for(args.workers, args.node_timeout_s, folder, cores=cores) as (pid, port):
         crowd = Crowd(args, pid, port, folder)
         try:
             return crowd.play()
@@ -129,7 +143,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def scheduler_for(
-    workers: int, node_timeout_s: float, folder: Path, *, serve: bool = False
+    workers: int, node_timeout_s: float, folder: Path, *, serve: bool = False, cores: int = 0
 ) -> Iterator[tuple[int, int]]:
     """A scheduler with keys of its own in a folder; yields its process id and port.
 
@@ -138,6 +152,7 @@ def scheduler_for(
         node_timeout_s: MS_NODE_TIMEOUT.
         folder: of keys and log.
         serve: it takes any job.
+        cores: how many processors are its own; what this process starts meanwhile gets the others. 0: none.
     """
     config, password = make_keys(folder)
     env = environment(
@@ -152,12 +167,16 @@ def scheduler_for(
     )
     command = [sys.executable, "-m", "scheduler", "--port", "0", *(["--serve"] if serve else [])]
     with (folder / "scheduler.log").open("w+") as log:
+        usable = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, usable[:cores] if cores else usable)  # children begin with their parent's
         scheduler = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
+        os.sched_setaffinity(0, usable[cores:])
         try:
             yield scheduler.pid, _wait_ready(scheduler, log)
         finally:
             scheduler.kill()
             scheduler.communicate()
+            os.sched_setaffinity(0, usable)
 
 
 def beside_a_job(

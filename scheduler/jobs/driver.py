@@ -368,7 +368,13 @@ class JobDriver:
             stood_s = turn_s if late_s > PULSE_S / 2 else late_s
             batch.insert(0, _Item(e.StoodStill(stood_s)))
         stepped: list[Stepped] = []
+        over: set[e.SessionId] = set()
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
+            if isinstance(item.event, e.Joined) and (
+                item.event.session in over or item.event.session not in self.sessions
+            ):  # its stream has had the last word meanwhile: nothing could answer it
+                stepped.append((item, Decision()))
+                continue
             if isinstance(item.event, e.Tick):
                 behind, doubtful = self.look(now)
                 if behind is not None:
@@ -376,7 +382,9 @@ class JobDriver:
                 elif doubtful:
                     stepped.append((item, Decision()))
                     continue
-            stepped.append((item, self.job.step(item.event, now, more=more)))
+            decision = self.job.step(item.event, now, more=more)
+            stepped.append((item, decision))
+            over |= {to for to, message in decision.messages if isinstance(message, m.Refused | m.Ended)}
             self._count(item.event, now)
         return stepped
 

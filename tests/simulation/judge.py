@@ -32,6 +32,9 @@ TWO_ROUNDS_S = 12.0
 """A round of probes that began just before a cut was over still finds it, in 3 s; the next begins when
 somebody is late again, 4 s later, and takes 3 s if others cannot reach each other still."""
 
+PROBES_S = 3.5
+"""A round of probes in which somebody does not answer, and its report."""
+
 STARTED_AGAIN_S = 5.0
 """A process that ends is started again within so long, and has joined."""
 
@@ -328,8 +331,9 @@ class Judge:
             self.torn = together < self.world.scenario.worker_min
             # MS_TOPO_TIMEOUT bounds the building of a job that has not trained yet, over all generations that
             # it takes: two hangs, or a hang after a cut, may last as long as that. Seldom: the one that hung
-            # must have done so until just now, else the others had the time to build.
-            recently = self.world.loop.now - NODE_TIMEOUT_S
+            # must have done so until just now, else the others had the time to find by probes who cannot
+            # reach whom, and to build.
+            recently = self.world.loop.now - NODE_TIMEOUT_S - PROBES_S
             hung = any(w.busy_until > recently for w in self.world.living() if w.node_id in nodes)
             in_time = "was not built in time" not in record.reason
             self.held_up = hung and not in_time and not self.ever_established

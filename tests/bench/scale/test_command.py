@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from muster.bench.__main__ import main
 from muster.bench.scale import plot as plot_scale
+from muster.bench.scale.command import scheduler_for
 from muster.bench.scale.reader import slim_reader
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 
@@ -34,6 +36,19 @@ def test_too_few_workers_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "--workers must be at least 2" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["scale", "--sweep", "10,x"])
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor cannot be shared out")
+def test_a_scheduler_may_have_processors_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usable = os.sched_getaffinity(0)
+    assert main(["scale", "--scheduler-cores", str(len(usable))]) == 2
+    assert f"must be below {len(usable)}" in capsys.readouterr().err
+    with scheduler_for(2, 5.0, tmp_path, cores=1) as (pid, _):
+        assert os.sched_getaffinity(pid) == {min(usable)}
+        assert os.sched_getaffinity(0) == usable - {min(usable)}
+    assert os.sched_getaffinity(0) == usable
 
 
 def test_a_worker_that_is_lost_ends_the_run_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:

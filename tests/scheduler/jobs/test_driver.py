@@ -293,6 +293,21 @@ def test_a_refusal_is_delivered_and_closes_the_stream_with_its_sentence() -> Non
     go(test())
 
 
+@pytest.mark.parametrize("last", [m.Refused(m.RefusalCode.EXPELLED, "no"), m.Ended(True, "drained")])
+def test_a_join_after_the_last_word_on_its_stream_is_not_heard(last: m.SchedulerMessage) -> None:
+    async def test() -> None:
+        rig = Rig(reply(last))
+        rig.session(1)
+        leave, join = e.LeaveRequested(1, 1, "drained"), e.Joined(1, candidate())
+        rig.driver.post(leave)
+        assert await rig.driver.submit(join) == ""  # comes with the one that ends the stream
+        assert await rig.driver.submit(join) == ""  # and when it has ended
+        assert rig.job.events() == [leave]
+        await rig.close()
+
+    go(test())
+
+
 def test_losses_that_come_together_are_concluded_together() -> None:
     async def test() -> None:
         rig = Rig(lambda event: Decision())
@@ -388,6 +403,7 @@ def test_counters_time_the_formation() -> None:
         rig = Rig(lambda event: Decision((answers[type(event)],) if type(event) in answers else ()))
         ended: list[JobDriver] = []
         rig.driver.on_ended = ended.append
+        rig.session(1)
         await rig.driver.submit(e.Joined(1, candidate()))
         rig.clock.advance(2.0)
         await rig.driver.submit(e.UniqueIdsPublished(1, 1, (b"x",)))
@@ -409,6 +425,7 @@ def test_a_generation_that_its_members_held_before_was_not_formed_here() -> None
     async def test() -> None:
         newest = iter((4, 5))
         rig = Rig(lambda event: Decision((r.GenerationFormed(next(newest), (placed(0, "a"),), -1, (), ""),)))
+        rig.session(1)
         await rig.driver.submit(e.Joined(1, candidate(), held_generation=4))
         assert not rig.driver.formed_here
         await rig.driver.submit(e.Joined(1, candidate(), held_generation=4))

@@ -140,6 +140,7 @@ def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
         second = await rig.jobs.for_join("a", fresh=True)
         assert second is not first
         assert "a" not in storage.records
+        second.admit(Session(1, Caller("x")))
         await second.submit(e.Joined(1, candidate()))
         assert storage.records["a"] == [r.Admitted(candidate())]
         await rig.jobs.close()
@@ -267,6 +268,7 @@ def test_a_journal_that_fails_later_ends_the_own_job() -> None:
         rig = Rig(storage)
         await rig.jobs.open()
         storage.error = OSError("disk full.")
+        rig.jobs.get("default").admit(Session(1, Caller("x")))
         with pytest.raises(Exception, match="stopping"):
             await rig.jobs.get("default").submit(e.Joined(1, candidate()))
         with pytest.raises(JournalUnavailableError, match="disk full"):
