@@ -154,10 +154,13 @@ def _conclude_round(job: Job, now: float) -> None:
         if expel_unreachable(job, current):
             job.rounds.calm = Calm()
         elif current.answers:
+            hung = set(job.rounds.hangs)
             _look_for_hangs(job, current, now)
-            # A failure that could not be judged is no proof of the contrary: the next wait asks again.
+            # A failure that could not be judged is no proof of the contrary: the next wait asks again. And
+            # where a member that hung goes on, whatever is waited for next is something new.
             unjudged = any(current.unreached.values())
-            job.rounds.calm = Calm() if unjudged else job.rounds.calm.again(current.generation, now)
+            calm = job.rounds.calm if job.rounds.hangs.keys() >= hung else Calm()
+            job.rounds.calm = Calm() if unjudged else calm.again(current.generation, now)
     _take_in(job, current, now)
 
 

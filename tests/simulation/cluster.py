@@ -113,7 +113,7 @@ class EtcdLine:
 
     def _transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
         self.cluster.store.expire()
-        leads = self.member.leads_by_etcd()
+        leads = self.member.leads()
         reply = self.cluster.store.transact(request)
         claims = any(op.HasField("request_put") and op.request_put.key == LEADER for op in request.success)
         if reply.succeeded and not claims:
@@ -181,7 +181,7 @@ class Member(Scheduler):
     def __str__(self) -> str:
         return f"scheduler {self.number}"
 
-    def leads_by_etcd(self) -> bool:
+    def leads(self) -> bool:
         """Whether the leader's key is this process's."""
         pair = self.cluster.store.pairs.get(LEADER)
         token = self.leadership.token if self.leadership is not None else 0
@@ -257,7 +257,7 @@ class Member(Scheduler):
             world.loop.after(world.rng.choice((0.5, 1.0, 2.0)), self.cluster.start, self.number)
 
     def crash(self, when: str) -> None:
-        settled = self.up and self.leads_by_etcd() and not self.writing and not self.job.stepped
+        settled = self.up and self.leads() and not self.writing and not self.job.stepped
         self._die(when, check=settled)
 
     def _records(self) -> list[r.Record]:
@@ -360,7 +360,7 @@ class Cluster:
     @property
     def leading(self) -> Member | None:
         """The one that leads and listens."""
-        return next((each for each in self.members if each.up and each.leads_by_etcd()), None)
+        return next((each for each in self.members if each.up and each.leads()), None)
 
     @property
     def job(self) -> Watched:
@@ -438,7 +438,7 @@ class Cluster:
 
     def _ask_late(self, member: Member) -> None:
         """An operator asked for something while it stood still; it may not write that down any more."""
-        if member.up and not member.leads_by_etcd():
+        if member.up and not member.leads():
             member.feed(e.DrainRequested(min(self.world.newest), "maintenance"))
 
     def _outage_over(self, until: float) -> None:

@@ -92,7 +92,7 @@ class Watched:
     def deadline(self) -> float | None:
         """The driver asks for it when all is carried out."""
         stepped, self.stepped = self.stepped, []
-        if self.scheduler.up:
+        if self.scheduler.up and self.scheduler.leads():  # else none of it is carried out
             if self.machine.outcome is None:
                 self.world.judge.check_indexes(self.machine.job)
             for event, decision in stepped:
@@ -128,6 +128,10 @@ class Scheduler:
         self.next_write = ""
         self._dies_after: int | None = None
         self._tasks: list[asyncio.Task[None]] = []  # of the dead as well: what is left of them stays quiet
+
+    def leads(self) -> bool:
+        """Whether the job is this process's."""
+        return True
 
     def start(self) -> None:
         """Comes up for the first time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from muster.rendezvous import codec
@@ -119,6 +120,7 @@ class Worker:
         self.stream: Stream | None = None
         self.cut_until = 0.0
         self.stopped_until = 0.0
+        self._unread: deque[e.Event] = deque()
         self.calm_until = 0.0
         self.busy_until = 0.0
         self.doing = "entering"
@@ -161,11 +163,18 @@ class Worker:
         self.threads.start("training", self._live)
 
     def post(self, event: e.Event) -> None:
-        """What the network has for it."""
-        if self.world.loop.now < self.stopped_until:
-            self.world.loop.at(self.stopped_until, self.post, event)
-        elif self.alive:
-            self.client.post(event)
+        """What the network has for it; a process that is stopped finds it later, in the same order."""
+        self._unread.append(event)
+        self._read()
+
+    def _read(self) -> None:
+        while self._unread:
+            if self.world.loop.now < self.stopped_until:
+                self.world.loop.at(self.stopped_until, self._read)
+                return
+            event = self._unread.popleft()
+            if self.alive:
+                self.client.post(event)
 
     def noticed(self, notice: e.Notice) -> None:
         """What the machine has decided."""

@@ -232,6 +232,19 @@ def test_a_failure_that_cannot_be_judged_is_soon_asked_about_again() -> None:
     assert hosts.late("c0")
 
 
+def test_after_a_hang_the_next_wait_is_soon_asked_about() -> None:
+    """Rounds that only find the same member hanging follow ever more seldom, until it goes on."""
+    hosts = Hosts("a0", "b0", "c0")
+    for _ in range(3):
+        while not hosts.late("c0"):
+            pass
+        hosts.answer(idle="a0")
+    while not hosts.late("c0"):
+        pass
+    hosts.answer()
+    assert hosts.late("b0")
+
+
 def test_long_probes_count_when_both_began_at_the_same_time() -> None:
     hosts = Hosts("a0", "b0", "c0")
     hosts.late("c0")
