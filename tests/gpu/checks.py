@@ -22,10 +22,13 @@ from muster.worker.errors import (
     CommunicatorError,
     FormationTimeoutError,
     MembershipChanged,
+    WorkerError,
 )
 from muster.worker.pytorch.capture import capture_step
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
+from muster.worker.pytorch.state import TorchTrainingState
+from muster.worker.training.sampler import ShardedSampler
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "uint8", "int32", "int64")
@@ -744,3 +747,66 @@ def check_formation_cancelled(comm: Any) -> float:
     with pytest.raises(MembershipChanged):
         backend.connect(membership, timeout_s=30, cancelled=lambda: stop if next(polls) > 9 else None)
     return time.monotonic() - begin
+
+
+class Large:
+    """A model whose copy takes longer than its passes over a small batch, with its captured step."""
+
+    def __init__(self, comm: Any) -> None:
+        torch.manual_seed(comm.rank)
+        layers = [torch.nn.Linear(4096, 4096) for _ in range(8)]
+        net = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(4096)).cuda()
+        self.model = DataParallel(net, communicator=comm)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, capturable=True)
+        sampler = ShardedSampler(1000, 8 * comm.world_size, rank=comm.rank, world_size=comm.world_size)
+        self.state = TorchTrainingState(self.model, self.optimizer, sampler)
+        self.state.enter(comm, 0)
+        self.step = capture_step(lambda x: self.model(x).square().mean(), self.model, self.optimizer)
+        self.batch = torch.ones(8, 4096, device="cuda")
+        for _ in range(5):
+            self.train()
+        assert self.step.captured and self.model.updates_last
+
+    def train(self, *, undo: bool = False, before: Any = None) -> bool:
+        """Trains a step; returns whether one that is undone leaves all as it was."""
+        kept = [each.clone() for each in self.state.arrays.values()] if undo else []
+        torch.cuda.synchronize()
+        self.state.begin()
+        if before is not None:
+            before()
+        self.step(self.batch)
+        if undo:
+            self.state.roll_back()
+            return all(map(torch.equal, kept, self.state.arrays.values()))
+        self.state.commit()
+        self.state.sampler.advance()
+        self.state.step += 1
+        return True
+
+
+def check_copies_beside_a_step(comm: Any) -> None:
+    job = Large(comm)
+    first = job.model.module[0].weight.clone()
+    for _ in range(3):
+        assert job.train(undo=True)
+        job.train()
+    assert not torch.equal(first, job.model.module[0].weight)
+    wait, job.model.before_update = job.model.before_update, lambda: None
+    torn = [not job.train(undo=True) for _ in range(3)]
+    assert any(torn), "the copy is not beside the step: nothing is shown"
+    job.model.before_update = wait
+
+
+def check_what_changes_parameters_before_a_captured_step(comm: Any) -> None:
+    """A copy beside the step would hold some of them from before and some from after."""
+    job = Large(comm)
+
+    def decay() -> None:
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.mul_(0.5)
+
+    with pytest.raises(WorkerError, match="cannot be undone: its parameters were changed before"):
+        job.train(undo=True, before=decay)
+    job.state.commit()
+    assert job.train(undo=True, before=decay)  # from now on it waits for copies

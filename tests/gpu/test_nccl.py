@@ -49,6 +49,8 @@ def fleet(request: Any) -> Iterator[Fleet]:
         checks.check_bf16_weights,
         checks.check_capture_falls_back,
         checks.check_capture_fails_in_backward,
+        checks.check_copies_beside_a_step,
+        checks.check_what_changes_parameters_before_a_captured_step,
     ],
 )
 def test_on_every_rank(fleet: Fleet, check: Any) -> None:

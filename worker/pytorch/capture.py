@@ -57,14 +57,23 @@ class StepBody:
         Raises:
             ArrayError: it cannot be cut into parts.
         """
+        total = self.differentiate(batch, samples)
+        self.update()
+        return total
+
+    def differentiate(self, batch: Tensors, samples: int | None = None) -> Any:
+        """The part of :meth:`run` that comes to gradients."""
         self._optimizer.zero_grad(set_to_none=True)
         uneven = getattr(self._model, "uneven_batch", None) if samples is not None else None
         with uneven(samples) if uneven else contextlib.nullcontext():
             total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
-        self._optimizer.step()
         return total
+
+    def update(self) -> None:
+        """The part of :meth:`run` that changes parameters."""
+        self._optimizer.step()
 
     def _passes(self, batch: Tensors) -> Any:
         """Forward and backward passes over the parts of a batch; returns the loss."""
@@ -238,6 +247,7 @@ class TrainingStep:
         self._warmup_steps, self._strict = warmup_steps, strict
         self._device = next(model.parameters()).device
         self._graph: Any = None
+        self._update: Any = None
         self._static: tuple[Any, ...] = ()
         self._fed: tuple[tuple[Any, ...], Any] | None = None
         self._static_loss: Any = None
@@ -293,8 +303,11 @@ class TrainingStep:
             self._drop()
             self._decline(self._settings.obstacle())
         if self.reason is not None:
+            self._before_update()
             return self._body.run(self._to_device(batch), samples)
         uneven = samples is not None or getattr(self._model, "uneven", False)
+        if self._graph is None or uneven or not self._fits(batch):
+            self._before_update()
         if self._graph is None and self._eager_steps >= self._warmup_steps and not uneven:
             self._capture(self._to_device(batch))
         if self._graph is None or uneven or not self._fits(batch):
@@ -307,6 +320,8 @@ class TrainingStep:
                     static.copy_(given, non_blocking=True)
                 self._note("captured_step")
                 self._graph.replay()
+                self._before_update()
+                self._update.replay()
         if self._ended:
             self.release()
         return self._static_loss
@@ -348,12 +363,22 @@ class TrainingStep:
         if not self._lock.acquire(timeout=_LAUNCH_WAIT_S):
             return  # a launch hangs until the abort frees it; that thread then releases the graph itself
         try:
-            graph, self._graph = self._graph, None
+            graphs = [graph for graph in (self._update, self._graph) if graph is not None]
+            self._graph = self._update = None
+            self._say_updates_last(False)
             self._eager_steps = 0
-            if graph is not None:
+            for graph in graphs:
                 graph.reset()
         finally:
             self._lock.release()
+
+    def _before_update(self) -> None:
+        """Lets the GPU finish what has to be done before parameters change, as copies of them."""
+        getattr(self._model, "before_update", _nothing)()
+
+    def _say_updates_last(self, updates_last: bool) -> None:
+        if hasattr(self._model, "updates_last"):
+            self._model.updates_last = updates_last
 
     def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
         """Runs a step eagerly on the capture's stream, which makes what libraries create lazily for it."""
@@ -390,7 +415,8 @@ class TrainingStep:
     def _capture(self, batch: tuple[Any, ...]) -> None:
         self._settings.update_rates()
         static = tuple(tensor.clone() for tensor in batch)
-        graph, loss, error = torch.cuda.CUDAGraph(), None, None
+        graph, update, loss, error = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), None, None
+        versions = self._versions()
         communicator: Any = self._communicator
         self._note = _ignore if communicator is None else communicator.note
         self._ended = False
@@ -399,7 +425,12 @@ class TrainingStep:
         try:
             # thread_local: other threads (heartbeats, the autograd engine) may call CUDA meanwhile
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                loss = self._body.run(static)
+                loss = self._body.differentiate(static)
+            updates_last = self._versions() == versions
+            with torch.cuda.graph(
+                update, pool=graph.pool(), stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self._body.update()
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
             free_generator(self._device)
@@ -408,6 +439,7 @@ class TrainingStep:
             succeeded = self._all_succeeded(error is None)
         finally:
             if not succeeded:
+                update.reset()
                 graph.reset()
                 self._drop()
                 self._forget_gradients()
@@ -418,9 +450,14 @@ class TrainingStep:
         self._settings.captured()
         self._held = self._of_model()
         with self._lock:
-            self._static, self._static_loss, self._graph = static, loss, graph
+            self._static, self._static_loss, self._graph, self._update = static, loss, graph, update
+            self._say_updates_last(updates_last)
         if self._ended:
             self.release()
+
+    def _versions(self) -> list[int]:
+        """Changes in place of each parameter so far."""
+        return [parameter._version for parameter in self._model.parameters()]
 
     def _drop(self) -> None:
         """Gives up the graph and begins to warm up anew."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -86,6 +86,11 @@ class DataParallel(ModuleWrapper):
         in_place_bytes: on a CPU gradients of so many bytes are reduced one by one, where autograd has put
             them, because copying costs more; unless they are compressed or have masters.
 
+    Attributes:
+        updates_last: the next step's graphs change parameters in the last one alone, and ``before_update`` is
+            called before that.
+        before_update: a state that copies parameters beside the step lets the stream wait for that.
+
     Raises:
         ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
             from another rank's; in the backward pass: a sparse gradient that no layer announces, or a
@@ -144,6 +149,8 @@ class DataParallel(ModuleWrapper):
             else in_place_bytes,
         }
         self._joined = not elastic
+        self.before_update: Callable[[], None] = _nothing
+        self.updates_last = False
         if not elastic:
             self._begin_alike(parameter_broadcast, broadcast_buffers)
         self._follow_structure()
@@ -592,3 +599,7 @@ class DataParallel(ModuleWrapper):
         broadcast_tensors(self.communicator, [order], 0)
         if order.tolist() != planned:
             self._build(order.tolist())
+
+
+def _nothing() -> None:
+    return None

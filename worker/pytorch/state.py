@@ -1,9 +1,10 @@
 """A torch model in an ``ElasticLoop``: its state outlives members, captured or not.
 
 On a GPU the host runs ahead, and what an aborted AllReduce leaves behind still flows into the optimizer's
-update, which may be part of the same CUDA graph. So the state is copied aside before each step (a tenth of a
-millisecond for ResNet-50), and a step that broke is undone from that copy. Whether it broke the host learns
-while the GPU is at work on the next one, which is undone with it: there are two copies, in turns.
+update, which may be part of a CUDA graph. So the state is copied aside before each step, and a step that
+broke is undone from that copy. Whether it broke the host learns while the GPU is at work on the next one,
+which is undone with it: there are two copies, in turns. What only the update changes (parameters, the
+optimizer's state) is copied beside the other passes of a captured step, and the update waits for that.
 """
 
 from __future__ import annotations
@@ -96,20 +97,28 @@ class TorchTrainingState(TrainingState):
         self._model = model
         self._optimizer = optimizer
         self._also = AlsoObjects(also or {}, model.device)
+        self._updated: set[str] = set()
         super().__init__(self._tensors(), sampler)
         self._samples_per_rank = samples_per_rank
         self._copies: list[_Before] = []
         self._began: _Before | None = None
         self._committed: _Before | None = None
         self._room = True  # for two copies
+        self._stream: Any = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._beside: Any = None  # the end of a copy that may be under way
+        self._changes = 0
+        self._may_copy_beside = True
         self._comparison = RankComparison(optimizer, model.device)
         self._resumed_generators: list[str] = []
         self._parameter_count = _parameter_count(optimizer)
         self._random = RandomState(model.device)
         self._loader_generator = torch.Generator()
         self._takes_up = False
-        follow = WeakMethod(self._follow_optimizer)  # the optimizer may live longer
+        follow = WeakMethod(self._follow_optimizer)  # the optimizer and the model may live longer
         optimizer.register_load_state_dict_post_hook(lambda _: (call := follow()) and call())
+        wait = WeakMethod(self._await_copy)
+        model.before_update = lambda: (call := wait()) and call()
+        optimizer.register_step_pre_hook(lambda *_: (call := wait()) and call())
 
     # ------------------------------------------------------------ what the loop calls
 
@@ -138,18 +147,52 @@ class TorchTrainingState(TrainingState):
 
     def _spare(self) -> _Before:
         """The state as it is now, in the copies that no step may have to go back to any more."""
+        self._await_copy()
         for each in self._copies:
             if each is not self._committed:
-                each.arrays.take()
+                self._take(each)
                 return each
         if self._copies and not self._has_room():
             _log.warning("no room on the GPU for a second copy of the state: each step is waited for")
             self._room = False
             self._confirm_or_undo()
-            self._copies[0].arrays.take()
+            self._take(self._copies[0])
         else:
-            self._copies.append(_Before(CopiesAside(self.arrays.values())))
+            self._copies.append(_Before(*self._copy()))
         return self._copies[-1]
+
+    def _copy(self) -> tuple[CopiesAside, CopiesAside]:
+        """Copies of what only the update changes, and of the rest."""
+        updated = [tensor for name, tensor in self.arrays.items() if name in self._updated]
+        rest = [tensor for name, tensor in self.arrays.items() if name not in self._updated]
+        return CopiesAside(updated), CopiesAside(rest)
+
+    def _take(self, copies: _Before) -> None:
+        """Copies the state as it is now; where the step is so made, partly beside the step."""
+        copies.rest.take()
+        copies.is_torn = False
+        if not (self._model.updates_last and self._may_copy_beside and self._stream):
+            copies.updated.take()
+            return
+        self._changes = self._count_changes()
+        self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(self._stream):
+            copies.updated.take()
+            self._beside = self._stream.record_event()
+
+    def _await_copy(self) -> None:
+        """Lets the current stream wait until nothing is read any more by a copy beside it."""
+        end, self._beside = self._beside, None
+        if end is None:
+            return
+        torch.cuda.current_stream(self._model.device).wait_event(end)
+        if self._count_changes() != self._changes and self._began is not None:
+            _log.warning("parameters are changed in a step before its captured part: it now waits for copies")
+            self._began.is_torn, self._may_copy_beside = True, False
+
+    def _count_changes(self) -> int:
+        """How often torch has changed the optimizer's parameters in place."""
+        return sum(each._version for group in self._optimizer.param_groups for each in group["params"])
 
     def _has_room(self) -> bool:
         """Whether two copies leave the model enough: what is larger also has longer steps, and gains less."""
@@ -223,10 +266,16 @@ class TorchTrainingState(TrainingState):
 
     def _undo(self, before: _Before) -> None:
         """Goes back to before a step."""
+        if before.is_torn:
+            raise WorkerError(
+                "a step that broke cannot be undone: its parameters were changed before its captured part",
+                remedy="Change them within that part, or between steps; go on from a checkpoint.",
+            )
         self._committed = None
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        before.arrays.put_back()
+        before.updated.put_back()
+        before.rest.put_back()
         self.step = before.step
         self.sampler.restore(before.sampler)
         self.extra = before.extra
@@ -262,10 +311,13 @@ class TorchTrainingState(TrainingState):
         found: dict[str, Any] = {}
         seen = set()
         module = self._model.module
+        trained = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        also = {id(tensor) for _, tensor in self._also.tensors()}
         for name, tensor in (*module.named_parameters(), *module.named_buffers(), *self._also.tensors()):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 found[name] = tensor.detach()
+        model_names = set(found)
         for number, group in enumerate(self._optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in seen:  # master weights
@@ -273,6 +325,9 @@ class TorchTrainingState(TrainingState):
                 for key, value in sorted(self._optimizer.state[parameter].items()):
                     if isinstance(value, torch.Tensor):
                         found[f"optimizer.{number}.{index}.{key}"] = value
+        self._updated = set(found) - model_names | {
+            name for name, parameter in module.named_parameters() if id(parameter) in trained - also
+        }
         return found
 
     def _follow_optimizer(self) -> None:
@@ -282,9 +337,10 @@ class TorchTrainingState(TrainingState):
         self.arrays.clear()
         self.arrays.update(self._tensors())
         self._parameter_count = _parameter_count(self._optimizer)
+        self._await_copy()  # their memory may be reused at once
         self._copies.clear()
         if self._began is not None and self.in_step:  # what it goes back to if it breaks
-            self._began.arrays = CopiesAside(self.arrays.values())
+            self._began.updated, self._began.rest = self._copy()
             self._copies.append(self._began)
 
     # ------------------------------------------------------------ what travels beside the tensors
@@ -392,11 +448,16 @@ class _Before:
     """All that a step may change as it was before, to go back to.
 
     Args:
-        arrays: copies of the state's, just taken.
+        updated: copies of the arrays that only an update changes.
+        rest: copies of the others.
+
+    Attributes:
+        is_torn: something else changed ``updated`` while it was copied.
     """
 
-    def __init__(self, arrays: CopiesAside) -> None:
-        self.arrays = arrays
+    def __init__(self, updated: CopiesAside, rest: CopiesAside) -> None:
+        self.updated, self.rest = updated, rest
+        self.is_torn = False
         self.wait: Callable[[], None] = lambda: None
         """Waits for the step's end, once it is committed; raises what broke it."""
 
