@@ -28,6 +28,7 @@ from muster.worker.pytorch.capture import capture_step
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
 from muster.worker.pytorch.state import TorchTrainingState
+from muster.worker.pytorch.transfer import CopiesAside
 from muster.worker.training.sampler import ShardedSampler
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -749,26 +750,32 @@ def check_formation_cancelled(comm: Any) -> float:
     return time.monotonic() - begin
 
 
-class Large:
-    """A model whose copy takes longer than its passes over a small batch, with its captured step."""
+class Copied:
+    """A model with its state and captured step, whose copy aside begins late, as beside other work."""
 
     def __init__(self, comm: Any) -> None:
         torch.manual_seed(comm.rank)
-        layers = [torch.nn.Linear(4096, 4096) for _ in range(8)]
-        net = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(4096)).cuda()
+        layers = [torch.nn.Linear(512, 512) for _ in range(4)]
+        net = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(512)).cuda()
         self.model = DataParallel(net, communicator=comm)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, capturable=True)
         sampler = ShardedSampler(1000, 8 * comm.world_size, rank=comm.rank, world_size=comm.world_size)
         self.state = TorchTrainingState(self.model, self.optimizer, sampler)
         self.state.enter(comm, 0)
         self.step = capture_step(lambda x: self.model(x).square().mean(), self.model, self.optimizer)
-        self.batch = torch.ones(8, 4096, device="cuda")
+        self.batch = torch.ones(8, 512, device="cuda")
         for _ in range(5):
             self.train()
         assert self.step.captured and self.model.updates_last
 
     def train(self, *, undo: bool = False, before: Any = None) -> bool:
         """Trains a step; returns whether one that is undone leaves all as it was."""
+        with pytest.MonkeyPatch.context() as patch:
+            take = CopiesAside.take
+            patch.setattr(CopiesAside, "take", lambda copies: (torch.cuda._sleep(20_000_000), take(copies)))
+            return self._train(undo, before)
+
+    def _train(self, undo: bool, before: Any) -> bool:
         kept = [each.clone() for each in self.state.arrays.values()] if undo else []
         torch.cuda.synchronize()
         self.state.begin()
@@ -785,21 +792,20 @@ class Large:
 
 
 def check_copies_beside_a_step(comm: Any) -> None:
-    job = Large(comm)
+    job = Copied(comm)
     first = job.model.module[0].weight.clone()
     for _ in range(3):
         assert job.train(undo=True)
         job.train()
     assert not torch.equal(first, job.model.module[0].weight)
     wait, job.model.before_update = job.model.before_update, lambda: None
-    torn = [not job.train(undo=True) for _ in range(3)]
-    assert any(torn), "the copy is not beside the step: nothing is shown"
+    assert not job.train(undo=True), "the copy is not beside the step: nothing is shown"
     job.model.before_update = wait
 
 
 def check_what_changes_parameters_before_a_captured_step(comm: Any) -> None:
     """A copy beside the step would hold some of them from before and some from after."""
-    job = Large(comm)
+    job = Copied(comm)
 
     def decay() -> None:
         with torch.no_grad():
