@@ -24,8 +24,8 @@ _MOST_NAMED = 256
 class RankComparison:
     """One row of numbers of each rank and step: a checksum of its settings, and where its generators are.
 
-    On a GPU the row follows the step on the current stream, and has come when the host has waited for the
-    step. On a CPU the communicator's thread moves it beside the next step.
+    It travels beside the next step: on a GPU on a stream of its own, and has come when the host has waited
+    for a mark that was set :meth:`beside` the step; on a CPU by the communicator's thread.
 
     Args:
         optimizer: whose settings and step counts must be the same on all ranks.
@@ -35,6 +35,7 @@ class RankComparison:
     def __init__(self, optimizer: Any, device: Any) -> None:
         self._optimizer = optimizer
         self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._communicator: Communicator | None = None
         self._work: Work | None = None
         self._sent: Any = None
@@ -62,19 +63,31 @@ class RankComparison:
             return
         few = communicator.world_size <= _MOST_RANKS_WITH_GENERATORS
         words = generators.view(torch.int64) if few else torch.empty(0, dtype=torch.int64)
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self._stream is not None
         row = torch.empty(_HEAD + words.numel(), dtype=torch.int64, pin_memory=on_gpu)
         row[_STEP] = step
         row[_HEAD:] = words
-        mine = self._with_settings(row)
-        table = torch.empty(communicator.world_size * len(row), dtype=torch.int64, device=self._device)
-        send, recv = array_of(communicator, mine), array_of(communicator, table)
-        self._work = communicator.all_gather(send, recv, async_op=not on_gpu)
-        if on_gpu:
-            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            table = host.copy_(table, non_blocking=True)
-        self._sent = row, mine  # whose memory must stay until the row has gone
+        settings = self._settings()
+        with self.beside():
+            mine = self._with_settings(row, *settings)
+            table = torch.empty(communicator.world_size * len(row), dtype=torch.int64, device=self._device)
+            send, recv = array_of(communicator, mine), array_of(communicator, table)
+            self._work = communicator.all_gather(send, recv, async_op=not on_gpu)
+            if on_gpu:
+                host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+                table = host.copy_(table, non_blocking=True)
+        self._sent = row, mine, settings  # whose memory must stay until the row has gone
         self._table = table.view(communicator.world_size, -1)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Context in which a GPU works beside the current stream, once that has done what it has so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def receive(self) -> None:
         """Compares the rows that were sent last; on a GPU, after the host has waited for the current stream.
@@ -110,25 +123,33 @@ class RankComparison:
 
     # ------------------------------------------------------------ settings
 
-    def _with_settings(self, row: Any) -> Any:
-        """The row on the model's device, with the checksum. Numbers on a GPU are read there."""
-        host: list[tuple[str, Any]] = []
-        device: list[tuple[str, Any]] = []
+    def _settings(self) -> tuple[dict[str, float], tuple[Any, list[str]] | None]:
+        """The numbers that must be the same on all ranks: those on the host, and those on a GPU with names.
+
+        The latter are copied: the next step may change them while they are on their way.
+        """
         self._last = [(label, _aside(value)) for label, value in self._numbers()]
-        for label, value in self._last:
-            (device if isinstance(value, torch.Tensor) else host).append((label, value))
-        row[_SETTINGS] = self._checksum(torch.tensor([value for _, value in host]), host)
+        host = {label: value for label, value in self._last if not isinstance(value, torch.Tensor)}
+        device = {label: value for label, value in self._last if isinstance(value, torch.Tensor)}
+        if not device:
+            return host, None
+        values = [value.detach().reshape(()).float() for value in device.values()]
+        return host, (torch.stack(values), list(device))
+
+    def _with_settings(self, row: Any, host: dict[str, float], device: tuple[Any, list[str]] | None) -> Any:
+        """The row on the model's device, with the checksum. Numbers on a GPU are read there."""
+        row[_SETTINGS] = self._checksum(torch.tensor(list(host.values())), list(host))
         mine = row.to(self._device, non_blocking=True)
-        if device:
-            values = torch.stack([value.detach().reshape(()).float() for _, value in device])
-            mine[_SETTINGS] += self._checksum(values, device)
+        if device is not None:
+            values, labels = device
+            mine[_SETTINGS] += self._checksum(values, labels)
         return mine
 
-    def _checksum(self, values: Any, named: list[tuple[str, Any]]) -> Any:
+    def _checksum(self, values: Any, labels: list[str]) -> Any:
         """A checksum of the values, independent of their order, computed where they are."""
-        key = values.device.type, *(label for label, _ in named)
+        key = values.device.type, *labels
         if key not in self._weights:
-            weights = [zlib.crc32(label.encode()) | 1 for label, _ in named]
+            weights = [zlib.crc32(label.encode()) | 1 for label in labels]
             self._weights[key] = torch.tensor(weights, dtype=torch.int64, device=values.device)
         bits = values.float().view(torch.int32).long()
         return (bits * self._weights[key]).sum()

@@ -294,6 +294,10 @@ class DataParallel(ModuleWrapper):
         """
         return torch.nn.utils.clip_grad_norm_(list(self.parameters()), max_norm, foreach=True)
 
+    def flat_buffers(self) -> list[Any]:
+        """The flat tensors in which the module's buffers lie, if they are kept equal to rank 0's."""
+        return [each.flat for each in self._flat_buffers]
+
     def broadcast_parameters(self, source: int = 0) -> None:
         """Overwrites all ranks' parameters and buffers with those of rank ``source``."""
         tensors = [parameter.detach() for parameter in self.parameters()]

@@ -165,7 +165,9 @@ class TorchTrainingState(TrainingState):
         """Copies of what only the update changes, and of the rest."""
         updated = [tensor for name, tensor in self.arrays.items() if name in self._updated]
         rest = [tensor for name, tensor in self.arrays.items() if name not in self._updated]
-        return CopiesAside(updated), CopiesAside(rest)
+        flat = {each.untyped_storage().data_ptr(): each for each in self._model.flat_buffers()}
+        homes = [flat.get(tensor.untyped_storage().data_ptr(), tensor) for tensor in rest]
+        return CopiesAside(updated), CopiesAside({id(home): home for home in homes}.values())
 
     def _take(self, copies: _Before) -> None:
         """Copies the state as it is now; where the step is so made, partly beside the step."""
@@ -218,7 +220,8 @@ class TorchTrainingState(TrainingState):
         self.confirm()
         self._comparison.receive()
         self._comparison.send(self.step + 1, self._random.now())
-        wait = self._model.communicator.mark()
+        with self._comparison.beside():
+            wait = self._model.communicator.mark()
         if wait is not None and self._began is not None:
             self._began.wait, self._committed = wait, self._began
             if not self._room:
