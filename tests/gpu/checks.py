@@ -762,11 +762,21 @@ class Copied:
         sampler = ShardedSampler(1000, 8 * comm.world_size, rank=comm.rank, world_size=comm.world_size)
         self.state = TorchTrainingState(self.model, self.optimizer, sampler)
         self.state.enter(comm, 0)
-        self.step = capture_step(lambda x: self.model(x).square().mean(), self.model, self.optimizer)
         self.batch = torch.ones(8, 512, device="cuda")
-        for _ in range(5):
-            self.train()
-        assert self.step.captured and self.model.updates_last
+        self.shrinking = capture_step(self._shrink_and_rate, self.model, self.optimizer)
+        self.usual = capture_step(lambda x: self.model(x).square().mean(), self.model, self.optimizer)
+        for step in (self.shrinking, self.usual):
+            self.step = step
+            for _ in range(5):
+                self.train()
+            assert step.captured
+        assert self.model.updates_last
+
+    def _shrink_and_rate(self, x: Any) -> Any:
+        """A loss that changes a parameter before the optimizer does."""
+        with torch.no_grad():
+            self.model.module[0].weight.mul_(0.5)
+        return self.model(x).square().mean()
 
     def train(self, *, undo: bool = False, before: Any = None) -> bool:
         """Trains a step; returns whether one that is undone leaves all as it was."""
@@ -801,6 +811,8 @@ def check_copies_beside_a_step(comm: Any) -> None:
     wait, job.model.before_update = job.model.before_update, lambda: None
     assert not job.train(undo=True), "the copy is not beside the step: nothing is shown"
     job.model.before_update = wait
+    job.step = job.shrinking
+    assert job.train(undo=True), "its passes began before the copy"
 
 
 def check_what_changes_parameters_before_a_captured_step(comm: Any) -> None:

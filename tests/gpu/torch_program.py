@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 LOCAL = int(os.environ["LOCAL_RANK"])
-DEVICE = torch.device("cuda", LOCAL)
+DEVICE = torch.device("cuda", LOCAL % torch.cuda.device_count())
 
 
 def total(group: object = None) -> float:

@@ -248,6 +248,7 @@ class TrainingStep:
         self._device = next(model.parameters()).device
         self._graph: Any = None
         self._update: Any = None
+        self._updates_last = False
         self._static: tuple[Any, ...] = ()
         self._fed: tuple[tuple[Any, ...], Any] | None = None
         self._static_loss: Any = None
@@ -319,6 +320,8 @@ class TrainingStep:
                 for static, given in zip(self._static, batch, strict=True):
                     static.copy_(given, non_blocking=True)
                 self._note("captured_step")
+                if not self._updates_last:  # another step of this model may have said so of itself
+                    self._before_update()
                 self._graph.replay()
                 self._before_update()
                 self._update.replay()
@@ -377,6 +380,7 @@ class TrainingStep:
         getattr(self._model, "before_update", _nothing)()
 
     def _say_updates_last(self, updates_last: bool) -> None:
+        self._updates_last = updates_last
         if hasattr(self._model, "updates_last"):
             self._model.updates_last = updates_last
 
