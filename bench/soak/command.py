@@ -217,6 +217,7 @@ class Soak(Job):
                 "MS_NODE_TIMEOUT": str(NODE_TIMEOUT_S),
                 "MS_SPARES": "6",
                 "MS_TOPO_TIMEOUT": "120",
+                "CUDA_VISIBLE_DEVICES": "",  # more workers than most hosts have GPUs
             },
             say=say,
         )

@@ -107,4 +107,5 @@ def finish_or_call(place: Place, call: str) -> tuple[str, str]:
 
 
 def test_a_closed_communicator_says_so(agents: Agents, backend: Kit) -> None:
-    assert agents.fresh(backend.name, 2, bodies.use_after_close) == ["CommunicatorAbortedError"] * 2
+    size = min(2, backend.max_world_size)
+    assert agents.fresh(backend.name, size, bodies.use_after_close) == ["CommunicatorAbortedError"] * size

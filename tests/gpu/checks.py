@@ -30,6 +30,7 @@ from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
 from muster.worker.pytorch.state import TorchTrainingState
 from muster.worker.pytorch.transfer import CopiesAside
 from muster.worker.training.sampler import ShardedSampler
+from tests.gpu.sharing import RANKS_PER_GPU
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "uint8", "int32", "int64")
@@ -750,6 +751,10 @@ def check_formation_cancelled(comm: Any) -> float:
     return time.monotonic() - begin
 
 
+LATE_CYCLES = 20_000_000 if RANKS_PER_GPU == 1 else 1_000_000_000
+"""Of a copy: where ranks share a GPU they take turns on it, and a step lasts longer."""
+
+
 class Copied:
     """A model with its state and captured step, whose copy aside begins late, as beside other work."""
 
@@ -782,7 +787,8 @@ class Copied:
         """Trains a step; returns whether one that is undone leaves all as it was."""
         with pytest.MonkeyPatch.context() as patch:
             take = CopiesAside.take
-            patch.setattr(CopiesAside, "take", lambda copies: (torch.cuda._sleep(20_000_000), take(copies)))
+            cycles = LATE_CYCLES if undo else 0
+            patch.setattr(CopiesAside, "take", lambda copies: (torch.cuda._sleep(cycles), take(copies)))
             return self._train(undo, before)
 
     def _train(self, undo: bool, before: Any) -> bool:
