@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on, shared
+from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on
 from tests.scheduler.processes import Pki, environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
@@ -29,9 +29,9 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 def launch(directory: Path, pki: Pki, way: str, **env: str) -> subprocess.CompletedProcess[str]:
     options = ("-n", str(RANKS), "--scheduler", "--tail", "all", *launch_options())
     return subprocess.run(
-        [sys.executable, "-m", "muster", "run", *options, "--", *shared(sys.executable, PROGRAM, way)],
+        [sys.executable, "-m", "muster", "run", *options, "--", sys.executable, PROGRAM, way],
         cwd=directory,
-        env=environment(**pki.env(), **env),
+        env=environment(**pki.env(), **env, RANKS_PER_GPU=str(RANKS_PER_GPU)),
         capture_output=True,
         text=True,
         timeout=240,

@@ -4,12 +4,20 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
+
+RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
+LOCAL = int(os.environ["LOCAL_RANK"])
+if RANKS_PER_GPU > 1:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import sharing
+
+    sharing.take_gpu(LOCAL, RANKS_PER_GPU)
 
 import torch
 import torch.distributed as dist
 
-LOCAL = int(os.environ["LOCAL_RANK"])
-DEVICE = torch.device("cuda", LOCAL % torch.cuda.device_count())
+DEVICE = torch.device("cuda", LOCAL // RANKS_PER_GPU)
 
 
 def total(group: object = None) -> float:
