@@ -162,9 +162,12 @@ class TorchTrainingState(TrainingState):
         return self._copies[-1]
 
     def _copy(self) -> tuple[CopiesAside, CopiesAside]:
-        """Copies of what only the update changes, and of the rest."""
+        """Copies of what only the update changes, and of the rest but what follows from the former."""
         updated = [tensor for name, tensor in self.arrays.items() if name in self._updated]
-        rest = [tensor for name, tensor in self.arrays.items() if name not in self._updated]
+        left_out = set(self._updated)
+        if self._model.weights_dtype is not None:  # the module's parameters follow from their masters
+            left_out.update(name for name, _ in self._model.module.named_parameters())
+        rest = [tensor for name, tensor in self.arrays.items() if name not in left_out]
         flat = {each.untyped_storage().data_ptr(): each for each in self._model.flat_buffers()}
         homes = [flat.get(tensor.untyped_storage().data_ptr(), tensor) for tensor in rest]
         return CopiesAside(updated), CopiesAside({id(home): home for home in homes}.values())
@@ -279,6 +282,7 @@ class TorchTrainingState(TrainingState):
             torch.cuda.synchronize(self._model.device)
         before.updated.put_back()
         before.rest.put_back()
+        self._model.refresh_weights()
         self.step = before.step
         self.sampler.restore(before.sampler)
         self.extra = before.extra

@@ -277,12 +277,15 @@ class Late:
         breaking: the number of the step that breaks; what it leaves behind is no number.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, breaking: int = 0) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, breaking: int = 0, weights: str | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.world = ElasticWorld(1)
         session = self.world.members[0]
-        layers = torch.nn.Flatten(), torch.nn.Linear(48, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
-        self.model = DataParallel(torch.nn.Sequential(*layers), session, elastic=True)
+        layers = torch.nn.Linear(48, 8), torch.nn.LayerNorm(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+        net = torch.nn.Sequential(torch.nn.Flatten(), *layers)
+        self.model = DataParallel(net, session, elastic=True, weights=weights)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         sampler = ShardedSampler(SAMPLES, BATCH, seed=1)
@@ -307,7 +310,7 @@ class Late:
             self.waited.append(number)
             if number == self._breaking:
                 with torch.no_grad():
-                    for parameter in self.model.parameters():
+                    for parameter in (*self.model.parameters(), *self.model.module.parameters()):
                         parameter.fill_(float("nan"))
                 with self.world.changed:
                     if self.world.generation == generation:
@@ -326,7 +329,8 @@ class Late:
                 self.given.append(step.data)
                 rows = step.batch.indices if load is None else step.data
                 self.optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(self.model(IMAGES[rows]), LABELS[rows]).backward()
+                scores = self.model(IMAGES[rows].to(self.model.weights_dtype))
+                torch.nn.functional.cross_entropy(scores.float(), LABELS[rows]).backward()
                 self.optimizer.step()
                 self.scheduler.step()
             if save_at and self.state.step == save_at:
@@ -381,6 +385,16 @@ def test_what_broke_and_the_step_after_it_are_redone_bit_for_bit(
     assert job.numbers == [*range(1, redone[-1] + 1), *range(breaking, 8)]
     assert job.world.generation == 2
     assert all(job.given[number - 1] is job.given[number - 1 + len(redone)] for number in redone)
+
+
+@pytest.mark.parametrize("breaking", [1, 4, 7])
+def test_what_broke_is_redone_from_the_masters_of_weights_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, breaking: int
+) -> None:
+    unbroken = Late(monkeypatch, weights="bf16").train(7)
+    job = Late(monkeypatch, breaking, weights="bf16")
+    assert same(job.train(7), unbroken)
+    assert job.numbers.count(breaking) == 2
 
 
 def test_a_broken_step_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
