@@ -188,10 +188,15 @@ def test_the_gpt2_example_learns_is_captured_and_resumes_bit_for_bit(keys: Path,
     def losses_in(output: str) -> list[str]:
         return re.findall(r"step (\d+ of 40: loss [0-9.]+),", output)
 
-    whole = train("whole")
-    assert f"40 steps, captured: {40 - WARM_UP} (a CUDA graph)" in whole, whole
-    found = losses_in(whole)
-    assert len(found) == 40 and float(found[-1].split()[-1]) < float(found[0].split()[-1]) - 1, whole
+    def check(whole: str) -> list[str]:
+        assert f"40 steps, captured: {40 - WARM_UP} (a CUDA graph)" in whole, whole
+        found = losses_in(whole)
+        assert len(found) == 40 and float(found[-1].split()[-1]) < float(found[0].split()[-1]) - 1, whole
+        return found
+
+    check(train("compiled"))
+    # torch's compiler may choose other kernels in each run, whose results are rounded in another order.
+    found = check(train("whole", "--no-compile"))
     last = max((tmp_path / "whole").glob("step_*"))
     last.unlink()
-    assert losses_in(train("whole", "--resume")) == found[20:]
+    assert losses_in(train("whole", "--no-compile", "--resume")) == found[20:]
