@@ -263,4 +263,4 @@ def test_from_a_lost_member_to_the_next_good_step(
             finally:
                 lost.kill()
         ended(threads, *survivors)
-    assert len(files) <= 27, "\n".join(sorted(files))
+    assert len(files) <= 26, "\n".join(sorted(files))

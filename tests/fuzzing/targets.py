@@ -39,6 +39,7 @@ from muster.scheduler.errors import SettingsError
 from muster.worker import config as worker_config
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError, FrameIn
+from muster.worker.communicators.tcp.endpoint import Lobby, accept
 from muster.worker.communicators.tcp.frames import (
     PROOF,
     REPLY,
@@ -53,7 +54,6 @@ from muster.worker.communicators.tcp.frames import (
     proof,
     read_goodbye,
 )
-from muster.worker.communicators.tcp.handshake import Lobby, accept
 from muster.worker.communicators.tcp.records import RecordLayer, RecordLayerError
 from muster.worker.config import visible_devices
 from muster.worker.errors import CommunicatorError, WorkerError

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from muster.worker.communicators.arrays import ARITHMETIC, describe
 from muster.worker.communicators.base import Membership, ReduceOp, WorkQueue
-from muster.worker.communicators.tcp.handshake import peer_name
+from muster.worker.communicators.tcp.endpoint import peer_name
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,

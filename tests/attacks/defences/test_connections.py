@@ -14,8 +14,9 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp import frames, handshake, records
+from muster.worker.communicators.tcp import endpoint, frames, records
 from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.worker.communicators.tcp.endpoint import Lobby, accept
 from muster.worker.communicators.tcp.frames import (
     HELLO,
     PROOF,
@@ -29,7 +30,6 @@ from muster.worker.communicators.tcp.frames import (
     proof,
     read_frame,
 )
-from muster.worker.communicators.tcp.handshake import Lobby, accept
 from muster.worker.communicators.tcp.records import RecordLayer, RecordLayerError, TrafficKey, varuint
 from muster.worker.errors import CommunicatorError, WorkerError
 from tests.attacks.defences.attack import Attack, check
@@ -303,7 +303,7 @@ def send_its_proof_back(_: Path) -> bool:
 
 
 def same_sides(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(handshake, "proof", lambda member, side, context: proof(member, "either", context))
+    patch.setattr(endpoint, "proof", lambda member, side, context: proof(member, "either", context))
 
 
 def announce_a_huge_frame(_: Path) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from muster.worker.communicators.arrays import ARITHMETIC, Description, HostCommunicator, NumpyArray
 from muster.worker.communicators.base import FINISHED, Array, Membership, ReduceOp, Work, WorkQueue
-from muster.worker.communicators.tcp.handshake import peer_name
+from muster.worker.communicators.tcp.endpoint import peer_name
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,

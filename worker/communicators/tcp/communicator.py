@@ -28,7 +28,7 @@ from muster.worker.communicators.tcp.connection import (
     Outgoing,
     PeerEndedError,
 )
-from muster.worker.communicators.tcp.endpoint import Endpoint
+from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, TlsPolicy, dials, peer_name
 from muster.worker.communicators.tcp.frames import (
     HAS_FINISHED,
     Call,
@@ -37,7 +37,6 @@ from muster.worker.communicators.tcp.frames import (
     blocks_frame,
     group_label,
 )
-from muster.worker.communicators.tcp.handshake import Lobby, TlsPolicy, dials, peer_name
 from muster.worker.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
