@@ -8,8 +8,7 @@ import numpy as np
 
 from muster.worker.communicators.arrays import NumpyArray, as_bytes
 from muster.worker.communicators.tcp.communicator import TcpCommunicator
-from muster.worker.communicators.tcp.connection import Connection
-from muster.worker.communicators.tcp.frames import Call
+from muster.worker.communicators.tcp.connection import Call, Connection
 from muster.worker.errors import CollectiveMismatchError
 
 

@@ -20,23 +20,20 @@ from muster.worker.communicators.arrays import ARITHMETIC, Description, HostComm
 from muster.worker.communicators.base import FINISHED, Array, Backend, Membership, ReduceOp, Work, WorkQueue
 from muster.worker.communicators.tcp import rings as rings
 from muster.worker.communicators.tcp.connection import (
+    HAS_FINISHED,
+    Call,
     Connection,
     DeadlinePassedError,
     FrameIn,
+    FrameKind,
     Incoming,
     Multiplexer,
     Outgoing,
     PeerEndedError,
-)
-from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, TlsPolicy, dials, peer_name
-from muster.worker.communicators.tcp.frames import (
-    HAS_FINISHED,
-    Call,
-    FrameKind,
     Reason,
     blocks_frame,
-    group_label,
 )
+from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, TlsPolicy, dials, group_label, peer_name
 from muster.worker.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

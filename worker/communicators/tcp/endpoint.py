@@ -27,6 +27,7 @@ import os
 import selectors
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
@@ -36,19 +37,6 @@ from typing import Generic, Protocol, TypeVar
 from muster.rendezvous.log_lines import OTHERS, Budget, one_line
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.connection import Connection
-from muster.worker.communicators.tcp.frames import (
-    HELLO,
-    NONCE_BYTES,
-    PROBE,
-    PROBE_ANSWER,
-    PROOF,
-    REPLY,
-    WELCOME,
-    Hello,
-    handshake_context,
-    membership_key,
-    proof,
-)
 from muster.worker.communicators.tcp.records import RecordLayer, application_traffic_secrets
 from muster.worker.errors import CommunicatorError, SecurityError, WorkerError
 
@@ -62,6 +50,25 @@ _MAX_TEXT = 200
 _BACKLOG = 4096
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+HELLO_MAGIC = b"Mus2"
+"""Begins a hello, and names the handshake and the records that follow it."""
+
+HELLO = struct.Struct("!4sQII32s32s")
+REPLY = struct.Struct("!32s32s32s")
+"""Acceptor's nonce, its proof, its secret."""
+
+PROOF = struct.Struct("!32s32s")
+"""Dialer's proof and its secret."""
+
+WELCOME = b"\x01"
+"""The acceptor's last word: it has the connection. Without it the dialer dials again."""
+
+PROBE = b"MusP"
+"""Begins a hello that asks for nothing but an answer, which is the same with another beginning."""
+
+PROBE_ANSWER = b"MusA"
+
+NONCE_BYTES = 32
 SECRET_BYTES = 32
 
 _TLS_RECORD_HEAD_BYTES = 5
@@ -147,6 +154,70 @@ class Lobby:
     def note(self, rank: int, text: str) -> None:
         """Keeps why the last try to reach a peer failed."""
         self.notes[rank] = text
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What the dialing side says first: for which group of which generation, and as which rank."""
+
+    generation: int
+    from_rank: int
+    to_rank: int
+    label: bytes
+    nonce: bytes
+
+    def encode(self) -> bytes:
+        """The hello's fixed number of bytes."""
+        return HELLO.pack(HELLO_MAGIC, self.generation, self.from_rank, self.to_rank, self.label, self.nonce)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Hello:
+        """Reads what :meth:`encode` wrote.
+
+        Raises:
+            CommunicatorError: not a hello.
+        """
+        magic, generation, from_rank, to_rank, label, nonce = HELLO.unpack(data)
+        if magic != HELLO_MAGIC:
+            raise CommunicatorError("The connection did not begin with a hello of this version of Muster.")
+        return cls(generation, from_rank, to_rank, label, nonce)
+
+
+def group_label(membership: Membership, path: str) -> bytes:
+    """Names a group on the wire: a digest of job, generation and the group's path."""
+    text = "\0".join((membership.job_id, str(membership.generation), path))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def membership_key(membership: Membership) -> bytes:
+    """What only the members of a generation know: a digest of its unique ids."""
+    return hashlib.sha256(b"".join(membership.unique_ids)).digest()
+
+
+def handshake_context(membership: Membership, binding: bytes, hello: Hello, acceptor_nonce: bytes) -> bytes:
+    """All that makes one handshake differ from every other.
+
+    Args:
+        membership: the group.
+        binding: what ties the handshake to the TLS session (empty without TLS).
+        hello: what the dialer said.
+        acceptor_nonce: the acceptor's random bytes.
+    """
+    peers = membership.peers
+    incarnations = struct.pack("!QQ", peers[hello.from_rank].incarnation, peers[hello.to_rank].incarnation)
+    return incarnations + acceptor_nonce + hello.encode() + binding
+
+
+def proof(membership: Membership, side: str, context: bytes) -> bytes:
+    """Proves knowledge of the generation's unique ids in one handshake, without showing them.
+
+    Args:
+        membership: of the side that computes the proof; its ids are the key.
+        side: "dialer" or "acceptor", so that no proof can be sent back to its maker.
+        context: :func:`handshake_context`.
+    """
+    text = b"muster-tcp-2 proof " + side.encode() + b"\0" + context
+    return hmac.new(membership_key(membership), text, hashlib.sha256).digest()
 
 
 Steps = Generator[tuple[Want, socket.socket], None, tuple[Lobby, Connection]]

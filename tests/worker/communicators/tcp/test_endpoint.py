@@ -18,13 +18,14 @@ from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.tls import client_ssl_context
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.connection import Connection
-from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby
-from muster.worker.communicators.tcp.frames import (
+from muster.worker.communicators.tcp.endpoint import (
     HELLO,
     PROOF,
     REPLY,
     WELCOME,
+    Endpoint,
     Hello,
+    Lobby,
     group_label,
     handshake_context,
     proof,
