@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from muster.worker.communicators.arrays import ARITHMETIC, describe
-from muster.worker.communicators.base import Membership, ReduceOp, WorkQueue
+from muster.worker.communicators.base import ARITHMETIC, Membership, ReduceOp, WorkQueue, describe
 from muster.worker.communicators.tcp.endpoint import peer_name
 from muster.worker.errors import (
     ArrayError,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from muster.worker.communicators.arrays import NumpyArray, as_bytes
+from muster.worker.communicators.base import NumpyArray, as_bytes
 from muster.worker.communicators.tcp.communicator import TcpCommunicator
 from muster.worker.communicators.tcp.connection import Call, Connection
 from muster.worker.errors import CollectiveMismatchError

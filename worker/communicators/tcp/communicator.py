@@ -16,8 +16,20 @@ from dataclasses import replace
 import numpy as np
 
 from muster.rendezvous.settings import is_loopback
-from muster.worker.communicators.arrays import ARITHMETIC, Description, HostCommunicator, NumpyArray, as_bytes
-from muster.worker.communicators.base import FINISHED, Array, Backend, Membership, ReduceOp, Work, WorkQueue
+from muster.worker.communicators.base import (
+    ARITHMETIC,
+    FINISHED,
+    Array,
+    Backend,
+    Description,
+    HostCommunicator,
+    Membership,
+    NumpyArray,
+    ReduceOp,
+    Work,
+    WorkQueue,
+    as_bytes,
+)
 from muster.worker.communicators.tcp import rings as rings
 from muster.worker.communicators.tcp.connection import (
     HAS_FINISHED,
