@@ -212,7 +212,7 @@ def test_from_init_to_the_assignment(
     finally:
         logger.removeFilter(gate)
     ended(threads, *sessions)
-    assert len(files) <= 24, "\n".join(sorted(files))
+    assert len(files) <= 23, "\n".join(sorted(files))
 
 
 def test_one_all_reduce(
