@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.launch.devices import count_gpus
+from muster.worker.launch.command import count_gpus
 
 SAFE_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",

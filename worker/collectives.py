@@ -35,8 +35,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from muster.worker.communicators.arrays import Description, check_place, describe, kind_of
-from muster.worker.communicators.base import Array, Communicator, PreMultipliedSum, ReduceOp, Work
+from muster.worker.communicators.base import (
+    Array,
+    Communicator,
+    Description,
+    PreMultipliedSum,
+    ReduceOp,
+    Work,
+    check_place,
+    describe,
+    kind_of,
+)
 from muster.worker.errors import ArrayError, GroupError
 from muster.worker.runtime import current
 

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.rendezvous.messages import Device, Host, Value
-from muster.rendezvous.versions import FACT
+from muster.rendezvous.messages import VERSION_FACT, Device, Host, Value
 from muster.version import __version__
 from muster.worker.config import Settings
 from muster.worker.errors import SettingsError, WorkerError
@@ -256,7 +255,7 @@ def join_facts(
         root: where ``proc`` lies.
         path: folders in which packages are installed; None: those of this process.
     """
-    facts = {FACT: __version__, **plane.facts}
+    facts = {VERSION_FACT: __version__, **plane.facts}
     if plane.on_device:
         nccl = {name: env.get(name, "") for name in MUST_AGREE_NCCL}
         facts |= {name: value[:256] for name, value in nccl.items() if value and value.isprintable()}

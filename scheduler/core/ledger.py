@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from muster.rendezvous import messages as m
-from muster.rendezvous import versions
 from muster.rendezvous.rank_table import RankTable, RankTableEntry
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
@@ -552,8 +551,8 @@ def _check_sizes(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -
 
 
 def _check_version(candidate: m.Candidate) -> m.Refused | None:
-    version = dict(candidate.facts).get(versions.FACT)
-    why = versions.obstacle(scheduler=__version__, worker=version) if version is not None else ""
+    version = dict(candidate.facts).get(m.VERSION_FACT)
+    why = m.version_obstacle(scheduler=__version__, worker=version) if version is not None else ""
     if not why:
         return None
     return m.Refused(m.RefusalCode.SETTINGS_DIFFER, f"{upper_first(who(candidate))} is refused. {why}")
@@ -567,7 +566,7 @@ def _check_agreement(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None
     if candidate.backend != peer.backend:
         return _differs(candidate, "backend", candidate.backend, peer.backend, who(peer))
     for key, mine, theirs in _differences(candidate, peer):
-        if not key.startswith(SOFT) and not (key == versions.FACT and versions.is_same_series(mine, theirs)):
+        if not key.startswith(SOFT) and not (key == m.VERSION_FACT and m.is_same_series(mine, theirs)):
             return _differs(candidate, key, mine, theirs, who(peer))
     return None
 
@@ -580,7 +579,7 @@ def remarks(ledger: Ledger, candidate: m.Candidate) -> Iterator[tuple[str, str]]
     """
     peer = next(iter(ledger.claims.values())).candidate
     differences = _differences(candidate, peer)
-    mild = [row for row in differences if row[0].startswith(SOFT) or row[0] == versions.FACT]
+    mild = [row for row in differences if row[0].startswith(SOFT) or row[0] == m.VERSION_FACT]
     found = [(key.removeprefix(SOFT), *values) for key, *values in mild]
     if candidate.device.model != peer.device.model:
         found.append(("GPU model", candidate.device.model or UNSET, peer.device.model or UNSET))

@@ -19,8 +19,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from muster.rendezvous.messages import is_later_series
 from muster.rendezvous.v1 import etcd_pb2 as pb
-from muster.rendezvous.versions import is_later_series
 from muster.scheduler.errors import DeposedError, SchedulerError, SettingsError
 from muster.scheduler.etcd.api import (
     Etcd,

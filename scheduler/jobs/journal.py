@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from muster.rendezvous.files import beside, open_regular, remove_left
-from muster.rendezvous.versions import BEFORE_VERSIONS, is_later_series
+from muster.rendezvous.messages import BEFORE_VERSIONS, is_later_series
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
 from muster.scheduler.errors import SchedulerError

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, get_args
 
@@ -19,10 +19,13 @@ import grpc.aio
 
 from muster.rendezvous import codec
 from muster.rendezvous import messages as m
+from muster.rendezvous.codec import to_proto
+from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler import __version__
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import LOG, Recorder
 from muster.scheduler.core import events as e
+from muster.scheduler.core.job import JobView, WorkerView
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,
@@ -36,7 +39,6 @@ from muster.scheduler.errors import (
     status_of,
 )
 from muster.scheduler.jobs.driver import JobDriver, Jobs, Note, Session, UnknownJobError
-from muster.scheduler.serve.status import encode_jobs, encode_status
 
 SERVICE = "rendezvous.v1.Rendezvous"
 STATUS_ROLES = ("worker", "scheduler", "operator")
@@ -388,3 +390,61 @@ class Service:
         await driver.submit(event)
         while (data := await context.read()) is not grpc.aio.EOF:
             await driver.submit(self._sessions.event(session, data))
+
+
+# ---------------------------------------------------------------- a job as its machine shows it, on the wire
+
+
+def encode_status(view: JobView, *, uptime_s: float, version: str, leader: str = "") -> bytes:
+    """Encodes a job as a serialized StatusReply."""
+    return pb.StatusReply(
+        job_id=view.job_id,
+        state=view.state,
+        generation=view.generation,
+        worker_num=view.worker_num,
+        worker_min=view.worker_min,
+        workers=[_worker_status(worker) for worker in view.workers],
+        missing=view.missing,
+        reason=view.reason,
+        uptime_s=uptime_s,
+        version=version,
+        leader=leader,
+    ).SerializeToString()
+
+
+def encode_jobs(views: Iterable[JobView], *, version: str) -> bytes:
+    """Encodes jobs, in short, as a serialized JobsReply."""
+    return pb.JobsReply(jobs=[_summary(view) for view in views], version=version).SerializeToString()
+
+
+def _summary(view: JobView) -> pb.JobSummary:
+    ranked = [worker for worker in view.workers if worker.rank >= 0]
+    return pb.JobSummary(
+        job_id=view.job_id,
+        state=view.state,
+        generation=view.generation,
+        members=len(ranked),
+        worker_num=view.worker_num,
+        step=max((worker.step for worker in ranked), default=0),
+    )
+
+
+def _worker_status(worker: WorkerView) -> pb.WorkerStatus:
+    candidate = worker.candidate
+    return pb.WorkerStatus(
+        node_id=candidate.node_id,
+        host_name=candidate.host.name,
+        host_id=candidate.host.id,
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        device=to_proto(candidate.device),
+        silent_s=worker.silent_s,
+        step=worker.step,
+        samples_per_s=worker.samples_per_s,
+        state=worker.state,
+        topology=candidate.host.topology,
+        address=candidate.host.address,
+        last_collective=to_proto(worker.last_collective),
+        pid=worker.pid,
+        loss=worker.loss,
+    )

@@ -20,7 +20,8 @@ from muster.certs.runtime.store import load_credentials
 from muster.certs.runtime.tls import client_ssl_context
 from muster.worker.communicators.base import Membership, Peer, ReduceOp
 from muster.worker.communicators.tcp.communicator import TcpCommunicator
-from muster.worker.communicators.tcp.frames import FRAME, MAGIC, PROOF, REPLY, FrameKind, Hello, group_label
+from muster.worker.communicators.tcp.connection import FRAME, MAGIC, FrameKind
+from muster.worker.communicators.tcp.endpoint import PROOF, REPLY, Hello, group_label
 from muster.worker.errors import CommunicatorError, WorkerError
 from tests.attacks.field import Field
 from tests.attacks.proxy import Change, Proxy

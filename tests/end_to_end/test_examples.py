@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from muster.certs.files import write_file
-from muster.worker.launch.devices import count_gpus
+from muster.worker.launch.command import count_gpus
 from muster.worker.training import datasets
 from tests.scheduler.processes import PASSWORD, ROOT, Pki, environment
 from tests.worker.launch.launching import free_port

@@ -212,7 +212,7 @@ def test_from_init_to_the_assignment(
     finally:
         logger.removeFilter(gate)
     ended(threads, *sessions)
-    assert len(files) <= 24, "\n".join(sorted(files))
+    assert len(files) <= 23, "\n".join(sorted(files))
 
 
 def test_one_all_reduce(
@@ -228,7 +228,7 @@ def test_one_all_reduce(
         assert muster.all_reduce(x).tolist() == [2, 2, 2, 2]
         peer.result(WAIT_S)
     ended(threads, first, second)
-    assert len(files) <= 13, "\n".join(sorted(files))
+    assert len(files) <= 8, "\n".join(sorted(files))
 
 
 def train(session: Session, generation: int) -> None:
@@ -263,4 +263,4 @@ def test_from_a_lost_member_to_the_next_good_step(
             finally:
                 lost.kill()
         ended(threads, *survivors)
-    assert len(files) <= 27, "\n".join(sorted(files))
+    assert len(files) <= 24, "\n".join(sorted(files))

@@ -38,22 +38,27 @@ from muster.scheduler.core.records import RecordError, decode_record
 from muster.scheduler.errors import SettingsError
 from muster.worker import config as worker_config
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError, FrameIn
-from muster.worker.communicators.tcp.frames import (
-    PROOF,
-    REPLY,
+from muster.worker.communicators.tcp.connection import (
     Call,
+    Connection,
+    EndOfStreamError,
+    FrameIn,
     FrameKind,
-    Hello,
     Reason,
     blocks_frame,
     goodbye,
+    read_goodbye,
+)
+from muster.worker.communicators.tcp.endpoint import (
+    PROOF,
+    REPLY,
+    Hello,
+    Lobby,
+    accept,
     group_label,
     handshake_context,
     proof,
-    read_goodbye,
 )
-from muster.worker.communicators.tcp.handshake import Lobby, accept
 from muster.worker.communicators.tcp.records import RecordLayer, RecordLayerError
 from muster.worker.config import visible_devices
 from muster.worker.errors import CommunicatorError, WorkerError

@@ -16,8 +16,7 @@ from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.job import JobView, WorkerView, as_sent
-from muster.scheduler.serve.sessions import event_of
-from muster.scheduler.serve.status import encode_status
+from muster.scheduler.serve.sessions import encode_status, event_of
 from tests.scheduler.fakes import candidate, member
 
 SESSION = 42

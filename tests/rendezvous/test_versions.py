@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from muster.rendezvous.versions import is_same_series, obstacle, series_of
+from muster.rendezvous.messages import is_same_series, series_of, version_obstacle
 from muster.version import __version__
 
 
@@ -21,7 +21,7 @@ from muster.version import __version__
     ],
 )
 def test_a_scheduler_serves_its_own_minor_version_and_the_one_before(scheduler: str, worker: str) -> None:
-    assert obstacle(scheduler=scheduler, worker=worker) == ""
+    assert version_obstacle(scheduler=scheduler, worker=worker) == ""
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_scheduler_serves_its_own_minor_version_and_the_one_before(scheduler: 
 def test_others_are_refused_with_both_versions_and_the_remedy(
     scheduler: str, worker: str, remedy: str
 ) -> None:
-    why = obstacle(scheduler=scheduler, worker=worker)
+    why = version_obstacle(scheduler=scheduler, worker=worker)
     assert remedy in why and worker in why and (scheduler or "0.1 or older") in why.replace("\\x1b", "\x1b")
     assert why.isprintable()
 

@@ -19,8 +19,15 @@ from types import TracebackType
 from typing import Any
 
 from muster.rendezvous.messages import Collective
-from muster.worker.communicators.arrays import Description, describe
-from muster.worker.communicators.base import FINISHED, Array, Communicator, ReduceOp, Work
+from muster.worker.communicators.base import (
+    FINISHED,
+    Array,
+    Communicator,
+    Description,
+    ReduceOp,
+    Work,
+    describe,
+)
 from muster.worker.errors import (
     ArrayError,
     CollectiveMismatchError,

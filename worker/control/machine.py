@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from muster.rendezvous import messages as m
-from muster.rendezvous.versions import own_obstacle
+from muster.version import __version__
 from muster.worker.control import events as e
 from muster.worker.control.events import Timing
 
@@ -562,7 +562,7 @@ class Membership:
     # ------------------------------------------------------------ messages
 
     def _on_welcome(self, message: m.Welcome) -> None:
-        why = own_obstacle(message.version)
+        why = m.version_obstacle(scheduler=message.version, worker=__version__)
         if why:
             self._fail(e.FailureKind.REFUSED, why, m.RefusalCode.SETTINGS_DIFFER)
             return

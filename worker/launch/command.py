@@ -5,23 +5,28 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import errno
 import functools
 import getpass
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from muster.rendezvous.files import path_of, read_regular
+from muster.rendezvous.rank_table import RankTable, devices_of, parse_rank_table, ranks_of
+from muster.worker.config import load_settings, table_file, visible_devices
 from muster.worker.errors import SettingsError
-from muster.worker.launch import devices as launch_devices
 from muster.worker.launch import fork as launch_fork
 from muster.worker.launch import options as launch_options
 from muster.worker.launch.launcher import Launcher
+from muster.worker.launch.parsing import parse_numbers
 from muster.worker.launch.plan import (
     CLIENT_PASSWORD,
     SERVER_PASSWORD,
@@ -34,6 +39,8 @@ from muster.worker.launch.plan import (
 )
 from muster.worker.launch.screen import Screen, say
 from muster.worker.store.environment import JAX_PROGRAM
+
+MAX_TABLE_BYTES = 16 << 20
 
 NEEDED_MODULES = ("muster", "grpc", "numpy")
 """What every worker imports."""
@@ -91,7 +98,7 @@ def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitSt
         SettingsError: something is asked for that cannot be.
     """
     options = launch_options.parse(argv)
-    here = look(options, dict(env), held, launch_devices.count_gpus())
+    here = look(options, dict(env), held, count_gpus())
     plan = plan_launch(options, here)
     _check_python(_resolved(options.command, env), env)
     if plan.scheduler is not None:
@@ -115,13 +122,11 @@ def look(
         SettingsError: a host list or rank table cannot be used, or a device or command is not there.
     """
     request = launch_options.request(options, env)
-    table_devices: tuple[int, ...] = ()
+    table_of_devices: tuple[int, ...] = ()
     by_table: Callable[[tuple[WorkerPlan, ...]], tuple[WorkerPlan, ...]] = tuple
     if any(env.get(name, "").strip() for name in TABLE_VARIABLES):
-        from muster.worker.launch import rank_table
-
-        table_devices = rank_table.table_devices(env)
-        by_table = functools.partial(rank_table.with_table_ranks, env=env)
+        table_of_devices = table_devices(env)
+        by_table = functools.partial(with_table_ranks, env=env)
     command = with_agent(_resolved(options.command, env), options.program)
     any_port = options.scheduler and options.join is None and not env.get("MS_SCHED_PORT")
     return Surroundings(
@@ -129,16 +134,12 @@ def look(
         request,
         command,
         host=socket.gethostname(),
-        names=frozenset(
-            launch_devices.local_names(
-                filter(None, [request.meeting, *(host.name for host in request.hosts)])
-            )
-        ),
+        names=frozenset(local_names(filter(None, [request.meeting, *(host.name for host in request.hosts)]))),
         directory=Path.cwd(),
         python=sys.executable,
-        devices=_offered(options, env, gpus, table_devices),
-        table_devices=table_devices,
-        cores=launch_devices.cores(),
+        devices=_offered(options, env, gpus, table_of_devices),
+        table_devices=table_of_devices,
+        cores=cores(),
         free_port=_free_port(held) if any_port else "",
         no_fork="" if options.start == "exec" else why_not_forked(command, env),
         by_table=by_table,
@@ -149,13 +150,13 @@ def _offered(
     options: argparse.Namespace, env: Mapping[str, str], gpus: int, table_devices: Sequence[int]
 ) -> tuple[str, ...]:
     """The devices that workers may use: those of the option, else of the rank table, else all."""
-    offered = launch_devices.offered_devices(env, options.devices, gpus)
+    offered = offered_devices(env, options.devices, gpus)
     asked = options.devices != "all" or "CUDA_VISIBLE_DEVICES" in env
     if asked or not offered or not table_devices:
         return offered
     numbers = ",".join(map(str, table_devices))
     try:
-        return launch_devices.offered_devices(env, numbers, gpus)
+        return offered_devices(env, numbers, gpus)
     except SettingsError as error:
         raise SettingsError(
             f"The rank table gives devices {numbers} to this host, which offers {', '.join(offered)}."
@@ -164,7 +165,7 @@ def _offered(
 
 def _free_port(held: contextlib.ExitStack) -> str:
     """Reserves a port of 127.0.0.1 until the launch is over: the scheduler takes seconds to bind it."""
-    return str(held.enter_context(launch_devices.hold_port("127.0.0.1")).getsockname()[1])
+    return str(held.enter_context(hold_port("127.0.0.1")).getsockname()[1])
 
 
 def check_port(host: str, port: str) -> None:
@@ -173,7 +174,7 @@ def check_port(host: str, port: str) -> None:
     Raises:
         SettingsError: another process listens there.
     """
-    if port.isdecimal() and len(port) <= 5 and launch_devices.is_taken(host, int(port)):
+    if port.isdecimal() and len(port) <= 5 and is_taken(host, int(port)):
         raise SettingsError(
             f"Another process listens on port {port} of {host} already, so no scheduler can start there.",
             remedy="If it is your job's scheduler, leave --scheduler out, else choose another port"
@@ -370,3 +371,160 @@ def _imported(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.Attribute) and node.attr == REBUILDS:
             names.append(REBUILDS)
     return names
+
+
+# ---------------------------------------------------------------- this host: GPUs, cores, names and ports
+
+
+def count_gpus(root: Path = Path("/")) -> int:
+    """GPUs that this host or container has device files for."""
+    return sum(path.name[6:].isdigit() for path in root.glob("dev/nvidia[0-9]*"))
+
+
+def offered_devices(env: Mapping[str, str], option: str, gpus: int) -> tuple[str, ...]:
+    """The devices that workers may have, in order, as names that CUDA_VISIBLE_DEVICES takes.
+
+    Args:
+        env: CUDA_VISIBLE_DEVICES narrows what the host has.
+        option: ``all``, ``none``, or numbers such as ``4-7`` that must be among them.
+        gpus: GPUs of the host.
+
+    Raises:
+        SettingsError: a device is named that is not there, or twice.
+    """
+    if option == "none":
+        return ()
+    visible = tuple(str(index) for index in range(gpus))
+    # By the workers' rule: what they would refuse ends here already.
+    narrowed = visible_devices(env) if "CUDA_VISIBLE_DEVICES" in env else None
+    if narrowed is not None and gpus:
+        unknown = [name for name in narrowed if name.isdigit() and name not in visible]
+        if unknown:
+            raise SettingsError(
+                f"CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}, but this host has {_have(gpus)}."
+            )
+        visible = narrowed
+    if option == "all":
+        return visible
+    chosen = tuple(str(number) for number in parse_numbers(option, "--devices"))
+    missing = [name for name in chosen if name not in visible]
+    if missing:
+        have = ", ".join(visible) or "none"
+        raise SettingsError(f"--devices asks for {', '.join(missing)}; this host offers {have}.")
+    return chosen
+
+
+def _have(gpus: int) -> str:
+    return "device 0" if gpus == 1 else f"devices 0 to {gpus - 1}"
+
+
+def local_names(candidates: Iterable[str]) -> set[str]:
+    """Returns those host names and addresses that mean this host; its own name is always among them."""
+    own = socket.gethostname()
+    names = {own, own.split(".")[0]}
+    return names | {name for name in candidates if name not in names and _is_local(name)}
+
+
+def _is_local(name: str) -> bool:
+    """Whether an address of this name can be bound here, which only one's own can."""
+    try:
+        infos = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):  # the latter: no name service will ever know it
+        return False
+    for family, kind, protocol, _, address in infos:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def hold_port(host: str) -> socket.socket:
+    """A socket bound to a port on which nothing listens. Until it is closed nobody is given that port.
+
+    A server that asks for this very port still gets it, where it sets SO_REUSEADDR as gRPC does.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
+def cores() -> tuple[int, ...]:
+    """The cores this process may use, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether another process listens on this port of this host already."""
+    with contextlib.suppress(OSError, UnicodeError):  # what else is wrong with them the scheduler reports
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(address)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        return True
+    return False
+
+
+# ---------------------------------------------------------------- the rank table's devices and ranks
+
+
+def with_table_ranks(
+    workers: Sequence[WorkerPlan], env: Mapping[str, str], root: Path = Path("/")
+) -> tuple[WorkerPlan, ...]:
+    """Gives workers the ranks of RANK_TABLE_FILE, if there is one.
+
+    Args:
+        workers: as planned.
+        env: the launcher's environment.
+        root: where ``dev`` and ``proc`` lie.
+
+    Returns:
+        The workers. Where file or settings are wrong their ranks stay unknown: the scheduler, or the worker,
+        says what is wrong.
+    """
+    table = _table(env)
+    if table is None:
+        return tuple(workers)
+    try:
+        names, devices = _places([{**env, **worker.env} for worker in workers], root)
+    except SettingsError:
+        return tuple(workers)
+    ranks = ranks_of(table, names, devices)
+    return tuple(replace(worker, rank=rank) for worker, rank in zip(workers, ranks, strict=True))
+
+
+def table_devices(env: Mapping[str, str]) -> tuple[int, ...]:
+    """The devices that RANK_TABLE_FILE gives to this host, in order of rank; empty: it says nothing.
+
+    Where the file is wrong, the scheduler says what is.
+
+    Raises:
+        SettingsError: its variable contradicts the old one.
+    """
+    table = _table(env)
+    if table is None:
+        return ()
+    named = {entry.server_id for entry in table.entries}
+    here = local_names(named) | {env.get("MS_HOST_ID", ""), env.get("MS_WORKER_ADDRESS", "")}
+    return devices_of(table, here & named)
+
+
+def _table(env: Mapping[str, str]) -> RankTable | None:
+    """The table that the environment names; None where there is none, or where it is wrong."""
+    file = table_file(env)
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return parse_rank_table(json.loads(read_regular(path_of(file), MAX_TABLE_BYTES))) if file else None
+    return None
+
+
+def _places(environments: Sequence[Mapping[str, str]], root: Path) -> tuple[tuple[str, ...], list[int]]:
+    """The names that a table may use for this host, and each worker's device, as workers report them."""
+    from muster.worker.host import choose_device, describe_host
+
+    settings = [load_settings(env) for env in environments]
+    host = describe_host(settings[0])
+    devices = [choose_device(each, root).device.index for each in settings]
+    return (host.address, host.name, host.id), devices

@@ -39,11 +39,9 @@ WARM_MODULES = (
 
 WARM_WITH_TLS = (
     "muster.worker.control.connection",
-    "muster.certs.runtime.expiry",
+    "muster.certs.runtime.follower",
     "muster.certs.runtime.grpc_credentials",
-    "muster.certs.runtime.passwords",
     "muster.certs.runtime.preflight",
-    "muster.certs.runtime.watcher",
     "cryptography.hazmat.backends.openssl.backend",
     "grpc",
     "grpc._channel",

@@ -1,4 +1,4 @@
-"""``muster ranktable`` writes a rank table, or merges several; the launcher looks this host's ranks up."""
+"""``muster ranktable`` writes a rank table, or merges several."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from muster.rendezvous.files import beside, path_of, read_regular
-from muster.rendezvous.rank_table import RankTable, RankTableError, devices_of, parse_rank_table, ranks_of
-from muster.worker.config import load_settings, table_file
+from muster.rendezvous.files import beside, read_regular
 from muster.worker.errors import SettingsError
-from muster.worker.launch.devices import count_gpus, local_names
-from muster.worker.launch.plan import WorkerPlan
+from muster.worker.launch.command import MAX_TABLE_BYTES, count_gpus
 from muster.worker.launch.rank_table_file import Table, make_table, merge_tables, parse_interval
 from muster.worker.launch.screen import say
-
-MAX_TABLE_BYTES = 16 << 20
 
 EXAMPLES = """\
 examples:
@@ -149,63 +143,3 @@ def write_table(path: Path, table: Table, *, force: bool) -> None:
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}.") from error
     print(f"{path}: {sum(len(server['device']) for server in table['server_list'])} ranks")
-
-
-def with_table_ranks(
-    workers: Sequence[WorkerPlan], env: Mapping[str, str], root: Path = Path("/")
-) -> tuple[WorkerPlan, ...]:
-    """Gives workers the ranks of RANK_TABLE_FILE, if there is one.
-
-    Args:
-        workers: as planned.
-        env: the launcher's environment.
-        root: where ``dev`` and ``proc`` lie.
-
-    Returns:
-        The workers. Where file or settings are wrong their ranks stay unknown: the scheduler, or the worker,
-        says what is wrong.
-    """
-    table = _table(env)
-    if table is None:
-        return tuple(workers)
-    try:
-        names, devices = _places([{**env, **worker.env} for worker in workers], root)
-    except SettingsError:
-        return tuple(workers)
-    ranks = ranks_of(table, names, devices)
-    return tuple(replace(worker, rank=rank) for worker, rank in zip(workers, ranks, strict=True))
-
-
-def table_devices(env: Mapping[str, str]) -> tuple[int, ...]:
-    """The devices that RANK_TABLE_FILE gives to this host, in order of rank; empty: it says nothing.
-
-    Where the file is wrong, the scheduler says what is.
-
-    Raises:
-        SettingsError: its variable contradicts the old one.
-    """
-    table = _table(env)
-    if table is None:
-        return ()
-    named = {entry.server_id for entry in table.entries}
-    here = local_names(named) | {env.get("MS_HOST_ID", ""), env.get("MS_WORKER_ADDRESS", "")}
-    return devices_of(table, here & named)
-
-
-def _table(env: Mapping[str, str]) -> RankTable | None:
-    """The table that the environment names; None where there is none, or where it is wrong."""
-    file = table_file(env)
-    try:
-        return parse_rank_table(read_json(path_of(file))) if file else None
-    except (SettingsError, RankTableError, RuntimeError):  # the last: a home directory that is not known
-        return None
-
-
-def _places(environments: Sequence[Mapping[str, str]], root: Path) -> tuple[tuple[str, ...], list[int]]:
-    """The names that a table may use for this host, and each worker's device, as workers report them."""
-    from muster.worker.host import choose_device, describe_host
-
-    settings = [load_settings(env) for env in environments]
-    host = describe_host(settings[0])
-    devices = [choose_device(each, root).device.index for each in settings]
-    return (host.address, host.name, host.id), devices

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from muster.worker.communicators.arrays import ARITHMETIC, describe
-from muster.worker.communicators.base import Membership, ReduceOp, WorkQueue
-from muster.worker.communicators.tcp.handshake import peer_name
+from muster.worker.communicators.base import ARITHMETIC, Membership, ReduceOp, WorkQueue, describe
+from muster.worker.communicators.tcp.communicator import TcpCommunicator
+from muster.worker.communicators.tcp.endpoint import peer_name
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,
@@ -31,7 +31,6 @@ from muster.worker.errors import (
 from muster.worker.process_group.assignment import KEY, Handover
 from muster.worker.process_group.meeting import close_stations, meet, open_station
 from muster.worker.process_group.messages import BARRIER, USER, Message, Messages
-from muster.worker.process_group.pieces import PieceCommunicator
 from muster.worker.process_group.works import GroupWork, MessageWork
 
 Tensor = Any
@@ -96,7 +95,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
     def _open(self, membership: Membership, endpoint: Any, path: str, timeout_s: float) -> None:
         self.membership = membership
         self._queue = WorkQueue(f"muster-{membership.group}")
-        self._communicator = PieceCommunicator(membership, endpoint, path=path, timeout_s=timeout_s)
+        self._communicator = TcpCommunicator(membership, endpoint, path=path, timeout_s=timeout_s)
         self._messages = Messages(
             membership, endpoint, path=path, timeout_s=timeout_s, others=self._communicator.links
         )

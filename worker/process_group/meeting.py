@@ -23,7 +23,7 @@ from muster.rendezvous.log_lines import one_line
 from muster.worker.communicators import tls_policies
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.communicator import TcpBackend
-from muster.worker.communicators.tcp.handshake import host_and_port
+from muster.worker.communicators.tcp.endpoint import host_and_port
 from muster.worker.errors import CommunicatorError, SecurityError, SettingsError
 from muster.worker.process_group.assignment import Handover
 

@@ -19,18 +19,17 @@ from collections.abc import Callable, Iterable, Mapping
 
 from muster.rendezvous.log_lines import one_line
 from muster.worker.communicators.base import Membership
-from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError
-from muster.worker.communicators.tcp.endpoint import Endpoint
-from muster.worker.communicators.tcp.frames import (
+from muster.worker.communicators.tcp.connection import (
     DTYPES,
     FRAME,
     GOODBYE_BYTES,
     MAGIC,
+    Connection,
+    EndOfStreamError,
     Reason,
-    group_label,
     read_goodbye,
 )
-from muster.worker.communicators.tcp.handshake import Lobby, dials, peer_name
+from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, dials, group_label, peer_name
 from muster.worker.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -61,9 +61,6 @@ log = logging.getLogger("muster.worker")
 TORCH_PREFIX = b"torch/"
 FIRST_FAILURE = b"agent/first-failure"
 LOOK_S = 0.05
-_NO_REPORT = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, WorkerError)
-"""What comes of a script's line that is no report: it may say anything."""
-
 MOST_HEARD_BYTES = 65536
 """A line of the script is no longer."""
 

@@ -14,22 +14,26 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp import frames, handshake, records
-from muster.worker.communicators.tcp.connection import Connection, EndOfStreamError
-from muster.worker.communicators.tcp.frames import (
+from muster.worker.communicators.tcp import connection, endpoint, records
+from muster.worker.communicators.tcp.connection import (
+    Connection,
+    EndOfStreamError,
+    Reason,
+    frame,
+    goodbye,
+    read_frame,
+)
+from muster.worker.communicators.tcp.endpoint import (
     HELLO,
     PROOF,
     REPLY,
     Hello,
-    Reason,
-    frame,
-    goodbye,
+    Lobby,
+    accept,
     group_label,
     handshake_context,
     proof,
-    read_frame,
 )
-from muster.worker.communicators.tcp.handshake import Lobby, accept
 from muster.worker.communicators.tcp.records import RecordLayer, RecordLayerError, TrafficKey, varuint
 from muster.worker.errors import CommunicatorError, WorkerError
 from tests.attacks.defences.attack import Attack, check
@@ -276,7 +280,7 @@ def an_older_generations_id(_: Path) -> bool:
 
 
 def same_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(frames, "membership_key", lambda members: ONE)
+    patch.setattr(endpoint, "membership_key", lambda members: ONE)
 
 
 RECORDED: list[bytes] = []
@@ -303,13 +307,13 @@ def send_its_proof_back(_: Path) -> bool:
 
 
 def same_sides(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(handshake, "proof", lambda member, side, context: proof(member, "either", context))
+    patch.setattr(endpoint, "proof", lambda member, side, context: proof(member, "either", context))
 
 
 def announce_a_huge_frame(_: Path) -> bool:
     """A member announces a frame of a terabyte, for which the other would make room."""
     try:
-        return read_frame(frame(frames.FrameKind.CALLS, 1, 1 << 40))[2] == 1 << 40
+        return read_frame(frame(connection.FrameKind.CALLS, 1, 1 << 40))[2] == 1 << 40
     except CommunicatorError:
         return False
 
@@ -370,14 +374,14 @@ ATTACKS = (
         "memory",
         MEMBER,
         announce_a_huge_frame,
-        lambda patch: patch.setattr(frames, "MAX_FRAME", 1 << 41),
+        lambda patch: patch.setattr(connection, "MAX_FRAME", 1 << 41),
     ),
     Attack(
         "forge a line in a goodbye",
         "the log",
         MEMBER,
         forge_a_line_in_a_goodbye,
-        lambda patch: patch.setattr(frames, "one_line", str),
+        lambda patch: patch.setattr(connection, "one_line", str),
     ),
 )
 

@@ -13,9 +13,8 @@ import pytest
 
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.communicator import TcpBackend
-from muster.worker.communicators.tcp.connection import Connection
-from muster.worker.communicators.tcp.frames import DTYPES, group_label
-from muster.worker.communicators.tcp.handshake import Lobby
+from muster.worker.communicators.tcp.connection import DTYPES, Connection
+from muster.worker.communicators.tcp.endpoint import Lobby, group_label
 from muster.worker.errors import CommunicatorError, WorkerError
 from muster.worker.process_group import meeting, messages
 from muster.worker.process_group.assignment import Handover, HeldPlace

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from muster.rendezvous import messages as m
+from muster.rendezvous.messages import series_of
 from muster.rendezvous.rank_table import RankTable, RankTableEntry
-from muster.rendezvous.versions import series_of
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision

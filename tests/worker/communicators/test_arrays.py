@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.worker.communicators.arrays import (
+from muster.worker.communicators.base import (
     ARITHMETIC,
     HOST,
     Description,
     HostCommunicator,
+    Membership,
+    Peer,
+    ReduceOp,
     check_apart,
     describe,
 )
-from muster.worker.communicators.base import Membership, Peer, ReduceOp
 from muster.worker.communicators.tcp.communicator import TcpCommunicator
 from muster.worker.communicators.tcp.endpoint import Endpoint
 from muster.worker.errors import ArrayError

@@ -10,8 +10,7 @@ import pytest
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.codec import decode_worker_message, encode
-from muster.worker.communicators.arrays import describe
-from muster.worker.communicators.base import Communicator, FinishedWork, ReduceOp
+from muster.worker.communicators.base import Communicator, FinishedWork, ReduceOp, describe
 from muster.worker.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.worker.errors import (
     ArrayError,

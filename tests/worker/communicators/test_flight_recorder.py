@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from muster.worker.communicators.arrays import describe
-from muster.worker.communicators.base import FINISHED
+from muster.worker.communicators.base import FINISHED, describe
 from muster.worker.communicators.fault_aware import KEPT_COLLECTIVES, FlightRecorder
 
 X = describe(np.zeros(3, np.float32))

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from muster.certs.runtime.tls import client_ssl_context
-from muster.worker.communicators.tcp.endpoint import Endpoint
-from muster.worker.communicators.tcp.frames import Hello, group_label
+from muster.worker.communicators.tcp.endpoint import Endpoint, Hello, group_label
 from tests.worker.communicators.tcp.world import Office, World, make_world
 
 ATTACK_S = 20.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from muster.worker.launch.devices import hold_port
+from muster.worker.launch.command import hold_port
 from tests.waiting import wait_for
 
 DEADLINE_S = 60.0

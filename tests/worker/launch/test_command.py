@@ -12,9 +12,8 @@ import pytest
 
 from muster.worker.errors import SettingsError
 from muster.worker.launch import options as launch_options
-from muster.worker.launch.command import check_port, look, plan_of
+from muster.worker.launch.command import check_port, look, plan_of, with_table_ranks
 from muster.worker.launch.plan import LaunchPlan, WorkerPlan, plan_launch
-from muster.worker.launch.rank_table import with_table_ranks
 from tests.worker.test_host import machine
 
 ENV = {"MS_SCHED_PORT": "6667", "PATH": "/usr/bin:/bin"}

@@ -10,7 +10,7 @@ import pytest
 
 from muster.worker.config import visible_devices
 from muster.worker.errors import SettingsError
-from muster.worker.launch.devices import cores, count_gpus, hold_port, local_names, offered_devices
+from muster.worker.launch.command import cores, count_gpus, hold_port, local_names, offered_devices
 
 
 def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.worker.communicators.arrays import ARITHMETIC, describe
-from muster.worker.communicators.base import Work
+from muster.worker.communicators.base import ARITHMETIC, Work, describe
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.transfer import CopiesAside, TensorLibrary, broadcast_tensors
 from muster.worker.training.carrier import Carrier

@@ -21,7 +21,7 @@ from muster.rendezvous.settings import is_loopback, show_address
 from muster.worker.communicators.base import Backend, Membership
 from muster.worker.communicators.gloo.communicator import GlooCommunicator
 from muster.worker.communicators.tcp.communicator import UNIQUE_ID_BYTES
-from muster.worker.communicators.tcp.handshake import host_and_port, peer_name
+from muster.worker.communicators.tcp.endpoint import host_and_port, peer_name
 from muster.worker.errors import FormationTimeoutError, SecurityError
 
 _POLL_S = 0.05

@@ -21,22 +21,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from muster.worker.communicators.arrays import (
-    SOME_GPU,
-    Description,
-    check_apart,
-    check_place,
-    describe,
-    describers,
-)
 from muster.worker.communicators.base import (
+    SOME_GPU,
     Array,
     Backend,
     Communicator,
+    Description,
     Membership,
     PreMultipliedSum,
     ReduceOp,
     Work,
+    check_apart,
+    check_place,
+    describe,
+    describers,
 )
 from muster.worker.communicators.nccl import bootstrap as handles
 from muster.worker.communicators.nccl.bootstrap import fewest_ctas

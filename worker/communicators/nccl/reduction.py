@@ -9,8 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from muster.worker.communicators.arrays import undefined_mean
-from muster.worker.communicators.base import PreMultipliedSum, ReduceOp
+from muster.worker.communicators.base import PreMultipliedSum, ReduceOp, undefined_mean
 from muster.worker.errors import ArrayError
 
 NCCL_TYPES = {

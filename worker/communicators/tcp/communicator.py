@@ -10,34 +10,42 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from muster.rendezvous.settings import is_loopback
-from muster.worker.communicators.arrays import ARITHMETIC, Description, HostCommunicator, NumpyArray, as_bytes
-from muster.worker.communicators.base import FINISHED, Array, Backend, Membership, ReduceOp, Work, WorkQueue
+from muster.worker.communicators.base import (
+    ARITHMETIC,
+    FINISHED,
+    Array,
+    Backend,
+    Description,
+    HostCommunicator,
+    Membership,
+    NumpyArray,
+    ReduceOp,
+    Work,
+    WorkQueue,
+    as_bytes,
+)
 from muster.worker.communicators.tcp import rings as rings
 from muster.worker.communicators.tcp.connection import (
+    HAS_FINISHED,
+    Call,
     Connection,
     DeadlinePassedError,
     FrameIn,
+    FrameKind,
     Incoming,
     Multiplexer,
     Outgoing,
     PeerEndedError,
-)
-from muster.worker.communicators.tcp.endpoint import Endpoint
-from muster.worker.communicators.tcp.frames import (
-    HAS_FINISHED,
-    Call,
-    FrameKind,
     Reason,
     blocks_frame,
-    group_label,
 )
-from muster.worker.communicators.tcp.handshake import Lobby, TlsPolicy, dials, peer_name
+from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, TlsPolicy, dials, group_label, peer_name
 from muster.worker.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -263,6 +271,43 @@ class TcpCommunicator(HostCommunicator):
                 self._move({to: as_bytes(out[to])}, {source_rank: as_bytes(places[source_rank])})
 
         return self._collective(call, source.flat, small, large, async_op)
+
+    def all_to_all_pieces(self, send: Sequence[NumpyArray], recv: Sequence[NumpyArray], dtype: str) -> None:
+        """Piece j of rank i's ``send`` becomes piece i of rank j's ``recv``; pieces may differ in size.
+
+        Torch's process groups have it beside the collectives of all communicators.
+
+        Args:
+            send: flat arrays, one for each rank.
+            recv: flat arrays, one for each rank; share no memory with ``send``.
+            dtype: of all of them, by its name.
+
+        Raises:
+            CollectiveMismatchError: on all ranks, where one sends to another what that does not expect.
+        """
+        call = Call("all_to_all", dtype)
+        sizes = np.array([[piece.size for piece in send], [piece.size for piece in recv]], np.int64)
+
+        def action() -> None:
+            if self.world_size > 1:
+                parts = self._agree(call, as_bytes(sizes.reshape(-1)))
+                self._check_sizes([np.frombuffer(part, np.int64).reshape(2, -1) for part in parts])
+            recv[self.rank][...] = send[self.rank]
+            for step in range(1, self.world_size):
+                to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+                self._move({to: as_bytes(send[to])}, {source: as_bytes(recv[source])})
+
+        self._issue(call, action, async_op=False)
+
+    def _check_sizes(self, sizes: Sequence[NumpyArray]) -> None:
+        for rank, (sent, _) in enumerate(sizes):
+            for other, (_, expected) in enumerate(sizes):
+                if sent[other] != expected[rank]:
+                    raise CollectiveMismatchError(
+                        f"all_to_all in group {self.membership.group!r}: {self._names([rank])} sends"
+                        f" {sent[other]} elements to {self._names([other])}, which expects {expected[rank]}.",
+                        remedy="The split sizes of the ranks must fit each other.",
+                    )
 
     def send(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.send`; returns when the peer has called recv."""
@@ -497,6 +542,10 @@ class TcpCommunicator(HostCommunicator):
             self._move({peer: sent}, {})
 
     # ------------------------------------------------------------ connections
+
+    def links(self) -> Mapping[int, Connection]:
+        """The connections that there are now, by rank."""
+        return dict(self._links)
 
     def _usual(self) -> list[int]:
         """The peers that almost every collective needs: ring neighbours and power-of-two distances."""

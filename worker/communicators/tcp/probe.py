@@ -14,9 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 
 from muster.rendezvous.settings import is_loopback
-from muster.worker.communicators.tcp.endpoint import Endpoint
-from muster.worker.communicators.tcp.frames import HELLO, PROBE, PROBE_ANSWER
-from muster.worker.communicators.tcp.handshake import TlsPolicy, host_and_port
+from muster.worker.communicators.tcp.endpoint import (
+    HELLO,
+    PROBE,
+    PROBE_ANSWER,
+    Endpoint,
+    TlsPolicy,
+    host_and_port,
+)
 
 CONNECT_TIMEOUT_S = 3.0
 """A kernel answers at once, however busy its processes are; a lost packet is sent again after 1 s."""

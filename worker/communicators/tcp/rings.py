@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.worker.communicators.arrays import Arithmetic, NumpyArray, as_bytes
-from muster.worker.communicators.base import ReduceOp
+from muster.worker.communicators.base import Arithmetic, NumpyArray, ReduceOp, as_bytes
 from muster.worker.communicators.tcp.connection import Connection, Incoming, Multiplexer, Outgoing
 
 CHUNK_BYTES = 524288

@@ -13,8 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from muster.worker.communicators.arrays import undefined_mean
-from muster.worker.communicators.base import Membership, Peer, PreMultipliedSum, ReduceOp
+from muster.worker.communicators.base import Membership, Peer, PreMultipliedSum, ReduceOp, undefined_mean
 from muster.worker.communicators.nccl.communicator import NcclCommunicator
 from muster.worker.errors import ArrayError
 from tests.contracts import bodies

@@ -14,8 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from muster.worker.communicators.arrays import SOME_GPU, describe
-from muster.worker.communicators.base import Membership, Peer, PreMultipliedSum, ReduceOp
+from muster.worker.communicators.base import SOME_GPU, Membership, Peer, PreMultipliedSum, ReduceOp, describe
 from muster.worker.communicators.nccl import bootstrap as nccl_handles
 from muster.worker.communicators.nccl import communicator as nccl_communicator
 from muster.worker.communicators.nccl.bootstrap import fewest_ctas

@@ -22,7 +22,7 @@ from muster.worker.communicators import create_backend
 from muster.worker.communicators.base import ReduceOp
 from muster.worker.communicators.tcp.communicator import TcpBackend, TcpCommunicator
 from muster.worker.communicators.tcp.connection import Connection
-from muster.worker.communicators.tcp.frames import HELLO, REPLY, Hello, group_label
+from muster.worker.communicators.tcp.endpoint import HELLO, REPLY, Hello, group_label
 from muster.worker.errors import (
     CollectiveMismatchError,
     CommunicatorAbortedError,

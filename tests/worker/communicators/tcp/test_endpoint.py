@@ -18,18 +18,18 @@ from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.tls import client_ssl_context
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.connection import Connection
-from muster.worker.communicators.tcp.endpoint import Endpoint
-from muster.worker.communicators.tcp.frames import (
+from muster.worker.communicators.tcp.endpoint import (
     HELLO,
     PROOF,
     REPLY,
     WELCOME,
+    Endpoint,
     Hello,
+    Lobby,
     group_label,
     handshake_context,
     proof,
 )
-from muster.worker.communicators.tcp.handshake import Lobby
 from tests.scheduler.processes import environment
 from tests.waiting import wait_for
 from tests.worker.communicators.tcp.world import JOB, Office, World, make_world

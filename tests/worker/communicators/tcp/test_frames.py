@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp import frames as wire
+from muster.worker.communicators.tcp import connection as wire
+from muster.worker.communicators.tcp.endpoint import HELLO as HELLO_LAYOUT
+from muster.worker.communicators.tcp.endpoint import Hello, group_label, handshake_context, proof
 from muster.worker.errors import CommunicatorError
 
 PEERS = tuple(Peer(rank, f"n{rank}", 10 + rank, "h", "host", "127.0.0.1:1") for rank in range(3))
 MEMBERSHIP = Membership("job", 7, "world", 0, PEERS, (b"u" * 128,))
-HELLO = wire.Hello(7, 0, 1, b"l" * 32, b"n" * 32)
+HELLO = Hello(7, 0, 1, b"l" * 32, b"n" * 32)
 
 
 def test_a_call_survives_the_wire_and_shows_itself() -> None:
@@ -40,7 +42,7 @@ def test_garbage_gives_typed_errors_only(data: bytes, count: int) -> None:
         lambda: wire.read_frame(data[:16].ljust(16, b"\0")),
         lambda: wire.read_blocks(memoryview(data), count),
         lambda: wire.Call.decode(data[:24].ljust(24, b"\xff")),
-        lambda: wire.Hello.decode(data[: wire.HELLO.size].ljust(wire.HELLO.size, b"\0")),
+        lambda: Hello.decode(data[: HELLO_LAYOUT.size].ljust(HELLO_LAYOUT.size, b"\0")),
     )
     for reader in readers:
         try:
@@ -80,35 +82,35 @@ def test_a_goodbye_cannot_forge_a_line_in_a_log(text: str) -> None:
 
 
 def test_a_proof_is_good_for_one_side_one_handshake_and_one_generation() -> None:
-    context = wire.handshake_context(MEMBERSHIP, b"tls", HELLO, b"a" * 32)
-    good = wire.proof(MEMBERSHIP, "dialer", context)
+    context = handshake_context(MEMBERSHIP, b"tls", HELLO, b"a" * 32)
+    good = proof(MEMBERSHIP, "dialer", context)
     others = [
-        wire.proof(MEMBERSHIP, "acceptor", context),
-        wire.proof(replace(MEMBERSHIP, unique_ids=(b"v" * 128,)), "dialer", context),
-        wire.proof(MEMBERSHIP, "dialer", wire.handshake_context(MEMBERSHIP, b"other", HELLO, b"a" * 32)),
-        wire.proof(MEMBERSHIP, "dialer", wire.handshake_context(MEMBERSHIP, b"tls", HELLO, b"b" * 32)),
-        wire.proof(
+        proof(MEMBERSHIP, "acceptor", context),
+        proof(replace(MEMBERSHIP, unique_ids=(b"v" * 128,)), "dialer", context),
+        proof(MEMBERSHIP, "dialer", handshake_context(MEMBERSHIP, b"other", HELLO, b"a" * 32)),
+        proof(MEMBERSHIP, "dialer", handshake_context(MEMBERSHIP, b"tls", HELLO, b"b" * 32)),
+        proof(
             MEMBERSHIP,
             "dialer",
-            wire.handshake_context(MEMBERSHIP, b"tls", replace(HELLO, to_rank=2), b"a" * 32),
+            handshake_context(MEMBERSHIP, b"tls", replace(HELLO, to_rank=2), b"a" * 32),
         ),
     ]
-    assert good == wire.proof(MEMBERSHIP, "dialer", context)
+    assert good == proof(MEMBERSHIP, "dialer", context)
     assert good not in others
     assert len(set(others)) == len(others)
 
 
 def test_a_restarted_peer_changes_the_proof() -> None:
     peers = (PEERS[0], replace(PEERS[1], incarnation=99), PEERS[2])
-    before = wire.handshake_context(MEMBERSHIP, b"", HELLO, b"a" * 32)
-    assert before != wire.handshake_context(replace(MEMBERSHIP, peers=peers), b"", HELLO, b"a" * 32)
+    before = handshake_context(MEMBERSHIP, b"", HELLO, b"a" * 32)
+    assert before != handshake_context(replace(MEMBERSHIP, peers=peers), b"", HELLO, b"a" * 32)
 
 
 def test_labels_tell_groups_and_generations_apart() -> None:
     labels = {
-        wire.group_label(MEMBERSHIP, "world"),
-        wire.group_label(MEMBERSHIP, "world/0:tp"),
-        wire.group_label(replace(MEMBERSHIP, generation=8), "world"),
-        wire.group_label(replace(MEMBERSHIP, job_id="other"), "world"),
+        group_label(MEMBERSHIP, "world"),
+        group_label(MEMBERSHIP, "world/0:tp"),
+        group_label(replace(MEMBERSHIP, generation=8), "world"),
+        group_label(replace(MEMBERSHIP, job_id="other"), "world"),
     }
     assert len(labels) == 4

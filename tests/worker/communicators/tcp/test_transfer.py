@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp import frames as wire
+from muster.worker.communicators.tcp import connection as wire
 from muster.worker.communicators.tcp.communicator import has_second_core
 from muster.worker.communicators.tcp.connection import (
     Connection,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 
-from muster.certs.runtime.expiry import ExpiryReminder, expiries
+from muster.certs.runtime.follower import ExpiryReminder, expiries
 from muster.certs.runtime.store import Credentials, load_credentials
 from tests.certs.making import DAY, PASSWORD, Pki
 
