@@ -9,10 +9,10 @@ from pathlib import Path
 RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
 LOCAL = int(os.environ["LOCAL_RANK"])
 if RANKS_PER_GPU > 1:
-    sys.path.insert(0, str(Path(__file__).parent))
-    import sharing
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.gpu.sharing import take_gpu
 
-    sharing.take_gpu(LOCAL, RANKS_PER_GPU)
+    take_gpu(LOCAL, RANKS_PER_GPU)
 
 import torch
 import torch.distributed as dist
