@@ -48,7 +48,7 @@ X, Y = data()
 class Worker:
     """One worker with its state, which outlives communicators."""
 
-    def __init__(self, whole: Net, communicator: RankCommunicator, **settings: Any) -> None:
+    def __init__(self, whole: nn.Module, communicator: RankCommunicator, **settings: Any) -> None:
         rows = BATCH // communicator.world_size
         self.model = muster.parallelize(
             copy.deepcopy(whole),
@@ -100,12 +100,13 @@ def generation(
     source: int = 0,
     saved: int = -1,
     broken: tuple[int, ...] = (),
+    net: nn.Module = NET,
     **settings: Any,
 ) -> list[Worker]:
     """Brings workers together (None: a newcomer), and trains; those in ``broken`` do not finish one more."""
 
     def run(communicator: RankCommunicator) -> Worker:
-        worker = workers[communicator.rank] or Worker(NET, communicator, **settings)
+        worker = workers[communicator.rank] or Worker(net, communicator, **settings)
         newcomers = tuple(rank for rank, each in enumerate(workers) if each is None)
         worker.share(communicator, source, newcomers if source >= 0 else ())
         worker.train(steps, saved=saved)
@@ -120,6 +121,24 @@ def losses_are(workers: list[Worker], want: list[float]) -> None:
     for worker in workers:
         for step, loss in worker.losses.items():
             close(f"loss of step {step}", torch.tensor(loss), torch.tensor(want[step - 1]), 1e-10)
+
+
+def test_one_rank_that_is_left_goes_on_alone() -> None:
+    """What was summed over ranks, such as BatchNorm's statistics, is then its own."""
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+    (alone,) = generation(generation([None] * 2, 2, source=-1, net=net)[:1], 2)
+    assert alone.model.communicator.world_size == 1
+    losses_are([alone], one_process(4, copy.deepcopy(net)))
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)])
+def test_a_mesh_may_have_a_dimension_of_one_rank(mesh: tuple[int, int]) -> None:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+    for machine in (SLOW_LINKS, SLOW_MEMORY):
+        workers = generation([None] * 2, 3, source=-1, net=net, mesh=mesh, machine=machine)
+        losses_are(workers, one_process(3, copy.deepcopy(net)))
 
 
 SPLIT = {"up": {"n": 2}, "down": {"k": 2}}
