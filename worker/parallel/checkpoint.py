@@ -50,7 +50,11 @@ from muster.worker.pytorch.transfer import broadcast_text, gather_numbers
 from muster.worker.training.checkpoint import CheckpointError
 from muster.worker.training.state import StateMismatchError
 
-_GROUPS, _EXTRA = "optimizer.param_groups", "extra"  # torch flattens lists and dictionaries to such names
+_GROUPS, _STATE, _EXTRA = (
+    "optimizer.param_groups",
+    "optimizer.state",
+    "extra",
+)  # torch flattens lists and dictionaries to such names
 
 
 def save_divided(
@@ -115,7 +119,8 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
     Args:
         directory: of :func:`save_divided`. Like every checkpoint of torch it is trusted: it may run code.
         model: overwritten in place.
-        optimizer: overwritten in place, settings too; its state is made if it has none yet.
+        optimizer: overwritten in place, settings too; its state is made if it has none yet. A parameter
+            that had none when this was saved, for want of a gradient, gets that of before its first step.
 
     Returns:
         What was saved as ``extra``.
@@ -136,7 +141,11 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
             raise CheckpointError(f"There is no checkpoint in {directory}: {error}.") from error
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         known = metadata.state_dict_metadata
+        without = _without_state(model, optimizer, known)
+        tensors = [each for each in tensors if each.name.rpartition(".")[0] not in without]
         _check(tensors, known, optimizer, directory)
+        if without:
+            _check_kind(known, optimizer, directory)
         target, rank = _Target(), model.communicator.rank
         items = [item for each in tensors for item in target.read_items(each, known[each.name], rank)]
         items += [_bytes_item(name) for name in known if name == _EXTRA or name.startswith(_GROUPS)]
@@ -144,6 +153,7 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
         extra = json.loads(target.values[_EXTRA])
         if optimizer is not None:
             _restore_settings(model, optimizer, target.values, directory)
+            _begin_anew(optimizer, list(without.values()))
     return extra
 
 
@@ -298,6 +308,39 @@ def _check(
             raise StateMismatchError(
                 f"{each.name} is {saved} in the checkpoint {directory}, and {kind} here."
             )
+
+
+def _without_state(model: ParallelModule, optimizer: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's parameters of which no state was saved, by the names under which it would be."""
+    if optimizer is None:
+        return {}
+    names = parameter_names(model, optimizer)
+    saved = {name.rpartition(".")[0] for name in known}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    found = {f"{_STATE}.{names[id(parameter)]}": parameter for parameter in parameters}
+    return {name: parameter for name, parameter in found.items() if name not in saved}
+
+
+def _check_kind(known: Mapping[str, Any], optimizer: Any, directory: str | Path) -> None:
+    """Refuses an optimizer of another kind, where states that it lacks could not show that it is one."""
+    missing = [key for key in optimizer.defaults if f"{_GROUPS}.0.{key}" not in known]
+    if missing:
+        raise StateMismatchError(
+            f"The optimizer in {directory} has no {missing[0]}: it is another kind than"
+            f" {type(optimizer).__name__}."
+        )
+
+
+def _begin_anew(optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Gives parameters the state of before their first step, in the tensors that are there."""
+    before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters}
+    make_optimizer_state(optimizer)
+    for parameter, entries in before.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(optimizer.state[parameter][key])
+        if entries:
+            optimizer.state[parameter] = entries
 
 
 class _Target(DefaultLoadPlanner):  # type: ignore[misc]
