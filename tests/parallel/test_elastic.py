@@ -141,6 +141,46 @@ def test_a_mesh_may_have_a_dimension_of_one_rank(mesh: tuple[int, int]) -> None:
         losses_are(workers, one_process(3, copy.deepcopy(net)))
 
 
+class Partly(nn.Module):
+    """Some of it is not trained, or not used at all. All its values are one number."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.frozen, self.unused = nn.Linear(8, 8).requires_grad_(False), nn.Linear(3, 2)
+        self.unused.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("count", torch.ones(2))
+        self.register_buffer("hidden", torch.ones(3), persistent=False)
+        with torch.no_grad():
+            for tensor in [*self.parameters(), *self.buffers()]:
+                tensor.fill_(value)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.frozen(self.up(x) * self.scale)))
+
+
+def test_what_is_not_trained_comes_from_who_holds_it_too() -> None:
+    """Each worker begins with values of its own, and has those of rank 0, or of a survivor."""
+
+    def values(workers: list[Worker | None], numbers: list[float], source: int) -> list[Worker]:
+        def run(communicator: RankCommunicator) -> Worker:
+            rank = communicator.rank
+            worker = workers[rank] or Worker(Partly(numbers[rank]).double(), communicator)
+            new = tuple(other for other, each in enumerate(workers) if each is None)
+            worker.share(communicator, source, new if source >= 0 else ())
+            return worker
+
+        return run_ranks(len(workers), run)
+
+    first = values([None, None], [0.5, 2.0], -1)
+    grown = values([None, first[1], None], [3.0, 2.0, 4.0], 1)
+    for worker in [*first, *grown]:
+        whole = [*worker.model.named_parameters(), *worker.model.named_buffers()]
+        assert {name for name, tensor in whole if not bool((tensor == 0.5).all())} == set()
+        assert len(whole) == 11
+
+
 SPLIT = {"up": {"n": 2}, "down": {"k": 2}}
 """Each half of the hidden layer is on half of the ranks, in copies."""
 

@@ -302,6 +302,9 @@ class ParallelTrainingState(TrainingState):
     ) -> None:
         """Replaces the tensors by these, divided by this plan."""
         by_id = {id(each.own): value for each, value in zip(tensors, fresh, strict=True)}
+        with torch.no_grad():
+            for _, unused in self._model.unused_tensors():
+                unused.copy_(by_id[id(unused)])
         self._model.move(
             plan, communicator, {node: by_id[id(tensor)] for node, tensor in self._model.held_tensors()}
         )
