@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from muster.worker.communicators.base import FINISHED, Communicator, ReduceOp, Work
 from muster.worker.errors import GroupError
 from muster.worker.parallel.planning.layouts import Mesh, Step, coordinates, group_ranks
-from muster.worker.pytorch.transfer import array_of
+from muster.worker.pytorch.transfer import array_of, bytes_of
 
 
 class Fabric:
@@ -179,7 +179,7 @@ class Fabric:
 
     def _raw(self, group: Communicator, x: Any) -> Any:
         """The tensor as bytes, where it is only moved and needs no arithmetic."""
-        return array_of(group, x.view(-1).view(torch.uint8))
+        return array_of(group, bytes_of(x))
 
     # ------------------------------------------------------------ moves
 
