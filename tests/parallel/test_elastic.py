@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,7 +95,7 @@ class Worker:
 
 
 def generation(
-    workers: list[Worker | None],
+    workers: Sequence[Worker | None],
     steps: int,
     *,
     source: int = 0,
@@ -139,6 +140,29 @@ def test_a_mesh_may_have_a_dimension_of_one_rank(mesh: tuple[int, int]) -> None:
     for machine in (SLOW_LINKS, SLOW_MEMORY):
         workers = generation([None] * 2, 3, source=-1, net=net, mesh=mesh, machine=machine)
         losses_are(workers, one_process(3, copy.deepcopy(net)))
+
+
+class Scaled(nn.Module):
+    """Has a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(x) * self.scale))
+
+
+def test_a_parameter_that_is_a_number_goes_from_plan_to_plan() -> None:
+    net = Scaled().double()
+    want = one_process(6, copy.deepcopy(net))
+    workers: list[Worker] = []
+    for world in (1, 2, 3):
+        source = 0 if workers else -1
+        workers = generation([*workers, None], 2, source=source, net=net, machine=SLOW_MEMORY)
+        assert any(state.sharded for state in workers[0].model.plan.states) == (world > 1)
+        losses_are(workers, want)
 
 
 class Partly(nn.Module):
