@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,45 @@ def test_parameters_without_gradients_do_not_stand_in_the_way(kind: str, steps: 
         assert all(torch.equal(got[key], value) for key, value in want.items())
         assert all(not value.any() for key, value in got.items() if key not in want)
         assert torch.equal(weights["unused.weight"], net.unused.weight)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def test_a_rank_that_is_killed_while_it_replaces_a_checkpoint_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, folder = Case("mlp"), tmp_path / "step"
+    plan = case.random_plan((2,), 1)
+    renamed = Path.rename
+
+    def broken_off(self: Path, target: Path) -> Path:
+        if target == folder and (tmp_path / ".step.old").exists():
+            raise Killed
+        return renamed(self, target)
+
+    def save(communicator: RankCommunicator) -> None:
+        model, optimizer = trained(case, plan, communicator)
+        with contextlib.suppress(Killed, threading.BrokenBarrierError):
+            save_divided(folder, model, optimizer, extra={"step": communicator.world_size})
+        if communicator.rank == 0:  # who waits for it learns of its end
+            communicator.abort(Exception())
+
+    def load(communicator: RankCommunicator) -> int:
+        model, optimizer = trained(case, plan, communicator, steps=0)
+        step: int = load_divided(folder, model, optimizer)["step"]
+        return step
+
+    run_ranks(2, save)
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "rename", broken_off)
+        run_ranks(2, save)
+    assert not folder.exists()
+    assert run_ranks(2, load) == [2, 2]
+    run_ranks(2, save)
+    assert folder.exists()
+    assert not (tmp_path / ".step.old").exists()
 
 
 def test_another_model_is_refused_by_the_name_of_what_differs(tmp_path: Path) -> None:

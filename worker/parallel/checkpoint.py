@@ -135,7 +135,7 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
     extra: dict[str, Any] = {}
     with _together(model, "read"), torch.no_grad():
         try:
-            reader = FileSystemReader(directory)
+            reader = FileSystemReader(saved_at(directory))
             metadata = reader.read_metadata()
         except (OSError, EOFError, ValueError) as error:
             raise CheckpointError(f"There is no checkpoint in {directory}: {error}.") from error
@@ -262,12 +262,24 @@ def _name_aliases(tensors: Sequence[DividedTensor], metadata: Metadata, results:
 
 def _put_in_place(unfinished: Path, final: Path) -> None:
     """Gives a finished directory its name; what had it before is there until the new one is."""
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = _set_aside(final)
     if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     unfinished.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _set_aside(final: Path) -> Path:
+    """Where a checkpoint is while its successor gets its name."""
+    return final.with_name(f".{final.name}.old")
+
+
+def saved_at(directory: str | Path) -> Path:
+    """Where a checkpoint is: under its name, or set aside, if a rank was killed as it put a new one there."""
+    final = Path(directory)
+    aside = _set_aside(final)
+    return aside if not final.exists() and aside.exists() else final
 
 
 def _settings(model: ParallelModule, optimizer: Any) -> list[dict[str, Any]]:

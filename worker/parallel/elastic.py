@@ -20,7 +20,7 @@ import torch
 
 from muster.worker.communicators.base import Communicator
 from muster.worker.errors import SettingsError, WorkerError
-from muster.worker.parallel.checkpoint import load_divided, save_divided
+from muster.worker.parallel.checkpoint import load_divided, save_divided, saved_at
 from muster.worker.parallel.module import ParallelModule
 from muster.worker.parallel.planning.parts import Box, Part, overlap
 from muster.worker.parallel.planning.plan import Plan
@@ -128,7 +128,7 @@ class ParallelTrainingState(TrainingState):
 
     def _is_saved(self, communicator: Communicator) -> bool:
         """Whether all ranks see a checkpoint."""
-        there = self._checkpoint is not None and (self._checkpoint / ".metadata").exists()
+        there = self._checkpoint is not None and (saved_at(self._checkpoint) / ".metadata").exists()
         return all(gather_numbers(communicator, self._device, int(there)))
 
     def survival(self, lost: Sequence[int]) -> str:
