@@ -165,6 +165,30 @@ def test_a_parameter_that_is_a_number_goes_from_plan_to_plan() -> None:
         losses_are(workers, want)
 
 
+def test_what_the_others_have_frozen_is_frozen_for_a_newcomer_too(tmp_path: Path) -> None:
+    """And in what comes from a checkpoint; what a broken step froze is not."""
+
+    def freeze(workers: list[Worker]) -> None:
+        for worker in workers:
+            for parameter in worker.model.up.parameters():
+                parameter.requires_grad_(False)
+
+    settings: dict[str, Any] = {"shard_updates": False, "checkpoint": tmp_path / "last"}
+    workers = generation([None] * 2, 2, source=-1, **settings)
+    workers[0].state.begin()
+    freeze(workers)
+    workers[0].state.roll_back()
+    assert workers[0].model.up.weight.requires_grad
+    freeze(workers)
+    before = workers[0].model.up.weight.detach().clone()
+    workers = generation([*workers, None], 2, saved=2, **settings)
+    assert [worker.model.up.weight.requires_grad for worker in workers] == [False] * 3
+    assert all(torch.equal(worker.model.up.weight, before) for worker in workers)
+    resumed = generation([None] * 2, 1, source=-1, **settings)
+    assert [worker.state.step for worker in resumed] == [3, 3]
+    assert all(torch.equal(worker.model.up.weight, before) for worker in resumed)
+
+
 class Partly(nn.Module):
     """Some of it is not trained, or not used at all. All its values are one number."""
 

@@ -343,6 +343,10 @@ class ParallelTrainingState(TrainingState):
     def _device(self) -> Any:
         return next(self._model.parameters()).device
 
+    def _trained(self) -> list[tuple[str, Any]]:
+        """The parameters that the plan trains, by node; a script may have frozen some since."""
+        return [(name, held.parameter) for name, held in self._model.held_parameters.items()]
+
     def _position(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON values."""
         return {
@@ -352,6 +356,7 @@ class ParallelTrainingState(TrainingState):
             "rng": None if self.rng is None else self.rng.bit_generator.state,
             "extra": self.extra,
             "draws": self._model.draws(),
+            "frozen": [name for name, each in self._trained() if not each.requires_grad],
             "groups": [
                 {key: number_of(value) for key, value in group.items() if is_number(value)}
                 for group in self._optimizer.param_groups
@@ -370,6 +375,9 @@ class ParallelTrainingState(TrainingState):
         if self.rng is not None and position["rng"] is not None:
             self.rng.bit_generator.state = position["rng"]
         self._model.draw_on_from(position["draws"])
+        frozen = position.get("frozen", ())  # checkpoints of 0.2 do not say
+        for name, parameter in self._trained():
+            parameter.requires_grad_(name not in frozen)
         self._also.load({name: base64.b64decode(data) for name, data in position.get("also", {}).items()})
         for group, settings in zip(self._optimizer.param_groups, position["groups"], strict=True):
             for key, value in settings.items():
