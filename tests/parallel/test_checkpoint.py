@@ -24,6 +24,7 @@ from muster.worker.parallel.checkpoint import load_divided, save_divided
 from muster.worker.parallel.module import ParallelModule
 from muster.worker.parallel.planning.parts import Part, overlap, parts_of
 from muster.worker.parallel.planning.search import solve
+from muster.worker.pytorch.optimizer_state import make_optimizer_state
 from muster.worker.training.checkpoint import CheckpointError
 from muster.worker.training.state import StateMismatchError
 from tests.parallel.models import make
@@ -243,6 +244,38 @@ def test_parameters_without_gradients_do_not_stand_in_the_way(kind: str, steps: 
         assert all(torch.equal(got[key], value) for key, value in want.items())
         assert all(not value.any() for key, value in got.items() if key not in want)
         assert torch.equal(weights["unused.weight"], net.unused.weight)
+
+
+class WithNothing(nn.Module):
+    """Has a parameter and a buffer without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.none = nn.Linear(8, 4), nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("gone", torch.zeros(0, dtype=torch.long))
+
+    def forward(self, x: Any) -> Any:
+        return self.fc(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tensors_without_elements_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    net = WithNothing()
+
+    def run(communicator: RankCommunicator) -> bool:
+        model = parallelize(copy.deepcopy(net), (torch.ones(2, 8),), communicator=communicator)
+        optimizer = torch.optim.AdamW(model.parameters())
+        make_optimizer_state(optimizer)
+        save_divided(tmp_path / "step", model, optimizer)
+        with torch.no_grad():
+            model.fc.weight.zero_()
+        load_divided(tmp_path / "step", model, optimizer)
+        return torch.equal(model.full_state_dict()["fc.weight"], net.fc.weight)
+
+    assert run_ranks(2, run) == [True, True]
+    state = {"model": WithNothing().state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path / "step"), no_dist=True)
+    assert torch.equal(state["model"]["fc.weight"], net.fc.weight)
 
 
 class Killed(BaseException):

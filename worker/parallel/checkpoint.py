@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from muster.worker.parallel.module import ParallelModule
+from muster.worker.parallel.planning.parts import Box
 from muster.worker.parallel.tensors import DividedTensor, divided_tensors, parameter_names
 from muster.worker.pytorch.optimizer_state import make_optimizer_state
 from muster.worker.pytorch.transfer import broadcast_text, gather_numbers
@@ -188,23 +190,25 @@ def _items(tensors: Sequence[DividedTensor], values: Mapping[str, Any], rank: in
     found = []
     for number, each in enumerate(tensors):
         part = each.parts[rank]
+        if not math.prod(each.shape) and rank == 0:  # there is nothing of it, but its name
+            found.append(_shard(each, Box((0,) * len(each.shape), each.shape)))
         holders = [other for other, theirs in enumerate(each.parts) if theirs == part]
         if holders[number % len(holders)] != rank:
             continue
-        for box in part.boxes():
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            found.append(
-                WriteItem(
-                    MetadataIndex(each.name, torch.Size(box.offsets)),
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk, TensorProperties(dtype=each.own.dtype), torch.Size(each.shape)
-                    ),
-                )
-            )
+        found += [_shard(each, box) for box in part.boxes()]
     if rank == 0:
         found += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in values]
     return found
+
+
+def _shard(tensor: DividedTensor, box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    properties = TensorProperties(dtype=tensor.own.dtype)
+    return WriteItem(
+        MetadataIndex(tensor.name, torch.Size(box.offsets)),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, properties, torch.Size(tensor.shape)),
+    )
 
 
 class _Source(DefaultSavePlanner):  # type: ignore[misc]
@@ -215,6 +219,7 @@ class _Source(DefaultSavePlanner):  # type: ignore[misc]
         self._views = {
             (each.name, box.offsets): each.view(box) for each in tensors for box in each.parts[rank].boxes()
         }
+        self._views |= {(t.name, (0,) * len(t.shape)): t.own.detach() for t in tensors if not t.own.numel()}
         self._values = values
 
     def resolve_data(self, write_item: WriteItem) -> Any:
