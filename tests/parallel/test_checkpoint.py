@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,15 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from muster.worker.parallel.api import parallelize
 from muster.worker.parallel.checkpoint import load_divided, save_divided
 from muster.worker.parallel.module import ParallelModule
 from muster.worker.parallel.planning.parts import Part, overlap, parts_of
 from muster.worker.parallel.planning.search import solve
+from muster.worker.pytorch.optimizer_state import make_optimizer_state
 from muster.worker.training.checkpoint import CheckpointError
 from muster.worker.training.state import StateMismatchError
 from tests.parallel.models import make
@@ -178,6 +184,137 @@ def test_what_cannot_be_saved_or_loaded_is_refused_on_all_ranks(tmp_path: Path) 
     for first, second in run_ranks(2, run):
         assert "could not be made ready" in first
         assert "no checkpoint" in second
+
+
+class Partly(nn.Module):
+    """Trains some parameters; one is frozen, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.frozen, self.unused = nn.Linear(12, 12).requires_grad_(False), nn.Linear(3, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.frozen(self.up(x)))).square().mean()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_parameters_without_gradients_do_not_stand_in_the_way(kind: str, steps: int, tmp_path: Path) -> None:
+    """They had no state when it was saved; what they have where it is loaded begins anew."""
+    net = Partly()
+    settings: dict[str, Any] = {"lr": 1e-2} | ({"momentum": 0.9} if kind == "SGD" else {})
+
+    def made(communicator: RankCommunicator) -> tuple[Any, Any, Any]:
+        x = torch.ones(4, 8)
+        model = parallelize(copy.deepcopy(net), (x,), communicator=communicator)
+        return model, getattr(torch.optim, kind)(model.parameters(), **settings), x
+
+    def states(model: Any, optimizer: Any) -> dict[str, Any]:
+        return {
+            f"{name}.{key}": value.clone()
+            for name, parameter in model.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+
+    def save(communicator: RankCommunicator) -> dict[str, Any]:
+        model, optimizer, x = made(communicator)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+        save_divided(tmp_path / "step", model, optimizer)
+        return states(model, optimizer)
+
+    def load(communicator: RankCommunicator) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer, _ = made(communicator)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        held = {id(value) for entries in optimizer.state.values() for value in entries.values()}
+        load_divided(tmp_path / "step", model, optimizer)
+        assert held == {id(value) for entries in optimizer.state.values() for value in entries.values()}
+        with pytest.raises(StateMismatchError, match=r"another kind than Adagrad|has no optimizer\.state"):
+            load_divided(tmp_path / "step", model, torch.optim.Adagrad(model.parameters()))
+        return states(model, optimizer), model.full_state_dict()
+
+    want = run_ranks(2, save)[0]
+    assert len(want) == (0 if not steps else 4 * len({key.rpartition(".")[2] for key in want}))
+    for got, weights in run_ranks(2, load):
+        assert all(torch.equal(got[key], value) for key, value in want.items())
+        assert all(not value.any() for key, value in got.items() if key not in want)
+        assert torch.equal(weights["unused.weight"], net.unused.weight)
+
+
+class WithNothing(nn.Module):
+    """Has a parameter and a buffer without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.none = nn.Linear(8, 4), nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("gone", torch.zeros(0, dtype=torch.long))
+
+    def forward(self, x: Any) -> Any:
+        return self.fc(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tensors_without_elements_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    net = WithNothing()
+
+    def run(communicator: RankCommunicator) -> bool:
+        model = parallelize(copy.deepcopy(net), (torch.ones(2, 8),), communicator=communicator)
+        optimizer = torch.optim.AdamW(model.parameters())
+        make_optimizer_state(optimizer)
+        save_divided(tmp_path / "step", model, optimizer)
+        with torch.no_grad():
+            model.fc.weight.zero_()
+        load_divided(tmp_path / "step", model, optimizer)
+        return torch.equal(model.full_state_dict()["fc.weight"], net.fc.weight)
+
+    assert run_ranks(2, run) == [True, True]
+    state = {"model": WithNothing().state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path / "step"), no_dist=True)
+    assert torch.equal(state["model"]["fc.weight"], net.fc.weight)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def test_a_rank_that_is_killed_while_it_replaces_a_checkpoint_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, folder = Case("mlp"), tmp_path / "step"
+    plan = case.random_plan((2,), 1)
+    renamed = Path.rename
+
+    def broken_off(self: Path, target: Path) -> Path:
+        if target == folder and (tmp_path / ".step.old").exists():
+            raise Killed
+        return renamed(self, target)
+
+    def save(communicator: RankCommunicator) -> None:
+        model, optimizer = trained(case, plan, communicator)
+        with contextlib.suppress(Killed, threading.BrokenBarrierError):
+            save_divided(folder, model, optimizer, extra={"step": communicator.world_size})
+        if communicator.rank == 0:  # who waits for it learns of its end
+            communicator.abort(Exception())
+
+    def load(communicator: RankCommunicator) -> int:
+        model, optimizer = trained(case, plan, communicator, steps=0)
+        step: int = load_divided(folder, model, optimizer)["step"]
+        return step
+
+    run_ranks(2, save)
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "rename", broken_off)
+        run_ranks(2, save)
+    assert not folder.exists()
+    assert run_ranks(2, load) == [2, 2]
+    run_ranks(2, save)
+    assert folder.exists()
+    assert not (tmp_path / ".step.old").exists()
 
 
 def test_another_model_is_refused_by_the_name_of_what_differs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ X, Y = data()
 class Worker:
     """One worker with its state, which outlives communicators."""
 
-    def __init__(self, whole: Net, communicator: RankCommunicator, **settings: Any) -> None:
+    def __init__(self, whole: nn.Module, communicator: RankCommunicator, **settings: Any) -> None:
         rows = BATCH // communicator.world_size
         self.model = muster.parallelize(
             copy.deepcopy(whole),
@@ -94,18 +95,19 @@ class Worker:
 
 
 def generation(
-    workers: list[Worker | None],
+    workers: Sequence[Worker | None],
     steps: int,
     *,
     source: int = 0,
     saved: int = -1,
     broken: tuple[int, ...] = (),
+    net: nn.Module = NET,
     **settings: Any,
 ) -> list[Worker]:
     """Brings workers together (None: a newcomer), and trains; those in ``broken`` do not finish one more."""
 
     def run(communicator: RankCommunicator) -> Worker:
-        worker = workers[communicator.rank] or Worker(NET, communicator, **settings)
+        worker = workers[communicator.rank] or Worker(net, communicator, **settings)
         newcomers = tuple(rank for rank, each in enumerate(workers) if each is None)
         worker.share(communicator, source, newcomers if source >= 0 else ())
         worker.train(steps, saved=saved)
@@ -120,6 +122,111 @@ def losses_are(workers: list[Worker], want: list[float]) -> None:
     for worker in workers:
         for step, loss in worker.losses.items():
             close(f"loss of step {step}", torch.tensor(loss), torch.tensor(want[step - 1]), 1e-10)
+
+
+def test_one_rank_that_is_left_goes_on_alone() -> None:
+    """What was summed over ranks, such as BatchNorm's statistics, is then its own."""
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+    (alone,) = generation(generation([None] * 2, 2, source=-1, net=net)[:1], 2)
+    assert alone.model.communicator.world_size == 1
+    losses_are([alone], one_process(4, copy.deepcopy(net)))
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)])
+def test_a_mesh_may_have_a_dimension_of_one_rank(mesh: tuple[int, int]) -> None:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+    for machine in (SLOW_LINKS, SLOW_MEMORY):
+        workers = generation([None] * 2, 3, source=-1, net=net, mesh=mesh, machine=machine)
+        losses_are(workers, one_process(3, copy.deepcopy(net)))
+
+
+class Scaled(nn.Module):
+    """Has a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(x) * self.scale))
+
+
+def test_a_parameter_that_is_a_number_goes_from_plan_to_plan() -> None:
+    net = Scaled().double()
+    want = one_process(6, copy.deepcopy(net))
+    workers: list[Worker] = []
+    for world in (1, 2, 3):
+        source = 0 if workers else -1
+        workers = generation([*workers, None], 2, source=source, net=net, machine=SLOW_MEMORY)
+        assert any(state.sharded for state in workers[0].model.plan.states) == (world > 1)
+        losses_are(workers, want)
+
+
+def test_what_the_others_have_frozen_is_frozen_for_a_newcomer_too(tmp_path: Path) -> None:
+    """And in what comes from a checkpoint; what a broken step froze is not."""
+
+    def freeze(workers: list[Worker]) -> None:
+        for worker in workers:
+            for parameter in worker.model.up.parameters():
+                parameter.requires_grad_(False)
+
+    settings: dict[str, Any] = {"shard_updates": False, "checkpoint": tmp_path / "last"}
+    workers = generation([None] * 2, 2, source=-1, **settings)
+    workers[0].state.begin()
+    freeze(workers)
+    workers[0].state.roll_back()
+    assert workers[0].model.up.weight.requires_grad
+    freeze(workers)
+    before = workers[0].model.up.weight.detach().clone()
+    workers = generation([*workers, None], 2, saved=2, **settings)
+    assert [worker.model.up.weight.requires_grad for worker in workers] == [False] * 3
+    assert all(torch.equal(worker.model.up.weight, before) for worker in workers)
+    resumed = generation([None] * 2, 1, source=-1, **settings)
+    assert [worker.state.step for worker in resumed] == [3, 3]
+    assert all(torch.equal(worker.model.up.weight, before) for worker in resumed)
+
+
+class Partly(nn.Module):
+    """Some of it is not trained, or not used at all. All its values are one number."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.frozen, self.unused = nn.Linear(8, 8).requires_grad_(False), nn.Linear(3, 2)
+        self.unused.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("count", torch.ones(2))
+        self.register_buffer("hidden", torch.ones(3), persistent=False)
+        with torch.no_grad():
+            for tensor in [*self.parameters(), *self.buffers()]:
+                tensor.fill_(value)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.frozen(self.up(x) * self.scale)))
+
+
+def test_what_is_not_trained_comes_from_who_holds_it_too() -> None:
+    """Each worker begins with values of its own, and has those of rank 0, or of a survivor."""
+
+    def values(workers: list[Worker | None], numbers: list[float], source: int) -> list[Worker]:
+        def run(communicator: RankCommunicator) -> Worker:
+            rank = communicator.rank
+            worker = workers[rank] or Worker(Partly(numbers[rank]).double(), communicator)
+            new = tuple(other for other, each in enumerate(workers) if each is None)
+            worker.share(communicator, source, new if source >= 0 else ())
+            return worker
+
+        return run_ranks(len(workers), run)
+
+    first = values([None, None], [0.5, 2.0], -1)
+    grown = values([None, first[1], None], [3.0, 2.0, 4.0], 1)
+    for worker in [*first, *grown]:
+        whole = [*worker.model.named_parameters(), *worker.model.named_buffers()]
+        assert {name for name, tensor in whole if not bool((tensor == 0.5).all())} == set()
+        assert len(whole) == 11
 
 
 SPLIT = {"up": {"n": 2}, "down": {"k": 2}}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
+from torch import nn
 
 from muster.worker.parallel.planning.problem import Pin
 from muster.worker.parallel.planning.search import solve
@@ -91,6 +93,27 @@ def test_the_whole_batch_on_every_rank(name: str) -> None:
 def test_three_mesh_dimensions() -> None:
     one = case("quick")
     one.check(one.random_plan((2, 2, 2), 3))
+
+
+class OfOneElement(nn.Module):
+    """Parts of one element, whose gradients are views of a number: contiguous, in whatever stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.one = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(1))
+        self.row, self.column = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x: Any) -> Any:
+        loss = self.number.expand(4).sum() + (self.row + self.one.expand(4)).sum() + self.row.exp().sum()
+        return loss + x.mean() * self.column.expand(4, 4).sum() + self.column.exp().sum()
+
+
+def test_parts_of_one_element() -> None:
+    batches = [(torch.rand(4, 2).double(),)]
+    one = Case("one element", dataset="full_batch", module=OfOneElement().double(), batches=batches)
+    for mesh in ((4,), (2, 2)):
+        for seed in range(4):
+            one.check(one.random_plan(mesh, seed))
 
 
 def test_parameters_kept_in_parts_and_gathered_for_use() -> None:

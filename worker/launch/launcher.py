@@ -232,6 +232,7 @@ class Launcher:
             become = self._start_again()
             if become is not None:
                 return become
+            self._end_the_late()
             now_s = time.monotonic()
             if self._deadline is not None and now_s >= self._deadline:
                 self._overdue()
@@ -424,12 +425,36 @@ class Launcher:
             return
         if child is self._scheduler:
             self._scheduler_ended(child, code)
-        elif code and not self._stopping and not child.words().left:
+        elif code and not self._stopping and not child.words().left and not self._is_late(child):
             self._worker_failed(child, code)
         elif not self._stopping:
             self._straggling_at = time.monotonic() + STRAGGLING_S
         if not self._working() and not self._again:
             self._workers_done()
+
+    def _end_the_late(self) -> None:
+        """Ends workers that were started again and are not in the job yet, once that has ended well."""
+        alive = [worker for worker in self._workers if worker.returncode is None]
+        if self._stopping or not alive or not all(map(self._is_late, alive)):
+            return
+        for worker in alive:
+            words = "is not needed any more: the job has ended well without it"
+            self._screen.say(f"worker {worker.label} {words}")
+        self._stop(signal.SIGTERM)
+
+    def _is_late(self, worker: Child) -> bool:
+        """Whether a worker was started again, was in no group since, and the job has ended well."""
+        return worker.restarts > 0 and not worker.words().group and self._has_ended_well()
+
+    def _has_ended_well(self) -> bool:
+        """Whether this launch's scheduler says so; without one, a worker that has completed the training.
+
+        From then on a scheduler places nobody new.
+        """
+        if self._scheduler is not None:
+            return self._scheduler.returncode == 0
+        ended = [worker for worker in self._workers if worker.returncode == 0]
+        return any(worker.words().group and not worker.words().left for worker in ended)
 
     def _uplink_ended(self, child: Child, code: int) -> None:
         """Starts another uplink; workers wait for it for a moment, or connect directly."""
@@ -446,7 +471,8 @@ class Launcher:
         if self._failed_at is not None:
             return
         how = _how(code)
-        if child.restarts < self._policy.max_restarts:
+        over = self._scheduler is not None and self._has_ended_well()  # another one would find nobody
+        if child.restarts < self._policy.max_restarts and not over:
             count = f"{child.restarts + 1} of {self._policy.max_restarts}"
             self._screen.say(f"worker {child.label} {how}; starting it again ({count})")
             self._again.append(child)

@@ -148,7 +148,8 @@ def parallelize(
         search: "exact", or "propagation": only communication counts.
         memory: the share of the machine's memory that a plan may use, 0 to 1.
         dataset_strategy: "data_parallel": each rank feeds its part of the batch; "full_batch": all of it; or
-            the slices of each input.
+            the slices of each input, which ranks take row by row: of two slices the first half of the ranks
+            feeds the first.
         gradients_mean: average gradients over the parts of the batch; False: sum.
         parameter_broadcast: take parameters and buffers from rank 0 now.
         plan: a file: the plan is loaded from it if it exists, and saved there if not.

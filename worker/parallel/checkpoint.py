@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,13 +45,18 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from muster.worker.parallel.module import ParallelModule
+from muster.worker.parallel.planning.parts import Box
 from muster.worker.parallel.tensors import DividedTensor, divided_tensors, parameter_names
 from muster.worker.pytorch.optimizer_state import make_optimizer_state
 from muster.worker.pytorch.transfer import broadcast_text, gather_numbers
 from muster.worker.training.checkpoint import CheckpointError
 from muster.worker.training.state import StateMismatchError
 
-_GROUPS, _EXTRA = "optimizer.param_groups", "extra"  # torch flattens lists and dictionaries to such names
+_GROUPS, _STATE, _EXTRA = (
+    "optimizer.param_groups",
+    "optimizer.state",
+    "extra",
+)  # torch flattens lists and dictionaries to such names
 
 
 def save_divided(
@@ -115,7 +121,8 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
     Args:
         directory: of :func:`save_divided`. Like every checkpoint of torch it is trusted: it may run code.
         model: overwritten in place.
-        optimizer: overwritten in place, settings too; its state is made if it has none yet.
+        optimizer: overwritten in place, settings too; its state is made if it has none yet. A parameter
+            that had none when this was saved, for want of a gradient, gets that of before its first step.
 
     Returns:
         What was saved as ``extra``.
@@ -130,13 +137,17 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
     extra: dict[str, Any] = {}
     with _together(model, "read"), torch.no_grad():
         try:
-            reader = FileSystemReader(directory)
+            reader = FileSystemReader(saved_at(directory))
             metadata = reader.read_metadata()
         except (OSError, EOFError, ValueError) as error:
             raise CheckpointError(f"There is no checkpoint in {directory}: {error}.") from error
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         known = metadata.state_dict_metadata
+        without = _without_state(model, optimizer, known)
+        tensors = [each for each in tensors if each.name.rpartition(".")[0] not in without]
         _check(tensors, known, optimizer, directory)
+        if without:
+            _check_kind(known, optimizer, directory)
         target, rank = _Target(), model.communicator.rank
         items = [item for each in tensors for item in target.read_items(each, known[each.name], rank)]
         items += [_bytes_item(name) for name in known if name == _EXTRA or name.startswith(_GROUPS)]
@@ -144,6 +155,7 @@ def load_divided(directory: str | Path, model: ParallelModule, optimizer: Any = 
         extra = json.loads(target.values[_EXTRA])
         if optimizer is not None:
             _restore_settings(model, optimizer, target.values, directory)
+            _begin_anew(optimizer, list(without.values()))
     return extra
 
 
@@ -178,23 +190,25 @@ def _items(tensors: Sequence[DividedTensor], values: Mapping[str, Any], rank: in
     found = []
     for number, each in enumerate(tensors):
         part = each.parts[rank]
+        if not math.prod(each.shape) and rank == 0:  # there is nothing of it, but its name
+            found.append(_shard(each, Box((0,) * len(each.shape), each.shape)))
         holders = [other for other, theirs in enumerate(each.parts) if theirs == part]
         if holders[number % len(holders)] != rank:
             continue
-        for box in part.boxes():
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            found.append(
-                WriteItem(
-                    MetadataIndex(each.name, torch.Size(box.offsets)),
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk, TensorProperties(dtype=each.own.dtype), torch.Size(each.shape)
-                    ),
-                )
-            )
+        found += [_shard(each, box) for box in part.boxes()]
     if rank == 0:
         found += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in values]
     return found
+
+
+def _shard(tensor: DividedTensor, box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    properties = TensorProperties(dtype=tensor.own.dtype)
+    return WriteItem(
+        MetadataIndex(tensor.name, torch.Size(box.offsets)),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, properties, torch.Size(tensor.shape)),
+    )
 
 
 class _Source(DefaultSavePlanner):  # type: ignore[misc]
@@ -205,6 +219,7 @@ class _Source(DefaultSavePlanner):  # type: ignore[misc]
         self._views = {
             (each.name, box.offsets): each.view(box) for each in tensors for box in each.parts[rank].boxes()
         }
+        self._views |= {(t.name, (0,) * len(t.shape)): t.own.detach() for t in tensors if not t.own.numel()}
         self._values = values
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -252,12 +267,24 @@ def _name_aliases(tensors: Sequence[DividedTensor], metadata: Metadata, results:
 
 def _put_in_place(unfinished: Path, final: Path) -> None:
     """Gives a finished directory its name; what had it before is there until the new one is."""
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = _set_aside(final)
     if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     unfinished.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _set_aside(final: Path) -> Path:
+    """Where a checkpoint is while its successor gets its name."""
+    return final.with_name(f".{final.name}.old")
+
+
+def saved_at(directory: str | Path) -> Path:
+    """Where a checkpoint is: under its name, or set aside, if a rank was killed as it put a new one there."""
+    final = Path(directory)
+    aside = _set_aside(final)
+    return aside if not final.exists() and aside.exists() else final
 
 
 def _settings(model: ParallelModule, optimizer: Any) -> list[dict[str, Any]]:
@@ -298,6 +325,39 @@ def _check(
             raise StateMismatchError(
                 f"{each.name} is {saved} in the checkpoint {directory}, and {kind} here."
             )
+
+
+def _without_state(model: ParallelModule, optimizer: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's parameters of which no state was saved, by the names under which it would be."""
+    if optimizer is None:
+        return {}
+    names = parameter_names(model, optimizer)
+    saved = {name.rpartition(".")[0] for name in known}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    found = {f"{_STATE}.{names[id(parameter)]}": parameter for parameter in parameters}
+    return {name: parameter for name, parameter in found.items() if name not in saved}
+
+
+def _check_kind(known: Mapping[str, Any], optimizer: Any, directory: str | Path) -> None:
+    """Refuses an optimizer of another kind, where states that it lacks could not show that it is one."""
+    missing = [key for key in optimizer.defaults if f"{_GROUPS}.0.{key}" not in known]
+    if missing:
+        raise StateMismatchError(
+            f"The optimizer in {directory} has no {missing[0]}: it is another kind than"
+            f" {type(optimizer).__name__}."
+        )
+
+
+def _begin_anew(optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Gives parameters the state of before their first step, in the tensors that are there."""
+    before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters}
+    make_optimizer_state(optimizer)
+    for parameter, entries in before.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(optimizer.state[parameter][key])
+        if entries:
+            optimizer.state[parameter] = entries
 
 
 class _Target(DefaultLoadPlanner):  # type: ignore[misc]

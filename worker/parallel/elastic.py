@@ -20,7 +20,7 @@ import torch
 
 from muster.worker.communicators.base import Communicator
 from muster.worker.errors import SettingsError, WorkerError
-from muster.worker.parallel.checkpoint import load_divided, save_divided
+from muster.worker.parallel.checkpoint import load_divided, save_divided, saved_at
 from muster.worker.parallel.module import ParallelModule
 from muster.worker.parallel.planning.parts import Box, Part, overlap
 from muster.worker.parallel.planning.plan import Plan
@@ -128,7 +128,7 @@ class ParallelTrainingState(TrainingState):
 
     def _is_saved(self, communicator: Communicator) -> bool:
         """Whether all ranks see a checkpoint."""
-        there = self._checkpoint is not None and (self._checkpoint / ".metadata").exists()
+        there = self._checkpoint is not None and (saved_at(self._checkpoint) / ".metadata").exists()
         return all(gather_numbers(communicator, self._device, int(there)))
 
     def survival(self, lost: Sequence[int]) -> str:
@@ -302,6 +302,9 @@ class ParallelTrainingState(TrainingState):
     ) -> None:
         """Replaces the tensors by these, divided by this plan."""
         by_id = {id(each.own): value for each, value in zip(tensors, fresh, strict=True)}
+        with torch.no_grad():
+            for _, unused in self._model.unused_tensors():
+                unused.copy_(by_id[id(unused)])
         self._model.move(
             plan, communicator, {node: by_id[id(tensor)] for node, tensor in self._model.held_tensors()}
         )
@@ -340,6 +343,10 @@ class ParallelTrainingState(TrainingState):
     def _device(self) -> Any:
         return next(self._model.parameters()).device
 
+    def _trained(self) -> list[tuple[str, Any]]:
+        """The parameters that the plan trains, by node; a script may have frozen some since."""
+        return [(name, held.parameter) for name, held in self._model.held_parameters.items()]
+
     def _position(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON values."""
         return {
@@ -349,6 +356,7 @@ class ParallelTrainingState(TrainingState):
             "rng": None if self.rng is None else self.rng.bit_generator.state,
             "extra": self.extra,
             "draws": self._model.draws(),
+            "frozen": [name for name, each in self._trained() if not each.requires_grad],
             "groups": [
                 {key: number_of(value) for key, value in group.items() if is_number(value)}
                 for group in self._optimizer.param_groups
@@ -367,6 +375,9 @@ class ParallelTrainingState(TrainingState):
         if self.rng is not None and position["rng"] is not None:
             self.rng.bit_generator.state = position["rng"]
         self._model.draw_on_from(position["draws"])
+        frozen = position.get("frozen", ())  # checkpoints of 0.2 do not say
+        for name, parameter in self._trained():
+            parameter.requires_grad_(name not in frozen)
         self._also.load({name: base64.b64decode(data) for name, data in position.get("also", {}).items()})
         for group, settings in zip(self._optimizer.param_groups, position["groups"], strict=True):
             for key, value in settings.items():

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from muster.worker.communicators.base import Communicator, ReduceOp, Work
+from muster.worker.communicators.base import FINISHED, Communicator, ReduceOp, Work
 from muster.worker.errors import GroupError
 from muster.worker.parallel.planning.layouts import Mesh, Step, coordinates, group_ranks
-from muster.worker.pytorch.transfer import array_of
+from muster.worker.pytorch.transfer import array_of, bytes_of
 
 
 class Fabric:
@@ -41,7 +41,7 @@ class Fabric:
         self._stream: Any = None
         self._in_use = False
         for dims in sorted(set(needed)):
-            if not dims or math.prod(mesh[d] for d in dims) == 1:
+            if self._alone(dims):
                 continue
             for number, ranks in enumerate(group_ranks(dims, mesh)):
                 if len(ranks) == communicator.world_size:
@@ -69,6 +69,10 @@ class Fabric:
         for d in dims:
             number = number * self.mesh[d] + self.place[d]
         return number
+
+    def _alone(self, dims: Sequence[int]) -> bool:
+        """Whether nobody else differs along these: nothing is sent, and there is no communicator."""
+        return self.size(dims) == 1
 
     # ------------------------------------------------------------ beside the current stream
 
@@ -99,8 +103,10 @@ class Fabric:
 
     def all_reduce(self, x: Any, dims: tuple[int, ...], op: ReduceOp = ReduceOp.SUM) -> Any:
         """The sum (or else) of the ranks' tensors, as a new tensor."""
-        group = self._groups[dims]
         out = x.detach().contiguous().clone()
+        if self._alone(dims):
+            return out
+        group = self._groups[dims]
         wire = self._wire(out)
         group.all_reduce(array_of(group, wire.view(-1)), array_of(group, wire.view(-1)), op)
         return out if wire is out else wire.to(out.dtype)
@@ -112,6 +118,8 @@ class Fabric:
 
     def gather_stacked(self, x: Any, dims: tuple[int, ...]) -> Any:
         """The ranks' tensors as one of shape [ranks, ...]."""
+        if self._alone(dims):
+            return x.detach().contiguous().clone().unsqueeze(0)
         group = self._groups[dims]
         send = x.detach().contiguous()
         recv = torch.empty((group.world_size, *send.shape), dtype=send.dtype, device=send.device)
@@ -120,6 +128,8 @@ class Fabric:
 
     def reduce_scatter(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
         """This rank's part along ``dim`` of the sum of the ranks' tensors."""
+        if self._alone(dims):
+            return x.detach().contiguous().clone()
         group = self._groups[dims]
         apart = x.detach().unflatten(dim, (group.world_size, -1)).movedim(dim, 0).contiguous()
         wire = self._wire(apart)
@@ -129,6 +139,8 @@ class Fabric:
 
     def all_to_all(self, x: Any, dims: tuple[int, ...], gathered: int, divided: int) -> Any:
         """Split along ``divided`` instead of ``gathered``."""
+        if self._alone(dims):
+            return x.detach().contiguous().clone()
         group = self._groups[dims]
         send = x.detach().unflatten(divided, (group.world_size, -1)).movedim(divided, 0).contiguous()
         recv = torch.empty_like(send)
@@ -142,12 +154,17 @@ class Fabric:
 
     def start_all_reduce(self, flat: Any, dims: tuple[int, ...]) -> Work:
         """Sums ``flat`` over the ranks in place; the result counts after ``wait()``."""
+        if self._alone(dims):
+            return FINISHED
         group = self._groups[dims]
         array = array_of(group, flat)
         return group.all_reduce(array, array, ReduceOp.SUM, async_op=not flat.is_cuda)
 
     def start_reduce_scatter(self, flat: Any, out: Any, dims: tuple[int, ...]) -> Work:
         """Puts this rank's part of the sum of ``flat`` into ``out``; it counts after ``wait()``."""
+        if self._alone(dims):
+            out.copy_(flat)
+            return FINISHED
         group = self._groups[dims]
         return group.reduce_scatter(
             array_of(group, flat), array_of(group, out), ReduceOp.SUM, async_op=not flat.is_cuda
@@ -162,7 +179,7 @@ class Fabric:
 
     def _raw(self, group: Communicator, x: Any) -> Any:
         """The tensor as bytes, where it is only moved and needs no arithmetic."""
-        return array_of(group, x.view(-1).view(torch.uint8))
+        return array_of(group, bytes_of(x))
 
     # ------------------------------------------------------------ moves
 

@@ -431,6 +431,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             steps = plan_move(replicated(plan.mesh), state.outs[0], plan.mesh, tuple(tensor.shape))
             local = fabric.run(tensor, steps or ()).clone()
             values[node.name] = share_of(held[node.name], local, fabric) if node.name in held else local
+        with torch.no_grad():
+            for name, unused in self.unused_tensors():
+                unused.copy_(tensors[name])
         self.move(plan, communicator, values)
 
     def draws(self) -> list[int]:
@@ -444,6 +447,12 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     def held_tensors(self) -> Iterator[tuple[str, Any]]:
         """This rank's parts of parameters and buffers by their nodes in the graph, in its order."""
         return ((node, tensors[last]) for node, (tensors, last) in self._places.items())
+
+    def unused_tensors(self) -> Iterator[tuple[str, Any]]:
+        """Parameters and buffers that the forward pass does not use, by name; whole on every rank."""
+        used = {id(tensor) for _, tensor in self.held_tensors()}
+        named = (self.named_parameters(), self.named_buffers())
+        return ((name, tensor) for each in named for name, tensor in each if id(tensor) not in used)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -184,6 +184,82 @@ muster.release()
     assert here.log("0").splitlines()[-1] == "total 2.0"
 
 
+LATE = """
+import os, signal, socket, sys, time
+import numpy as np
+
+LATE_AT, VICTIM = sys.argv[1], os.environ["MS_NODE_ID"] == str(int(os.environ["MS_WORKER_NUM"]) - 1)
+
+def until(condition):
+    while not condition():
+        time.sleep(0.05)
+
+def is_over():
+    with socket.socket() as probe:
+        return probe.connect_ex((os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"]))) != 0
+
+if VICTIM and os.path.exists("died"):
+    open("back", "w").close()
+    until(lambda: LATE_AT == "in init" and is_over())
+    open("joins", "w").close()
+import muster
+session = muster.init()
+if VICTIM:
+    open("died", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+while session.generation == 1:
+    try:
+        muster.all_reduce(np.ones(1))
+    except muster.MembershipChanged:
+        session.rejoin()
+until(lambda: os.path.exists("back"))
+muster.release()
+until(lambda: LATE_AT == "before init" or os.path.exists("joins"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("late_at", "hosts"), [("before init", 1), ("in init", 1), ("before init", 2), ("in init", 2)]
+)
+def test_a_restarted_worker_that_comes_after_the_end_is_not_waited_for(
+    here: Place, late_at: str, hosts: int
+) -> None:
+    """It imports, say, while the others finish; then the scheduler is gone, for which it would wait."""
+    command = (PYTHON, here.script(LATE), late_at)
+    options = ["--scheduler", "--start", "exec", "--max-restarts", "1", "--min-workers", "1"]
+    options += ["--nproc-per-node", "2"]
+    if hosts > 1:
+        options += ["--nnodes", "2", "--join", f"127.0.0.1:{free_port('127.0.0.1')}"]
+        first = here.start(*options, "--node-rank", "0", command=command)
+        options += ["--node-rank", "1", "--log-dir", "second"]
+    code, _, err = here.run(*options, command=command)
+    late = f"worker {2 * hosts - 1}"
+    assert code == 0, err
+    assert f"{late} was ended by SIGKILL; starting it again (1 of 1)" in err
+    assert f"{late} is not needed any more: the job has ended well without it" in err
+    assert "ended well after" in err
+    assert hosts == 1 or first.wait(timeout=60) == 0
+
+
+def test_what_fails_after_the_job_has_ended_well_is_a_failure_and_not_started_again(here: Place) -> None:
+    script = here.script(
+        """
+import pathlib, sys, time
+import muster
+with muster.init() as session:
+    rank = session.rank
+record = next(pathlib.Path("muster-runs/latest").glob("record_*.jsonl"))
+while rank:
+    if any("process_ended" in line and "the scheduler" in line for line in record.read_text().splitlines()):
+        sys.exit(5)
+    time.sleep(0.05)
+"""
+    )
+    code, _, err = here.run("-n", "2", "--scheduler", "--max-restarts", "3", command=(PYTHON, script))
+    assert code == 5, err
+    assert "starting it again" not in err
+
+
 def test_an_interrupt_ends_workers_and_scheduler(here: Place) -> None:
     script = here.script(
         "import os, time\nimport muster\nsession = muster.init()\n"

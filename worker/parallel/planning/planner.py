@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -189,9 +190,12 @@ def feeding(
     Args:
         mesh: sizes.
         dataset: "data_parallel" (each rank feeds its part of the batch), "full_batch" (each feeds all), or
-            the slices of each input.
+            the slices of each input, which ranks take row by row, neighbours the same where there are more.
         shapes: of the whole inputs.
     """
+    grid: Slices = ()
+    if not isinstance(dataset, str):
+        grid = tuple(max(cuts) for cuts in itertools.zip_longest(*dataset, fillvalue=1))
     found = []
     for number, shape in enumerate(shapes):
         if dataset == "full_batch" or not shape:
@@ -199,7 +203,7 @@ def feeding(
         elif dataset == "data_parallel":
             layout = (0,) * len(mesh)
         else:
-            layout = _layout_of(mesh, _cuts(dataset, number, len(shape)))
+            layout = _layout_of(mesh, _cuts(dataset, number, len(shape)), grid)
         if layout is None or not fits(layout, mesh, shape):
             return None
         found.append(layout)
@@ -215,21 +219,39 @@ def _cuts(dataset: str | Sequence[Slices], number: int, ndim: int) -> Slices:
     return tuple(dataset[number])
 
 
-def _layout_of(mesh: Mesh, cuts: Slices) -> Layout | None:
-    """A layout with so many slices of each dimension, taking mesh dimensions in order."""
+def _dealt(mesh: Mesh, grid: Slices) -> Layout | None:
+    """The tensor dimension that each mesh dimension splits, so that ranks in order get the grid row by row.
 
-    def place(m: int, left: tuple[int, ...]) -> tuple[Entry, ...] | None:
-        if m == len(mesh):
-            return () if all(n == 1 for n in left) else None
-        choices: list[Entry] = [d for d, n in enumerate(left) if n > 1 and n % mesh[m] == 0]
-        for entry in [*choices, REPLICATED]:
-            after = tuple(n // mesh[m] if d == entry else n for d, n in enumerate(left))
-            rest = place(m + 1, after)
-            if rest is not None:
-                return (entry, *rest)
-        return None
+    A search tries several meshes, and which rank feeds what must not depend on the one that it takes.
+    """
+    found: list[Entry] = []
+    left = [(d, n) for d, n in enumerate(grid) if n > 1]
+    for size in mesh:
+        if not left or size == 1:
+            found.append(REPLICATED)
+            continue
+        d, n = left.pop(0)
+        if n % size:
+            return None
+        found.append(d)
+        if n > size:
+            left.insert(0, (d, n // size))
+    return None if left else tuple(found)
 
-    return place(0, cuts)
+
+def _layout_of(mesh: Mesh, cuts: Slices, grid: Slices) -> Layout | None:
+    """The layout of an input with so many slices of each dimension, where the inputs' grid is this one."""
+    left = list(cuts)
+    found: list[Entry] = []
+    for size, entry in zip(mesh, _dealt(mesh, grid) or (), strict=False):
+        if not isinstance(entry, int) or entry >= len(cuts) or left[entry] == 1:
+            found.append(REPLICATED)
+            continue
+        if left[entry] % size:
+            return None
+        left[entry] //= size
+        found.append(entry)
+    return tuple(found) if found and all(n == 1 for n in left) else None
 
 
 def whole_shape(shape: Shape, number: int, world: int, dataset: str | Sequence[Slices]) -> Shape:
@@ -360,13 +382,13 @@ def find_plan(
 
     if mode == "data_parallel":
         if baseline is None:
-            raise SettingsError(_indivisible(graph, world))
+            raise SettingsError(_indivisible(graph, world, dataset))
         found, options = baseline
         return plan_of((world,), options, found)
     meshes = {each: options_for(graph, each, dataset, base) for each in meshes_for(world, pins, mesh)}
     given = {each: options for each, options in meshes.items() if options is not None}
     if not given:
-        raise SettingsError(_indivisible(graph, world))
+        raise SettingsError(_indivisible(graph, world, dataset))
     found_mesh, (solution, states) = _best_of(graph, given, machine, pins, limit, search)
     if baseline is not None and not pins and not SEARCHES[search]:
         (plain, plain_states), options = baseline
@@ -509,13 +531,14 @@ def strategy_text(strategy: Strategy) -> str:
     return str(dict(strategy) if isinstance(strategy, Mapping) else tuple(tuple(cut) for cut in strategy))
 
 
-def _indivisible(graph: Graph, world: int) -> str:
+def _indivisible(graph: Graph, world: int, dataset: str | Sequence[Slices]) -> str:
     shapes = [
         f"{node.name} {list(graph.values[node.outputs[0]].shape)}"
         for node in graph.nodes
         if node.kind == "input"
     ]
+    more = "" if isinstance(dataset, str) else ", or a mesh whose first dimensions are the numbers of slices"
     return (
         f"the batch ({', '.join(shapes)}) cannot be shared by {world} ranks as dataset_strategy says: choose"
-        ' sizes that the ranks divide, or dataset_strategy="full_batch"'
+        f' sizes that the ranks divide, dataset_strategy="full_batch"{more}'
     )

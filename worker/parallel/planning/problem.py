@@ -255,7 +255,9 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
             if node.layerwise:
                 ranks = 1
             traffic = (3 + 2 * options.optimizer_states) * local / machine.memory_bytes_per_s
-            for sharded in (False, True) if ranks > 1 and options.shard_updates else (False,):
+            # A number stays one: flat, its state would look like another kind than a number of steps.
+            divisible = ranks > 1 and options.shard_updates and bool(value.shape)
+            for sharded in (False, True) if divisible else (False,):
                 apart = [
                     isinstance(entry, int) or (sharded and of_grad == PARTIAL)
                     for entry, of_grad in zip(layout, grad, strict=True)
