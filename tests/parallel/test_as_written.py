@@ -356,6 +356,26 @@ class SamePadding(nn.Module):
         return F.mse_loss(self.norm(self.a(x.view(8, 4, 2))).flatten(1)[:, :8], y)
 
 
+class Activated(Two):
+    """In-place operators on views that nothing else sees, and on tensors that no view shows."""
+
+    def between(self, h: Any) -> Any:
+        h = F.relu(h.view(8, 2, 4), inplace=True).swapaxes(1, 2).reshape(8, 8) * 2
+        copy = torch.zeros_like(h)
+        copy.copy_(h.mean(0))
+        h[torch.tensor([1, 2])] = 3.0
+        return F.dropout(h, 0.0).mul_(2) + copy.add_(1)
+
+
+class Overwritten(Two):
+    """No gradient passes, so that it is zeros, which the optimizer counts."""
+
+    def between(self, h: Any) -> Any:
+        h = h * 1
+        h.copy_(torch.ones_like(h[0]))
+        return h
+
+
 def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         module = Two()
@@ -376,6 +396,8 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         (Distilled, (X, Y), {}),
         (Distilled, (X, Y), {"strategies": {"b": {"n": 2}}}),
         (SamePadding, (X, Y), {"strategies": {"a": {"b": 2}}}),
+        (Activated, (X, Y), {}),
+        (Overwritten, (X, Y), {}),
         (normalised(parametrizations.weight_norm), (X, Y), {}),
     ],
     ids=[
@@ -387,6 +409,8 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         "teacher",
         "teacher split",
         "same",
+        "activated",
+        "overwritten",
         "weight norm",
     ],
 )
@@ -669,6 +693,96 @@ class Cast(Two):
 )
 def test_what_a_recorded_pass_would_leave_out_is_refused(make: Any, words: str) -> None:
     refused(TraceError, words, make, (X, Y))
+
+
+def doing(change: Callable[[Any, Any], Any]) -> Callable[[], nn.Module]:
+    """A module that does that to itself, and to what is between its layers."""
+
+    class Doing(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(8))
+            self.held = torch.ones(8)
+
+        def between(self, h: Any) -> Any:
+            h = h * 1
+            change(self, h)
+            return h * self.mean * self.held
+
+    return Doing
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _, h: h[:, 0].mul_(2),
+        lambda _, h: h.view(8, 2, 4)[:, 0].add_(1),
+        lambda _, h: h.swapaxes(0, 1).mul_(torch.arange(8)),
+        lambda _, h: h.diagonal().mul_(2),
+        lambda _, h: h.unfold(1, 4, 4).mul_(2),
+        lambda _, h: h.mT.mul_(2),
+        lambda _, h: h.as_strided((8,), (9,)).mul_(2),
+        lambda _, h: h.tensor_split(2, 1)[0].mul_(2),
+        lambda _, h: torch.atleast_3d(h).mul_(2),
+        lambda _, h: torch.einsum("ij->ji", h).mul_(2),
+        lambda _, h: F.dropout(F.dropout(h, 0.0), 0.5, False).mul_(2),
+        lambda self, _: self.mean[0].add_(1),
+        lambda self, _: self.mean[2:4].copy_(torch.ones(2)),
+    ],
+    ids=[
+        "rows",
+        "view",
+        "swapaxes",
+        "diagonal",
+        "unfold",
+        "mT",
+        "strided",
+        "split",
+        "atleast",
+        "einsum",
+        "dropout",
+        "buffer",
+        "part",
+    ],
+)
+def test_changes_through_a_view_are_refused_by_their_line(change: Callable[[Any, Any], Any]) -> None:
+    words = r"test_as_written\.py:\d+ changes a tensor in place that is also"
+    refused(TraceError, words, doing(change), (X, Y))
+
+
+@torch.library.custom_op("muster_tests::doubled", mutates_args={"x"})  # type: ignore[untyped-decorator]
+def doubled(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+@torch.library.custom_op("muster_tests::noted", mutates_args=())  # type: ignore[untyped-decorator]
+def noted(x: torch.Tensor) -> None:
+    return None
+
+
+noted.register_fake(lambda x: None)
+
+
+def noting(_: Any, h: Any) -> None:
+    with torch.no_grad():
+        noted(h)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _, h: torch._foreach_mul_([h], 2.0), "writes into its argument self"),
+        (lambda self, _: torch._foreach_add_([self.mean], 1.0), "writes into its argument self"),
+        (lambda _, h: doubled(h.detach()), "writes into its argument x"),
+        (noting, "no tensor"),
+        (lambda self, _: self.held.add_(1), "and has not registered. Make it a buffer"),
+    ],
+    ids=["foreach", "foreach on a buffer", "custom", "nothing", "no buffer"],
+)
+def test_operators_without_a_result_and_tensors_that_are_no_buffers_are_refused(
+    change: Callable[[Any, Any], Any], words: str
+) -> None:
+    refused(TraceError, words, doing(change), (X, Y))
 
 
 def test_what_is_refused_trains_data_parallel_instead() -> None:
