@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -785,12 +786,79 @@ def test_operators_without_a_result_and_tensors_that_are_no_buffers_are_refused(
     refused(TraceError, words, doing(change), (X, Y))
 
 
+class Remembering(Two):
+    """What changes is not an attribute, but what one holds."""
+
+    def __init__(self, change: Callable[[Any, Any], Any] = lambda *_: None) -> None:
+        super().__init__()
+        self.change = change
+        self.stats: dict[str, Any] = {"mean": torch.ones(8), "passes": 0}
+        self.history: list[Any] = []
+        self.nested = {"sizes": (1, [2])}
+        self.kept, self.note = torch.ones(8), types.SimpleNamespace(passes=0)
+        self.cache: Any = None
+
+    def between(self, h: Any) -> Any:
+        self.change(self, h)
+        return h * self.kept * self.stats["mean"]
+
+
+def decays(self: Any, h: Any) -> None:
+    self.kept = self.kept * 0.5
+
+
+def remembers(self: Any, h: Any) -> None:
+    if not hasattr(self, "average"):
+        self.average = h.detach().mean(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda self, h: self.stats.update(mean=h.detach().mean(0)), r"Remembering.stats\['mean'\]"),
+        (lambda self, _: self.stats.update(passes=self.stats["passes"] + 1), r"stats\['passes'\]"),
+        (lambda self, h: self.stats.update(last=h), r"stats\['last'\]"),
+        (lambda self, h: self.history.append(h.detach().mean()), "Remembering.history"),
+        (lambda self, _: self.nested["sizes"][1].append(2), r"nested\['sizes'\]\[1\]"),
+        (lambda self, _: setattr(self.note, "passes", self.note.passes + 1), "note.passes"),
+        (decays, "Remembering.kept"),
+        (remembers, "Remembering.average"),
+    ],
+    ids=["tensor", "number", "new", "list", "nested", "object", "tensor attribute", "looked for"],
+)
+def test_what_attributes_hold_and_the_forward_pass_changes_is_refused(change: Any, words: str) -> None:
+    refused(TraceError, f"The forward pass changes .*{words}", lambda: Remembering(change), (X, Y))
+
+
+class Passing(Remembering):
+    """What is put away in a pass and not looked for in the next one changes nothing."""
+
+    def between(self, h: Any) -> Any:
+        self.cache, self.shape = h, tuple(h.shape)
+        h = self.cache * len(self.shape)
+        self.cache = None
+        return super().between(h)
+
+
+def test_attributes_that_the_next_pass_does_not_see_are_no_matter() -> None:
+    same(Passing, (X, Y))
+
+
+def counts_all(self: Any, h: Any) -> None:
+    self.stats["passes"] += 1
+    self.history.append(1)
+    self.kept.add_(1)
+    self.note.passes += 1
+
+
 def test_what_is_refused_trains_data_parallel_instead() -> None:
     """And is as it was: nothing was counted while it was recorded."""
 
     def one(communicator: RankCommunicator) -> Any:
-        model = divided(Counting, communicator, X, Y)
+        model = divided(lambda: Remembering(counts_all), communicator, X, Y)
         assert isinstance(model, muster.DataParallel)
-        return model(part(X, communicator), part(Y, communicator)), model.module.passes
+        model(part(X, communicator), part(Y, communicator))
+        net = model.module
+        return net.stats["passes"], net.history, net.kept.tolist(), net.note.passes
 
-    assert [passes for _, passes in run_ranks(2, one)] == [1, 1]
+    assert run_ranks(2, one) == [(1, [1], [2.0] * 8, 1)] * 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,19 +37,22 @@ def what_no_graph_shows(module: Any) -> Iterator[None]:
 
     Raises:
         TraceError: the module has hooks on gradients, or parameters that share their memory, or its forward
-            pass has an autograd.Function, hangs a hook on a tensor, counts in an attribute, or draws random
-            numbers of Python or NumPy.
+            pass has an autograd.Function, hangs a hook on a tensor, changes an attribute or what that holds,
+            or draws random numbers of Python or NumPy.
     """
     _refuse_hooks(module)
     _refuse_shared_memory(module)
-    before = {(each, name): value for each in module.modules() for name, value in _attributes(each)}
-    drawn, changed = _random_states(), list[str]()
+    held, drawn, changed = _Held(module), _random_states(), list[str]()
+    values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in held.tensors]
     try:
-        with _refused(), _noticed(set(module.modules()), changed):
+        with _refused(), _noticed(module, held, changed):
             yield
     finally:
-        for (each, name), value in before.items():
-            vars(each)[name] = value
+        held.restore()
+        for tensor, version, value in values:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
     if changed:
         raise TraceError(
             f"The forward pass changes {changed[0]}, which a recorded one would not.",
@@ -62,10 +68,6 @@ def what_no_graph_shows(module: Any) -> Iterator[None]:
 def _random_states() -> list[Any]:
     numpys: Any = np.random.get_state()
     return [random.getstate(), numpys[1].tobytes(), numpys[2:]]
-
-
-def _attributes(module: Any) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN)]
 
 
 def _refuse_shared_memory(module: Any) -> None:
@@ -95,22 +97,35 @@ def _refuse_hooks(module: Any) -> None:
 
 
 @contextlib.contextmanager
-def _noticed(modules: set[Any], changed: list[str]) -> Iterator[None]:
-    """Notes which attributes this thread changes; torch.export puts them back, and says nothing."""
-    thread, original = threading.get_ident(), torch.nn.Module.__setattr__
+def _noticed(module: Any, held: _Held, changed: list[str]) -> Iterator[None]:
+    """Notes what each forward pass changes; torch.export puts some of it back, and says nothing."""
+    kind, getattr_before = torch.nn.Module, torch.nn.Module.__getattr__
+    missed: set[tuple[int, str]] = set()
 
-    def assign(self: Any, name: str, value: Any) -> None:
-        if threading.get_ident() == thread and self in modules and name != "training":
-            before = vars(self).get(name, value)
-            if isinstance(before, _PLAIN) and (type(before) is not type(value) or before != value):
-                changed.append(f"{type(self).__name__}.{name}")
-        original(self, name, value)
+    def before(*_: Any) -> None:
+        held.restore()
+        original, thread = kind.__getattr__, threading.get_ident()  # export has put its own there
 
-    torch.nn.Module.__setattr__ = assign
+        def look_up(self: Any, name: str) -> Any:
+            try:
+                return original(self, name)
+            except AttributeError:
+                if threading.get_ident() == thread:
+                    missed.add((id(self), name))
+                raise
+
+        kind.__getattr__ = look_up
+
+    def after(*_: Any) -> None:
+        changed.extend(held.changes(missed))
+
+    hooks = module.register_forward_pre_hook(before), module.register_forward_hook(after)
     try:
         yield
     finally:
-        torch.nn.Module.__setattr__ = original
+        kind.__getattr__ = getattr_before
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager
@@ -147,6 +162,108 @@ def _refused() -> Iterator[None]:
         function.apply = apply
         for name, original in hooks.items():
             setattr(tensor, name, original)
+
+
+# ---------------------------------------------------------------- what a module holds
+
+_TORCHS = vars(torch.nn.Module()).keys()  # parameters, parts, hooks and the mode
+_NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "muster"}
+
+
+class _Held:
+    """What the attributes of a module and its parts hold now: values, in lists and dictionaries too."""
+
+    def __init__(self, module: Any) -> None:
+        self._found: list[tuple[str, Any, Any]] = []  # a name, a module or container, what it holds
+        self.tensors: list[Any] = []
+        seen: set[int] = set()
+        todo = [(type(each).__name__, each) for each in module.modules()]
+        while todo:
+            name, each = todo.pop()
+            holds = _contents(each)
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, torch.Tensor) and not each.is_inference():
+                self.tensors.append(each)
+            if holds is None:
+                continue
+            self._found.append((name, each, holds))
+            entries = holds.items() if isinstance(holds, dict) else enumerate(holds)
+            todo += [
+                (_entry(name, each, key), value)
+                for key, value in entries
+                if not (_is_object(each) and _is_object(value))
+            ]
+
+    def changes(self, missed: set[tuple[int, str]]) -> Iterator[str]:
+        """The names of what holds something else now.
+
+        Args:
+            missed: attributes that were asked for and not there, by their object; a new one counts only then.
+        """
+        for name, each, holds in self._found:
+            now = _contents(each)
+            if not isinstance(holds, dict):
+                if len(now) != len(holds) or not all(map(_same, now, holds)):
+                    yield name
+                continue
+            for key in {**holds, **now}:
+                if key not in holds and isinstance(each, torch.nn.Module) and (id(each), key) not in missed:
+                    continue
+                if key not in holds or key not in now or not _same(holds[key], now[key]):
+                    yield _entry(name, each, key)
+
+    def restore(self) -> None:
+        """Puts everything back, but for the contents of tensors."""
+        for _, each, holds in self._found:
+            if isinstance(each, (tuple, frozenset)):
+                continue
+            if not isinstance(holds, dict):
+                each.clear()
+                each.update(holds) if isinstance(each, set) else each.extend(holds)
+                continue
+            place = each if isinstance(each, dict) else vars(each)
+            for key in _contents(each).keys() - holds.keys():
+                del place[key]
+            place.update(holds)
+
+
+def _is_object(each: Any) -> bool:
+    """Whether it is of a class of the user's: Python's and torch's own objects change as they like."""
+    if isinstance(each, types.SimpleNamespace):
+        return True
+    ours = type(each).__module__.partition(".")[0] in _NOT_USERS
+    plain = isinstance(each, (type, types.FunctionType, torch.Tensor, torch.nn.Module, *_CONTAINERS))
+    return not ours and not plain and isinstance(getattr(each, "__dict__", None), dict)
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+
+
+def _contents(each: Any) -> Any:
+    """What a module (beside parameters and parts), a container or a user's object holds; None: no such."""
+    if isinstance(each, torch.nn.Module):
+        return {name: value for name, value in vars(each).items() if name not in _TORCHS}
+    if isinstance(each, dict):
+        return dict(each)
+    if isinstance(each, _CONTAINERS):
+        return list(each)
+    return dict(vars(each)) if _is_object(each) else None
+
+
+def _entry(name: str, holder: Any, key: Any) -> str:
+    return f"{name}[{key!r}]" if isinstance(holder, _CONTAINERS) else f"{name}.{key}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, _PLAIN) and bool(one == other)
 
 
 # ---------------------------------------------------------------- evaluation
