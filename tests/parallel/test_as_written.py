@@ -368,6 +368,26 @@ class Activated(Two):
         return F.dropout(h, 0.0).mul_(2) + copy.add_(1)
 
 
+class AllDropped(Two):
+    def between(self, h: Any) -> Any:
+        return F.dropout(h, 1.0) + h
+
+
+class Masked(Two):
+    """Attention with a row that sees nothing, and dropout so small that it drops nothing."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def between(self, h: Any) -> Any:
+        seen = (torch.arange(4) != 1)[:, None].expand(4, 4)
+        if self.mask == "float":
+            seen = torch.where(seen, 0.0, -torch.inf).to(h.dtype)
+        h = h.view(-1, 1, 4, 2)
+        return F.scaled_dot_product_attention(h, h, h, seen, dropout_p=1e-13).reshape(-1, 8)
+
+
 class Overwritten(Two):
     """No gradient passes, so that it is zeros, which the optimizer counts."""
 
@@ -399,6 +419,9 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         (SamePadding, (X, Y), {"strategies": {"a": {"b": 2}}}),
         (Activated, (X, Y), {}),
         (Overwritten, (X, Y), {}),
+        (AllDropped, (X, Y), {}),
+        (lambda: Masked("bool"), (X, Y), {}),
+        (lambda: Masked("float"), (X, Y), {}),
         (normalised(parametrizations.weight_norm), (X, Y), {}),
     ],
     ids=[
@@ -412,6 +435,9 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         "same",
         "activated",
         "overwritten",
+        "all dropped",
+        "masked",
+        "masked by sums",
         "weight norm",
     ],
 )
