@@ -368,6 +368,29 @@ class Activated(Two):
         return F.dropout(h, 0.0).mul_(2) + copy.add_(1)
 
 
+class Recurrent(Two):
+    """A layer of torch's that keeps its parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.GRU(4, 4, batch_first=True)
+
+    def between(self, h: Any) -> Any:
+        return self.body(h.view(-1, 2, 4))[0].flatten(1)
+
+
+class Renewed(Two):
+    """An attribute that is computed anew from parameters in each pass, as torch's older weight_norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = self.a.weight * 2
+
+    def between(self, h: Any) -> Any:
+        self.scaled = self.a.weight * 2
+        return h @ self.scaled
+
+
 class AllDropped(Two):
     def between(self, h: Any) -> Any:
         return F.dropout(h, 1.0) + h
@@ -423,6 +446,8 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         (lambda: Masked("bool"), (X, Y), {}),
         (lambda: Masked("float"), (X, Y), {}),
         (normalised(parametrizations.weight_norm), (X, Y), {}),
+        (Renewed, (X, Y), {}),
+        (Recurrent, (X, Y), {}),
     ],
     ids=[
         "shared",
@@ -439,6 +464,8 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         "masked",
         "masked by sums",
         "weight norm",
+        "renewed",
+        "recurrent",
     ],
 )
 def test_what_modules_are_made_of(make: Any, batch: Any, settings: dict[str, Any]) -> None:

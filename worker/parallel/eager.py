@@ -45,7 +45,7 @@ def what_no_graph_shows(module: Any) -> Iterator[None]:
     held, drawn, changed = _Held(module), _random_states(), list[str]()
     values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in held.tensors]
     try:
-        with _refused(), _noticed(module, held, changed):
+        with _refused(), _noticed(module, changed):
             yield
     finally:
         held.restore()
@@ -97,13 +97,15 @@ def _refuse_hooks(module: Any) -> None:
 
 
 @contextlib.contextmanager
-def _noticed(module: Any, held: _Held, changed: list[str]) -> Iterator[None]:
-    """Notes what each forward pass changes; torch.export puts some of it back, and says nothing."""
+def _noticed(module: Any, changed: list[str]) -> Iterator[None]:
+    """Notes what each forward pass changes, and puts it back; torch.export only does some of the latter."""
     kind, getattr_before = torch.nn.Module, torch.nn.Module.__getattr__
+    held: list[_Held] = []
     missed: set[tuple[int, str]] = set()
 
     def before(*_: Any) -> None:
-        held.restore()
+        held[:] = [_Held(module)]  # with export's own parameters, which an LSTM has in a list, too
+        missed.clear()
         original, thread = kind.__getattr__, threading.get_ident()  # export has put its own there
 
         def look_up(self: Any, name: str) -> Any:
@@ -117,7 +119,8 @@ def _noticed(module: Any, held: _Held, changed: list[str]) -> Iterator[None]:
         kind.__getattr__ = look_up
 
     def after(*_: Any) -> None:
-        changed.extend(held.changes(missed))
+        changed.extend(held[0].changes(missed))
+        held[0].restore()
 
     hooks = module.register_forward_pre_hook(before), module.register_forward_hook(after)
     try:
@@ -166,7 +169,7 @@ def _refused() -> Iterator[None]:
 
 # ---------------------------------------------------------------- what a module holds
 
-_TORCHS = vars(torch.nn.Module()).keys()  # parameters, parts, hooks and the mode
+_TORCHS = {*vars(torch.nn.Module()), "_flat_weights", "_flat_weight_refs"}  # parameters, parts, hooks, mode
 _NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "muster"}
 
 
@@ -257,7 +260,7 @@ def _entry(name: str, holder: Any, key: Any) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if one is other:
+    if one is other or getattr(one, "grad_fn", None) is not None:  # of a pass that is over: made anew in each
         return True
     if type(one) is not type(other):
         return False
