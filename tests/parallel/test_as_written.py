@@ -357,6 +357,14 @@ class SamePadding(nn.Module):
         return F.mse_loss(self.norm(self.a(x.view(8, 4, 2))).flatten(1)[:, :8], y)
 
 
+class Regrouped(Two):
+    """Half as many rows, of which two ranks cannot take the same number."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        h = torch.tanh(self.a(x)).view(-1, 16)[:, 4:12]
+        return F.mse_loss(self.b(h), y.reshape(-1, 16)[:, :8])
+
+
 class Activated(Two):
     """In-place operators on views that nothing else sees, and on tensors that no view shows."""
 
@@ -440,6 +448,8 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         (Distilled, (X, Y), {}),
         (Distilled, (X, Y), {"strategies": {"b": {"n": 2}}}),
         (SamePadding, (X, Y), {"strategies": {"a": {"b": 2}}}),
+        (Regrouped, (X[:6], Y[:6]), {"mode": "semi_auto"}),
+        (Regrouped, (X[:6], Y[:6]), {"strategies": {"a": {"b0": 2}}}),
         (Activated, (X, Y), {}),
         (Overwritten, (X, Y), {}),
         (AllDropped, (X, Y), {}),
@@ -458,6 +468,8 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         "teacher",
         "teacher split",
         "same",
+        "regrouped",
+        "regrouped split",
         "activated",
         "overwritten",
         "all dropped",

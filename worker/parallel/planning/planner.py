@@ -442,13 +442,13 @@ def _data_parallel(
     if options is None:
         return None
     options = replace(options, whole_parameters=True, shard_updates=False)
-    problem = build(graph, (world,), machine, options, _batch_pins(graph, options))
+    problem = build(graph, (world,), machine, options, _batch_pins(graph, world, options))
     solution = solve(problem)
     return None if solution is None else ((solution, problem.chosen(solution.choice)), options)
 
 
-def _batch_pins(graph: Graph, options: Options) -> dict[str, Pin]:
-    """On a mesh of one dimension: what gets a part of the batch computes that part."""
+def _batch_pins(graph: Graph, world: int, options: Options) -> dict[str, Pin]:
+    """On a mesh of one dimension: what gets a part of the batch computes that part, if it can be shared."""
     fed = iter(options.inputs)
     known: dict[int, Entry] = {}
     pins: dict[str, Pin] = {}
@@ -464,7 +464,9 @@ def _batch_pins(graph: Graph, options: Options) -> dict[str, Pin]:
             fitting = [
                 mode
                 for mode in modes_of(graph, node)[0]
-                if mode.size and all(e in (None, wanted) for e, wanted in zip(entries, mode.ins, strict=True))
+                if mode.size
+                and mode.size % world == 0  # a view may leave the batch's dimension another size
+                and all(e in (None, wanted) for e, wanted in zip(entries, mode.ins, strict=True))
             ]
             if not fitting:
                 continue
