@@ -851,6 +851,27 @@ def test_operators_without_a_result_and_tensors_that_are_no_buffers_are_refused(
     refused(TraceError, words, doing(change), (X, Y))
 
 
+def infers(_: Any, h: Any) -> Any:
+    with torch.inference_mode():
+        return h * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _, h: torch.vmap(lambda row: row * row.sum())(h), "transforms a function"),
+        (lambda _, h: torch.func.grad(lambda x: x.square().sum())(h), "transforms a function"),
+        (lambda _, h: torch.func.jvp(torch.sin, (h,), (h,)), "transforms a function"),
+        (lambda _, h: torch.func.functionalize(torch.sin)(h), "transforms a function"),
+        (infers, "has a torch.inference_mode"),
+        (torch.inference_mode()(infers), "has a torch.inference_mode"),
+    ],
+    ids=["vmap", "grad", "jvp", "functionalize", "inference", "inference as a decorator"],
+)
+def test_what_a_graph_cannot_show_is_refused_by_its_line(change: Any, words: str) -> None:
+    refused(TraceError, rf"{words}.* at test_as_written.py:\d+", doing(change), (X, Y))
+
+
 class Remembering(Two):
     """What changes is not an attribute, but what one holds."""
 

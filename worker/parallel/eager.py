@@ -6,6 +6,7 @@ import collections
 import contextlib
 import random
 import sys
+import sysconfig
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._functorch import eager_transforms, vmap
 
 from muster.worker.errors import WorkerError
 
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -37,8 +40,8 @@ def what_no_graph_shows(module: Any) -> Iterator[None]:
 
     Raises:
         TraceError: the module has hooks on gradients, or parameters that share their memory, or its forward
-            pass has an autograd.Function, hangs a hook on a tensor, changes an attribute or what that holds,
-            or draws random numbers of Python or NumPy.
+            pass has an autograd.Function, hangs a hook on a tensor, uses torch.func, changes an attribute or
+            what that holds, or draws random numbers of Python or NumPy.
     """
     _refuse_hooks(module)
     _refuse_shared_memory(module)
@@ -131,40 +134,78 @@ def _noticed(module: Any, changed: list[str]) -> Iterator[None]:
             hook.remove()
 
 
+_TRANSFORMS = "transforms a function, by torch.vmap or torch.func"
+_REFUSED = [
+    (torch.autograd.Function, "apply", "has a gradient of its own"),
+    (torch.Tensor, "register_hook", "hangs a hook on a tensor"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "hangs a hook on a tensor"),
+    (torch.inference_mode, "__enter__", "has a torch.inference_mode"),
+    (vmap, "vmap_increment_nesting", _TRANSFORMS),
+    (eager_transforms, "grad_increment_nesting", _TRANSFORMS),
+    (eager_transforms, "jvp_increment_nesting", _TRANSFORMS),
+    (eager_transforms, "_func_increment_nesting", _TRANSFORMS),
+]
+"""What is called where a forward pass does what no graph shows, and how that is called."""
+
+_ALSO_TORCHS = {torch.inference_mode.__enter__}
+"""What torch.export calls itself."""
+
+
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Lets this thread, and no other, apply no autograd.Function and hang no hook on a tensor."""
+    """Lets this thread, and no other, do nothing that no graph shows."""
     thread = threading.get_ident()
 
-    def refusing(original: Callable[..., Any], words: Callable[[Any], str]) -> Callable[..., Any]:
-        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                raise TraceError(words(first), remedy='mode="data_parallel" needs no graph.')
-            return original(first, *args, **kwargs)
+    def refusing(original: Callable[..., Any], words: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread or (original in _ALSO_TORCHS and not _is_called_by_users()):
+                return original(*args, **kwargs)
+            what = f"{words}, {args[0].__name__}" if args and isinstance(args[0], type) else words
+            line = _calling_line()
+            at = f" at {line}" if line else ""
+            raise TraceError(
+                f"The forward pass {what}{at}: no graph shows it.",
+                line=line,
+                remedy='mode="data_parallel" needs no graph.',
+            )
 
         return call
 
-    function, tensor = torch.autograd.Function, torch.Tensor
-    apply = function.__dict__["apply"]
-    hooks = {name: tensor.__dict__[name] for name in ("register_hook", "register_post_accumulate_grad_hook")}
-    function.apply = classmethod(
-        refusing(
-            apply.__func__,
-            lambda kind: f"The forward pass has a gradient of its own, {kind.__name__}: no graph shows it.",
-        )
-    )
-    for name, original in hooks.items():
-        setattr(
-            tensor,
-            name,
-            refusing(original, lambda _: "The forward pass hangs a hook on a tensor: no graph shows it."),
-        )
+    before = [(place, name, vars(place)[name]) for place, name, _ in _REFUSED if name in vars(place)]
+    words = {(place, name): text for place, name, text in _REFUSED}
+    for place, name, original in before:
+        if isinstance(original, classmethod):
+            setattr(place, name, classmethod(refusing(original.__func__, words[place, name])))
+        else:
+            setattr(place, name, refusing(original, words[place, name]))
     try:
         yield
     finally:
-        function.apply = apply
-        for name, original in hooks.items():
-            setattr(tensor, name, original)
+        for place, name, original in before:
+            setattr(place, name, original)
+
+
+def _is_called_by_users() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith("_contextlib.py"):  # as a decorator
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def _calling_line() -> str:
+    """Where the user's code is now, as ``model.py:12``."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame is not None else ""
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is neither torch's, nor Python's, nor of this package."""
+    packages = f"{_STANDARD_LIBRARY}/site-packages"
+    standard = path.startswith(_STANDARD_LIBRARY) and not path.startswith(packages)
+    own = path.rpartition("/")[0] == __file__.rpartition("/")[0]
+    return "/torch/" not in path and not own and not standard and not path.startswith("<")
 
 
 # ---------------------------------------------------------------- what a module holds

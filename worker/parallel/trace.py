@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-import sysconfig
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from muster.worker.errors import ArrayError
-from muster.worker.parallel.eager import TraceError, in_evaluation, what_no_graph_shows
+from muster.worker.parallel.eager import TraceError, in_evaluation, is_users, what_no_graph_shows
 from muster.worker.parallel.planning.graph import Graph, Node, Ref, Value
 from muster.worker.parallel.planning.layouts import Shape
 
@@ -24,7 +23,6 @@ _CHECKS = ("_assert", "sym_constrain", "_functional_assert")
 _COPIED = torch.ops.aten.lift_fresh_copy.default
 _TENSOR = object()  # stands for a tensor among the arguments
 _one_at_a_time = threading.Lock()  # torch.export has global state
-_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 @dataclass(slots=True)
@@ -146,11 +144,11 @@ def _not_traced(error: Exception) -> TraceError:
         cause = cause.__cause__ or cause.__context__
     text = str(error)
     lines = re.findall(r'File "([^"]+)", line (\d+)', text)
-    where = [f"{path}:{number}" for path, number in lines if _is_users(path)]
+    where = [f"{path}:{number}" for path, number in lines if is_users(path)]
     frame = error.__traceback__
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename
-        if _is_users(path):
+        if is_users(path):
             where.append(f"{path}:{frame.tb_lineno}")
         frame = frame.tb_next
     line = where[-1].rsplit("/", 1)[-1] if where else ""
@@ -513,14 +511,7 @@ def _functional(fx: Any, function: Any) -> Any:
     return found
 
 
-def _is_users(path: str) -> bool:
-    """Whether a file is neither torch's, nor Python's, nor this one."""
-    packages = f"{_STANDARD_LIBRARY}/site-packages"
-    standard = path.startswith(_STANDARD_LIBRARY) and not path.startswith(packages)
-    return "/torch/" not in path and path != __file__ and not standard and not path.startswith("<")
-
-
 def _line(fx: Any) -> str:
     lines = re.findall(r'File "([^"]+)", line (\d+)', fx.meta.get("stack_trace") or "")
-    own = [(path, number) for path, number in lines if _is_users(path)] or lines
+    own = [(path, number) for path, number in lines if is_users(path)] or lines
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
