@@ -46,7 +46,7 @@ def layerwise(parameter: Any) -> Any:
     """Leaves a parameter out of broadcasts and of the averaging of gradients: each rank keeps its own.
 
     It gets the gradient of this rank's own part of the loss; what ranks do with it is up to the script. Mode
-    "hybrid" is data parallelism with such parameters.
+    "hybrid" is data parallelism with such parameters; those that divide or average all refuse them.
 
     Returns:
         The parameter.
@@ -178,6 +178,7 @@ def parallelize(
     chosen = _Chosen(mode, search, dataset_strategy, gradients_mean, parameter_broadcast, plan)
     chosen.refine(batch_norm, autocast)
     own = net if loss is None else _WithLoss(net, loss)
+    _check_layerwise(own, chosen.mode)
     if chosen.mode == "stand_alone":
         return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
     group = communicator if communicator is not None else _communicator_of(session)
@@ -434,6 +435,15 @@ def _bare(own: Any) -> Any:
         elif [*own.loss.parameters(), *own.loss.buffers()]:
             raise SettingsError("net has a part that is called loss, as the loss's own parameters: rename it")
     return bare
+
+
+def _check_layerwise(own: Any, mode: str) -> None:
+    marked = [name for name, each in own.named_parameters() if getattr(each, "layerwise_parallel", False)]
+    if marked and mode not in ("hybrid", "stand_alone"):
+        raise SettingsError(
+            f'{marked[0].removeprefix(_LOSS)} is layerwise, and mode "{mode}" would not leave it to each'
+            ' rank: use mode="hybrid"'
+        )
 
 
 def _communicator_of(session: Any) -> Communicator:
