@@ -275,6 +275,38 @@ def test_other_parameters_under_the_same_names_are_refused() -> None:
     )
 
 
+def regularised(model: Any, x: Any, y: Any) -> list[Any]:
+    """With a term of the loss that reads parameters outside of the module."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x, y) + 0.1 * model.b.bias.norm()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategies": {"b": {"n": 2}}, "shard_updates": False}, {"shard_updates": True}],
+    ids=["parts", "divided updates"],
+)
+def test_losses_outside_read_whole_parameters_or_none(settings: dict[str, Any]) -> None:
+    same(Two, (X, Y), regularised, mode="data_parallel", batch_norm="synchronised")
+    words = "a loss outside of the recorded forward pass reads b.bias, of which this rank has a part"
+    refused(SettingsError, words, Two, (X, Y), regularised, **settings)
+    refused(
+        SettingsError,
+        words,
+        Two,
+        (X, Y),
+        lambda model, *_: torch.autograd.grad(model.b.bias.sum(), model.b.bias),
+        **settings,
+    )
+
+
 class Extra(Two):
     """Parameters and buffers that the forward pass does not use, or does not save; tied and frozen ones."""
 
