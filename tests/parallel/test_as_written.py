@@ -848,6 +848,22 @@ def test_changes_through_a_view_are_refused_by_their_line(change: Callable[[Any,
     refused(TraceError, words, doing(change), (X, Y))
 
 
+class Normalising(Two):
+    def forward(self, x: Any, y: Any) -> Any:
+        return super().forward(x.sub_(0.5), y)
+
+
+class NormalisingPart(Two):
+    def forward(self, x: Any, y: Any) -> Any:
+        return super().forward(x.double().view(-1, 4).sub_(0.5).view(-1, 8), y)
+
+
+def test_arguments_that_the_forward_pass_changes_are_refused() -> None:
+    """The caller's own tensors change in one process."""
+    refused(TraceError, r"test_as_written\.py:\d+ changes an argument", Normalising, (X, Y))
+    refused(TraceError, "changes a tensor in place that is also seen", NormalisingPart, (X, Y))
+
+
 @torch.library.custom_op("muster_tests::doubled", mutates_args={"x"})  # type: ignore[untyped-decorator]
 def doubled(x: torch.Tensor) -> None:
     x.mul_(2)

@@ -339,6 +339,12 @@ class _Reader:
                 self._add(node, metas)
                 self._values[fx.name, 0] = inputs[0]  # the buffer itself: later changes are changes of it
                 return
+            if maker.kind == "input" and not self._within:
+                raise TraceError(
+                    f"{_line(fx)} changes an argument of the forward pass in place, as its caller sees.",
+                    line=_line(fx),
+                    remedy="Write it without the in-place operator.",
+                )
             if maker.kind == "parameter":
                 raise TraceError(
                     f"{_line(fx)} changes a parameter in the forward pass.",
@@ -426,7 +432,7 @@ class _Reader:
         own = self._values[self._current(target), 0]
         for other in self._memory.get(self._storages.get(target.name, 0), ()):
             value = self._values.get((self._current(other), 0), own)
-            stays = self._graph.nodes[self._graph.values[value].node].kind not in ("call", "input")
+            stays = self._graph.nodes[self._graph.values[value].node].kind != "call"
             later = any(user is not fx and user.name not in self._read for user in other.users)
             if value != own and (stays or later):
                 raise TraceError(
