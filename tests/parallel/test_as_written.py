@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +275,38 @@ def test_other_parameters_under_the_same_names_are_refused() -> None:
     )
 
 
+def regularised(model: Any, x: Any, y: Any) -> list[Any]:
+    """With a term of the loss that reads parameters outside of the module."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x, y) + 0.1 * model.b.bias.norm()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategies": {"b": {"n": 2}}, "shard_updates": False}, {"shard_updates": True}],
+    ids=["parts", "divided updates"],
+)
+def test_losses_outside_read_whole_parameters_or_none(settings: dict[str, Any]) -> None:
+    same(Two, (X, Y), regularised, mode="data_parallel", batch_norm="synchronised")
+    words = "a loss outside of the recorded forward pass reads b.bias, of which this rank has a part"
+    refused(SettingsError, words, Two, (X, Y), regularised, **settings)
+    refused(
+        SettingsError,
+        words,
+        Two,
+        (X, Y),
+        lambda model, *_: torch.autograd.grad(model.b.bias.sum(), model.b.bias),
+        **settings,
+    )
+
+
 class Extra(Two):
     """Parameters and buffers that the forward pass does not use, or does not save; tied and frozen ones."""
 
@@ -356,6 +389,77 @@ class SamePadding(nn.Module):
         return F.mse_loss(self.norm(self.a(x.view(8, 4, 2))).flatten(1)[:, :8], y)
 
 
+class Regrouped(Two):
+    """Half as many rows, of which two ranks cannot take the same number."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        h = torch.tanh(self.a(x)).view(-1, 16)[:, 4:12]
+        return F.mse_loss(self.b(h), y.reshape(-1, 16)[:, :8])
+
+
+class Activated(Two):
+    """In-place operators on views that nothing else sees, and on tensors that no view shows."""
+
+    def between(self, h: Any) -> Any:
+        h = F.relu(h.view(8, 2, 4), inplace=True).swapaxes(1, 2).reshape(8, 8) * 2
+        copy = torch.zeros_like(h)
+        copy.copy_(h.mean(0))
+        h[torch.tensor([1, 2])] = 3.0
+        return F.dropout(h, 0.0).mul_(2) + copy.add_(1)
+
+
+class Recurrent(Two):
+    """A layer of torch's that keeps its parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.GRU(4, 4, batch_first=True)
+
+    def between(self, h: Any) -> Any:
+        return self.body(h.view(-1, 2, 4))[0].flatten(1)
+
+
+class Renewed(Two):
+    """An attribute that is computed anew from parameters in each pass, as torch's older weight_norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = self.a.weight * 2
+
+    def between(self, h: Any) -> Any:
+        self.scaled = self.a.weight * 2
+        return h @ self.scaled
+
+
+class AllDropped(Two):
+    def between(self, h: Any) -> Any:
+        return F.dropout(h, 1.0) + h
+
+
+class Masked(Two):
+    """Attention with a row that sees nothing, and dropout so small that it drops nothing."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def between(self, h: Any) -> Any:
+        seen = (torch.arange(4) != 1)[:, None].expand(4, 4)
+        if self.mask == "float":
+            seen = torch.where(seen, 0.0, -torch.inf).to(h.dtype)
+        h = h.view(-1, 1, 4, 2)
+        return F.scaled_dot_product_attention(h, h, h, seen, dropout_p=1e-13).reshape(-1, 8)
+
+
+class Overwritten(Two):
+    """No gradient passes, so that it is zeros, which the optimizer counts."""
+
+    def between(self, h: Any) -> Any:
+        h = h * 1
+        h.copy_(torch.ones_like(h[0]))
+        return h
+
+
 def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         module = Two()
@@ -376,7 +480,16 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         (Distilled, (X, Y), {}),
         (Distilled, (X, Y), {"strategies": {"b": {"n": 2}}}),
         (SamePadding, (X, Y), {"strategies": {"a": {"b": 2}}}),
+        (Regrouped, (X[:6], Y[:6]), {"mode": "semi_auto"}),
+        (Regrouped, (X[:6], Y[:6]), {"strategies": {"a": {"b0": 2}}}),
+        (Activated, (X, Y), {}),
+        (Overwritten, (X, Y), {}),
+        (AllDropped, (X, Y), {}),
+        (lambda: Masked("bool"), (X, Y), {}),
+        (lambda: Masked("float"), (X, Y), {}),
         (normalised(parametrizations.weight_norm), (X, Y), {}),
+        (Renewed, (X, Y), {}),
+        (Recurrent, (X, Y), {}),
     ],
     ids=[
         "shared",
@@ -387,7 +500,16 @@ def normalised(kind: Callable[[Any], Any]) -> Callable[[], nn.Module]:
         "teacher",
         "teacher split",
         "same",
+        "regrouped",
+        "regrouped split",
+        "activated",
+        "overwritten",
+        "all dropped",
+        "masked",
+        "masked by sums",
         "weight norm",
+        "renewed",
+        "recurrent",
     ],
 )
 def test_what_modules_are_made_of(make: Any, batch: Any, settings: dict[str, Any]) -> None:
@@ -671,12 +793,206 @@ def test_what_a_recorded_pass_would_leave_out_is_refused(make: Any, words: str) 
     refused(TraceError, words, make, (X, Y))
 
 
+def doing(change: Callable[[Any, Any], Any]) -> Callable[[], nn.Module]:
+    """A module that does that to itself, and to what is between its layers."""
+
+    class Doing(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(8))
+            self.held = torch.ones(8)
+
+        def between(self, h: Any) -> Any:
+            h = h * 1
+            change(self, h)
+            return h * self.mean * self.held
+
+    return Doing
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _, h: h[:, 0].mul_(2),
+        lambda _, h: h.view(8, 2, 4)[:, 0].add_(1),
+        lambda _, h: h.swapaxes(0, 1).mul_(torch.arange(8)),
+        lambda _, h: h.diagonal().mul_(2),
+        lambda _, h: h.unfold(1, 4, 4).mul_(2),
+        lambda _, h: h.mT.mul_(2),
+        lambda _, h: h.as_strided((8,), (9,)).mul_(2),
+        lambda _, h: h.tensor_split(2, 1)[0].mul_(2),
+        lambda _, h: torch.atleast_3d(h).mul_(2),
+        lambda _, h: torch.einsum("ij->ji", h).mul_(2),
+        lambda _, h: F.dropout(F.dropout(h, 0.0), 0.5, False).mul_(2),
+        lambda self, _: self.mean[0].add_(1),
+        lambda self, _: self.mean[2:4].copy_(torch.ones(2)),
+    ],
+    ids=[
+        "rows",
+        "view",
+        "swapaxes",
+        "diagonal",
+        "unfold",
+        "mT",
+        "strided",
+        "split",
+        "atleast",
+        "einsum",
+        "dropout",
+        "buffer",
+        "part",
+    ],
+)
+def test_changes_through_a_view_are_refused_by_their_line(change: Callable[[Any, Any], Any]) -> None:
+    words = r"test_as_written\.py:\d+ changes a tensor in place that is also"
+    refused(TraceError, words, doing(change), (X, Y))
+
+
+class Normalising(Two):
+    def forward(self, x: Any, y: Any) -> Any:
+        return super().forward(x.sub_(0.5), y)
+
+
+class NormalisingPart(Two):
+    def forward(self, x: Any, y: Any) -> Any:
+        return super().forward(x.double().view(-1, 4).sub_(0.5).view(-1, 8), y)
+
+
+def test_arguments_that_the_forward_pass_changes_are_refused() -> None:
+    """The caller's own tensors change in one process."""
+    refused(TraceError, r"test_as_written\.py:\d+ changes an argument", Normalising, (X, Y))
+    refused(TraceError, "changes a tensor in place that is also seen", NormalisingPart, (X, Y))
+
+
+@torch.library.custom_op("muster_tests::doubled", mutates_args={"x"})  # type: ignore[untyped-decorator]
+def doubled(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+@torch.library.custom_op("muster_tests::noted", mutates_args=())  # type: ignore[untyped-decorator]
+def noted(x: torch.Tensor) -> None:
+    return None
+
+
+noted.register_fake(lambda x: None)
+
+
+def noting(_: Any, h: Any) -> None:
+    with torch.no_grad():
+        noted(h)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _, h: torch._foreach_mul_([h], 2.0), "writes into its argument self"),
+        (lambda self, _: torch._foreach_add_([self.mean], 1.0), "writes into its argument self"),
+        (lambda _, h: doubled(h.detach()), "writes into its argument x"),
+        (noting, "no tensor"),
+        (lambda self, _: self.held.add_(1), "and has not registered. Make it a buffer"),
+    ],
+    ids=["foreach", "foreach on a buffer", "custom", "nothing", "no buffer"],
+)
+def test_operators_without_a_result_and_tensors_that_are_no_buffers_are_refused(
+    change: Callable[[Any, Any], Any], words: str
+) -> None:
+    refused(TraceError, words, doing(change), (X, Y))
+
+
+def infers(_: Any, h: Any) -> Any:
+    with torch.inference_mode():
+        return h * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _, h: torch.vmap(lambda row: row * row.sum())(h), "transforms a function"),
+        (lambda _, h: torch.func.grad(lambda x: x.square().sum())(h), "transforms a function"),
+        (lambda _, h: torch.func.jvp(torch.sin, (h,), (h,)), "transforms a function"),
+        (lambda _, h: torch.func.functionalize(torch.sin)(h), "transforms a function"),
+        (infers, "has a torch.inference_mode"),
+        (torch.inference_mode()(infers), "has a torch.inference_mode"),
+    ],
+    ids=["vmap", "grad", "jvp", "functionalize", "inference", "inference as a decorator"],
+)
+def test_what_a_graph_cannot_show_is_refused_by_its_line(change: Any, words: str) -> None:
+    refused(TraceError, rf"{words}.* at test_as_written.py:\d+", doing(change), (X, Y))
+
+
+class Remembering(Two):
+    """What changes is not an attribute, but what one holds."""
+
+    def __init__(self, change: Callable[[Any, Any], Any] = lambda *_: None) -> None:
+        super().__init__()
+        self.change = change
+        self.stats: dict[str, Any] = {"mean": torch.ones(8), "passes": 0}
+        self.history: list[Any] = []
+        self.nested = {"sizes": (1, [2])}
+        self.kept, self.note = torch.ones(8), types.SimpleNamespace(passes=0)
+        self.cache: Any = None
+
+    def between(self, h: Any) -> Any:
+        self.change(self, h)
+        return h * self.kept * self.stats["mean"]
+
+
+def decays(self: Any, h: Any) -> None:
+    self.kept = self.kept * 0.5
+
+
+def remembers(self: Any, h: Any) -> None:
+    if not hasattr(self, "average"):
+        self.average = h.detach().mean(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda self, h: self.stats.update(mean=h.detach().mean(0)), r"Remembering.stats\['mean'\]"),
+        (lambda self, _: self.stats.update(passes=self.stats["passes"] + 1), r"stats\['passes'\]"),
+        (lambda self, h: self.stats.update(last=h), r"stats\['last'\]"),
+        (lambda self, h: self.history.append(h.detach().mean()), "Remembering.history"),
+        (lambda self, _: self.nested["sizes"][1].append(2), r"nested\['sizes'\]\[1\]"),
+        (lambda self, _: setattr(self.note, "passes", self.note.passes + 1), "note.passes"),
+        (decays, "Remembering.kept"),
+        (remembers, "Remembering.average"),
+    ],
+    ids=["tensor", "number", "new", "list", "nested", "object", "tensor attribute", "looked for"],
+)
+def test_what_attributes_hold_and_the_forward_pass_changes_is_refused(change: Any, words: str) -> None:
+    refused(TraceError, f"The forward pass changes .*{words}", lambda: Remembering(change), (X, Y))
+
+
+class Passing(Remembering):
+    """What is put away in a pass and not looked for in the next one changes nothing."""
+
+    def between(self, h: Any) -> Any:
+        self.cache, self.shape = h, tuple(h.shape)
+        h = self.cache * len(self.shape)
+        self.cache = None
+        return super().between(h)
+
+
+def test_attributes_that_the_next_pass_does_not_see_are_no_matter() -> None:
+    same(Passing, (X, Y))
+
+
+def counts_all(self: Any, h: Any) -> None:
+    self.stats["passes"] += 1
+    self.history.append(1)
+    self.kept.add_(1)
+    self.note.passes += 1
+
+
 def test_what_is_refused_trains_data_parallel_instead() -> None:
     """And is as it was: nothing was counted while it was recorded."""
 
     def one(communicator: RankCommunicator) -> Any:
-        model = divided(Counting, communicator, X, Y)
+        model = divided(lambda: Remembering(counts_all), communicator, X, Y)
         assert isinstance(model, muster.DataParallel)
-        return model(part(X, communicator), part(Y, communicator)), model.module.passes
+        model(part(X, communicator), part(Y, communicator))
+        net = model.module
+        return net.stats["passes"], net.history, net.kept.tolist(), net.note.passes
 
-    assert [passes for _, passes in run_ranks(2, one)] == [1, 1]
+    assert run_ranks(2, one) == [(1, [1], [2.0] * 8, 1)] * 2

@@ -14,6 +14,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from torch import nn
+
+from muster import parallelize
 from muster.__main__ import main
 from muster.worker.parallel.command import load_machine
 from muster.worker.parallel.measure import measure
@@ -37,6 +41,15 @@ class Net(nn.Module):
 
 def make():
     return Net(), (torch.empty(16, 256), torch.empty(16, dtype=torch.long)), F.cross_entropy
+
+def fails():
+    raise ValueError("no such file")
+
+def number():
+    return 3, (torch.empty(16, 256),)
+
+def named():
+    return Net(), (torch.empty(16, 256),), "mse"
 """
 
 PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -45,6 +58,8 @@ PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models.py").write_text(MODEL)
+    (tmp_path / "broken_models.py").write_text("def make(:")
+    (tmp_path / "machine.json").write_text('{"flops_per_s": "fast"}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "models", raising=False)
@@ -85,6 +100,32 @@ def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFi
         (["models:make", "--gpus", "0"], "--gpus is at least 1"),
         (["models:make", "--machine", "none.json"], "none.json is no machine"),
         ([], "name a model"),
+        (
+            ["models:make", "--mesh", "2x2"],
+            "--mesh is the ranks along each dimension, such as 2,4, not '2x2'",
+        ),
+        (["models:make", "--mesh", "0,8"], "a mesh is the ranks along each of its dimensions"),
+        (["models:make", "--mesh", "2,4", "--mode", "data_parallel"], "the mesh [2, 4] needs"),
+        (["models:fails"], "models:fails failed: ValueError: no such file (models.py:"),
+        (["models:number"], "net is a torch.nn.Module, not 3"),
+        (["models:named"], "the loss that models:named returns is no function: 'mse'"),
+        (["broken_models:make"], "broken_models cannot be imported: SyntaxError"),
+        (["./models.py:make"], "a model is named MODULE:FUNCTION"),
+        (["models:make", "--machine", "machine.json"], "flops_per_s is 'fast'"),
+        (["models:make", "--strategy", "fc=5"], "a strategy is a tuple of slices for each input"),
+        (["models:make", "--strategy", "fc={'n': 0}"], "the operator linear_1 of fc was given {'n': 0}"),
+        (["models:make", "--strategy", "fc={'n': 2}", "--strategy", "fc={'n': 8}"], "twice for 'fc'"),
+        (
+            ["models:make", "--strategy", "fc={'n': 2}", "--strategy", "linear_1={'n': 8}"],
+            "two strategies are for the operator linear_1 of fc",
+        ),
+        (
+            ["models:make", "--strategy", "fc={'n': 8}", "--mode", "data_parallel"],
+            "the strategy of 'fc' needs",
+        ),
+        (["models:make", "--hosts", "2"], "--hosts counts with --survive 1 only"),
+        (["models:make", "--optimizer-states", "-1"], "--optimizer-states is at least 0"),
+        (["models:make", "--out", "none/plan.json"], "none/plan.json cannot be written"),
     ],
 )
 def test_mistakes_are_told_in_words(
@@ -99,6 +140,11 @@ def test_a_machine_is_measured_and_plans_are_made_for_it(
 ) -> None:
     assert main(["plan", "--measure", "machine.json"]) == 0
     machine = load_machine("machine.json")
+    batch = torch.zeros(2, 4)
+    model = run_ranks(
+        1, lambda c: parallelize(nn.Linear(4, 2), (batch,), communicator=c, machine="machine.json")
+    )
+    assert model[0].plan.machine == machine
     assert machine.name == "CPU, measured on 1 rank"
     assert machine.flops_per_s > 1e8
     assert main(["plan", "models:make", "--gpus", "4", "--machine", "machine.json"]) == 0

@@ -251,6 +251,9 @@ def test_a_plan_of_another_model_is_refused_by_its_first_difference(tmp_path: Pa
     path.write_text("{}")
     with pytest.raises(SettingsError, match="no plan of format"):
         plans.read(path)
+    path.write_text(json.dumps({**saved, "states": []}))
+    with pytest.raises(SettingsError, match="is damaged: it has no states"):
+        plans.read(path)
     with pytest.raises(SettingsError, match="cannot be read"):
         plans.read(tmp_path / "none.json")
 
@@ -554,6 +557,12 @@ def test_control_flow_is_named_by_its_line_and_falls_back_to_data_parallelism(
         ({"batch_norm": "none"}, 'batch_norm is "local" or "synchronised"'),
         ({"mode": "hybrid", "strategies": {"up": {"n": 2}}}, 'strategies need "semi_auto" or "auto"'),
         ({"mesh": (3,)}, r"the mesh \[3\] has 3 ranks, and the job 1"),
+        ({"mesh": "1"}, "a mesh is the ranks along each of its dimensions"),
+        ({"mode": "stand_alone", "strategies": {"up": {"n": 2}}}, "the strategy of 'up' needs"),
+        ({"strategies": {"up": 2}}, "a strategy is a tuple of slices for each input"),
+        ({"strategies": {"nobody": {"n": 1}}}, "nothing is called 'nobody'"),
+        ({"dataset_strategy": ((1, 1),) * 3}, "dataset_strategy has 3 tuples, and the batch 2 tensors"),
+        ({"machine": "none.json"}, "none.json is no machine that muster plan --measure wrote"),
         ({"autocast": torch.float16}, "a GradScaler sees the gradients of one rank's parts"),
     ],
 )

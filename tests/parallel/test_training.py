@@ -397,6 +397,18 @@ def test_layerwise_parameters_keep_this_ranks_gradient() -> None:
         close("mean gradient", result["up.weight"][1], mean, TOLERANCE)
 
 
+@pytest.mark.parametrize("mode", ["auto", "semi_auto", "data_parallel"])
+def test_layerwise_parameters_are_refused_where_they_would_be_shared(mode: str) -> None:
+    def train(communicator: RankCommunicator) -> Any:
+        own = Scores()
+        muster.layerwise(own.down.bias)
+        batch = torch.rand(4, 16), torch.rand(4, 8)
+        return muster.parallelize(own, batch, communicator=communicator, mode=mode, loss=F.mse_loss)
+
+    with pytest.raises(SettingsError, match=f'down.bias is layerwise, and mode "{mode}".*mode="hybrid"'):
+        run_ranks(2, train)
+
+
 def test_evaluation_uses_running_statistics_and_whole_weights_load_elsewhere() -> None:
     batch = MODELS["residual"][1](0)
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from muster.worker.communicators.base import Communicator
 from muster.worker.errors import CollectiveMismatchError, SettingsError
+from muster.worker.parallel.command import load_machine
 from muster.worker.parallel.eager import TraceError
 from muster.worker.parallel.module import NO_FLOAT16, ParallelModule
 from muster.worker.parallel.planning import context
@@ -46,7 +47,7 @@ def layerwise(parameter: Any) -> Any:
     """Leaves a parameter out of broadcasts and of the averaging of gradients: each rank keeps its own.
 
     It gets the gradient of this rank's own part of the loss; what ranks do with it is up to the script. Mode
-    "hybrid" is data parallelism with such parameters.
+    "hybrid" is data parallelism with such parameters; those that divide or average all refuse them.
 
     Returns:
         The parameter.
@@ -111,7 +112,7 @@ def parallelize(
     plan: str | Path | None = None,
     loss: Any = None,
     mesh: Mesh | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str | Path | None = None,
     batch_norm: str | None = None,
     optimizer_states: int = 2,
     shard_updates: bool = True,
@@ -155,7 +156,7 @@ def parallelize(
         plan: a file: the plan is loaded from it if it exists, and saved there if not.
         loss: if given, the module is loss(net(all but the last tensor), the last tensor).
         mesh: how the ranks are arranged; None: the best of all arrangements in one or two dimensions.
-        machine: what things cost, as ``muster plan --measure`` writes it; None: an H200.
+        machine: what things cost, or the file with that which ``muster plan --measure`` wrote; None: an H200.
         batch_norm: "synchronised": statistics of the whole batch, as one process has them; "local": of each
             rank's part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid".
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0.
@@ -179,7 +180,13 @@ def parallelize(
     chosen = _Chosen(mode, search, dataset_strategy, gradients_mean, parameter_broadcast, plan)
     chosen.refine(batch_norm, autocast)
     own = net if loss is None else _WithLoss(net, loss)
+    _check_layerwise(own, chosen.mode)
     if chosen.mode == "stand_alone":
+        if strategies:
+            raise SettingsError(
+                f'mode "stand_alone" divides no operators: the strategy of {next(iter(strategies))!r} needs'
+                ' "semi_auto" or "auto"'
+            )
         return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
     group = communicator if communicator is not None else _communicator_of(session)
     if elastic and (chosen.plain or not chosen.broadcast):
@@ -194,7 +201,7 @@ def parallelize(
         strategies or {},
         memory,
         mesh,
-        machine or Machine(),
+        load_machine(machine) if isinstance(machine, (str, Path)) else machine or Machine(),
         optimizer_states=optimizer_states,
         shard_updates=shard_updates,
         survive=survive,
@@ -388,6 +395,8 @@ def _trace(own: Any, example: Sequence[Any], world: int, dataset: Any) -> Traced
     if not isinstance(example, (tuple, list)) or not any(isinstance(x, torch.Tensor) for x in leaves):
         raise SettingsError("example is a tuple of the tensors that one rank feeds in a step")
     net, prefix = (own.net, _LOSS) if isinstance(own, _WithLoss) else (own, "")
+    if not isinstance(net, torch.nn.Module):
+        raise SettingsError(f"net is a torch.nn.Module, not {net!r}")
     if not net.training:
         raise SettingsError(
             "net is in evaluation mode, and what is recorded is training: call net.train() before"
@@ -435,6 +444,15 @@ def _bare(own: Any) -> Any:
         elif [*own.loss.parameters(), *own.loss.buffers()]:
             raise SettingsError("net has a part that is called loss, as the loss's own parameters: rename it")
     return bare
+
+
+def _check_layerwise(own: Any, mode: str) -> None:
+    marked = [name for name, each in own.named_parameters() if getattr(each, "layerwise_parallel", False)]
+    if marked and mode not in ("hybrid", "stand_alone"):
+        raise SettingsError(
+            f'{marked[0].removeprefix(_LOSS)} is layerwise, and mode "{mode}" would not leave it to each'
+            ' rank: use mode="hybrid"'
+        )
 
 
 def _communicator_of(session: Any) -> Communicator:

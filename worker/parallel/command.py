@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
     except WorkerError as error:
         print(f"muster plan: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"muster plan: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return SettingsError.exit_code
     return 0
 
 
@@ -92,11 +96,17 @@ def _plan(options: argparse.Namespace) -> Plan:
 
     if options.gpus < 1:
         raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
+    if options.hosts and not options.survive:
+        raise SettingsError("--hosts counts with --survive 1 only")
+    if options.optimizer_states < 0:
+        raise SettingsError(f"--optimizer-states is at least 0, not {options.optimizer_states}")
     with torch.device("meta"):
-        made = _maker(options.model)()
+        made = _made(options.model)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise SettingsError(f"{options.model} returns (module, example) or (module, example, loss)")
     net, example, *loss = made
+    if loss and not callable(loss[0]):
+        raise SettingsError(f"the loss that {options.model} returns is no function: {loss[0]!r}")
     graph = graph_of(net, example, options.gpus, options.dataset, loss[0] if loss else None)
     mode = MODES[options.mode]
     return find_plan(
@@ -105,10 +115,10 @@ def _plan(options: argparse.Namespace) -> Plan:
         machine=load_machine(options.machine) if options.machine else Machine(),
         mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
         search=options.search,
-        strategies=dict(_strategy(each) for each in options.strategy),
+        strategies=_strategies(options.strategy),
         memory=options.memory,
         dataset=options.dataset,
-        mesh=tuple(int(n) for n in options.mesh.split(",")) if options.mesh else None,
+        mesh=_mesh(options.mesh),
         optimizer_states=options.optimizer_states,
         local_norm=options.batch_norm == "local",
         hosts=_hosts(options) if options.survive and options.gpus > 1 else (),
@@ -122,26 +132,53 @@ def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(str(rank // (options.gpus // count)) for rank in range(options.gpus))
 
 
-def _maker(name: str) -> Any:
+def _made(name: str) -> Any:
+    """What the user's function returns; what it raises is told with the line that raised it."""
     module, _, function = name.partition(":")
-    if not function:
+    module = module.removesuffix(".py")
+    if not function or not all(part.isidentifier() for part in module.split(".")):
         raise SettingsError(f"a model is named MODULE:FUNCTION, not {name!r}")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module.removesuffix(".py")), function)
+        make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise SettingsError(f"{name} cannot be found: {error}") from error
-
-
-def _strategy(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
+    except Exception as error:
+        raise SettingsError(f"{module} cannot be imported: {_told(error)}") from error
     try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError) as error:
-        raise SettingsError(
-            f"--strategy is NAME=SLICES, such as fc=((2, 4), (4, 1)), not {text!r}"
-        ) from error
+        return make()
+    except Exception as error:
+        raise SettingsError(f"{name} failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+
+
+def _mesh(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"--mesh is the ranks along each dimension, such as 2,4, not {text!r}") from error
+
+
+def _strategies(texts: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name in found:
+            raise SettingsError(f"--strategy is given twice for {name!r}")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            raise SettingsError(
+                f"--strategy is NAME=SLICES, such as fc=((2, 4), (4, 1)), not {text!r}"
+            ) from error
+    return found
 
 
 def load_machine(path: str | Path) -> Machine:
@@ -151,7 +188,12 @@ def load_machine(path: str | Path) -> Machine:
         SettingsError: the file cannot be read, or is none.
     """
     try:
-        return Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
+        machine = Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
+        for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
+            value = getattr(machine, each)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{each} is {value!r}")
+        return machine
     except (OSError, ValueError, TypeError) as error:
         raise SettingsError(f"{path} is no machine that muster plan --measure wrote: {error}") from error
 

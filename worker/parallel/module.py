@@ -138,10 +138,29 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         place, mesh = self._graph.by_name()[name], self.plan.mesh
         layerwise = self._graph.nodes[place].layerwise
         factor = self._batch_parts if layerwise and not self._summed else 1
-        divided = layerwise or holding.sharded or parts(self._states[place].outs[0], mesh) > 1
+        divided = holding.sharded or parts(self._states[place].outs[0], mesh) > 1
         self.held_parameters[name] = HeldParameter(
-            name, holding, parameter, self.fabric, factor, partial=divided and math.prod(mesh) > 1
+            name,
+            holding,
+            parameter,
+            self.fabric,
+            factor,
+            partial=divided or (layerwise and math.prod(mesh) > 1),
         )
+        (self._divided.add if divided else self._divided.discard)(name)
+
+    def _refuse_outside(self, node: str) -> Callable[[Any], None]:
+        """A hook on a parameter: the recorded pass computes with leaves of its own, so others read a part."""
+        name, divided = self._traced.parameters[node], self._divided  # not self, which has the parameter
+
+        def reached(_: Any) -> None:
+            if node in divided:
+                raise SettingsError(
+                    f"a loss outside of the recorded forward pass reads {name}, of which this rank has a"
+                    " part: compute it in the forward pass, or in the loss that parallelize() is given"
+                )
+
+        return reached
 
     def _nodes(self) -> Iterator[tuple[Node, State]]:
         return zip(self._graph.nodes, self._states, strict=True)
@@ -155,6 +174,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         held = holdings(self._graph, self._states, mesh)
         at = {traced.parameters[node.name]: (node, state) for node, state in self._holders()}
         self.held_parameters: dict[str, HeldParameter] = {}
+        self._divided: set[str] = set()  # of these, what this rank has parts of
         kept: dict[int, Any] = {}
         nodes: dict[int, str] = {}
         for name, tensor in tensors.items():
@@ -192,6 +212,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         if holding is not None:
             parameter = torch.nn.Parameter(share_of(holding, local, self.fabric))
             self._hold_parameter(node.name, holding, parameter)
+            parameter.register_hook(self._refuse_outside(node.name))
             return parameter
         return torch.nn.Parameter(local, requires_grad=node.trained) if node.kind == "parameter" else local
 
@@ -327,7 +348,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             )
         if held is None and node.kind == "parameter" and registered.requires_grad:
             raise SettingsError(f"{name} was frozen when the plan was made: unfreeze it before parallelize()")
-        if registered._backward_hooks or getattr(registered, "_post_accumulate_grad_hooks", None):
+        own = held is not None  # the hook that _refuse_outside makes
+        if len(registered._backward_hooks or ()) > own or registered._post_accumulate_grad_hooks:
             raise SettingsError(f"{name} has a hook, {_UNMET}")
 
     def _check_modes(self) -> None:

@@ -75,10 +75,10 @@ def seed_of(run: Run, name: str, shard: Sequence[int]) -> int:
 
 
 def keep_mask(run: Run, name: str, shard: Sequence[int], shape: Sequence[int], p: float, like: Any) -> Any:
-    """A part's mask for dropout: 0 with probability ``p``, otherwise 1 / (1 - p)."""
+    """A part's mask for dropout: 0 with probability ``p``, otherwise 1 / (1 - p); of 1 zeros are left."""
     generator = torch.Generator(device=like.device).manual_seed(seed_of(run, name, shard))
     mask = torch.rand(tuple(shape), generator=generator, device=like.device) >= p
-    return mask.to(like.dtype) / (1 - p)
+    return mask.to(like.dtype) / (1 - p if p < 1 else 1)
 
 
 class LocalFunction:
@@ -248,7 +248,7 @@ class LocalFunction:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        weights = scores.softmax(-1)
+        weights = torch.ops.aten._safe_softmax(scores, -1)  # a row that is masked as a whole gives zeros
         kept = keep_mask(self.run, self.node.name, self._shard(), weights.shape, p, weights)
         return (weights * kept) @ v
 

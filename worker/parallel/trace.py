@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-import sysconfig
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,17 +15,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from muster.worker.errors import ArrayError
-from muster.worker.parallel.eager import TraceError, in_evaluation, what_no_graph_shows
-from muster.worker.parallel.planning.graph import Graph, Node, Ref, Value, names
+from muster.worker.parallel.eager import TraceError, in_evaluation, is_users, what_no_graph_shows
+from muster.worker.parallel.planning.graph import Graph, Node, Ref, Value
 from muster.worker.parallel.planning.layouts import Shape
 
+_CHECKS = ("_assert", "sym_constrain", "_functional_assert")
+_COPIED = torch.ops.aten.lift_fresh_copy.default
 _TENSOR = object()  # stands for a tensor among the arguments
 _one_at_a_time = threading.Lock()  # torch.export has global state
-_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-_ALIASES = names(
-    "view reshape flatten unflatten squeeze unsqueeze transpose t permute numpy_T slice select chunk "
-    "split split_with_sizes unbind contiguous alias expand narrow to dropout detach view_as"
-)
 
 
 @dataclass(slots=True)
@@ -148,11 +144,11 @@ def _not_traced(error: Exception) -> TraceError:
         cause = cause.__cause__ or cause.__context__
     text = str(error)
     lines = re.findall(r'File "([^"]+)", line (\d+)', text)
-    where = [f"{path}:{number}" for path, number in lines if _is_users(path)]
+    where = [f"{path}:{number}" for path, number in lines if is_users(path)]
     frame = error.__traceback__
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename
-        if _is_users(path):
+        if is_users(path):
             where.append(f"{path}:{frame.tb_lineno}")
         frame = frame.tb_next
     line = where[-1].rsplit("/", 1)[-1] if where else ""
@@ -177,7 +173,9 @@ class _Reader:
         self._graph = Graph()
         self._values: dict[tuple[str, int], int] = {}
         self._now: dict[str, str] = {}
-        self._aliased: dict[str, set[str]] = {}
+        self._storages: dict[str, int] = {}
+        self._memory: dict[int, list[Any]] = {}  # by storage, whose results lie in it
+        self._read: set[str] = set()
         self._functions: dict[str, Any] = {}
         self._parameters: dict[str, str] = {}
         self._constants: dict[str, Any] = {}
@@ -202,6 +200,7 @@ class _Reader:
             if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT") and hasattr(spec.arg, "name")
         }
         for fx in self._program.graph.nodes:
+            self._note_memory(fx)
             if fx.op == "placeholder":
                 self._placeholder(fx, kinds.get(fx.name))
             elif fx.op == "get_attr":
@@ -217,6 +216,7 @@ class _Reader:
                 self._graph.add(Node("output", "output", "output", inputs))
             else:
                 raise TraceError(f"The forward pass holds {fx.op} {fx.target}, which cannot be divided.")
+            self._read.add(fx.name)
         return Traced(
             self._prune().with_hubs(),
             self._functions,
@@ -300,16 +300,17 @@ class _Reader:
         if getattr(fx.target, "_opname", "") == "broadcast_tensors":
             self._broadcast(fx, meta)
             return
-        metas = list(meta) if isinstance(meta, (tuple, list)) else [meta]
-        if any(not isinstance(each, torch.Tensor) for each in metas):
-            if not fx.users:
-                return  # an assertion, say
-            raise TraceError(
-                f"{fx.target} makes something that is no tensor.", line=_line(fx), remedy="Leave it out."
-            )
         function = fx.target
         op = getattr(function, "_opname", getattr(function, "__name__", str(function)))
         in_place = op.endswith("_") and not op.startswith("_") and hasattr(function, "_schema")
+        _refuse_out(fx, function, in_place)
+        metas = list(meta) if isinstance(meta, (tuple, list)) else [meta]
+        if any(not isinstance(each, torch.Tensor) for each in metas):
+            if not fx.users and (op.startswith(_CHECKS) or _gives(function)):
+                return
+            raise TraceError(
+                f"{fx.target} makes something that is no tensor.", line=_line(fx), remedy="Leave it out."
+            )
         inputs: list[int] = []
 
         def ref(each: Any) -> Ref:
@@ -322,16 +323,28 @@ class _Reader:
         node.args, node.kwargs, node.inputs = _plain(args), _plain(kwargs), tuple(inputs)
         tags = getattr(function, "tags", ())
         node.random = torch.Tag.nondeterministic_seeded in tags
-        _refuse_out(fx, function, in_place)
         if in_place:
             target = fx.args[0]
+            self._check_unseen(fx, target)
             maker = self._graph.nodes[self._graph.values[inputs[0]].node]
+            if maker.name in self._constants:
+                raise TraceError(
+                    f"{_line(fx)} changes a tensor in place that the module holds and has not registered.",
+                    line=_line(fx),
+                    remedy="Make it a buffer: self.register_buffer(name, tensor).",
+                )
             if maker.kind == "buffer":  # a counter, which every rank counts for itself
                 maker.mutated = True
                 self._functions[fx.name] = function
                 self._add(node, metas)
                 self._values[fx.name, 0] = inputs[0]  # the buffer itself: later changes are changes of it
                 return
+            if maker.kind == "input" and not self._within:
+                raise TraceError(
+                    f"{_line(fx)} changes an argument of the forward pass in place, as its caller sees.",
+                    line=_line(fx),
+                    remedy="Write it without the in-place operator.",
+                )
             if maker.kind == "parameter":
                 raise TraceError(
                     f"{_line(fx)} changes a parameter in the forward pass.",
@@ -344,12 +357,8 @@ class _Reader:
                     line=_line(fx),
                     remedy="Write it without the in-place operator.",
                 )
-            self._check_unaliased(fx, target)
             node.op, function = op[:-1], _functional(fx, function)
             self._now[self._current(target)] = fx.name
-        elif op in _ALIASES:
-            self._aliased.setdefault(self._current(fx.args[0]), set()).add(fx.name)
-            self._aliased.setdefault(fx.name, set()).add(self._current(fx.args[0]))
         if op in ("batch_norm", "instance_norm") and bool(fx.args[5]):
             for index in inputs[-2:] if fx.args[3] is not None else ():
                 self._graph.nodes[self._graph.values[index].node].mutated = True
@@ -369,12 +378,14 @@ class _Reader:
         self._within += 1
         for each in list(inner.nodes):
             each._rename(f"{fx.name}_{each.name}")
+            self._note_memory(each)
             if each.op == "placeholder":
                 self._now[each.name] = self._current(next(outer))
             elif each.op == "get_attr":
                 self._regions[each.name] = getattr(self._regions[region.name], each.target)
             elif each.op == "call_function":
                 self._call(each)
+                self._read.add(each.name)
             elif each.op == "output":
                 for number, result in enumerate(each.args[0]):
                     value = self._values[self._current(result), 0]
@@ -403,20 +414,32 @@ class _Reader:
                 value = node.outputs[0]
             self._values[fx.name, number] = value
 
-    def _check_unaliased(self, fx: Any, target: Any) -> None:
-        """What is changed in place must not be seen under another name too."""
-        name = self._current(target)
-        later, seen = {name}, set()
-        while later:
-            each = later.pop()
-            seen.add(each)
-            later |= self._aliased.get(each, set()) - seen
-        if len(seen) > 1:
-            raise TraceError(
-                f"{_line(fx)} changes a tensor in place that is also seen through a view.",
-                line=_line(fx),
-                remedy="Write it without the in-place operator.",
-            )
+    def _note_memory(self, fx: Any) -> None:
+        """Notes in whose memory a result lies: export's empty tensors share theirs as real ones would."""
+        meta = fx.meta.get("val")
+        if not isinstance(meta, torch.Tensor) or meta.layout != torch.strided:
+            return
+        if fx.op == "placeholder" and all(user.target is _COPIED for user in fx.users):
+            return  # written in the forward pass as a constant, and copied before use
+        storage = meta.untyped_storage()._cdata
+        if fx.target is torch.ops.aten.dropout.default and not (fx.args[1] and fx.args[2]):
+            storage = self._storages.get(fx.args[0].name, storage)  # returns what it is given, but for export
+        self._storages[fx.name] = storage
+        self._memory.setdefault(storage, []).append(fx)
+
+    def _check_unseen(self, fx: Any, target: Any) -> None:
+        """What is changed in place must not be seen under another name from then on."""
+        own = self._values[self._current(target), 0]
+        for other in self._memory.get(self._storages.get(target.name, 0), ()):
+            value = self._values.get((self._current(other), 0), own)
+            stays = self._graph.nodes[self._graph.values[value].node].kind != "call"
+            later = any(user is not fx and user.name not in self._read for user in other.users)
+            if value != own and (stays or later):
+                raise TraceError(
+                    f"{_line(fx)} changes a tensor in place that is also seen through a view.",
+                    line=_line(fx),
+                    remedy="Write it without the in-place operator.",
+                )
 
     def _module(self, fx: Any) -> str:
         stack = fx.meta.get("nn_module_stack") or {}
@@ -469,7 +492,19 @@ def _refuse_out(fx: Any, function: Any, in_place: bool) -> None:
         )
 
 
+def _gives(function: Any) -> bool:
+    """Whether an operator is called for its result; one without any does something that no graph shows."""
+    return not hasattr(function, "_schema") or bool(function._schema.returns)
+
+
+def _copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """What ``x.copy_(source)`` leaves in ``x``, whose gradient is zeros; torch's own has none."""
+    return torch.where(x.new_zeros((), dtype=torch.bool), x, source.to(x.dtype))
+
+
 def _functional(fx: Any, function: Any) -> Any:
+    if function is torch.ops.aten.copy_.default:
+        return _copied
     packet = getattr(torch.ops.aten, function._opname[:-1], None)
     overload = function._overloadname
     found = getattr(packet, overload, None) if packet is not None else None
@@ -482,14 +517,7 @@ def _functional(fx: Any, function: Any) -> Any:
     return found
 
 
-def _is_users(path: str) -> bool:
-    """Whether a file is neither torch's, nor Python's, nor this one."""
-    packages = f"{_STANDARD_LIBRARY}/site-packages"
-    standard = path.startswith(_STANDARD_LIBRARY) and not path.startswith(packages)
-    return "/torch/" not in path and path != __file__ and not standard and not path.startswith("<")
-
-
 def _line(fx: Any) -> str:
     lines = re.findall(r'File "([^"]+)", line (\d+)', fx.meta.get("stack_trace") or "")
-    own = [(path, number) for path, number in lines if _is_users(path)] or lines
+    own = [(path, number) for path, number in lines if is_users(path)] or lines
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""

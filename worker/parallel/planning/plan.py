@@ -578,7 +578,18 @@ def read(path: str | Path) -> dict[str, Any]:
         raise SettingsError(f"the plan {path} cannot be read: {error}") from error
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise SettingsError(f"{path} is no plan of format {FORMAT}")
+    for key, kind in _SAVED.items():
+        if not isinstance(saved.get(key), kind):
+            raise SettingsError(
+                f"the plan {path} is damaged: it has no {key}, or something else in its place"
+            )
     return saved
+
+
+_SAVED = {
+    **{"mesh": list, "model": list, "states": dict, "strategies": dict},
+    **{"fingerprint": str, "mode": str, "batch_norm": str},
+}
 
 
 def check_model(saved: Mapping[str, Any], graph: Graph, path: str | Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from muster.worker.errors import SettingsError
 from muster.worker.parallel.planning.costs import Machine
@@ -52,6 +53,7 @@ def slices_by_axis(graph: Graph, node: Node, strategy: Strategy) -> dict[str, in
     Raises:
         SettingsError: it does not fit the operator; says why.
     """
+    _check_slices(node, strategy)
     axes = axes_of(graph, node)
     if axes is None:
         raise SettingsError(f"{_what(node)} cannot be divided: there is no rule for it, so it is kept whole")
@@ -62,11 +64,24 @@ def slices_by_axis(graph: Graph, node: Node, strategy: Strategy) -> dict[str, in
                 f"{_what(node)} has no axis {sorted(unknown)[0]!r}; it has"
                 f" {', '.join(f'{axis.name} ({axis.size})' for axis in axes)}"
             )
-        wanted = {name: int(count) for name, count in strategy.items() if count > 1}
+        wanted = {name: count for name, count in strategy.items() if count > 1}
     else:
         wanted = _of_tuples(graph, node, axes, strategy)
     _check_sizes(node, axes, wanted)
     return wanted
+
+
+def _check_slices(node: Node, strategy: Any) -> None:
+    counts: Any = None
+    if isinstance(strategy, Mapping):
+        counts = list(strategy.values())
+    elif isinstance(strategy, (list, tuple)) and all(isinstance(cuts, (list, tuple)) for cuts in strategy):
+        counts = [count for cuts in strategy for count in cuts]
+    if counts is None or not all(isinstance(count, int) and count > 0 for count in counts):
+        raise SettingsError(
+            "a strategy is a tuple of slices for each input, such as ((2, 4), (4, 1)), or slices by axis,"
+            f" such as {{'n': 8}}; {_what(node)} was given {strategy!r}"
+        )
 
 
 def _of_tuples(
@@ -143,6 +158,10 @@ def pins_of(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, dict[
     found = {}
     for name, strategy in strategies.items():
         node = _named(graph, name)
+        if node.name in found:
+            raise SettingsError(
+                f"two strategies are for {_what(node)}, one of them as {name!r}: leave one out"
+            )
         found[node.name] = slices_by_axis(graph, node, strategy)
     return found
 
@@ -197,6 +216,10 @@ def feeding(
     if not isinstance(dataset, str):
         grid = tuple(max(cuts) for cuts in itertools.zip_longest(*dataset, fillvalue=1))
     found = []
+    if not isinstance(dataset, str) and len(dataset) > len(shapes):
+        raise SettingsError(
+            f"dataset_strategy has {len(dataset)} tuples, and the batch {len(shapes)} tensors"
+        )
     for number, shape in enumerate(shapes):
         if dataset == "full_batch" or not shape:
             layout: Layout | None = replicated(mesh)
@@ -277,9 +300,7 @@ def meshes_for(world: int, pins: Mapping[str, Mapping[str, int]], mesh: Mesh | N
         SettingsError: a given mesh has another number of ranks.
     """
     if mesh is not None:
-        if math.prod(mesh) != world:
-            raise SettingsError(f"the mesh {list(mesh)} has {math.prod(mesh)} ranks, and the job {world}")
-        return [tuple(mesh)]
+        return [_checked(mesh, world)]
     found: list[Mesh] = []
     for wanted in pins.values():
         sizes = tuple(wanted.values())
@@ -289,6 +310,14 @@ def meshes_for(world: int, pins: Mapping[str, Mapping[str, int]], mesh: Mesh | N
     deepest = max((len(each) for each in found), default=2)
     found += factorisations(world, max(2, min(3, deepest)))
     return list(dict.fromkeys(found))
+
+
+def _checked(mesh: Any, world: int) -> Mesh:
+    if not isinstance(mesh, (list, tuple)) or not all(isinstance(size, int) and size > 0 for size in mesh):
+        raise SettingsError(f"a mesh is the ranks along each of its dimensions, such as (2, 4), not {mesh!r}")
+    if math.prod(mesh) != world:
+        raise SettingsError(f"the mesh {list(mesh)} has {math.prod(mesh)} ranks, and the job {world}")
+    return tuple(mesh)
 
 
 def options_for(graph: Graph, mesh: Mesh, dataset: str | Sequence[Slices], base: Options) -> Options | None:
@@ -372,6 +401,11 @@ def find_plan(
     if not 0 < memory <= 1:
         raise SettingsError(f"memory is a share above 0 and up to 1, not {memory}")
     pins = pins_of(graph, strategies or {})
+    if strategies and mode in ("data_parallel", "stand_alone"):
+        raise SettingsError(
+            f'mode "{mode}" divides no operators: the strategy of {next(iter(strategies))!r} needs'
+            ' "semi_auto" or "auto"'
+        )
     limit = memory * machine.memory_bytes
     base = Options((), (), optimizer_states, local_norm, shard_updates, hosts=tuple(hosts))
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
@@ -381,6 +415,10 @@ def find_plan(
         return _plan(graph, mesh, machine, options, found, mode, baseline, limit, texts)
 
     if mode == "data_parallel":
+        if mesh is not None and _checked(mesh, world) != (world,):
+            raise SettingsError(
+                f'mode "data_parallel" arranges ranks as {[world]}: the mesh {list(mesh)} needs "auto"'
+            )
         if baseline is None:
             raise SettingsError(_indivisible(graph, world, dataset))
         found, options = baseline
@@ -464,13 +502,13 @@ def _data_parallel(
     if options is None:
         return None
     options = replace(options, whole_parameters=True, shard_updates=False)
-    problem = build(graph, (world,), machine, options, _batch_pins(graph, options))
+    problem = build(graph, (world,), machine, options, _batch_pins(graph, world, options))
     solution = solve(problem)
     return None if solution is None else ((solution, problem.chosen(solution.choice)), options)
 
 
-def _batch_pins(graph: Graph, options: Options) -> dict[str, Pin]:
-    """On a mesh of one dimension: what gets a part of the batch computes that part."""
+def _batch_pins(graph: Graph, world: int, options: Options) -> dict[str, Pin]:
+    """On a mesh of one dimension: what gets a part of the batch computes that part, if it can be shared."""
     fed = iter(options.inputs)
     known: dict[int, Entry] = {}
     pins: dict[str, Pin] = {}
@@ -486,7 +524,9 @@ def _batch_pins(graph: Graph, options: Options) -> dict[str, Pin]:
             fitting = [
                 mode
                 for mode in modes_of(graph, node)[0]
-                if mode.size and all(e in (None, wanted) for e, wanted in zip(entries, mode.ins, strict=True))
+                if mode.size
+                and mode.size % world == 0  # a view may leave the batch's dimension another size
+                and all(e in (None, wanted) for e, wanted in zip(entries, mode.ins, strict=True))
             ]
             if not fitting:
                 continue
