@@ -19,8 +19,7 @@ from torch import nn
 
 from muster import parallelize
 from muster.__main__ import main
-from muster.worker.parallel.command import load_machine
-from muster.worker.parallel.measure import measure
+from muster.worker.parallel.measure import load_machine, measure
 from tests.parallel.ranks import RankCommunicator, run_ranks
 from tests.scheduler.processes import ROOT
 from tests.worker.launch.launching import Place, environment

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from muster.worker.communicators.base import Communicator
 from muster.worker.errors import CollectiveMismatchError, SettingsError
-from muster.worker.parallel.command import load_machine
 from muster.worker.parallel.eager import TraceError
+from muster.worker.parallel.measure import load_machine
 from muster.worker.parallel.module import NO_FLOAT16, ParallelModule
 from muster.worker.parallel.planning import context
 from muster.worker.parallel.planning import plan as plans

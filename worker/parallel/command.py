@@ -93,6 +93,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     import torch
 
     from muster.worker.parallel.api import graph_of
+    from muster.worker.parallel.measure import load_machine
 
     if options.gpus < 1:
         raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
@@ -179,23 +180,6 @@ def _strategies(texts: Sequence[str]) -> dict[str, Any]:
                 f"--strategy is NAME=SLICES, such as fc=((2, 4), (4, 1)), not {text!r}"
             ) from error
     return found
-
-
-def load_machine(path: str | Path) -> Machine:
-    """A machine that ``--measure`` wrote.
-
-    Raises:
-        SettingsError: the file cannot be read, or is none.
-    """
-    try:
-        machine = Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
-        for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
-            value = getattr(machine, each)
-            if not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{each} is {value!r}")
-        return machine
-    except (OSError, ValueError, TypeError) as error:
-        raise SettingsError(f"{path} is no machine that muster plan --measure wrote: {error}") from error
 
 
 def _measure(path: str) -> None:

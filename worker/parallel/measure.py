@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from muster.worker.communicators.base import Communicator, ReduceOp
+from muster.worker.errors import SettingsError
 from muster.worker.parallel.planning.costs import Machine
 from muster.worker.pytorch.transfer import array_of
 
@@ -121,3 +124,20 @@ def _one(group: Communicator, kind: str, nbytes: int, ranks: int, device: Any) -
         "all_to_all": lambda: group.all_to_all(whole, out),
     }
     return _seconds(calls[kind], device)
+
+
+def load_machine(path: str | Path) -> Machine:
+    """A machine that ``--measure`` wrote.
+
+    Raises:
+        SettingsError: the file cannot be read, or is none.
+    """
+    try:
+        machine = Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
+        for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
+            value = getattr(machine, each)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{each} is {value!r}")
+        return machine
+    except (OSError, ValueError, TypeError) as error:
+        raise SettingsError(f"{path} is no machine that muster plan --measure wrote: {error}") from error
