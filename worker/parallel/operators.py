@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import threading
@@ -13,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from muster.worker.communicators.base import ReduceOp
+from muster.worker.parallel import losses
 from muster.worker.parallel.fabric import Fabric
 from muster.worker.parallel.planning.costs import is_training_norm
 from muster.worker.parallel.planning.graph import HUB, Graph, Node, Ref, names
@@ -25,7 +26,6 @@ _RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze
 _LOSSES = names(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
-_CHUNK_ELEMENTS = 16 * 2**20
 _generators = threading.Lock()
 
 
@@ -108,12 +108,19 @@ class LocalFunction:
         self.whole = [graph.values[v].shape for v in node.inputs]
         sums = [m for m, entry in enumerate(state.outs[0]) if entry == PARTIAL and state.modes[m] != "sum"]
         self.summed = math.prod(mesh[m] for m in sums) if state.outs else 1
+        ends = [*node.inputs[:1], *node.outputs[:1]]
+        self.dtypes = [getattr(torch, graph.values[v].dtype) for v in ends]  # as recorded
+        self.plain_loss = losses.is_plain(graph, node)
+        self.overwrites = self.plain_loss and losses.reads_alone(graph, node)
+        self.needless = PARTIAL not in state.outs[0] and losses.feeds_a_loss(graph, node)
 
     def choose(self) -> Local:
         """The function for this operator."""
         op = self.node.op
         if op in _RESHAPES and (op != "view" or isinstance(self.node.args[1], (list, tuple))):
             return lambda tensors: tensors[0].reshape(self.shapes[0])
+        if self.needless:
+            return lambda tensors: tensors[0] if tensors[0].dtype.itemsize < 4 else self.plain(tensors)
         if op == "expand":
             return lambda tensors: tensors[0].expand(self.shapes[0])
         if op == "cross_entropy_loss" or op.startswith("nll_loss"):
@@ -179,25 +186,31 @@ class LocalFunction:
         scores, target = tensors[:2]
         reduction = self._argument(3, "reduction", MEAN)
         ignored = self._argument(4, "ignore_index", -100)
-        if reduction == 0 or not self.along.keys() & {"m", "v"}:
-            return self.plain(tensors)
-        if "v" in self.along:
-            losses = ClassCrossEntropy.apply(scores, target, self.fabric, self.along["v"], ignored)
+        fused = self.plain_loss and reduction != 0 and ("v" in self.along or losses.pays(scores))
+        if not fused and self.plain_loss:  # its cast may have been left out
+            scores = scores.to(self.dtypes[0])
+        if not fused and (reduction == 0 or "m" not in self.along):
+            return self.plain([scores, *tensors[1:]])
+        if fused:
+            dims = self.along.get("v", ())
+            gather = functools.partial(self.fabric.gather_stacked, dims=dims) if dims else None
+            first = self.fabric.index(dims) * scores.shape[1]
+            each = losses.CrossEntropy.apply(scores, target, first, gather, ignored, self.overwrites)
         elif self.node.op == "cross_entropy_loss":
             smoothing = self._argument(5, "label_smoothing", 0.0)
-            losses = functional.cross_entropy(
+            each = functional.cross_entropy(
                 scores, target, reduction="none", ignore_index=ignored, label_smoothing=smoothing
             )
         else:
-            losses = functional.nll_loss(scores, target, reduction="none", ignore_index=ignored)
-        exact = torch.promote_types(losses.dtype, torch.float32)  # float16 ends at 65,504
-        total = losses.sum(dtype=exact)
+            each = functional.nll_loss(scores, target, reduction="none", ignore_index=ignored)
+        exact = torch.promote_types(each.dtype, torch.float32)  # float16 ends at 65,504
+        total = each.sum(dtype=exact)
         if reduction == MEAN:
             count = (target != ignored).sum().to(exact).reshape(1)
             if "m" in self.along:  # the ranks may have ignored different numbers of targets
                 count = self.fabric.all_reduce(count, self.along["m"])
             total = total / count[0]
-        return total.to(losses.dtype)
+        return total.to(self.dtypes[1])
 
     def _batch_norm(self, tensors: Sequence[Any]) -> Any:
         training = is_training_norm(self.node) and self.run.training
@@ -270,53 +283,6 @@ class LocalFunction:
         with _generators, torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed_of(self.run, self.node.name, self._shard()))
             return draw()
-
-
-class ClassCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
-    """The cross entropy of each row of scores whose classes are split: no rank ever has a whole row.
-
-    The ranks exchange the rows' maxima, then their sums of exponentials and the scores of the targets. Apart
-    from the scores nothing of their size is kept, and only a chunk of rows is in work at a time.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Any, target: Any, fabric: Fabric, dims: tuple[int, ...], ignored: int
-    ) -> Any:
-        """Losses of shape [rows]; 0 where the target is ignored."""
-        classes = scores.shape[1]
-        first = fabric.index(dims) * classes
-        own = target - first
-        here = (own >= 0) & (own < classes) & (target != ignored)
-        own = own.clamp(0, classes - 1)
-        exact = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
-        top = fabric.all_reduce(scores.max(1).values.to(exact), dims, ReduceOp.MAX)
-        sums = torch.empty((2, len(target)), dtype=exact, device=scores.device)
-        for rows in _chunks(scores):
-            sums[0, rows] = (scores[rows].to(exact) - top[rows, None]).exp_().sum(1)
-        sums[1] = scores.gather(1, own[:, None])[:, 0].to(exact) * here
-        sums = fabric.all_reduce(sums, dims)
-        total = sums[0].log() + top
-        ctx.save_for_backward(scores, own, here, total, target != ignored)
-        return (total - sums[1]) * (target != ignored)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Any) -> Any:
-        """Probabilities less one at the target."""
-        scores, own, here, total, counted = ctx.saved_tensors
-        weight = grad * counted
-        out = torch.empty_like(scores)
-        for rows in _chunks(scores):
-            part = (scores[rows].to(total.dtype) - total[rows, None]).exp_()
-            out[rows] = part.mul_(weight[rows, None]).to(out.dtype)
-        out.scatter_add_(1, own[:, None], (-weight * here).to(out.dtype)[:, None])
-        return out, None, None, None, None
-
-
-def _chunks(scores: Any) -> list[slice]:
-    stride = max(1, _CHUNK_ELEMENTS // max(1, scores.shape[1]))
-    return [slice(start, start + stride) for start in range(0, scores.shape[0], stride)]
 
 
 class BatchNorm(torch.autograd.Function):  # type: ignore[misc]

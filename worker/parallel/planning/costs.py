@@ -184,9 +184,9 @@ def inner_collectives(
         reduction = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", MEAN)
         if "m" in along and reduction == MEAN:
             add("forward", "all_reduce", along["m"], 1)
-        if "v" in along:
-            add("forward", "all_reduce", along["v"], shape[0])
-            add("forward", "all_reduce", along["v"], 2 * shape[0])
+        if "v" in along:  # maxima, sums and targets' scores, of float32 at least
+            ranks, item = math.prod(mesh[d] for d in along["v"]), max(4, item)
+            add("forward", "all_gather", along["v"], ranks * 3 * shape[0])
     if node.op == "batch_norm" and "b" in along and is_training_norm(node) and not local_norm:
         ranks = math.prod(mesh[d] for d in along["b"])
         add("forward", "all_gather", along["b"], ranks * 2 * shape[1])
