@@ -267,6 +267,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         training = self.training and torch.is_grad_enabled()
         self._check_modes()
         self._run.training = self.training
+        self._run.casts.clear()
         self._gradients.gather()
         self._gradients.begin()
         values = self._start(batch)
@@ -289,6 +290,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 else:
                     values.update(zip(each.outputs, result, strict=False))
                 clock(each.module)
+        self._run.casts.clear()
         self._run.step += self.training
         result = [
             Scale.apply(x, factor) if factor != 1 and x.requires_grad else x

@@ -7,14 +7,14 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from muster.worker.parallel import losses
+from muster.worker.parallel import losses, products
 from muster.worker.parallel.fabric import Fabric
 from muster.worker.parallel.planning.costs import is_training_norm
 from muster.worker.parallel.planning.graph import HUB, Graph, Node, Ref, names
@@ -26,6 +26,7 @@ _RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze
 _LOSSES = names(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
+_WEIGHTS = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
 _generators = threading.Lock()
 
 
@@ -37,11 +38,13 @@ class Run:
         seed: the same on all ranks.
         step: number of training passes so far.
         training: whether dropout and the statistics of batches count.
+        casts: of its weights.
     """
 
     seed: int
     step: int = 0
     training: bool = True
+    casts: products.Casts = field(default_factory=products.Casts)
 
 
 Local = Callable[[Sequence[Any]], Any]
@@ -66,6 +69,13 @@ def fill(arguments: Any, tensors: Sequence[Any]) -> Any:
     if isinstance(arguments, dict):
         return {name: fill(each, tensors) for name, each in arguments.items()}
     return arguments
+
+
+def _is_parameter(graph: Graph, value: int) -> bool:
+    maker = graph.nodes[graph.values[value].node]
+    while maker.kind == HUB:
+        maker = graph.nodes[graph.values[maker.inputs[0]].node]
+    return maker.kind == "parameter"
 
 
 def seed_of(run: Run, name: str, shard: Sequence[int]) -> int:
@@ -110,6 +120,8 @@ class LocalFunction:
         self.summed = math.prod(mesh[m] for m in sums) if state.outs else 1
         ends = [*node.inputs[:1], *node.outputs[:1]]
         self.dtypes = [getattr(torch, graph.values[v].dtype) for v in ends]  # as recorded
+        self.weight = _WEIGHTS.get(node.op, len(node.inputs))
+        self.has_weight = self.weight < len(node.inputs) and _is_parameter(graph, node.inputs[self.weight])
         self.plain_loss = losses.is_plain(graph, node)
         self.overwrites = self.plain_loss and losses.reads_alone(graph, node)
         self.needless = PARTIAL not in state.outs[0] and losses.feeds_a_loss(graph, node)
@@ -127,6 +139,8 @@ class LocalFunction:
             return self._cross_entropy
         if op in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
             return self.with_bias
+        if op in _WEIGHTS:
+            return lambda tensors: self._product(fill(self.node.args, tensors))
         if op == "embedding" and "v" in self.along:
             return self.embedding
         if op == "batch_norm":
@@ -169,7 +183,18 @@ class LocalFunction:
             args[place] = args[place] / self.fabric.size(self.along["k"])
         if "g" in self.along:
             args[6] //= self.fabric.size(self.along["g"])
+        if self.node.op in _WEIGHTS and not self.node.kwargs:
+            return self._product(args)
         return self.function(*args, **fill(self.node.kwargs, tensors))
+
+    def _product(self, args: Sequence[Any]) -> Any:
+        """The operator itself, but for a product with a parameter that autocast would cast."""
+        x, weight = args[self.weight - 1], args[self.weight]
+        bias = args[0] if self.node.op == "addmm" else (*args, None)[2]
+        if not self.has_weight or not products.applies(x, weight, bias):
+            return self.function(*args)
+        low = self.run.casts.of(weight, torch.bfloat16)
+        return products.Product.apply(x, weight, bias, low, self.node.op != "linear")
 
     def embedding(self, tensors: Sequence[Any]) -> Any:
         """Rows are split: ids of other ranks give zeros."""
