@@ -99,8 +99,10 @@ class Fabric:
 
     def all_reduce(self, x: Any, dims: tuple[int, ...], op: ReduceOp = ReduceOp.SUM) -> Any:
         """The sum (or else) of the ranks' tensors, as a new tensor."""
-        group = self._groups[dims]
         out = x.detach().contiguous().clone()
+        if self.size(dims) == 1:
+            return out
+        group = self._groups[dims]
         wire = self._wire(out)
         group.all_reduce(array_of(group, wire.view(-1)), array_of(group, wire.view(-1)), op)
         return out if wire is out else wire.to(out.dtype)
@@ -112,8 +114,10 @@ class Fabric:
 
     def gather_stacked(self, x: Any, dims: tuple[int, ...]) -> Any:
         """The ranks' tensors as one of shape [ranks, ...]."""
-        group = self._groups[dims]
         send = x.detach().contiguous()
+        if self.size(dims) == 1:
+            return send[None]
+        group = self._groups[dims]
         recv = torch.empty((group.world_size, *send.shape), dtype=send.dtype, device=send.device)
         group.all_gather(self._raw(group, send), self._raw(group, recv))
         return recv
@@ -169,6 +173,8 @@ class Fabric:
     def run(self, x: Any, steps: Sequence[Step]) -> Any:
         """Brings a tensor from one layout to another."""
         for step in steps:
+            if self.size(step.dims) == 1:
+                continue
             if step.kind == "all_reduce":
                 x = self.all_reduce(x, step.dims)
             elif step.kind == "all_gather":

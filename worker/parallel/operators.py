@@ -27,24 +27,46 @@ _LOSSES = names(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
 _WEIGHTS = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
+DRAWS_BY_GENERATOR = names("dropout scaled_dot_product_attention")
 _generators = threading.Lock()
+
+
+Where = tuple[tuple[int, ...], tuple[int, ...]]
+"""The mesh dimensions along which something is divided, and a rank's place in each."""
 
 
 @dataclass(slots=True)
 class Run:
     """A forward pass: seed, rank, mode; dropout depends on all of it.
 
+    A generator for each division of what is drawn goes on from operator to operator, the same on all ranks
+    that have the same part. A CUDA graph cannot seed, but draws on from where the host has set them.
+
     Attributes:
         seed: the same on all ranks.
         step: number of training passes so far.
         training: whether dropout and the statistics of batches count.
         casts: of its weights.
+        generators: by what they draw for.
     """
 
     seed: int
     step: int = 0
     training: bool = True
     casts: products.Casts = field(default_factory=products.Casts)
+    generators: dict[Where, Any] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Sets the generators to where this step begins."""
+        for where, generator in self.generators.items():
+            generator.manual_seed(seed_of(self, str(where[0]), where[1]))
+
+    def generator(self, where: Where, device: Any) -> Any:
+        """What draws for a part."""
+        if where not in self.generators:
+            seed = seed_of(self, str(where[0]), where[1])
+            self.generators[where] = torch.Generator(device).manual_seed(seed)
+        return self.generators[where]
 
 
 Local = Callable[[Sequence[Any]], Any]
@@ -79,14 +101,14 @@ def _is_parameter(graph: Graph, value: int) -> bool:
 
 
 def seed_of(run: Run, name: str, shard: Sequence[int]) -> int:
-    """The seed of what an operator draws in a step; ranks with the same part have the same."""
+    """The seed of what is drawn in a step; ranks with the same part have the same."""
     text = f"{run.seed} {run.step} {name} {tuple(shard)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def keep_mask(run: Run, name: str, shard: Sequence[int], shape: Sequence[int], p: float, like: Any) -> Any:
+def keep_mask(run: Run, where: Where, shape: Sequence[int], p: float, like: Any) -> Any:
     """A part's mask for dropout: 0 with probability ``p``, otherwise 1 / (1 - p)."""
-    generator = torch.Generator(device=like.device).manual_seed(seed_of(run, name, shard))
+    generator = run.generator(where, like.device)
     mask = torch.rand(tuple(shape), generator=generator, device=like.device) >= p
     return mask.to(like.dtype) / (1 - p)
 
@@ -264,7 +286,7 @@ class LocalFunction:
         x, p = tensors[0], self.node.args[1]
         if not (self.run.training and self._argument(2, "train", True)) or p == 0:
             return x.view_as(x)
-        return x * keep_mask(self.run, self.node.name, self._shard(), x.shape, p, x)
+        return x * keep_mask(self.run, (self.split, self._shard()), x.shape, p, x)
 
     def _attention(self, tensors: Sequence[Any]) -> Any:
         """Attention with dropout, written out so that the mask is known."""
@@ -287,7 +309,7 @@ class LocalFunction:
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         weights = scores.softmax(-1)
-        kept = keep_mask(self.run, self.node.name, self._shard(), weights.shape, p, weights)
+        kept = keep_mask(self.run, (self.split, self._shard()), weights.shape, p, weights)
         return (weights * kept) @ v
 
     def _recurrent(self, tensors: Sequence[Any]) -> Any:
