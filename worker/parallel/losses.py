@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from muster.worker.parallel.planning.graph import HUB, Graph, Node, names
+from muster.worker.parallel.planning.precision import FUSED_FROM
 
 _CHUNK_ELEMENTS = 16 * 2**20
-_PAYS_FROM = 16 * 2**20
-_VIEWS = names("view reshape flatten unflatten squeeze unsqueeze _unsafe_view")
-_KEEPS_NO_RESULT = names("linear addmm mm matmul")
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -137,55 +134,4 @@ def _kernels(scores: Any) -> Any:
 
 def pays(scores: Any) -> bool:
     """Whether whole rows are better computed here than by torch."""
-    return bool(scores.numel() >= _PAYS_FROM) and _kernels(scores) is not None
-
-
-# ---------------------------------------------------------------- what the graph says of the scores
-
-
-def is_plain(graph: Graph, node: Node) -> bool:
-    """Whether a node is a cross entropy of rows, without weights of classes, smoothing or classes' shares."""
-    if node.op != "cross_entropy_loss" or len(node.inputs) != 2:
-        return False
-    smoothing = node.args[5] if len(node.args) > 5 else node.kwargs.get("label_smoothing", 0.0)
-    scores, target = (graph.values[v] for v in node.inputs)
-    return len(scores.shape) == 2 and not target.floating and not smoothing
-
-
-def reads_alone(graph: Graph, node: Node) -> bool:
-    """Whether nobody but this cross entropy reads its scores, not even the backward pass of their maker."""
-    value = node.inputs[0]
-    while len(_readers(graph, value)) == 1:
-        maker = graph.nodes[graph.values[value].node]
-        if maker.kind != "call" or maker.op in _KEEPS_NO_RESULT:
-            return maker.kind == "call"
-        if maker.op not in _VIEWS and not is_cast(graph, maker):
-            return False
-        value = maker.inputs[0]
-    return False
-
-
-def is_cast(graph: Graph, node: Node) -> bool:
-    """Whether a node brings numbers to float32, and does no more."""
-    if node.op != "to" or len(node.args) != 2 or node.args[1] != torch.float32 or node.kwargs:
-        return False
-    return graph.values[node.inputs[0]].dtype in ("float32", "bfloat16", "float16")
-
-
-def feeds_a_loss(graph: Graph, node: Node) -> bool:
-    """Whether a cast is for a cross entropy only, which computes in float32 from what it reads anyway."""
-    if not is_cast(graph, node):
-        return False
-    value = node.outputs[0]
-    while len(readers := _readers(graph, value)) == 1:
-        if is_plain(graph, readers[0]):
-            return readers[0].inputs[0] == value
-        if readers[0].op not in _VIEWS and not is_cast(graph, readers[0]):
-            return False
-        value = readers[0].outputs[0]
-    return False
-
-
-def _readers(graph: Graph, value: int) -> list[Node]:
-    found = [node for node in graph.nodes if value in node.inputs]
-    return found if all(node.kind != HUB for node in found) else []
+    return bool(scores.numel() >= FUSED_FROM) and _kernels(scores) is not None

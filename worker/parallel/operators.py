@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from muster.worker.parallel import losses, products
 from muster.worker.parallel.fabric import Fabric
+from muster.worker.parallel.planning import precision
 from muster.worker.parallel.planning.costs import is_training_norm
 from muster.worker.parallel.planning.graph import HUB, Graph, Node, Ref, names
 from muster.worker.parallel.planning.layouts import PARTIAL, local_shape
@@ -144,9 +145,9 @@ class LocalFunction:
         self.dtypes = [getattr(torch, graph.values[v].dtype) for v in ends]  # as recorded
         self.weight = _WEIGHTS.get(node.op, len(node.inputs))
         self.has_weight = self.weight < len(node.inputs) and _is_parameter(graph, node.inputs[self.weight])
-        self.plain_loss = losses.is_plain(graph, node)
-        self.overwrites = self.plain_loss and losses.reads_alone(graph, node)
-        self.needless = PARTIAL not in state.outs[0] and losses.feeds_a_loss(graph, node)
+        self.plain_loss = precision.is_plain_loss(graph, node)
+        self.overwrites = self.plain_loss and precision.reads_alone(graph, node)
+        self.needless = PARTIAL not in state.outs[0] and precision.feeds_a_loss(graph, node)
 
     def choose(self) -> Local:
         """The function for this operator."""
