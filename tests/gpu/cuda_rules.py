@@ -112,7 +112,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
         else:
             waits = not _SYNCHRONISING.isdisjoint(function.tags)
         machine.refuse(NOT_PERMITTED, unless=not waits or (bool(tensors) and alone))
-        machine.refuse(_GENERATOR, unless=kwargs.get("generator") is None)
+        machine.refuse(_GENERATOR, unless=_is_registered(kwargs.get("generator")))
         if function is torch.ops.aten.copy_.default:
             machine.refuse(COPY, unless=len(host) in (0, len(tensors)))
         elif any(each.dim() for each in host):  # a lone number is passed to the kernel
@@ -161,6 +161,17 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
 
 def _names_device(args: Any, kwargs: Any) -> bool:
     return any(isinstance(each, torch.device | str) for each in (*args, kwargs.get("device")))
+
+
+def _is_registered(generator: Any) -> bool:
+    """By its seed, as torch hands on another object of the same generator."""
+    seeds = [each.initial_seed() for each in getattr(_here, "registered", ())]
+    return generator is None or generator.initial_seed() in seeds
+
+
+def register(generator: Any) -> None:
+    """Lets this thread's captures draw from a generator."""
+    _here.registered = [*getattr(_here, "registered", ()), generator]
 
 
 @contextlib.contextmanager

@@ -38,6 +38,9 @@ class Graph:
     def reset(self) -> None:
         self.calls = []
 
+    def register_generator_state(self, generator: Any) -> None:
+        cuda_rules.register(generator)
+
     def pool(self) -> tuple[int, int]:
         return 0, 1
 
@@ -126,7 +129,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", cuda_rules.synchronise)
     for name in ("reduce", "all_gather", "all_reduce"):
         monkeypatch.setattr(Lane, name, _unseen(getattr(Lane, name)))
-    monkeypatch.setattr(capture, "free_generator", lambda device: None)
+    monkeypatch.setattr(capture, "free_generators", lambda device, others: None)
+    monkeypatch.setattr(capture, "is_recording", lambda device: getattr(_here, "graph", None) is not None)
     monkeypatch.setattr(capture.TrainingStep, "obstacle", lambda step: None)
     monkeypatch.setattr(Lane, "capturing", lambda lane: getattr(_here, "graph", None) is not None)
 

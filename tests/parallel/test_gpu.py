@@ -1,11 +1,13 @@
-"""The parallel quickstart on GPUs, over NCCL."""
+"""Divided models on GPUs, over NCCL; two ranks may share one, see tests/gpu/sharing.py."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from tests.gpu.sharing import launch_options, ranks_on, shared
+from muster.bench.gpu_fleet import Fleet
+from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on, shared
+from tests.parallel import gpu_checks
 from tests.scheduler.processes import ROOT
 from tests.worker.launch.launching import Place
 
@@ -35,3 +39,41 @@ def test_the_quickstart_trains_on_two_gpus(tmp_path: Path, mode: str) -> None:
     losses = [float(x) for x in re.findall(r"epoch: \d step: \d, loss is ([0-9.]+)", out)]
     assert len(losses) == 20
     assert losses == sorted(losses, reverse=True)
+
+
+SPLITS: dict[str, Any] = {
+    "data parallel": {},
+    "classes": {"head": {"n": 2}},
+    "layers": {"up": {"n": 2}, "down": {"k": 2}, "head": {"n": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    if ranks_on(torch.cuda.device_count()) < 2:
+        pytest.skip("needs 2 GPUs, or MS_TEST_RANKS_PER_GPU=2")
+    with Fleet(2, timeout_s=120, ranks_per_gpu=RANKS_PER_GPU) as found:
+        yield found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_captured_step_drops_what_an_eager_one_drops(fleet: Fleet, split: str) -> None:
+    """In float32: what differs would be other draws."""
+    settings: dict[str, Any] = {"strategies": SPLITS[split], "dropout": 0.3, "low": False}
+    eager = fleet.run(gpu_checks.train, capture=False, **settings)
+    captured = fleet.run(gpu_checks.train, capture=True, **settings)
+    for rank, each in enumerate(captured):
+        assert each["captured"], each["reason"]
+        assert each["losses"] == pytest.approx(eager[rank]["losses"], rel=1e-4)
+        assert each["draws"] == eager[rank]["draws"]
+    assert captured[0]["losses"] == pytest.approx(captured[1]["losses"], rel=1e-5)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("split", SPLITS)
+def test_captured_steps_in_bfloat16_give_the_losses_of_one_process(fleet: Fleet, split: str) -> None:
+    want = fleet.run(gpu_checks.alone)[0]
+    found = fleet.run(gpu_checks.train, capture=True, dropout=0.0, low=True, strategies=SPLITS[split])[0]
+    assert found["captured"], found["reason"]
+    assert found["losses"] == pytest.approx(want, rel=5e-3)

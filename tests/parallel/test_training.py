@@ -139,18 +139,18 @@ class Dropped(nn.Module):
         return F.mse_loss(self.fc(F.dropout(x, 0.4, self.training)), y)
 
 
-@pytest.mark.parametrize(("name", "draws"), [("gpt", False), ("dropped", True)])
-def test_only_what_draws_random_numbers_keeps_a_step_from_being_captured(name: str, draws: bool) -> None:
-    """Attention may draw; without dropout it does not."""
+@pytest.mark.parametrize(("name", "draws"), [("gpt", False), ("dropped", False), ("lstm", True)])
+def test_only_what_the_host_seeds_in_each_step_keeps_it_from_being_captured(name: str, draws: bool) -> None:
+    """Attention and dropout may draw, from generators that a graph takes along."""
 
     def one(communicator: RankCommunicator) -> str | None:
-        if not draws:
+        if name == "gpt":
             obstacle: str | None = build(name, communicator).capture_obstacle
             return obstacle
-        x = torch.rand(4, 8).double()
-        found: str | None = muster.parallelize(
-            Dropped().double(), (x, x), communicator=communicator, seed=1
-        ).capture_obstacle
+        net, batch = (Dropped(), (torch.rand(4, 8),) * 2) if name == "dropped" else (Lstm(), ids(0))
+        if name == "lstm":
+            net.body.dropout = 0.3
+        found: str | None = muster.parallelize(net, batch, communicator=communicator, seed=1).capture_obstacle
         return found
 
     for obstacle in run_ranks(2, one):
@@ -185,9 +185,9 @@ def test_dropout_is_known_by_seed_step_operator_and_part(fed: str) -> None:
     for step in range(3):
         run = Run(11, step)
         if "-" in modes:
-            mask = keep_mask(run, "dropout", (), (4, 8), 0.4, x)
+            mask = keep_mask(run, ((), ()), (4, 8), 0.4, x)
         else:
-            split = [keep_mask(run, "dropout", (r,), (2, 8), 0.4, x) for r in range(2)]
+            split = [keep_mask(Run(11, step), ((0,), (r,)), (2, 8), 0.4, x) for r in range(2)]
             mask = torch.cat(split) if modes == ("d0",) else torch.cat([s.view(4, 4) for s in split], 1)
         want = F.mse_loss(net.fc(x * mask), y).item()
         for losses, _, _ in results:

@@ -34,6 +34,7 @@ from muster.worker.parallel.planning.planner import (
     strategy_text,
     whole_shape,
 )
+from muster.worker.parallel.planning.precision import mark_autocast
 from muster.worker.parallel.planning.problem import Options, build
 from muster.worker.parallel.trace import Traced, trace
 from muster.worker.pytorch.data_parallel import DataParallel
@@ -213,6 +214,8 @@ def parallelize(
         if elastic or asked or not chosen.simple:
             raise
         return _without_graph(own, group, chosen, error)
+    if autocast is not None:
+        mark_autocast(traced.graph, autocast.itemsize)
     found = given.plan(traced.graph, group)
     seed = _seed(group, seed, shared=not elastic)
     if not elastic:

@@ -18,6 +18,7 @@ from muster.worker.parallel.planning.context import MODES
 from muster.worker.parallel.planning.costs import Machine
 from muster.worker.parallel.planning.plan import Plan
 from muster.worker.parallel.planning.planner import SEARCHES, find_plan
+from muster.worker.parallel.planning.precision import mark_autocast
 
 EXAMPLES = """\
 examples:
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--machine", metavar="FILE", help="costs that --measure wrote; default: an H200")
     add("--dataset", choices=("data_parallel", "full_batch"), default="data_parallel")
     add("--batch-norm", choices=("local", "synchronised"), default="synchronised")
+    add("--autocast", choices=("bfloat16",), help="the precision of torch.autocast; default: none")
     add("--survive", type=int, choices=(0, 1), default=0, help="1: every part of the state on two hosts")
     add("--hosts", type=int, default=0, help="hosts on which the GPUs are; default: each is one")
     add("--optimizer-states", type=int, default=2, help="tensors kept for each parameter: 2 for Adam (2)")
@@ -109,6 +111,8 @@ def _plan(options: argparse.Namespace) -> Plan:
     if loss and not callable(loss[0]):
         raise SettingsError(f"the loss that {options.model} returns is no function: {loss[0]!r}")
     graph = graph_of(net, example, options.gpus, options.dataset, loss[0] if loss else None)
+    if options.autocast:
+        mark_autocast(graph, 2)
     mode = MODES[options.mode]
     return find_plan(
         graph,

@@ -118,10 +118,10 @@ class Fabric:
 
     def gather_stacked(self, x: Any, dims: tuple[int, ...]) -> Any:
         """The ranks' tensors as one of shape [ranks, ...]."""
-        if self._alone(dims):
-            return x.detach().contiguous().clone().unsqueeze(0)
-        group = self._groups[dims]
         send = x.detach().contiguous()
+        if self._alone(dims):
+            return send.clone().unsqueeze(0)
+        group = self._groups[dims]
         recv = torch.empty((group.world_size, *send.shape), dtype=send.dtype, device=send.device)
         group.all_gather(self._raw(group, send), self._raw(group, recv))
         return recv
@@ -186,6 +186,8 @@ class Fabric:
     def run(self, x: Any, steps: Sequence[Step]) -> Any:
         """Brings a tensor from one layout to another."""
         for step in steps:
+            if self.size(step.dims) == 1:
+                continue
             if step.kind == "all_reduce":
                 x = self.all_reduce(x, step.dims)
             elif step.kind == "all_gather":

@@ -17,6 +17,8 @@ from muster.worker.pytorch.transfer import array_of
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 _REPEATS = 5
+_CALLS = 50
+"""Of kernels so short that waiting for each would be most of its time."""
 
 
 def measure(
@@ -33,29 +35,37 @@ def measure(
     device = torch.device("cuda" if cuda else "cpu")
     side = side or (8192 if cuda else 1024)
     dtype = torch.bfloat16 if cuda else torch.float32
-    a = torch.rand(side, side, device=device).to(dtype)
+    a = torch.randn(side, side, device=device).to(dtype)  # as numbers of a network are: zeros take less power
     product = _seconds(lambda: a @ a, device)
     big = torch.rand((256 if cuda else 16) * 2**20 // 4, device=device)
     other = torch.empty_like(big)
     copied = _seconds(lambda: other.copy_(big), device)
     memory = _memory(device)
-    launch = _seconds(lambda: a[0, 0] + 1, device)
-    facts = [2 * side**3 / product, 2 * big.numel() * 4 / copied, memory, -launch]
+    rows = a[:, : side // 8].contiguous()
+    summed = _seconds(lambda: [rows.sum(0) for _ in range(_CALLS)], device) / _CALLS
+    facts = [
+        2 * side**3 / product,
+        2 * big.numel() * 4 / copied,
+        memory,
+        -_launch(device),
+        rows.numel() * rows.element_size() / summed,
+    ]
     measured: dict[str, dict[str, list[list[float]]]] = {}
     if communicator is not None and communicator.world_size > 1:
         facts = [-x for x in _slowest(communicator, [-x for x in facts], device)]
         measured = _collectives(communicator, sizes, device)
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     ranks = communicator.world_size if communicator is not None else 1
-    rows = measured.get("all_reduce", {}).get(str(ranks), [])
+    sums = measured.get("all_reduce", {}).get(str(ranks), [])
     bus, latency = Machine.bus_bytes_per_s, Machine.latency_s
-    if rows:
-        latency = rows[0][1]
-        bus = 2 * (ranks - 1) / ranks * rows[-1][0] / max(1e-9, rows[-1][1])
+    if sums:
+        latency = sums[0][1]
+        bus = 2 * (ranks - 1) / ranks * sums[-1][0] / max(1e-9, sums[-1][1])
     return Machine(
         f"{name}, measured on {ranks} rank{'s' if ranks > 1 else ''}",
         flops_per_s=facts[0],
         memory_bytes_per_s=facts[1],
+        column_bytes_per_s=facts[4],
         bus_bytes_per_s=bus,
         latency_s=latency,
         launch_s=-facts[3],
@@ -74,6 +84,28 @@ def _seconds(function: Callable[[], Any], device: Any) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
     return sorted(times[1:])[_REPEATS // 2]
+
+
+def _launch(device: Any) -> float:
+    """Seconds of a kernel with nothing to do: on a GPU in a graph, as a captured step has it."""
+    number = torch.zeros(1, device=device)
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            number.add_(1)
+
+    if device.type != "cuda":
+        return _seconds(calls, device) / _CALLS
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        calls()
+        graph.capture_begin(capture_error_mode="thread_local")
+        calls()
+        graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    once = _seconds(graph.replay, device) - _seconds(lambda: None, device)
+    return max(1e-9, once / _CALLS)
 
 
 def _memory(device: Any) -> float:

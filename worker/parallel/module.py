@@ -15,13 +15,14 @@ from muster.worker.communicators.base import Communicator
 from muster.worker.errors import ArrayError, SettingsError, WorkerError
 from muster.worker.parallel.fabric import Fabric, Move, Scale
 from muster.worker.parallel.gradients import Gradients, HeldParameter, share_of
-from muster.worker.parallel.operators import Local, Run, local_function
+from muster.worker.parallel.operators import DRAWS_BY_GENERATOR, Local, Run, local_function
 from muster.worker.parallel.planning.buckets import Holding, edge_layouts, gradient_buckets, holdings
 from muster.worker.parallel.planning.graph import Node, Value
 from muster.worker.parallel.planning.layouts import Layout, local_shape, parts, plan_move, replicated, slices
 from muster.worker.parallel.planning.plan import Plan
 from muster.worker.parallel.planning.problem import State
 from muster.worker.parallel.trace import Traced
+from muster.worker.pytorch import capture
 from muster.worker.pytorch.transfer import broadcast_tensors
 
 _WARM_UP, _MEASURED = 2, 5
@@ -96,6 +97,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self.plan, self._states, self.fabric = plan, plan.states, fabric
         self._factors = self._gradient_factors()
         self._steps_timed = 0
+        self._run.generators.clear()
+        self._goes_on = False  # the next pass is of the step that the last one was of
+        self._captured_passes = 0
 
     def move(self, plan: Plan, communicator: Communicator, values: Mapping[str, Any]) -> None:
         """Changes to another plan on other ranks; all of them call this.
@@ -288,8 +292,12 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         training = self.training and torch.is_grad_enabled()
         self._check_modes()
         self._run.training = self.training
+        self._run.casts.clear()
         self._gradients.gather()
         self._gradients.begin()
+        recorded = capture.is_recording(next(self.parameters()).device)
+        if not recorded and not self._goes_on:
+            self._run.begin()
         values = self._start(batch)
         clock = self._clock(training)
         with self._cast():
@@ -310,7 +318,12 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 else:
                     values.update(zip(each.outputs, result, strict=False))
                 clock(each.module)
-        self._run.step += self.training
+        self._run.casts.clear()
+        self._goes_on = training and not self._gradients.synchronize
+        if recorded:  # computes nothing yet
+            self._captured_passes += self.training
+        else:
+            self._run.step += self.training
         result = [
             Scale.apply(x, factor) if factor != 1 and x.requires_grad else x
             for x, factor in zip(result, self._factors, strict=True)
@@ -412,8 +425,22 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     @property
     def capture_obstacle(self) -> str | None:
         """Why no CUDA graph can hold a step; None: no reason is known."""
-        drawn = [node.name for node in self._graph.nodes if node.kind == "call" and node.draws]
+        drawn = [
+            node.name
+            for node in self._graph.nodes
+            if node.kind == "call" and node.draws and node.op not in DRAWS_BY_GENERATOR
+        ]
         return f"{drawn[0]} draws random numbers that the host seeds in each step" if drawn else None
+
+    def captured_generators(self) -> list[Any]:
+        """What a CUDA graph of a step, whose capture begins now, draws from beside torch's own generator."""
+        self._captured_passes = 0
+        return list(self._run.generators.values())
+
+    def before_replay(self) -> None:
+        """Sets the generators to where an eager step would begin: a graph draws on from there."""
+        self._run.begin()
+        self._run.step += self._captured_passes
 
     def plan_for(self, communicator: Communicator) -> Plan:
         """The plan for other ranks; the present one if there are as many of them.
@@ -583,6 +610,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     def forget_backward(self) -> None:
         """Forgets a backward pass that broke off, and all gradients."""
         self._gradients.forget()
+        self._goes_on = False
 
     def close(self) -> None:
         """Ends the communicators of the mesh."""

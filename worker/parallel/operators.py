@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from muster.worker.communicators.base import ReduceOp
+from muster.worker.parallel import losses, products
 from muster.worker.parallel.fabric import Fabric
+from muster.worker.parallel.planning import precision
 from muster.worker.parallel.planning.costs import is_training_norm
 from muster.worker.parallel.planning.graph import HUB, Graph, Node, Ref, names
 from muster.worker.parallel.planning.layouts import PARTIAL, local_shape
@@ -25,23 +27,47 @@ _RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze
 _LOSSES = names(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
-_CHUNK_ELEMENTS = 16 * 2**20
+_WEIGHTS = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
+DRAWS_BY_GENERATOR = names("dropout scaled_dot_product_attention")
 _generators = threading.Lock()
+
+
+Where = tuple[tuple[int, ...], tuple[int, ...]]
+"""The mesh dimensions along which something is divided, and a rank's place in each."""
 
 
 @dataclass(slots=True)
 class Run:
     """A forward pass: seed, rank, mode; dropout depends on all of it.
 
+    A generator for each division of what is drawn goes on from operator to operator, the same on all ranks
+    that have the same part. A CUDA graph cannot seed, but draws on from where the host has set them.
+
     Attributes:
         seed: the same on all ranks.
         step: number of training passes so far.
         training: whether dropout and the statistics of batches count.
+        casts: of its weights.
+        generators: by what they draw for.
     """
 
     seed: int
     step: int = 0
     training: bool = True
+    casts: products.Casts = field(default_factory=products.Casts)
+    generators: dict[Where, Any] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Sets the generators to where this step begins."""
+        for where, generator in self.generators.items():
+            generator.manual_seed(seed_of(self, str(where[0]), where[1]))
+
+    def generator(self, where: Where, device: Any) -> Any:
+        """What draws for a part."""
+        if where not in self.generators:
+            seed = seed_of(self, str(where[0]), where[1])
+            self.generators[where] = torch.Generator(device).manual_seed(seed)
+        return self.generators[where]
 
 
 Local = Callable[[Sequence[Any]], Any]
@@ -68,15 +94,22 @@ def fill(arguments: Any, tensors: Sequence[Any]) -> Any:
     return arguments
 
 
+def _is_parameter(graph: Graph, value: int) -> bool:
+    maker = graph.nodes[graph.values[value].node]
+    while maker.kind == HUB:
+        maker = graph.nodes[graph.values[maker.inputs[0]].node]
+    return maker.kind == "parameter"
+
+
 def seed_of(run: Run, name: str, shard: Sequence[int]) -> int:
-    """The seed of what an operator draws in a step; ranks with the same part have the same."""
+    """The seed of what is drawn in a step; ranks with the same part have the same."""
     text = f"{run.seed} {run.step} {name} {tuple(shard)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def keep_mask(run: Run, name: str, shard: Sequence[int], shape: Sequence[int], p: float, like: Any) -> Any:
+def keep_mask(run: Run, where: Where, shape: Sequence[int], p: float, like: Any) -> Any:
     """A part's mask for dropout: 0 with probability ``p``, otherwise 1 / (1 - p); of 1 zeros are left."""
-    generator = torch.Generator(device=like.device).manual_seed(seed_of(run, name, shard))
+    generator = run.generator(where, like.device)
     mask = torch.rand(tuple(shape), generator=generator, device=like.device) >= p
     return mask.to(like.dtype) / (1 - p if p < 1 else 1)
 
@@ -108,18 +141,29 @@ class LocalFunction:
         self.whole = [graph.values[v].shape for v in node.inputs]
         sums = [m for m, entry in enumerate(state.outs[0]) if entry == PARTIAL and state.modes[m] != "sum"]
         self.summed = math.prod(mesh[m] for m in sums) if state.outs else 1
+        ends = [*node.inputs[:1], *node.outputs[:1]]
+        self.dtypes = [getattr(torch, graph.values[v].dtype) for v in ends]  # as recorded
+        self.weight = _WEIGHTS.get(node.op, len(node.inputs))
+        self.has_weight = self.weight < len(node.inputs) and _is_parameter(graph, node.inputs[self.weight])
+        self.plain_loss = precision.is_plain_loss(graph, node)
+        self.overwrites = self.plain_loss and precision.reads_alone(graph, node)
+        self.needless = PARTIAL not in state.outs[0] and precision.feeds_a_loss(graph, node)
 
     def choose(self) -> Local:
         """The function for this operator."""
         op = self.node.op
         if op in _RESHAPES and (op != "view" or isinstance(self.node.args[1], (list, tuple))):
             return lambda tensors: tensors[0].reshape(self.shapes[0])
+        if self.needless:
+            return lambda tensors: tensors[0] if tensors[0].dtype.itemsize < 4 else self.plain(tensors)
         if op == "expand":
             return lambda tensors: tensors[0].expand(self.shapes[0])
         if op == "cross_entropy_loss" or op.startswith("nll_loss"):
             return self._cross_entropy
         if op in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
             return self.with_bias
+        if op in _WEIGHTS:
+            return lambda tensors: self._product(fill(self.node.args, tensors))
         if op == "embedding" and "v" in self.along:
             return self.embedding
         if op == "batch_norm":
@@ -162,7 +206,18 @@ class LocalFunction:
             args[place] = args[place] / self.fabric.size(self.along["k"])
         if "g" in self.along:
             args[6] //= self.fabric.size(self.along["g"])
+        if self.node.op in _WEIGHTS and not self.node.kwargs:
+            return self._product(args)
         return self.function(*args, **fill(self.node.kwargs, tensors))
+
+    def _product(self, args: Sequence[Any]) -> Any:
+        """The operator itself, but for a product with a parameter that autocast would cast."""
+        x, weight = args[self.weight - 1], args[self.weight]
+        bias = args[0] if self.node.op == "addmm" else (*args, None)[2]
+        if not self.has_weight or not products.applies(x, weight, bias):
+            return self.function(*args)
+        low = self.run.casts.of(weight, torch.bfloat16)
+        return products.Product.apply(x, weight, bias, low, self.node.op != "linear")
 
     def embedding(self, tensors: Sequence[Any]) -> Any:
         """Rows are split: ids of other ranks give zeros."""
@@ -179,25 +234,31 @@ class LocalFunction:
         scores, target = tensors[:2]
         reduction = self._argument(3, "reduction", MEAN)
         ignored = self._argument(4, "ignore_index", -100)
-        if reduction == 0 or not self.along.keys() & {"m", "v"}:
-            return self.plain(tensors)
-        if "v" in self.along:
-            losses = ClassCrossEntropy.apply(scores, target, self.fabric, self.along["v"], ignored)
+        fused = self.plain_loss and reduction != 0 and ("v" in self.along or losses.pays(scores))
+        if not fused and self.plain_loss:  # its cast may have been left out
+            scores = scores.to(self.dtypes[0])
+        if not fused and (reduction == 0 or "m" not in self.along):
+            return self.plain([scores, *tensors[1:]])
+        if fused:
+            dims = self.along.get("v", ())
+            gather = functools.partial(self.fabric.gather_stacked, dims=dims) if dims else None
+            first = self.fabric.index(dims) * scores.shape[1]
+            each = losses.CrossEntropy.apply(scores, target, first, gather, ignored, self.overwrites)
         elif self.node.op == "cross_entropy_loss":
             smoothing = self._argument(5, "label_smoothing", 0.0)
-            losses = functional.cross_entropy(
+            each = functional.cross_entropy(
                 scores, target, reduction="none", ignore_index=ignored, label_smoothing=smoothing
             )
         else:
-            losses = functional.nll_loss(scores, target, reduction="none", ignore_index=ignored)
-        exact = torch.promote_types(losses.dtype, torch.float32)  # float16 ends at 65,504
-        total = losses.sum(dtype=exact)
+            each = functional.nll_loss(scores, target, reduction="none", ignore_index=ignored)
+        exact = torch.promote_types(each.dtype, torch.float32)  # float16 ends at 65,504
+        total = each.sum(dtype=exact)
         if reduction == MEAN:
             count = (target != ignored).sum().to(exact).reshape(1)
             if "m" in self.along:  # the ranks may have ignored different numbers of targets
                 count = self.fabric.all_reduce(count, self.along["m"])
             total = total / count[0]
-        return total.to(losses.dtype)
+        return total.to(self.dtypes[1])
 
     def _batch_norm(self, tensors: Sequence[Any]) -> Any:
         training = is_training_norm(self.node) and self.run.training
@@ -226,7 +287,7 @@ class LocalFunction:
         x, p = tensors[0], self.node.args[1]
         if not (self.run.training and self._argument(2, "train", True)) or p == 0:
             return x.view_as(x)
-        return x * keep_mask(self.run, self.node.name, self._shard(), x.shape, p, x)
+        return x * keep_mask(self.run, (self.split, self._shard()), x.shape, p, x)
 
     def _attention(self, tensors: Sequence[Any]) -> Any:
         """Attention with dropout, written out so that the mask is known."""
@@ -249,7 +310,7 @@ class LocalFunction:
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         weights = torch.ops.aten._safe_softmax(scores, -1)  # a row that is masked as a whole gives zeros
-        kept = keep_mask(self.run, self.node.name, self._shard(), weights.shape, p, weights)
+        kept = keep_mask(self.run, (self.split, self._shard()), weights.shape, p, weights)
         return (weights * kept) @ v
 
     def _recurrent(self, tensors: Sequence[Any]) -> Any:
@@ -270,53 +331,6 @@ class LocalFunction:
         with _generators, torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed_of(self.run, self.node.name, self._shard()))
             return draw()
-
-
-class ClassCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
-    """The cross entropy of each row of scores whose classes are split: no rank ever has a whole row.
-
-    The ranks exchange the rows' maxima, then their sums of exponentials and the scores of the targets. Apart
-    from the scores nothing of their size is kept, and only a chunk of rows is in work at a time.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Any, target: Any, fabric: Fabric, dims: tuple[int, ...], ignored: int
-    ) -> Any:
-        """Losses of shape [rows]; 0 where the target is ignored."""
-        classes = scores.shape[1]
-        first = fabric.index(dims) * classes
-        own = target - first
-        here = (own >= 0) & (own < classes) & (target != ignored)
-        own = own.clamp(0, classes - 1)
-        exact = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
-        top = fabric.all_reduce(scores.max(1).values.to(exact), dims, ReduceOp.MAX)
-        sums = torch.empty((2, len(target)), dtype=exact, device=scores.device)
-        for rows in _chunks(scores):
-            sums[0, rows] = (scores[rows].to(exact) - top[rows, None]).exp_().sum(1)
-        sums[1] = scores.gather(1, own[:, None])[:, 0].to(exact) * here
-        sums = fabric.all_reduce(sums, dims)
-        total = sums[0].log() + top
-        ctx.save_for_backward(scores, own, here, total, target != ignored)
-        return (total - sums[1]) * (target != ignored)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Any) -> Any:
-        """Probabilities less one at the target."""
-        scores, own, here, total, counted = ctx.saved_tensors
-        weight = grad * counted
-        out = torch.empty_like(scores)
-        for rows in _chunks(scores):
-            part = (scores[rows].to(total.dtype) - total[rows, None]).exp_()
-            out[rows] = part.mul_(weight[rows, None]).to(out.dtype)
-        out.scatter_add_(1, own[:, None], (-weight * here).to(out.dtype)[:, None])
-        return out, None, None, None, None
-
-
-def _chunks(scores: Any) -> list[slice]:
-    stride = max(1, _CHUNK_ELEMENTS // max(1, scores.shape[1]))
-    return [slice(start, start + stride) for start in range(0, scores.shape[0], stride)]
 
 
 class BatchNorm(torch.autograd.Function):  # type: ignore[misc]

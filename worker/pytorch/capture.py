@@ -11,7 +11,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -322,6 +322,7 @@ class TrainingStep:
                 self._note("captured_step")
                 if not self._updates_last:  # another step of this model may have said so of itself
                     self._before_update()
+                getattr(self._model, "before_replay", _nothing)()
                 self._graph.replay()
                 self._before_update()
                 self._update.replay()
@@ -421,6 +422,9 @@ class TrainingStep:
         static = tuple(tensor.clone() for tensor in batch)
         graph, update, loss, error = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), None, None
         versions = self._versions()
+        generators: list[Any] = getattr(self._model, "captured_generators", list)()
+        for generator in generators:
+            graph.register_generator_state(generator)
         communicator: Any = self._communicator
         self._note = _ignore if communicator is None else communicator.note
         self._ended = False
@@ -437,7 +441,7 @@ class TrainingStep:
                 self._body.update()
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-            free_generator(self._device)
+            free_generators(self._device, generators)
         succeeded = False
         try:
             succeeded = self._all_succeeded(error is None)
@@ -582,10 +586,15 @@ def capture_step(
     return TrainingStep(body, model, optimizer, warmup_steps=warmup_steps, capture=capture, strict=strict)
 
 
-def free_generator(device: Any) -> None:
-    """Frees the GPU's random generator from a failed capture, in which torch leaves it."""
-    generator = torch.cuda.default_generators[device.index]
-    generator.graphsafe_set_state(generator.clone_state())
+def free_generators(device: Any, others: Sequence[Any]) -> None:
+    """Frees the GPU's random generators from a failed capture, in which torch leaves them."""
+    for generator in (torch.cuda.default_generators[device.index], *others):
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def is_recording(device: Any) -> bool:
+    """Whether what is called now is recorded into a graph, and computed by its replays only."""
+    return bool(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _nothing() -> None:

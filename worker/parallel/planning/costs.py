@@ -42,9 +42,10 @@ class Machine:
         name: for people.
         flops_per_s: of a matrix product.
         memory_bytes_per_s: of reading and writing memory.
+        column_bytes_per_s: of reading rows to add them up, as gradients of biases and norms do.
         bus_bytes_per_s: of collectives, as nccl-tests define it.
         latency_s: of a collective that has to be waited for.
-        launch_s: of an operator.
+        launch_s: of a kernel of a captured step, beside what it computes.
         memory_bytes: of one rank.
         exposed: the share of gradient communication that is not hidden behind the backward pass, 0 to 1.
         measured: seconds of collectives: kind -> ranks as text -> [bytes, seconds] rows, smallest first.
@@ -53,9 +54,10 @@ class Machine:
     name: str = "H200, assumed"
     flops_per_s: float = 600e12
     memory_bytes_per_s: float = 3.6e12
+    column_bytes_per_s: float = 1e12
     bus_bytes_per_s: float = 355e9
     latency_s: float = 15e-6
-    launch_s: float = 6e-6
+    launch_s: float = 2e-6
     memory_bytes: float = 139e9
     exposed: float = 0.7
     measured: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = field(default_factory=dict)
@@ -113,43 +115,6 @@ def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
 # ---------------------------------------------------------------- operators
 
 
-_ATTENTION = "scaled_dot_product_attention"
-
-
-def flops(graph: Graph, node: Node) -> float:
-    """Floating-point operations of the forward pass of a whole operator, of those that count."""
-    shapes = [graph.values[v].shape for v in node.inputs]
-    out = graph.values[node.outputs[0]].numel if node.outputs else 0
-    if node.op in ("linear", "matmul", "mm", "bmm"):
-        return 2.0 * out * shapes[0][-1]
-    if node.op == "addmm":
-        return 2.0 * out * shapes[1][-1]
-    if node.op in ("conv1d", "conv2d", "conv3d"):
-        return 2.0 * out * math.prod(shapes[1][1:])
-    if node.op == _ATTENTION:
-        return 4.0 * out * shapes[1][-2]
-    if node.op in ("lstm", "gru") and shapes:
-        steps = math.prod(shapes[0][:-1])
-        return 2.0 * steps * sum(math.prod(shape) for shape in shapes[2:] if len(shape) == 2)
-    if node.op == "einsum":
-        sizes: dict[str, int] = {}
-        for term, shape in zip(
-            str(node.args[0]).replace(" ", "").split("->")[0].split(","), shapes, strict=False
-        ):
-            sizes.update(zip(term, shape, strict=False))
-        return 2.0 * math.prod(sizes.values())
-    return 0.0
-
-
-def operator_s(graph: Graph, node: Node, divided: int, machine: Machine) -> float:
-    """Seconds of the forward and backward pass of an operator that ``divided`` ranks share."""
-    if node.kind != "call" or node.op in LINEAR_VIEWS:
-        return 0.0
-    moved = sum(graph.values[v].nbytes for v in (*node.inputs, *node.outputs))
-    work = max(3 * flops(graph, node) / machine.flops_per_s, 3 * moved / machine.memory_bytes_per_s)
-    return work / divided + machine.launch_s
-
-
 def kept_bytes(graph: Graph, node: Node, outs: Sequence[Layout], mesh: Mesh) -> float:
     """Bytes that an operator's results hold on one rank until the backward pass has used them."""
     if node.kind != "call" or node.op in LINEAR_VIEWS:
@@ -173,7 +138,7 @@ def inner_collectives(
     """
     along = {name: tuple(m for m, each in enumerate(names) if each == name) for name in names}
     shape = local_shape(ins[0], mesh, graph.values[node.inputs[0]].shape) if node.inputs else ()
-    item = graph.values[node.inputs[0]].itemsize if node.inputs else 0
+    item = max(4, graph.values[node.inputs[0]].itemsize) if node.inputs else 0  # sums are of float32 at least
     found = []
 
     def add(phase: str, kind: str, dims: tuple[int, ...], elements: int) -> None:
@@ -184,9 +149,9 @@ def inner_collectives(
         reduction = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", MEAN)
         if "m" in along and reduction == MEAN:
             add("forward", "all_reduce", along["m"], 1)
-        if "v" in along:
-            add("forward", "all_reduce", along["v"], shape[0])
-            add("forward", "all_reduce", along["v"], 2 * shape[0])
+        if "v" in along:  # maxima, sums and targets' scores
+            ranks = math.prod(mesh[d] for d in along["v"])
+            add("forward", "all_gather", along["v"], ranks * 3 * shape[0])
     if node.op == "batch_norm" and "b" in along and is_training_norm(node) and not local_norm:
         ranks = math.prod(mesh[d] for d in along["b"])
         add("forward", "all_gather", along["b"], ranks * 2 * shape[1])

@@ -20,6 +20,9 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_TYPE_AND_SHAPE = names("type_as view_as expand_as")
+"""Operators that ask no more of their second input."""
+
 _CONSTANT = names(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like "
     "new_zeros new_ones new_full new_empty"
@@ -173,14 +176,18 @@ class Graph:
         flows: set[int] = set()
         for node in reversed(self.nodes):
             if node.kind == "output" or any(value in flows for value in node.outputs):
-                flows |= {value for value in node.inputs if self.values[value].needs_grad}
+                flows |= {value for value in _differentiated(node) if self.values[value].needs_grad}
         for index, value in enumerate(self.values):
             value.needs_grad = index in flows
 
     def edge_needs_grad(self, node: Node, position: int) -> bool:
         """Whether a gradient comes back from a node to the maker of its input."""
         leads_on = node.kind == "output" or any(self.values[v].needs_grad for v in node.outputs)
-        return leads_on and self.values[node.inputs[position]].needs_grad
+        return (
+            leads_on
+            and position < len(_differentiated(node))
+            and self.values[node.inputs[position]].needs_grad
+        )
 
     def _mark(self, node: Node) -> None:
         sources = [self.values[index] for index in node.inputs]
@@ -217,3 +224,8 @@ class Graph:
 
 def _copy(value: Value) -> Value:
     return Value(value.name, value.shape, value.dtype, value.itemsize, value.floating)
+
+
+def _differentiated(node: Node) -> tuple[int, ...]:
+    """The inputs by whose contents a node is differentiated."""
+    return node.inputs[:1] if node.op in _TYPE_AND_SHAPE else node.inputs

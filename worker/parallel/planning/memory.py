@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.worker.parallel.planning.buckets import edge_layouts, gradient_buckets, holdings
 from muster.worker.parallel.planning.graph import HUB, Graph, Node, Value, names
 from muster.worker.parallel.planning.layouts import Layout, Mesh, parts
+from muster.worker.parallel.planning.precision import (
+    FUSED_FROM,
+    RUNS_EXACT,
+    RUNS_LOW,
+    feeds_a_loss,
+    is_plain_loss,
+    reads_alone,
+)
 from muster.worker.parallel.planning.problem import State
 from muster.worker.parallel.planning.rules import LINEAR_VIEWS
 
@@ -145,11 +154,20 @@ class _Play:
                 self._drop(name)
 
     def _is_view(self, node: Node) -> bool:
-        if node.kind == HUB or node.op == "detach":
+        if node.kind == HUB or node.op == "detach" or feeds_a_loss(self.graph, node):
             return True
         if node.op in ("reshape", "flatten") and node.inputs[0] in self.turned:
             return False  # a copy, in the order of the new shape
         return node.op in LINEAR_VIEWS and node.op not in _COPIES
+
+    def _is_fused(self, index: int) -> bool:
+        """Whether a cross entropy keeps its scores and no more."""
+        node, state = self.graph.nodes[index], self.states[index]
+        if node.op != "cross_entropy_loss":
+            return False
+        scores = self.graph.values[node.inputs[0]]
+        many = scores.numel / parts(state.ins[0], self.mesh) >= FUSED_FROM
+        return "v" in state.modes or (many and is_plain_loss(self.graph, node))
 
     def _save(self, index: int, node: Node, moved: dict[int, tuple[str, int]]) -> None:
         graph = self.graph
@@ -157,13 +175,16 @@ class _Play:
             return
         keeps: list[tuple[str, int]] = []
         known = node.op in _SAVES_INPUTS | _SAVES_OUTPUTS | _SAVES_NOTHING
-        exchanged = node.op in ("cross_entropy_loss",) and "v" in self.states[index].modes
+        fused = self._is_fused(index)
         synchronised = node.op == "batch_norm" and "b" in self.states[index].modes
-        if (node.op in _SAVES_INPUTS and not synchronised) or not known or exchanged:
+        if (node.op in _SAVES_INPUTS and not synchronised) or not known or fused:
             for position, value in enumerate(node.inputs):
                 single = node.op in ("mul", "div") and len(node.inputs) == 1
                 name = moved.get(position, self.storage.get(value))
-                if name is not None and not single:
+                cast = self._cast(index, position)
+                if cast is not None:
+                    keeps.append(cast)
+                elif name is not None and not single:
                     keeps.append(name)
         if node.op in _SAVES_OUTPUTS or not known:
             keeps += [self.storage[value] for value in node.outputs]
@@ -175,19 +196,44 @@ class _Play:
         for name in self.saved[index]:
             self.owners[name] = self.owners.get(name, 0) + 1
 
+    def _cast(self, index: int, position: int) -> tuple[str, int] | None:
+        """The copy of an input in the precision in which an operator runs; of a weight there is one."""
+        node, value = self.graph.nodes[index], self.graph.values[self.graph.nodes[index].inputs[position]]
+        width = self.graph.values[node.outputs[0]].itemsize
+        if (
+            node.op not in RUNS_LOW | RUNS_EXACT
+            or node.op == "cross_entropy_loss"
+            or not value.floating
+            or value.itemsize == width
+            or len(value.shape) < 2
+        ):
+            return None
+        maker = self.graph.nodes[value.node]
+        while maker.kind == HUB:
+            maker = self.graph.nodes[self.graph.values[maker.inputs[0]].node]
+        name = (f"{maker.name if maker.kind == 'parameter' else node.name}~", position)
+        if name not in self.live:
+            self._take(name, self._local(value, self.states[index].ins[position]) * width // value.itemsize)
+        return name
+
     def _extra(self, index: int, node: Node) -> int:
         """Bytes that an operator makes for its backward pass only."""
         state, values = self.states[index], self.graph.values
         own = self._local(values[node.inputs[0]], state.ins[0]) if node.inputs else 0
         out = self._local(values[node.outputs[0]], state.outs[0])
-        if node.op in ("cross_entropy_loss",) and "v" not in state.modes:
+        if node.op == "cross_entropy_loss" and not self._is_fused(index):
             return own  # the logarithms of the probabilities
         if node.op == "batch_norm" and "b" in state.modes:
             return own  # the normalised input
         if node.op == "dropout" and node.draws:
             return out  # the mask
+        results = out // max(1, values[node.outputs[0]].itemsize)
+        if node.op == "layer_norm":
+            return results // math.prod(node.args[1]) * 8  # mean and deviation of each row, in float32
+        if node.op == "scaled_dot_product_attention":
+            return results // values[node.outputs[0]].shape[-1] * 4  # each query's sum of exponentials
         if node.op.startswith("max_pool"):
-            return out // max(1, values[node.outputs[0]].itemsize) * 8  # indices
+            return results * 8  # indices
         return 0
 
     # ------------------------------------------------------------ the backward pass
@@ -229,16 +275,25 @@ class _Play:
         """One user of a value gives its gradient."""
         node, state = self.graph.nodes[index], self.states[index]
         handed_on = node.op in ("add", "sub") or self._is_view(node)
+        scores = self.storage.get(value)
         nbytes = self._local(self.graph.values[value], state.in_grads[position])
         name = ("grad", value)
+        width = self.graph.values[node.outputs[0]].itemsize if node.outputs else 0
+        itemsize = self.graph.values[value].itemsize
+        of_weight = self.graph.nodes[self.graph.values[value].node].kind == "parameter"
+        if node.op in RUNS_LOW and itemsize > width and not of_weight:  # it comes low, and is cast
+            self._take(("low", value), nbytes * width // itemsize)
         if name in self.live:  # added to what is there: for a moment both
             if not handed_on:
                 self._take(("sum", value), nbytes)
                 self._drop(("sum", value))
         elif handed_on and ("grad", node.outputs[0]) in self.live:
             self.live[name] = self.live.pop(("grad", node.outputs[0]))
+        elif scores is not None and self._is_fused(index) and reads_alone(self.graph, node):
+            self.live[name] = self.live.pop(scores, 0)  # it takes the scores' memory
         elif node.kind != "output":
             self._take(name, nbytes)
+        self._drop(("low", value))
 
     def _arrived(
         self, name: str, buckets: list[tuple[set[str], tuple[str, ...]]], sizes: dict[str, int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import math
@@ -378,6 +379,12 @@ class Plan:
                 "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
             )
         return "\n".join(lines)
+
+    @property
+    def digest(self) -> str:
+        """The same for plans that divide a graph alike."""
+        text = f"{self.mesh} {[state.key for state in self.states]}"
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def timeline(self) -> Timeline:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.parallel.planning.costs import Machine, inner_collectives, kept_bytes, operator_s
+from muster.worker.parallel.planning.costs import Machine, inner_collectives, kept_bytes
 from muster.worker.parallel.planning.graph import HUB, Graph, Node
 from muster.worker.parallel.planning.layouts import (
     PARTIAL,
@@ -28,6 +28,7 @@ from muster.worker.parallel.planning.layouts import (
     plan_move,
 )
 from muster.worker.parallel.planning.rules import WHOLE, Mode, modes_of
+from muster.worker.parallel.planning.work import Works
 
 Matrix = npt.NDArray[np.float64]
 
@@ -143,7 +144,7 @@ def build(
     Raises:
         KeyError: a pinned node has no such state on this mesh.
     """
-    problem = Problem(graph, mesh, machine)
+    problem, works = Problem(graph, mesh, machine), Works(graph, mesh, machine)
     inputs, outputs = iter(options.inputs), iter(options.outputs)
     used = _dims_used(graph)
     alike: dict[str, list[State]] = {}  # layers come again and again
@@ -162,9 +163,10 @@ def build(
                 problem.without_rule.append(node.name)
             shapes = [(graph.values[v].shape, graph.values[v].dtype) for v in (*node.inputs, *node.outputs)]
             grad = [graph.values[v].needs_grad for v in node.outputs]
-            memo = f"{node.op} {node.kind} {modes} {shapes} {grad} {node.args} {node.kwargs}"
+            place = works.traits(node)
+            memo = f"{node.op} {node.kind} {modes} {shapes} {grad} {node.args} {node.kwargs} {place}"
             if memo not in alike:
-                alike[memo] = _ways(problem, node, modes, options)
+                alike[memo] = _ways(problem, works, node, modes, options)
             states = alike[memo]
         if pins and node.name in pins:
             states = [state for state in states if pins[node.name](node, state)]
@@ -192,7 +194,7 @@ def _dims_used(graph: Graph) -> dict[int, set[int]]:
     return used
 
 
-def _ways(problem: Problem, node: Node, modes: Sequence[Mode], options: Options) -> list[State]:
+def _ways(problem: Problem, works: Works, node: Node, modes: Sequence[Mode], options: Options) -> list[State]:
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     ins = [graph.values[v].shape for v in node.inputs]
     outs = [graph.values[v].shape for v in node.outputs]
@@ -216,7 +218,8 @@ def _ways(problem: Problem, node: Node, modes: Sequence[Mode], options: Options)
         if not all(fits(a, mesh, s) for a, s in zip(state_outs, outs, strict=True)):
             continue
         divided = math.prod(n for n, mode in zip(mesh, combination, strict=True) if mode.size)
-        seconds = 0.0 if options.communication_only else operator_s(graph, node, divided, machine)
+        work = works.seconds(node, state_ins, state_outs, divided)
+        seconds = 0.0 if options.communication_only else work.forward + work.backward
         for each in inner_collectives(graph, node, names, state_ins, mesh, local_norm=options.local_norm):
             seconds += machine.collective_s(each.kind, math.prod(mesh[d] for d in each.dims), each.nbytes)
         found.append(

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.worker.parallel.planning.buckets import gradient_buckets, holdings, node_collectives
-from muster.worker.parallel.planning.costs import Machine, operator_s
+from muster.worker.parallel.planning.costs import Machine
 from muster.worker.parallel.planning.graph import HUB, Graph
 from muster.worker.parallel.planning.layouts import Mesh
 from muster.worker.parallel.planning.problem import State
-
-_FORWARD = 1 / 3
-"""Share of the forward pass in an operator's time: the backward pass has two products for each of its one."""
+from muster.worker.parallel.planning.work import Works
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +66,19 @@ def timeline(
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
     """
     forward_s, now = 0.0, 0.0
+    works = Works(graph, mesh, machine)
     times = []
     for index, (node, state) in enumerate(zip(graph.nodes, states, strict=True)):
         divided = math.prod(
             size for size, mode in zip(mesh, state.modes, strict=False) if mode not in ("-", "grad", "sum")
         )
-        whole = operator_s(graph, node, divided, machine)
+        work = works.seconds(node, state.ins, state.outs, divided)
         moved = {"forward": 0.0, "backward": 0.0}
         for each in node_collectives(graph, states, mesh, index, local_norm=local_norm):
             ranks = math.prod(mesh[d] for d in each.dims)
             moved[each.phase] += machine.collective_s(each.kind, ranks, each.nbytes)
-        back = any(graph.values[value].needs_grad for value in (*node.inputs, *node.outputs))
-        forward_s += whole * (_FORWARD if back else 1) + moved["forward"]
-        times.append(whole * (1 - _FORWARD) + moved["backward"] if back else 0.0)
+        forward_s += work.forward + moved["forward"]
+        times.append(work.backward + moved["backward"])
     ready: dict[int, float] = {}  # by value, when its gradient is there
     for node, seconds in zip(reversed(graph.nodes), reversed(times), strict=True):
         if node.kind == HUB and not seconds:

@@ -1,0 +1,87 @@
+"""What the GPU tests of divided models run on each rank of a fleet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import muster
+from muster.worker.parallel.planning.costs import Machine
+from muster.worker.pytorch.capture import capture_step
+
+STEPS = 7
+
+
+class Words(nn.Module):
+    """A block with attention, dropout, and scores of many words."""
+
+    def __init__(self, words: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = dropout
+
+    def forward(self, ids: Any, following: Any) -> Any:
+        x = self.words(ids)
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        dropped = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout)
+        x = x + dropped.transpose(1, 2).flatten(2)
+        x = x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), following.flatten())
+
+
+def train(
+    comm: Any, *, strategies: dict[str, Any], dropout: float, capture: bool, low: bool, words: int = 20_000
+) -> dict[str, Any]:
+    """Losses of a few steps of a divided model on a batch that is the same in each; the memory they took."""
+    torch.manual_seed(0)
+    net = Words(words, 64, dropout).cuda()
+    draw = torch.Generator().manual_seed(comm.rank)
+    ids, following = (torch.randint(words, (4, 32), generator=draw).cuda() for _ in range(2))
+    model = muster.parallelize(
+        net,
+        (ids, following),
+        communicator=comm,
+        mode="semi_auto",
+        strategies=strategies,
+        machine=Machine(),
+        seed=5,
+        autocast=torch.bfloat16 if low else None,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
+    step = capture_step(model, model, optimizer, capture=capture)
+    torch.cuda.reset_peak_memory_stats()
+    losses = [step(ids, following).item() for _ in range(STEPS)]
+    found = {
+        "losses": losses,
+        "captured": step.captured,
+        "reason": step.reason,
+        "memory": torch.cuda.max_memory_allocated(),
+        "draws": model.draws(),
+    }
+    step.release()
+    return found
+
+
+def alone(comm: Any, *, words: int = 20_000) -> list[float]:
+    """The losses of one process with the batches of all ranks, under torch's own autocast."""
+    torch.manual_seed(0)
+    net = Words(words, 64, 0.0).cuda()
+    batches = []
+    for rank in range(comm.world_size):
+        draw = torch.Generator().manual_seed(rank)
+        batches.append([torch.randint(words, (4, 32), generator=draw).cuda() for _ in range(2)])
+    ids, following = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, fused=True)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = net(ids, following)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
