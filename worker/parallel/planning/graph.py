@@ -27,6 +27,8 @@ _CONSTANT = names(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like "
     "new_zeros new_ones new_full new_empty"
 )
+_ONLY_LIKE_SECOND = names("type_as view_as expand_as reshape_as")
+"""Operators that take only dtype or shape of their second input, which so gets no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,8 @@ class Graph:
 
     def edge_needs_grad(self, node: Node, position: int) -> bool:
         """Whether a gradient comes back from a node to the maker of its input."""
+        if node.op in _ONLY_LIKE_SECOND and position == 1:
+            return False
         leads_on = node.kind == "output" or any(self.values[v].needs_grad for v in node.outputs)
         return (
             leads_on

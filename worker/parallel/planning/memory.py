@@ -229,7 +229,8 @@ class _Play:
             return out  # the mask
         results = out // max(1, values[node.outputs[0]].itemsize)
         if node.op == "layer_norm":
-            return results // math.prod(node.args[1]) * 8  # mean and deviation of each row, in float32
+            width: int = math.prod(node.args[1])
+            return results // width * 8  # mean and deviation of each row, in float32
         if node.op == "scaled_dot_product_attention":
             return results // values[node.outputs[0]].shape[-1] * 4  # each query's sum of exponentials
         if node.op.startswith("max_pool"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.parallel.planning.costs import Machine, inner_collectives, kept_bytes
+from muster.worker.parallel.planning.costs import Machine, Works, inner_collectives, kept_bytes
 from muster.worker.parallel.planning.graph import HUB, Graph, Node
 from muster.worker.parallel.planning.layouts import (
     PARTIAL,
@@ -28,7 +28,6 @@ from muster.worker.parallel.planning.layouts import (
     plan_move,
 )
 from muster.worker.parallel.planning.rules import WHOLE, Mode, modes_of
-from muster.worker.parallel.planning.work import Works
 
 Matrix = npt.NDArray[np.float64]
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.worker.parallel.planning.buckets import gradient_buckets, holdings, node_collectives
-from muster.worker.parallel.planning.costs import Machine
+from muster.worker.parallel.planning.costs import Machine, Works
 from muster.worker.parallel.planning.graph import HUB, Graph
 from muster.worker.parallel.planning.layouts import Mesh
 from muster.worker.parallel.planning.problem import State
-from muster.worker.parallel.planning.work import Works
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,143 @@
+"""What plans predict beside what GPUs have measured, and what predictions count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from examples.big_vocabulary import Language
+from muster.bench.parallel.job import Classifier
+from muster.bench.parallel.variants import written_loss
+from muster.worker.parallel.api import graph_of
+from muster.worker.parallel.planning.costs import Machine
+from muster.worker.parallel.planning.memory import step_memory
+from muster.worker.parallel.planning.plan import Plan
+from muster.worker.parallel.planning.planner import find_plan
+from muster.worker.parallel.planning.precision import mark_autocast
+
+H100 = json.loads((Path(__file__).parents[2] / "bench/results/parallel-h100.json").read_text())
+MEASURED = {row["model"]: row for row in H100["rows"] if row["variant"] == "auto"}
+Made = tuple[Any, tuple[Any, Any]]
+
+
+def _images(classes: int) -> Callable[[], Made]:
+    return lambda: (Classifier(classes), (torch.empty(64, 3, 224, 224), torch.empty(64, dtype=torch.long)))
+
+
+def _words(samples: int, words: int, width: int, layers: int) -> Callable[[], Made]:
+    ids = samples, 1024
+    return lambda: (
+        Language(words, width, layers, 1024),
+        (torch.empty(ids, dtype=torch.long), torch.empty(ids, dtype=torch.long)),
+    )
+
+
+MODELS = {
+    "half the classes": _images(500_000),
+    "half the words": _words(4, 131_072, 1024, 6),
+    "resnet50": _images(1000),
+    "gpt2": _words(8, 50_304, 768, 12),
+}
+
+
+def planned(made: Callable[[], Made], ranks: int = 1, *, low: bool = True, **settings: Any) -> Plan:
+    with torch.device("meta"):
+        net, batch = made()
+        graph = graph_of(net, batch, ranks, loss=written_loss)
+    if low:
+        mark_autocast(graph, 2)
+    return find_plan(graph, ranks, machine=Machine(**H100["costs"]), local_norm=True, **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_predicted_step_is_within_a_fifth_of_the_measured_one(name: str) -> None:
+    plan, measured = planned(MODELS[name]), MEASURED[name]
+    played = plan.timeline.seconds * 1e3
+    print(f"{name}: predicted {played:.2f} ms, measured {measured['step_ms']:.2f} ms")
+    assert played == pytest.approx(measured["step_ms"], rel=0.2)
+    assert plan.seconds * 1e3 == pytest.approx(measured["step_ms"], rel=0.2)
+    if "memory_gb" in measured:
+        memory = step_memory(plan.graph, plan.states, plan.mesh)
+        own = measured["memory_gb"] - measured["of_which_bare_module_gb"]
+        print(f"{name}: predicted {memory.peak / 1e9:.2f} GB, measured {own:.2f} GB")
+        assert memory.peak / 1e9 == pytest.approx(own, rel=0.1)
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+class Small(nn.Module):
+    """A norm, a residual layer and scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.head = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4096)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(x + F.relu(self.mix(self.norm(x))))
+
+
+def _small() -> Made:
+    return Small(), (torch.empty(32, 64), torch.empty(32, dtype=torch.long))
+
+
+def test_autocast_changes_what_values_take_and_not_by_what_a_plan_knows_its_model() -> None:
+    low, exact = planned(_small).graph, planned(_small, low=False).graph
+    sizes = {value.name: value.itemsize for value in low.values}
+    assert [sizes[name] for name in ("layer_norm", "linear", "relu", "add", "linear_1")] == [4, 2, 2, 4, 2]
+    assert sizes["to"] == 2  # the cross entropy reads the scores as they are
+    assert sizes["cross_entropy_loss"] == 4
+    assert all(value.itemsize == 4 for value in exact.values if value.floating)
+    assert low.fingerprint() == exact.fingerprint()
+
+
+def test_what_travels_under_autocast_is_counted_as_it_travels() -> None:
+    """A product's results are in bfloat16 when the next layer, which is split, wants them whole."""
+
+    def two() -> Made:
+        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4096))
+        return net, (torch.empty(32, 64), torch.empty(32, dtype=torch.long))
+
+    fixed = {"strategies": {"0": {"b0": 4}, "2": {"n": 4}}, "mode": "semi_auto", "mesh": (4,)}
+    moved = {
+        low: [
+            each.nbytes
+            for each in planned(two, 4, low=low, **fixed).collectives
+            if each.kind == "all_gather" and each.phase == "forward" and each.node in ("relu", "linear_1")
+        ]
+        for low in (True, False)
+    }
+    assert moved[True] == [4 * 32 * 64 * 2]
+    assert moved[False] == [4 * 32 * 64 * 4]
+
+
+def test_every_rank_casts_the_weights_that_it_holds() -> None:
+    """Dividing the batch divides no weight: its cast and its gradient's write stay whole on each rank."""
+
+    def wide() -> Made:
+        return nn.Linear(1024, 262_144), (torch.empty(8, 1024), torch.empty(8, dtype=torch.long))
+
+    alone, shared = planned(wide), planned(wide, 4, mode="data_parallel")
+    assert shared.timeline.forward_s > 0.9 * alone.timeline.forward_s
+    split = planned(wide, 4, mode="semi_auto", strategies={"linear": {"n": 4}})
+    assert split.timeline.forward_s < 0.5 * alone.timeline.forward_s
+
+
+def test_the_gradient_of_many_scores_takes_their_memory() -> None:
+    def many() -> Made:
+        return nn.Linear(8, 65_536), (torch.empty(1024, 8), torch.empty(1024, dtype=torch.long))
+
+    plan = planned(many)
+    memory = step_memory(plan.graph, plan.states, plan.mesh)
+    scores = 1024 * 65_536 * 2
+    assert memory.peak - memory.held == pytest.approx(scores, rel=0.1)
