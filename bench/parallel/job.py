@@ -6,7 +6,6 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from examples.big_vocabulary import Language
 from examples.resnet import resnet50
-from muster.bench.parallel.variants import make_step
+from muster.bench.parallel.variants import Task, make_step
 from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.parallel.measure import measure as measure_machine
 from muster.worker.parallel.planning.costs import Machine
@@ -25,23 +24,6 @@ from muster.worker.pytorch.transfer import array_of
 WARM_UP = 6
 OPTIMIZER_BYTES = 16
 """Of a parameter in float32, with its gradient and AdamW's two."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model and its batches.
-
-    Attributes:
-        make: the module, on a device; ends in ``head``.
-        batch: inputs and targets of a rank.
-        head: name of the last layer, linear.
-        blocks: the modules that FSDP gathers one by one.
-    """
-
-    make: Callable[[Any], nn.Module]
-    batch: Callable[[Any, int], tuple[Any, Any]]
-    head: str
-    blocks: Callable[[nn.Module], list[nn.Module]]
 
 
 class Classifier(nn.Module):  # type: ignore[misc]

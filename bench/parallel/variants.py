@@ -5,25 +5,22 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from muster.bench.parallel.command import PLANS
 from muster.bench.training.command import _ddp
 from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.parallel.api import parallelize
 from muster.worker.parallel.fabric import Scale
-from muster.worker.parallel.losses import CrossEntropy
+from muster.worker.parallel.functions.losses import CrossEntropy
 from muster.worker.parallel.planning.costs import Machine
 from muster.worker.pytorch.capture import capture_step
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
 from muster.worker.pytorch.transfer import array_of
-
-if TYPE_CHECKING:
-    from muster.bench.parallel.job import Task
 
 _SEEDING = threading.Lock()  # ranks that are threads share torch's generator
 SETTINGS: dict[str, Any] = {"lr": 1e-4}
@@ -32,6 +29,23 @@ IGNORED = -100
 
 Made = tuple[Callable[[], Any], Any, Any]
 """What trains a step and returns its loss, what says whether it is captured, and the model."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its batches.
+
+    Attributes:
+        make: the module, on a device; ends in ``head``.
+        batch: inputs and targets of a rank.
+        head: name of the last layer, linear.
+        blocks: the modules that FSDP gathers one by one.
+    """
+
+    make: Callable[[Any], nn.Module]
+    batch: Callable[[Any, int], tuple[Any, Any]]
+    head: str
+    blocks: Callable[[nn.Module], list[nn.Module]]
 
 
 def written_loss(scores: Any, targets: Any) -> Any:
@@ -54,7 +68,7 @@ def make_step(
     batch = task.batch(device, group.rank)
     low = torch.bfloat16 if device.type == "cuda" else None
     settings = SETTINGS | ({"fused": True, "capturable": True} if device.type == "cuda" else {})
-    if variant in PLANS:
+    if variant == "auto" or variant.startswith("plan-"):
         return _planned(variant, net, task, group, batch, low, machine, settings)
     model: Any
     if variant == "by-hand":

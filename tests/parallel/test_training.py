@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,23 @@ def build(name: str, communicator: RankCommunicator, **settings: Any) -> Any:
 
 def parts(communicator: RankCommunicator, batch: Any) -> list[Any]:
     return [part_of(x, communicator, "data_parallel") for x in batch]
+
+
+def test_a_divided_model_does_not_keep_the_whole_one() -> None:
+    """Its parameters may be larger than what a GPU has left."""
+
+    def run(communicator: RankCommunicator) -> Any:
+        net = make("mlp")
+        batch = parts(communicator, MODELS["mlp"][1](0))
+        model = muster.parallelize(net, batch, communicator=communicator, strategies=MIXED, machine=SLOW)
+        assert not model.plan.is_data_parallel
+        return model, [weakref.ref(parameter) for parameter in net.parameters()]
+
+    made = run_ranks(2, run)
+    gc.collect()
+    for model, whole in made:
+        own = set(map(id, model.parameters()))
+        assert all(parameter() is None or id(parameter()) in own for parameter in whole)
 
 
 def test_clipping_counts_each_part_once() -> None:

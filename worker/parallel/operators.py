@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from muster.worker.parallel import losses, products
 from muster.worker.parallel.fabric import Fabric
+from muster.worker.parallel.functions import losses, products
 from muster.worker.parallel.planning import precision
 from muster.worker.parallel.planning.costs import is_training_norm
 from muster.worker.parallel.planning.graph import HUB, Graph, Node, Ref, names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import re
 import threading
@@ -217,18 +218,16 @@ class _Reader:
             else:
                 raise TraceError(f"The forward pass holds {fx.op} {fx.target}, which cannot be divided.")
             self._read.add(fx.name)
+        structure = self._program.call_spec.out_spec  # without the program, which holds all parameters
         return Traced(
             self._prune().with_hubs(),
             self._functions,
             self._parameters,
             self._constants,
-            self._unflatten,
+            functools.partial(_unflatten, structure),
             (),
             None,
         )
-
-    def _unflatten(self, tensors: Sequence[Any]) -> Any:
-        return pytree.tree_unflatten(list(tensors), self._program.call_spec.out_spec)
 
     def _add(self, node: Node, metas: Sequence[Any]) -> None:
         outputs = []
@@ -478,6 +477,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.device):  # tensors are made where the module is when it runs
         return str(value)
     return value
+
+
+def _unflatten(structure: Any, tensors: Sequence[Any]) -> Any:
+    return pytree.tree_unflatten(list(tensors), structure)
 
 
 def _refuse_out(fx: Any, function: Any, in_place: bool) -> None:

@@ -120,7 +120,7 @@ def _chunks(scores: Any) -> list[slice]:
 def _with_triton() -> Any:
     if importlib.util.find_spec("triton") is None:
         return None
-    from muster.worker.parallel import kernels
+    from muster.worker.parallel.functions import kernels
 
     return kernels
 
