@@ -138,6 +138,7 @@ class Worker:
         self._minting = 0
         self._group: Group | None = None
         self.threads = Fibers(world, lambda: self.stopped_until)
+        self.pace = Pace(least_s=LATE_S - 0.5)
         self.client = Client(
             Watched(self),
             Line(self),
@@ -147,7 +148,7 @@ class Worker:
             late_s=self._waited_s,
             waits=lambda: self.waiting_for is not None,
             probe_all=self._probe_all,
-            pace=Pace(least_s=LATE_S - 0.5),
+            pace=self.pace,
             threads=self.threads,
         )
 
