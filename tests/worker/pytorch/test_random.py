@@ -140,6 +140,7 @@ class OneRank(Communicator):
     abort = close = _absent
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_redone_step_on_a_gpu_draws_what_it_drew_before(capture: bool) -> None:
@@ -171,6 +172,7 @@ def test_a_redone_step_on_a_gpu_draws_what_it_drew_before(capture: bool) -> None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(redone, whole, strict=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_that_draws_goes_on_eagerly_where_capturing_it_fails() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(48, 8), torch.nn.Dropout(0.5)).cuda()
@@ -187,6 +189,7 @@ def test_a_step_that_draws_goes_on_eagerly_where_capturing_it_fails() -> None:
     assert len(losses) == 6
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_keeping_does_not_wait_for_the_gpu() -> None:
     state, busy = RandomState(torch.device("cuda", 0)), torch.cuda.Event()

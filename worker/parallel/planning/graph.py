@@ -20,15 +20,13 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_TYPE_AND_SHAPE = names("type_as view_as expand_as")
-"""Operators that ask no more of their second input."""
+_ONLY_LIKE_SECOND = names("type_as view_as expand_as reshape_as")
+"""Operators that take only dtype or shape of their second input, which so gets no gradient."""
 
 _CONSTANT = names(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like "
     "new_zeros new_ones new_full new_empty"
 )
-_ONLY_LIKE_SECOND = names("type_as view_as expand_as reshape_as")
-"""Operators that take only dtype or shape of their second input, which so gets no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +182,6 @@ class Graph:
 
     def edge_needs_grad(self, node: Node, position: int) -> bool:
         """Whether a gradient comes back from a node to the maker of its input."""
-        if node.op in _ONLY_LIKE_SECOND and position == 1:
-            return False
         leads_on = node.kind == "output" or any(self.values[v].needs_grad for v in node.outputs)
         return (
             leads_on
@@ -232,4 +228,4 @@ def _copy(value: Value) -> Value:
 
 def _differentiated(node: Node) -> tuple[int, ...]:
     """The inputs by whose contents a node is differentiated."""
-    return node.inputs[:1] if node.op in _TYPE_AND_SHAPE else node.inputs
+    return node.inputs[:1] if node.op in _ONLY_LIKE_SECOND else node.inputs
