@@ -344,7 +344,7 @@ def test_operators_ask_a_job_that_runs(shell: Shell) -> None:
         assert "SERVING" in shell.run(health, **where)
         shell.run(drain.replace("NODE", "2"), **where)
         await_shown(shell, "2 of")
-        assert "running" in shell.run(f"timeout --signal=INT --preserve-status 4 {watch}")  # as by Ctrl-C
+        assert "running" in shell.run(f"timeout --signal=INT --preserve-status 9 {watch}")  # as by Ctrl-C
         (shell.folder / "stop").touch()
         assert launch.wait(timeout=60) == 0, (shell.folder / "beside.log").read_text()
 

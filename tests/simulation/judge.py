@@ -203,7 +203,7 @@ class Judge:
         members = [each.candidate.node_id for each in self.formed.members]
         others = [w for w in world.living() if w is not worker and w.node_id in members]
         # Whose only steps so far were long ones, by a hang of its own, takes long to find a wait too long.
-        patience_s = max([5.0, *(w.pace.limit_s for w in others)])
+        patience_s = max([5.0, *(w.pace.of_steps.limit_s for w in others)])
         since = world.loop.now - HANG_TIMEOUT_S - 35.0 - patience_s
         waiting = all(w.waiting_for is not None and w.waiting_since < since for w in others)
         if worker.busy_since > since or not others or not waiting or world.scheduler.up_since > since:

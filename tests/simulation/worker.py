@@ -104,6 +104,18 @@ class Group:
             self._worker.world.data_plane.leave(self._worker)
 
 
+class StepsAndWaits(Pace):
+    """A worker's pace, beside that of its steps alone, which the judge goes by."""
+
+    def __init__(self, least_s: float) -> None:
+        super().__init__(least_s)
+        self.of_steps = Pace(least_s)
+
+    def note_step(self, step: int, now: float) -> None:
+        super().note_step(step, now)
+        self.of_steps.note_step(step, now)
+
+
 class Worker:
     """One process. ``doing`` is what its training thread is in.
 
@@ -138,7 +150,7 @@ class Worker:
         self._minting = 0
         self._group: Group | None = None
         self.threads = Fibers(world, lambda: self.stopped_until)
-        self.pace = Pace(least_s=LATE_S - 0.5)
+        self.pace = StepsAndWaits(least_s=LATE_S - 0.5)
         self.client = Client(
             Watched(self),
             Line(self),
