@@ -29,6 +29,7 @@ from muster.worker.parallel.planning.planner import (
     SEARCHES,
     Slices,
     Strategy,
+    check_divides,
     find_plan,
     options_for,
     strategy_text,
@@ -183,11 +184,7 @@ def parallelize(
     own = net if loss is None else _WithLoss(net, loss)
     _check_layerwise(own, chosen.mode)
     if chosen.mode == "stand_alone":
-        if strategies:
-            raise SettingsError(
-                f'mode "stand_alone" divides no operators: the strategy of {next(iter(strategies))!r} needs'
-                ' "semi_auto" or "auto"'
-            )
+        check_divides(chosen.mode, strategies or {})
         return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
     group = communicator if communicator is not None else _communicator_of(session)
     if elastic and (chosen.plain or not chosen.broadcast):

@@ -138,7 +138,7 @@ def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _made(name: str) -> Any:
-    """What the user's function returns; what it raises is told with the line that raised it."""
+    """What the user's function returns; an error of it names the line that raised it."""
     module, _, function = name.partition(":")
     module = module.removesuffix(".py")
     if not function or not all(part.isidentifier() for part in module.split(".")):

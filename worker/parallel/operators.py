@@ -94,13 +94,6 @@ def fill(arguments: Any, tensors: Sequence[Any]) -> Any:
     return arguments
 
 
-def _is_parameter(graph: Graph, value: int) -> bool:
-    maker = graph.nodes[graph.values[value].node]
-    while maker.kind == HUB:
-        maker = graph.nodes[graph.values[maker.inputs[0]].node]
-    return maker.kind == "parameter"
-
-
 def seed_of(run: Run, name: str, shard: Sequence[int]) -> int:
     """The seed of what is drawn in a step; ranks with the same part have the same."""
     text = f"{run.seed} {run.step} {name} {tuple(shard)}"
@@ -144,7 +137,9 @@ class LocalFunction:
         ends = [*node.inputs[:1], *node.outputs[:1]]
         self.dtypes = [getattr(torch, graph.values[v].dtype) for v in ends]  # as recorded
         self.weight = _WEIGHTS.get(node.op, len(node.inputs))
-        self.has_weight = self.weight < len(node.inputs) and _is_parameter(graph, node.inputs[self.weight])
+        self.has_weight = (
+            self.weight < len(node.inputs) and graph.source(node.inputs[self.weight]).kind == "parameter"
+        )
         self.plain_loss = precision.is_plain_loss(graph, node)
         self.overwrites = self.plain_loss and precision.reads_alone(graph, node)
         self.needless = PARTIAL not in state.outs[0] and precision.feeds_a_loss(graph, node)

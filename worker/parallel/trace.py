@@ -326,36 +326,13 @@ class _Reader:
             target = fx.args[0]
             self._check_unseen(fx, target)
             maker = self._graph.nodes[self._graph.values[inputs[0]].node]
-            if maker.name in self._constants:
-                raise TraceError(
-                    f"{_line(fx)} changes a tensor in place that the module holds and has not registered.",
-                    line=_line(fx),
-                    remedy="Make it a buffer: self.register_buffer(name, tensor).",
-                )
-            if maker.kind == "buffer":  # a counter, which every rank counts for itself
+            if maker.kind == "buffer" and maker.name not in self._constants:  # a counter, of every rank's own
                 maker.mutated = True
                 self._functions[fx.name] = function
                 self._add(node, metas)
                 self._values[fx.name, 0] = inputs[0]  # the buffer itself: later changes are changes of it
                 return
-            if maker.kind == "input" and not self._within:
-                raise TraceError(
-                    f"{_line(fx)} changes an argument of the forward pass in place, as its caller sees.",
-                    line=_line(fx),
-                    remedy="Write it without the in-place operator.",
-                )
-            if maker.kind == "parameter":
-                raise TraceError(
-                    f"{_line(fx)} changes a parameter in the forward pass.",
-                    line=_line(fx),
-                    remedy="Leave that to the optimizer.",
-                )
-            if self._within:
-                raise TraceError(
-                    f"{_line(fx)} changes a tensor in place under torch.no_grad().",
-                    line=_line(fx),
-                    remedy="Write it without the in-place operator.",
-                )
+            self._check_may_write(fx, maker)
             node.op, function = op[:-1], _functional(fx, function)
             self._now[self._current(target)] = fx.name
         if op in ("batch_norm", "instance_norm") and bool(fx.args[5]):
@@ -363,6 +340,22 @@ class _Reader:
                 self._graph.nodes[self._graph.values[index].node].mutated = True
         self._functions[fx.name] = function
         self._add(node, metas)
+
+    def _check_may_write(self, fx: Any, maker: Node) -> None:
+        """Refuses changes in place of what others than the recorded pass have, by what it is."""
+        remedy = "Write it without the in-place operator."
+        if maker.name in self._constants:
+            what = "changes a tensor in place that the module holds and has not registered"
+            remedy = "Make it a buffer: self.register_buffer(name, tensor)."
+        elif maker.kind == "input" and not self._within:
+            what = "changes an argument of the forward pass in place, as its caller sees"
+        elif maker.kind == "parameter":
+            what, remedy = "changes a parameter in the forward pass", "Leave that to the optimizer."
+        elif self._within:
+            what = "changes a tensor in place under torch.no_grad()"
+        else:
+            return
+        raise TraceError(f"{_line(fx)} {what}.", line=_line(fx), remedy=remedy)
 
     def _region(self, fx: Any) -> None:
         """What runs under torch.no_grad(): its operators are the graph's, and its results are detached."""

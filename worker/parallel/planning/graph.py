@@ -180,6 +180,13 @@ class Graph:
         for index, value in enumerate(self.values):
             value.needs_grad = index in flows
 
+    def source(self, value: int) -> Node:
+        """The node that makes a value, behind the hubs that hand it on."""
+        maker = self.nodes[self.values[value].node]
+        while maker.kind == HUB:
+            maker = self.nodes[self.values[maker.inputs[0]].node]
+        return maker
+
     def edge_needs_grad(self, node: Node, position: int) -> bool:
         """Whether a gradient comes back from a node to the maker of its input."""
         leads_on = node.kind == "output" or any(self.values[v].needs_grad for v in node.outputs)

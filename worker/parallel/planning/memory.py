@@ -208,9 +208,7 @@ class _Play:
             or len(value.shape) < 2
         ):
             return None
-        maker = self.graph.nodes[value.node]
-        while maker.kind == HUB:
-            maker = self.graph.nodes[self.graph.values[maker.inputs[0]].node]
+        maker = self.graph.source(node.inputs[position])
         name = (f"{maker.name if maker.kind == 'parameter' else node.name}~", position)
         if name not in self.live:
             self._take(name, self._local(value, self.states[index].ins[position]) * width // value.itemsize)

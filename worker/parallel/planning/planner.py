@@ -312,6 +312,19 @@ def meshes_for(world: int, pins: Mapping[str, Mapping[str, int]], mesh: Mesh | N
     return list(dict.fromkeys(found))
 
 
+def check_divides(mode: str, strategies: Mapping[str, Strategy]) -> None:
+    """Makes sure that a mode heeds strategies, if there are any.
+
+    Raises:
+        SettingsError: it divides no operators.
+    """
+    if strategies and mode in ("data_parallel", "stand_alone"):
+        raise SettingsError(
+            f'mode "{mode}" divides no operators: the strategy of {next(iter(strategies))!r} needs'
+            ' "semi_auto" or "auto"'
+        )
+
+
 def _checked(mesh: Any, world: int) -> Mesh:
     if not isinstance(mesh, (list, tuple)) or not all(isinstance(size, int) and size > 0 for size in mesh):
         raise SettingsError(f"a mesh is the ranks along each of its dimensions, such as (2, 4), not {mesh!r}")
@@ -401,11 +414,7 @@ def find_plan(
     if not 0 < memory <= 1:
         raise SettingsError(f"memory is a share above 0 and up to 1, not {memory}")
     pins = pins_of(graph, strategies or {})
-    if strategies and mode in ("data_parallel", "stand_alone"):
-        raise SettingsError(
-            f'mode "{mode}" divides no operators: the strategy of {next(iter(strategies))!r} needs'
-            ' "semi_auto" or "auto"'
-        )
+    check_divides(mode, strategies or {})
     limit = memory * machine.memory_bytes
     base = Options((), (), optimizer_states, local_norm, shard_updates, hosts=tuple(hosts))
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
