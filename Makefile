@@ -106,7 +106,7 @@ format: $(DEV_READY) ## Reformat the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-proto: $(DEV_READY) ## Generate rendezvous/ from proto/
+proto: $(DEV_READY) ## Generate muster/rendezvous/v1 from proto/
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/muster/rendezvous/v1/*.proto
 

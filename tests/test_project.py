@@ -30,8 +30,6 @@ DOCUMENTS = (
 OF_USERS = {"worker.py"}
 """What documents name as a file of the reader's own."""
 
-PACKAGES = ("certs", "muster", "rendezvous", "scheduler", "web", "worker")
-
 
 def tool(*command: str) -> None:
     """Runs a development tool over the repository; its complaints are the failure's text."""
@@ -112,8 +110,7 @@ def test_public_names_are_told_as_muster_has_them() -> None:
     """A remedy or example that says ``worker.init()`` leads nowhere: ``import worker`` is refused."""
     names = "|".join((ROOT / "tests/public_api.txt").read_text().split())
     gone = re.compile(rf"(?<![\w./])worker\.(?:{names})\b")
-    sources = [path for package in PACKAGES for path in (ROOT / package).glob("**/*.py")]
-    for path in (*sources, *(ROOT / name for name in DOCUMENTS)):
+    for path in (*(ROOT / "muster").rglob("*.py"), *(ROOT / name for name in DOCUMENTS)):
         found = gone.search(path.read_text())
         assert found is None, f"{path}: {found}"
 
@@ -166,7 +163,7 @@ def test_the_page_of_settings_is_that_of_the_tables() -> None:
 def test_every_variable_that_the_code_names_is_in_the_table() -> None:
     named = re.compile(r"[\"'{ ](MS_[A-Z][A-Z_]*|RANK_TABLE_FILE|DEVICE_ID|DATA_PATH)\b")
     values = {"MS_SCHED", "MS_WORKER", "MS_PSERVER"}
-    for path in (path for package in PACKAGES for path in (ROOT / package).glob("**/*.py")):
+    for path in (ROOT / "muster").rglob("*.py"):
         unknown = set(named.findall(path.read_text())) - TABLE.keys() - INTERNAL - values
         assert not unknown, f"{path}: {unknown}"
 
@@ -176,6 +173,6 @@ def test_the_backends_of_the_table_are_those_that_there_are() -> None:
 
 
 def test_every_row_of_the_table_is_a_variable_that_is_read() -> None:
-    sources = [path for package in (*PACKAGES, "muster") for path in (ROOT / package).glob("**/*.py")]
+    sources = (ROOT / "muster").rglob("*.py")
     code = "\n".join(path.read_text() for path in sources if path.name != "variables.py")
     assert not {name for name in TABLE if f'"{name.removesuffix("_FILE")}' not in code}

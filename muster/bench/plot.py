@@ -1,6 +1,6 @@
 """Draws the README's figures from the JSON files that the GPU benchmarks wrote.
 
-python -m muster.bench.plot bench/results/{nccl-allreduce,train,scaling}-4xh200.json --out docs
+python -m muster.bench.plot muster/bench/results/{nccl-allreduce,train,scaling}-4xh200.json --out docs
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _save(figure: Any, axes: Any, path: Path) -> Path:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This command's arguments."""
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of nccl-allreduce or train")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder for the PNG files")
+    parser.add_argument(
+        "--out", type=Path, default=Path("muster/bench/results"), help="folder for the PNG files"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

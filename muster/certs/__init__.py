@@ -4,3 +4,9 @@ Import what you need from the modules; this package imports nothing by itself, s
 stays quick: ``config`` needs the standard library alone, ``pki`` and most of ``runtime`` need
 ``cryptography``, only ``runtime.grpc_credentials`` needs ``grpc``.
 """
+
+if __name__ == "certs":  # by the link at a checkout's top: the same module under this name, not a second one
+    import sys
+    from importlib import import_module
+
+    sys.modules[__name__] = import_module("muster.certs")

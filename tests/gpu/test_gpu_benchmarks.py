@@ -11,7 +11,7 @@ from muster.bench import plot
 from muster.bench.allreduce import nccl as nccl_allreduce
 from muster.bench.training import loss_curve
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "muster" / "bench" / "results"
 KINDS = ("nccl-allreduce", "train", "scaling")
 REPORTS = sorted(
     path

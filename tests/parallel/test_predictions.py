@@ -25,7 +25,7 @@ from muster.worker.parallel.planning.plan import Plan
 from muster.worker.parallel.planning.planner import find_plan
 from muster.worker.parallel.planning.precision import mark_autocast
 
-H100 = json.loads((Path(__file__).parents[2] / "bench/results/parallel-h100.json").read_text())
+H100 = json.loads((Path(__file__).parents[2] / "muster/bench/results/parallel-h100.json").read_text())
 MEASURED = {row["model"]: row for row in H100["rows"] if row["variant"] == "auto"}
 Made = tuple[Any, tuple[Any, Any]]
 

@@ -177,7 +177,7 @@ def test_a_thousand_workers_are_small_cells_that_do_not_change_with_each_step() 
 
 
 def test_the_page_with_all_that_it_needs_is_small() -> None:
-    assets = Path(__file__).parents[2] / "web" / "assets"
+    assets = Path(__file__).parents[2] / "muster" / "web" / "assets"
     assert sum(path.stat().st_size for path in assets.iterdir()) < 100_000
     assert [path.name for path in assets.glob("*.js")] == ["live.js"]
     for path in assets.iterdir():

@@ -82,7 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one run for each of these numbers; writes RESULTS/scale_N.json, or uplinks_N.json",
     )
     parser.add_argument(
-        "--results", type=Path, default=Path("bench/results"), metavar="DIR", help="default: bench/results"
+        "--results",
+        type=Path,
+        default=Path("muster/bench/results"),
+        metavar="DIR",
+        help="default: muster/bench/results",
     )
 
 

@@ -1,6 +1,6 @@
 """What a job costs the scheduler's core alone: CPU seconds by kind of event, without network, disk and TLS.
 
-``python -m muster.bench.scale.core 500 5000 --json bench/results/core.json``; see docs/scale.md.
+``python -m muster.bench.scale.core 500 5000 --json muster/bench/results/core.json``; see docs/scale.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws docs/scale.png and fills in docs/scale.md from the JSON files of ``muster bench scale --sweep``.
 
-python -m muster.bench.scale.plot bench/results/scale_*.json --out docs/scale.png --page docs/scale.md
+python -m muster.bench.scale.plot muster/bench/results/scale_*.json --out docs/scale.png --page docs/scale.md
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIMES = {
     "death_to_all_rebuilt_s": "1 % die, to all rebuilt",
 }
 
-BEGIN, END = "<!-- figures: written by bench/scale/plot.py -->", "<!-- end of figures -->"
+BEGIN, END = "<!-- figures: written by muster/bench/scale/plot.py -->", "<!-- end of figures -->"
 
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:

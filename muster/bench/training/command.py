@@ -52,7 +52,7 @@ DEFAULTS = [
     *("muster", "ddp", "ddp-compiled", "ddp-captured"),
 ]
 MODELS = ("resnet50", "gpt2")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BUCKET_BYTES = 64 * 2**20
 _QUICK = ("muster", "muster-bf16-gradients")
 _TIMEOUT_S = 590
