@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
 from pathlib import Path
 
 import grimp
@@ -46,21 +43,6 @@ def test_every_public_name_is_typed_as_well_as_loaded_when_used() -> None:
     }
     lazy = dict(vars(muster)["_MODULE_OF"])
     assert {name: module for name, (module, _) in typed.items() if name != "errors"} == lazy
-
-
-def test_an_old_script_learns_the_name(tmp_path: Path) -> None:
-    script = tmp_path / "old.py"
-    script.write_text("import worker\nworker.init()\n")
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert run.returncode == 1
-    assert "write `import muster` for `import worker`" in run.stderr
 
 
 OWN = """
@@ -122,64 +104,6 @@ def test_the_scheduler_starts_beside_modules_of_a_users_own(tmp_path: Path, modu
         timeout=60,
     )
     assert done.stdout == f"muster {muster.__version__}\n", done.stderr
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the source archive unpacks to."""
-    directory = tmp_path_factory.mktemp("source")
-    copy = directory / "copy"  # what is built leaves files behind
-    manifest = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
-    for name in (words[1] for words in manifest if words[0] == "graft"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in ROOT.iterdir():
-        if path.is_file():
-            shutil.copy2(path, copy)
-    build = f"from setuptools import build_meta; build_meta.build_sdist({str(directory)!r})"
-    ran = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    [archive] = directory.glob("*.tar.gz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(directory, filter="data")
-    return archive.with_name(archive.name.removesuffix(".tar.gz"))
-
-
-def test_the_source_archive_holds_each_file_once_and_no_link(source: Path) -> None:
-    held = {str(path.relative_to(source)) for path in source.rglob("*")}
-    assert not [name for name in held if (source / name).is_symlink()]
-    assert {str(path.relative_to(ROOT)) for path in (*modules(), *(ROOT / "tests").rglob("*.py"))} <= held
-    assert not {name.split("/")[0] for name in held} & {"scheduler", "worker", "certs"}
-
-
-@pytest.mark.system
-@pytest.mark.timeout(400)
-def test_the_source_archive_tests_itself(source: Path) -> None:
-    tests = ("tests/rendezvous", "tests/test_house.py", "tests/test_project.py")
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=350,
-    )
-    assert ran.returncode == 0, ran.stdout
-
-
-def test_the_wheel_holds_muster_and_the_shim_and_nothing_else(source: Path, tmp_path: Path) -> None:
-    options = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path))
-    build = (sys.executable, *options, str(source))
-    built = subprocess.run(build, capture_output=True, text=True, check=False, timeout=110)
-    assert built.returncode == 0, built.stderr
-    [wheel] = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"muster", "scheduler"}
-    shim = sorted(name for name in names if name.startswith("scheduler/"))
-    assert shim == ["scheduler/__init__.py", "scheduler/__main__.py"]
-    python = {str(path.relative_to(ROOT)) for path in MUSTER.rglob("*.py")}
-    assert python == {name for name in names if name.startswith("muster/") and name.endswith(".py")}
-    assert {"muster/py.typed", "muster/web/assets/style.css"} <= set(names)
 
 
 # ---------------------------------------------------------------- rooms and layers

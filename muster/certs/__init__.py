@@ -5,7 +5,8 @@ stays quick: ``config`` needs the standard library alone, ``pki`` and most of ``
 ``cryptography``, only ``runtime.grpc_credentials`` needs ``grpc``.
 """
 
-if __name__ == "certs":  # by the link at a checkout's top: the same module under this name, not a second one
+# By the link at a checkout's top: the same module under this name, not a second one.
+if __name__ == "certs":
     import sys
     from importlib import import_module
 

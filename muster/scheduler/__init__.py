@@ -5,9 +5,8 @@ Run it with ``MS_ROLE=MS_SCHED python -m scheduler``.
 
 from muster.version import __version__ as __version__
 
-if (
-    __name__ == "scheduler"
-):  # by the link at a checkout's top: the same module under this name, not a second one
+# By the link at a checkout's top: the same module under this name, not a second one.
+if __name__ == "scheduler":
     import sys
     from importlib import import_module
 
