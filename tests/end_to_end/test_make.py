@@ -16,17 +16,7 @@ import pytest
 from tests.worker.launch.launching import free_port
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = (
-    "Makefile",
-    "pyproject.toml",
-    "train.py",
-    "muster",
-    "certs",
-    "rendezvous",
-    "scheduler",
-    "worker",
-    "bench",
-)
+SOURCES = ("Makefile", "pyproject.toml", "train.py", "muster", "packaging", "scheduler", "worker", "certs")
 
 STAND_IN = """#!/bin/sh
 # Does what make asks of Python, and writes down what it was.
@@ -47,7 +37,9 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what make works on, without a virtual environment."""
     for name in SOURCES:
         source = ROOT / name
-        if source.is_dir():
+        if source.is_symlink():
+            (tmp_path / name).symlink_to(source.readlink())
+        elif source.is_dir():
             shutil.copytree(source, tmp_path / name, symlinks=True)
         else:
             shutil.copy2(source, tmp_path / name)
