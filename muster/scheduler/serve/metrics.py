@@ -130,6 +130,10 @@ def _job_metrics(drivers: list[JobDriver]) -> Iterator[Metric]:
         for name in JOB_STATES:
             state.add_metric([job_id, name], float(view.state == name))
     yield state
+    failed = GaugeMetricFamily("muster_job_failed", "1 if the job has ended, and not well.", labels=["job"])
+    for driver in drivers:
+        failed.add_metric([driver.job_id], float(driver.ended is not None and not driver.ended.ok))
+    yield failed
     for kind, name, meaning, figure in _JOB_METRICS:
         family = kind(f"muster_{name}", meaning, labels=["job"])
         for job_id, view, counters in views:

@@ -29,6 +29,22 @@ def read(port: int) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
+def test_a_job_that_failed_is_not_one_that_ended_well(pki: Pki) -> None:
+    port = free_port()
+    with (
+        scheduler("--serve", **pki.env(), MS_METRICS_PORT=str(port), MS_TOPO_TIMEOUT="1") as running,
+        channel(running.target, pki.credentials("client")) as over,
+    ):
+        first, second = form(over)
+        assert read(port)['muster_job_failed{job="default"}'] == 0.0
+        second.call.cancel()  # and nobody takes its place
+        running.await_log("No group could be formed again in time")
+        after = read(port)
+        first.call.cancel()
+    assert after['muster_job_state{job="default",state="ended"}'] == 1.0
+    assert after['muster_job_failed{job="default"}'] == 1.0
+
+
 def test_a_running_job(pki: Pki) -> None:
     port = free_port()
     with (
