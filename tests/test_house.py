@@ -16,6 +16,7 @@ import grimp
 import pytest
 
 import muster
+from muster.worker.communicators import BACKENDS
 from tests.scheduler.processes import ROOT, environment
 
 MUSTER = ROOT / "muster"
@@ -221,7 +222,7 @@ NAMED_IN_SETTINGS = {
 
 def test_a_backend_is_not_asked_for_its_name() -> None:
     """What one can do is a property of its communicators, so that another one can have it, too."""
-    names = {"tcp", "gloo", "nccl"}
+    names = set(BACKENDS)
 
     def asked(node: ast.expr) -> bool:
         parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]

@@ -1,10 +1,10 @@
 """Communicators and backends: collectives of one group of ranks in one generation, and their arrays.
 
-Backends (``tcp``, ``gloo``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
+Backends (``tcp``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
 contract suite (``tests/contracts``) runs on all of them.
 
 Arrays here are C-contiguous buffers where the communicator works (NumPy arrays and torch tensors in the
-host's memory for ``tcp`` and ``gloo``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
+host's memory for ``tcp``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
 for ``nccl``), or what :func:`describe` made of them. ``send`` and ``recv`` may be the same array where the
 collective allows it (in place). Results are written into ``recv``.
 
@@ -289,7 +289,7 @@ class Communicator(abc.ABC):
     """
 
     name: str
-    """Backend name, for messages: "tcp", "gloo", "nccl"."""
+    """Backend name, for messages: "tcp", "nccl"."""
 
     on_device = False
     """Whether its arrays are on a GPU, which alone knows when a collective is over."""
