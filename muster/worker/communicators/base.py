@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.communicators.nccl.streams import loaded_library
+from muster.worker.communicators.array_library import loaded_library
 from muster.worker.errors import ArrayError, CommunicatorError
 
 Array = Any
