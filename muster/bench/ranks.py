@@ -23,7 +23,6 @@ def run_ranks(
     workers: int,
     function: Callable[..., Any],
     *arguments: Any,
-    backend: str = "tcp",
     tls: bool = True,
     seal: bool = True,
 ) -> list[Any]:
@@ -33,8 +32,7 @@ def run_ranks(
         workers: how many ranks.
         function: of a module; what it returns must not be a text.
         arguments: which can be pickled.
-        backend: "tcp" or "gloo".
-        tls: with certificates, made for the purpose; backend "tcp" only.
+        tls: with certificates, made for the purpose.
         seal: False: TLS's own records, in place of those of the communicator.
 
     Returns:
@@ -50,7 +48,7 @@ def run_ranks(
         for rank in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank, args=(rank, theirs, backend, folder, seal, function, arguments), daemon=True
+                target=_rank, args=(rank, theirs, folder, seal, function, arguments), daemon=True
             )
             process.start()
             theirs.close()
@@ -80,7 +78,6 @@ def _certificates(folder: Path) -> Path:
 def _rank(
     rank: int,
     pipe: Connection,
-    name: str,
     folder: Path | None,
     seal: bool,
     function: Callable[..., Any],
@@ -94,7 +91,7 @@ def _rank(
             from muster.certs.runtime.store import load_credentials
 
             tls = load_credentials(folder / "client.p12", _PASSWORD, folder / "authority" / "ca.crt")
-        backend = create_backend(name, tls=tls, job_id=_JOB, seal=seal)
+        backend = create_backend("tcp", tls=tls, job_id=_JOB, seal=seal)
         pipe.send((backend.open_endpoint("127.0.0.1"), backend.mint_unique_ids(1)))
         addresses, unique_ids = pipe.recv()
         peers = tuple(

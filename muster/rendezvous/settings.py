@@ -87,6 +87,8 @@ class Environment:
         """One of some words, in upper or lower case."""
         row, raw = TABLE[name], self.text(name)
         found = next((value for value in row.choices if raw.lower() == value.lower()), None)
+        if raw.lower() in row.removed:
+            raise self.error(f"{name} is {raw!r}: {row.removed[raw.lower()]}.")
         if found is None and raw:
             raise self.error(f"{name} must be one of {', '.join(row.choices)}; it is {raw[:80]!r}.")
         return found or str(row.default)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 LONGEST_S = 604_800.0
@@ -41,6 +43,7 @@ class Variable(NamedTuple):
         default: the value where it is not set; of ``hosts`` one with commas.
         low, high: the least and the greatest legal value of an integer, or of seconds.
         choices: the legal words of a choice.
+        removed: words that were legal in an earlier version, each with what became of it.
         length: most characters of a text.
         shown: the default in words, where ``default`` is not it: another variable's, say.
         options: those that go before it, each with its command; what ``status`` takes, ``jobs``, ``health``,
@@ -54,6 +57,7 @@ class Variable(NamedTuple):
     low: float = 0
     high: float = 0
     choices: tuple[str, ...] = ()
+    removed: Mapping[str, str] = MappingProxyType({})
     length: int = LONGEST_TEXT
     shown: str = ""
     options: tuple[str, ...] = ()
@@ -298,7 +302,16 @@ TABLE = {
         "host", WORKER, "Address by which peers reach this host.", "", shown="that of the interface"
     ),
     "MS_BACKEND": Variable(
-        "choice", WORKER, "What computes collectives.", "", choices=("nccl", "tcp", "gloo"), shown="by device"
+        "choice",
+        WORKER,
+        "What computes collectives.",
+        "",
+        choices=("nccl", "tcp"),
+        removed={
+            "gloo": "the backend 'gloo' was removed, because it did not encrypt; use 'tcp', which takes the"
+            " same arrays (torch programs keep torch's Gloo)"
+        },
+        shown="by device",
     ),
     "MS_WORKER_SPARE": Variable("flag", WORKER, "1: wait as a spare.", False),
     "MS_COLLECTIVE_TIMEOUT": Variable(

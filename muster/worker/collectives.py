@@ -1,11 +1,11 @@
 """Collectives and groups of the default session, for scripts: arrays in, arrays out.
 
-Arrays are C-contiguous: NumPy arrays and torch tensors on the CPU with the backends ``tcp`` and ``gloo``;
+Arrays are C-contiguous: NumPy arrays and torch tensors on the CPU with the backend ``tcp``;
 CuPy, torch or whatever has ``__cuda_array_interface__`` or DLPack with ``nccl``. Numbers and lists become
 NumPy arrays. Every rank of a group must call the same collectives in the same order with the same dtype and
 shape.
 
-With ``tcp`` and ``gloo`` float16 and bfloat16 are combined in float32, a mean divided there, and rounded
+With ``tcp`` float16 and bfloat16 are combined in float32, a mean divided there, and rounded
 once, at the end, to the nearest value (of two equally near the even one, as torch rounds). NCCL rounds in
 its own order.
 

@@ -29,7 +29,7 @@ from muster.worker.errors import (
     WorkerError,
 )
 from muster.worker.launch.door import OUTER
-from muster.worker.store.environment import AGENT_VARIABLE
+from muster.worker.program_environment import AGENT_VARIABLE
 from muster.worker.uplink.dialing import dial_by_uplink
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def init(backend: str | None = None) -> Session:
     holds the session (``muster run --program torch``), it returns that: ranks and reports, no communicator.
 
     Args:
-        backend: "nccl", "tcp" or "gloo"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
+        backend: "nccl" or "tcp"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
 
     Returns:
         The session, which is also the default one of the functions of this package.
@@ -179,7 +179,7 @@ def _adopted(backend: str | None) -> Session:
             f"This program has an agent that holds its session, without the communicator {backend}.",
             remedy="Use torch.distributed, or start it with muster run --program muster.",
         )
-    from muster.worker.store.adopted import AdoptedSession
+    from muster.worker.adopted import AdoptedSession
 
     return cast("Session", AdoptedSession(os.environ))
 

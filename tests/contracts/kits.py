@@ -16,12 +16,10 @@ import numpy.typing as npt
 from muster.worker.communicators import create_backend
 from muster.worker.communicators.base import Backend, ReduceOp
 
-KIT_NAMES = ("tcp", "tcp-plain", "gloo", "nccl")
+KIT_NAMES = ("tcp", "tcp-plain", "nccl")
 JOB = "contract"
 PASSWORD = b"contract suite"
 ALL_DTYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
-
-GLOO_DTYPES = ("f2", "f4", "f8", "i1", "i4", "i8", "u1")
 
 NumpyArray = npt.NDArray[Any]
 
@@ -80,8 +78,6 @@ def kit(name: str) -> Kit:
         return TlsKit("tcp", "tcp")
     if name == "tcp-plain":
         return Kit("tcp-plain", "tcp")
-    if name == "gloo":
-        return Kit("gloo", "gloo", GLOO_DTYPES, tells_mismatch=False)
     from tests.gpu.contract_kit import NcclKit  # type: ignore[import-not-found,unused-ignore]
 
     return cast("Kit", NcclKit())
@@ -89,8 +85,6 @@ def kit(name: str) -> Kit:
 
 def missing(name: str) -> str | None:
     """Why a kit cannot run here; None if it can."""
-    if name == "gloo" and importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
     if name == "nccl":
         if importlib.util.find_spec("tests.gpu") is None or importlib.util.find_spec("cupy") is None:
             return "no GPUs here"

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from muster.rendezvous.variables import TABLE
 from muster.worker.config import SecurityContext, Settings, load_settings
 from muster.worker.errors import SettingsError
+from tests.scheduler.processes import ROOT
 
 BASE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}
 
@@ -86,7 +88,7 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
         ("MS_COLLECTIVE_TIMEOUT", "inf", "from 0.1 to 604800 seconds"),
         ("MS_LOCAL_INDEX", "-1", "from 0 to 4095"),
         ("DEVICE_ID", "gpu0", "from 0 to 4095"),
-        ("MS_BACKEND", "mpi", "nccl, tcp, gloo"),
+        ("MS_BACKEND", "mpi", "nccl, tcp"),
         ("MS_LOG_LEVEL", "LOUD", "DEBUG, INFO, WARNING, ERROR"),
         ("MS_INTERFACE", "e" * 16, "15 characters"),
         ("CUDA_VISIBLE_DEVICES", "2,2", "names device '2' twice"),
@@ -100,6 +102,17 @@ def test_wrong_values_are_refused_in_one_sentence(variable: str, value: str, leg
     assert legal in str(caught.value)
     assert value.strip()[:80] in str(caught.value) or not value.isprintable()
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("value", ["gloo", "GLOO"])
+def test_a_removed_backend_is_answered_with_what_became_of_it(value: str) -> None:
+    became = TABLE["MS_BACKEND"].removed["gloo"]
+    with pytest.raises(SettingsError) as caught:
+        load(MS_BACKEND=value)
+    assert caught.value.message == f"MS_BACKEND is {value!r}: {became}."
+    assert caught.value.exit_code == 2
+    page = (ROOT / "docs" / "upgrading.md").read_text().replace("`", "'")
+    assert became.removeprefix("the backend") in " ".join(page.split())
 
 
 def test_plaintext_stays_on_this_machine_unless_asked_for() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import muster
+from muster.rendezvous.variables import TABLE
 from muster.worker import errors, runtime
 from muster.worker.check.command import check
 from muster.worker.config import SecurityContext, Settings
@@ -160,6 +161,15 @@ def test_a_failed_init_leaves_nothing_behind() -> None:
     env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_TOPO_TIMEOUT": "1", "MS_BACKEND": "tcp"}
     done = run(code, MS_SCHED_PORT="1", **env)
     assert done.stdout == "unreachable\nunreachable\nnone\n", done.stderr
+
+
+@pytest.mark.parametrize(("argument", "variable"), [("", "gloo"), ("'gloo'", "")])
+def test_who_asks_for_a_removed_backend_reads_what_became_of_it(argument: str, variable: str) -> None:
+    env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_BACKEND": variable}
+    done = run(f"import muster\nmuster.init({argument})\n", **env)
+    assert done.returncode == 2, done.stderr
+    assert TABLE["MS_BACKEND"].removed["gloo"] in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 class Opening:

@@ -26,6 +26,7 @@ from typing import Any
 
 from muster.bench.ranks import run_ranks
 from muster.bench.report import describe_machine, summary, write
+from muster.rendezvous.variables import TABLE
 from muster.worker.communicators.base import Communicator, ReduceOp
 
 SIZES = (4096, 1 << 20, 64 << 20)
@@ -35,7 +36,7 @@ _WARMUPS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument(
-        "--backend", choices=("tcp", "gloo", "nccl"), default="tcp", help="what to measure (tcp)"
+        "--backend", type=_backend, choices=("tcp", "nccl"), default="tcp", help="what to measure (tcp)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (2; nccl: 4)")
     parser.add_argument(
@@ -99,6 +100,13 @@ def rounds_of(size: int) -> int:
     return max(8, min(300, (256 << 20) // max(1, size)))
 
 
+def _backend(text: str) -> str:
+    removed = TABLE["MS_BACKEND"].removed.get(text)
+    if removed:
+        raise argparse.ArgumentTypeError(removed)
+    return text
+
+
 def size_in_bytes(text: str) -> int:
     """A number of bytes as a command line says it; as an argument's type of argparse."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -143,8 +151,7 @@ def measure_ours(options: argparse.Namespace) -> dict[int, list[float]]:
         options.workers,
         _measure_all,
         tuple(options.sizes),
-        backend=options.backend,
-        tls=not options.plain and options.backend == "tcp",
+        tls=not options.plain,
         seal=not options.tls_only,
     )
     return {size: slowest([result[size] for result in results]) for size in options.sizes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from muster.rendezvous.variables import TABLE
 from muster.worker.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -28,12 +29,6 @@ def _tcp(needs: _Needs) -> Backend:
     from muster.worker.communicators.tcp.communicator import TcpBackend
 
     return TcpBackend(tls=needs.policies, allow_insecure=needs.allow_insecure)
-
-
-def _gloo(needs: _Needs) -> Backend:
-    from muster.worker.communicators.gloo.backend import GlooBackend
-
-    return GlooBackend(allow_insecure=needs.allow_insecure)
 
 
 def _nccl(needs: _Needs) -> Backend:
@@ -68,7 +63,7 @@ class _Kind(NamedTuple):
     warm_up: Callable[[int], WarmUp] | None = None
 
 
-BACKENDS = {"nccl": _Kind(_nccl, "cuda12", _warm_up_nccl), "tcp": _Kind(_tcp), "gloo": _Kind(_gloo, "torch")}
+BACKENDS = {"nccl": _Kind(_nccl, "cuda12", _warm_up_nccl), "tcp": _Kind(_tcp)}
 """The backends by name; a new one is registered here."""
 
 
@@ -99,8 +94,8 @@ def create_backend(
     """Makes the backend of that name; imports what it needs, and nothing else.
 
     Args:
-        name: "tcp" (the host's memory, authenticated), "gloo" (the same through torch) or "nccl" (GPUs);
-            "torch": none, for programs that communicate by torch.distributed.
+        name: "tcp" (the host's memory, authenticated) or "nccl" (GPUs); "torch": none, for programs that
+            communicate by torch.distributed.
         tls: this worker's credentials, or what gives those that are in force; None where TLS is off.
         job_id: the job, which the peers' certificates must be for.
         allow_insecure: lets sockets that are not authenticated leave loopback (MS_ALLOW_INSECURE).
@@ -110,6 +105,9 @@ def create_backend(
     Raises:
         SettingsError: no such backend, or its library is not installed; says which extra to install.
     """
+    row = TABLE["MS_BACKEND"]
+    if name in row.removed:
+        raise SettingsError(f"{name!r} is no backend: {row.removed[name]}.")
     if name not in (*BACKENDS, "torch"):
         raise SettingsError(f"The backend {name!r} does not exist.", remedy=f"Legal: {', '.join(BACKENDS)}.")
     policies = None if tls is None else tls_policies(tls, job_id, seal)

@@ -1,10 +1,10 @@
 """Communicators and backends: collectives of one group of ranks in one generation, and their arrays.
 
-Backends (``tcp``, ``gloo``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
+Backends (``tcp``, ``nccl``) implement :class:`Backend` and :class:`Communicator`; one
 contract suite (``tests/contracts``) runs on all of them.
 
 Arrays here are C-contiguous buffers where the communicator works (NumPy arrays and torch tensors in the
-host's memory for ``tcp`` and ``gloo``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
+host's memory for ``tcp``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
 for ``nccl``), or what :func:`describe` made of them. ``send`` and ``recv`` may be the same array where the
 collective allows it (in place). Results are written into ``recv``.
 
@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.communicators.nccl.streams import loaded_library
+from muster.worker.communicators.array_library import loaded_library
 from muster.worker.errors import ArrayError, CommunicatorError
 
 Array = Any
@@ -201,19 +201,13 @@ class QueuedWork:
         if self._error is not None:
             raise self._error.with_traceback(None)  # another wait adds to it
 
-    def run(self) -> Exception | None:
-        """Runs it, in the thread of the queue; returns what it failed with."""
+    def run(self) -> None:
+        """Runs it, in the thread of the queue, and wakes all that wait for it."""
         try:
             self._action()
         except Exception as error:
-            return error
-        return None
-
-    def end(self, error: Exception | None) -> None:
-        """Wakes all that wait for it, with an error; its later result is dropped."""
-        if not self._event.is_set():
             self._error = error
-            self._event.set()
+        self._event.set()
 
 
 class WorkQueue:
@@ -226,8 +220,7 @@ class WorkQueue:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._pending: list[QueuedWork] = []
-        self._error: Exception | None = None
+        self._pending = 0
         self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.idle = True
@@ -236,23 +229,13 @@ class WorkQueue:
         """Adds work at the end."""
         work = QueuedWork(action)
         with self._lock:
-            if self._error is not None:
-                work.end(self._error)
-                return work
-            self._pending.append(work)
+            self._pending += 1
             self.idle = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
             self._queue.put(work)
         return work
-
-    def end_all(self, error: Exception) -> None:
-        """Ends all waits, now and later, with an error; the result of what runs meanwhile is dropped."""
-        with self._lock:
-            self._error = error
-            for work in self._pending:
-                work.end(error)
 
     def close(self) -> None:
         """Waits until all that was put has run, and ends the thread."""
@@ -268,10 +251,9 @@ class WorkQueue:
             work = self._queue.get()
             if work is None:
                 return
-            error = work.run()
+            work.run()
             with self._lock:
-                work.end(error)
-                self._pending.remove(work)
+                self._pending -= 1
                 self.idle = not self._pending
 
 
@@ -289,7 +271,7 @@ class Communicator(abc.ABC):
     """
 
     name: str
-    """Backend name, for messages: "tcp", "gloo", "nccl"."""
+    """Backend name, for messages: "tcp", "nccl"."""
 
     on_device = False
     """Whether its arrays are on a GPU, which alone knows when a collective is over."""

@@ -38,7 +38,7 @@ from muster.worker.launch.plan import (
     with_file,
 )
 from muster.worker.launch.screen import Screen, say
-from muster.worker.store.environment import JAX_PROGRAM
+from muster.worker.program_environment import JAX_PROGRAM
 
 MAX_TABLE_BYTES = 16 << 20
 

@@ -41,8 +41,7 @@ from muster.worker import ending, runtime
 from muster.worker.control.connection import load_keyring
 from muster.worker.errors import SIGTERM_EXIT_CODE, MembershipChanged, WorkerError
 from muster.worker.process_group.assignment import handover_of, own_keys
-from muster.worker.store.client import StoreClient
-from muster.worker.store.environment import (
+from muster.worker.program_environment import (
     AGENT_PID_VARIABLE,
     AGENT_VARIABLE,
     GLOO_VARIABLE,
@@ -51,6 +50,7 @@ from muster.worker.store.environment import (
     place_of,
     torch_variables,
 )
+from muster.worker.store.client import StoreClient
 from muster.worker.store.link import StoreEndedError, StoreLostError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from muster.worker.adopted import line_to_agent
 from muster.worker.errors import NotInitializedError
-from muster.worker.store.adopted import line_to_agent
-from muster.worker.store.environment import GENERATION_VARIABLE
+from muster.worker.program_environment import GENERATION_VARIABLE
 
 log = logging.getLogger("muster.worker")
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from muster.rendezvous.settings import is_loopback
 from muster.worker.errors import SecurityError
 from muster.worker.process_group.assignment import KEY, Handover
-from muster.worker.store.environment import STORE_VARIABLE
+from muster.worker.program_environment import STORE_VARIABLE
 
 if TYPE_CHECKING:
     from muster.certs.runtime.store import Credentials

@@ -36,9 +36,9 @@ from muster.worker.errors import (
     SchedulerUnreachableError,
     WorkerError,
 )
+from muster.worker.program_environment import HOST
 from muster.worker.runtime import open_session
 from muster.worker.store.client import StoreClient
-from muster.worker.store.environment import HOST
 from muster.worker.store.link import StoreEndedError, StoreLostError
 
 CLOSED = b"closed"

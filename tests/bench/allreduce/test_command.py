@@ -14,6 +14,7 @@ import pytest
 from muster.bench import __main__ as command
 from muster.bench.allreduce import command as allreduce
 from muster.bench.allreduce import nccl as nccl_allreduce
+from muster.rendezvous.variables import TABLE
 
 
 def options_of(*words: str) -> argparse.Namespace:
@@ -27,6 +28,13 @@ def test_sizes_have_units_and_limits() -> None:
     for wrong in ("0", "5", "-4", "4T", "x", "8G", ""):
         with pytest.raises(SystemExit):
             options_of("--sizes", wrong)
+
+
+def test_a_removed_backend_is_answered_with_what_became_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options_of("--backend", "gloo")
+    assert ended.value.code == 2
+    assert TABLE["MS_BACKEND"].removed["gloo"] in capsys.readouterr().err
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -684,7 +684,7 @@ EARLY = "rank 1 (node b on host host-b) has finished, while others still wait: i
 def test_a_group_formed_because_a_member_finished_early_says_so() -> None:
     job = three(1)
     finish(job, 2)
-    job.step(e.PeerSuspected(1, 1, 0, "all_reduce failed in Gloo"), 0.0)
+    job.step(e.PeerSuspected(1, 1, 0, "all_reduce failed in NCCL"), 0.0)
     for session in (1, 3):
         job.step(e.Heard(session, 1, 0, 0, 1.0), 4.0)
     [record] = [each for each in job.step(e.Tick(), 5.0).records if isinstance(each, r.GenerationFormed)]
@@ -693,7 +693,7 @@ def test_a_group_formed_because_a_member_finished_early_says_so() -> None:
 
 def test_who_cannot_say_on_whom_a_collective_failed_is_answered_who_has_finished() -> None:
     job = three(1)
-    failed = e.PeerSuspected(1, 1, -1, "all_reduce failed in Gloo")
+    failed = e.PeerSuspected(1, 1, -1, "all_reduce failed in NCCL")
     assert not job.step(failed, 0.0).messages
     answers = finish(job, 2).messages, job.step(failed, 0.0).messages  # whichever is heard first
     for answer in [told for messages in answers for session, told in messages if session == 1]:

@@ -53,23 +53,6 @@ def test_finished_work_is_done() -> None:
     assert FINISHED.done()
 
 
-def test_what_waits_goes_on_when_it_is_told_and_what_comes_later_does_not_wait() -> None:
-    queue, gate, ran = WorkQueue("test"), threading.Event(), list[str]()
-    running = queue.put(lambda: ran.append(str(gate.wait(10))))
-    queued = queue.put(lambda: ran.append("queued"))
-    queue.end_all(ValueError("aborted"))
-    later = queue.put(lambda: ran.append("later"))
-    for work in (running, queued, later):
-        assert work.done()
-        with pytest.raises(ValueError, match="aborted"):
-            work.wait()
-    gate.set()
-    queue.close()
-    assert "later" not in ran
-    with pytest.raises(ValueError, match="aborted"):
-        running.wait()  # that it ended well after all is no news
-
-
 # ---------------------------------------------------------------- signals
 
 

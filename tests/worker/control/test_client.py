@@ -280,7 +280,7 @@ def test_the_end_of_a_generation_aborts_what_is_being_closed(running: Client) ->
 def test_a_failure_that_blames_nobody_is_put_down_to_the_rank_that_has_finished(
     running: Client, connector: ScriptedConnector
 ) -> None:
-    failed = CommunicatorError("all_reduce failed in Gloo: connection closed")
+    failed = CommunicatorError("all_reduce failed in NCCL: connection closed")
     asking = Thread(lambda: running.verdict(1, -1, failed))
     assert connector.lines[0].hear("suspect_peer").rank == -1
     running.post(e.Received(1, Waiting(1, 2, "Rank 1 has finished.", (1,))))

@@ -12,7 +12,7 @@ import pytest
 
 from muster.worker.errors import NotInitializedError
 from muster.worker.launch.command import with_agent
-from muster.worker.store.environment import AGENT_VARIABLE, place_of, torch_variables
+from muster.worker.program_environment import AGENT_VARIABLE, place_of, torch_variables
 from muster.worker.store.generations import on_new_generation
 from tests.scheduler.processes import ROOT
 

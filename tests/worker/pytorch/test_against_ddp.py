@@ -1047,9 +1047,8 @@ def synchronised_and_whole(place: Place) -> float:
     return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("backend", ["tcp-plain", "gloo"])
-def test_sync_batch_norm_is_that_of_the_whole_batch(pool: tuple[Agents, Path], backend: str) -> None:
-    assert max(pool[0].run(backend, RANKS, synchronised_and_whole)) < 1e-12
+def test_sync_batch_norm_is_that_of_the_whole_batch(pool: tuple[Agents, Path]) -> None:
+    assert max(pool[0].run("tcp-plain", RANKS, synchronised_and_whole)) < 1e-12
 
 
 def goes_on_after_an_error(place: Place) -> str:
@@ -1073,12 +1072,9 @@ def goes_on_after_an_error(place: Place) -> str:
     return "nobody has noticed"
 
 
-@pytest.mark.parametrize("backend", ["tcp-plain", "gloo"])
-def test_a_rank_that_goes_on_after_an_error_is_found_in_that_step(
-    pool: tuple[Agents, Path], backend: str
-) -> None:
+def test_a_rank_that_goes_on_after_an_error_is_found_in_that_step(pool: tuple[Agents, Path]) -> None:
     words = (
         "2 CollectiveMismatchError: ranks average gradients of different steps: rank 1 (node-1 on localhost)"
         " left a training pass unfinished and went on with the next"
     )
-    assert pool[0].run(backend, RANKS, goes_on_after_an_error) == [words] * RANKS
+    assert pool[0].run("tcp-plain", RANKS, goes_on_after_an_error) == [words] * RANKS

@@ -388,7 +388,7 @@ def test_complex_gradients_are_averaged(samples: int | None) -> None:
 
 
 class RealOnly(ThreadCommunicator):
-    """As tcp, gloo and NCCL: they have no complex dtype."""
+    """As tcp and NCCL: they have no complex dtype."""
 
     def all_reduce(self, send: Any, recv: Any, op: Any, *, async_op: bool = False) -> Any:
         assert send.dtype.kind == "f"

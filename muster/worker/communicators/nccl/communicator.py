@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from muster.worker.communicators.array_library import loaded_library
 from muster.worker.communicators.base import (
     SOME_GPU,
     Array,
@@ -44,7 +45,6 @@ from muster.worker.communicators.nccl.streams import (
     CudaLibrary,
     device_model,
     library_of,
-    loaded_library,
     use_device,
 )
 from muster.worker.communicators.nccl.warmup import WarmUp

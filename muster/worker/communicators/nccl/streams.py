@@ -9,10 +9,10 @@ from __future__ import annotations
 import abc
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from muster.worker.communicators.array_library import loaded_library
 from muster.worker.errors import CommunicatorError
 
 LEGACY_STREAM, THREAD_STREAM = 1, 2
@@ -182,27 +182,6 @@ def device_model(index: int) -> str:
         return str(module.cuda.get_device_name(index))
     name = module.cuda.runtime.getDeviceProperties(index)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
-
-
-def loaded_library() -> str:
-    """ "torch" or "cupy": the one that is loaded, else the one that is installed.
-
-    Raises:
-        CommunicatorError: neither is installed.
-    """
-    for name in ("torch", "cupy"):
-        if name in sys.modules:
-            return name
-    for name in ("cupy", "torch"):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            continue
-        return name
-    raise CommunicatorError(
-        "NCCL needs CuPy or torch for its arrays and streams, and neither is installed",
-        remedy="Install muster-rendezvous[cuda12], [cuda13] or [torch].",
-    )
 
 
 def library_of(name: str, device: int) -> CudaLibrary:

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from muster.worker.communicators.nccl.streams import loaded_library, use_device
+from muster.worker.communicators.array_library import loaded_library
+from muster.worker.communicators.nccl.streams import use_device
 
 LIBRARY = "libcuda.so.1"
 _EXIT_WAIT_S = 10.0

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from muster.certs.runtime.tls import client_ssl_context
+from muster.rendezvous.variables import TABLE
 from muster.worker.communicators import create_backend
 from muster.worker.communicators.base import ReduceOp
 from muster.worker.communicators.tcp.communicator import TcpBackend, TcpCommunicator
@@ -353,6 +354,13 @@ def test_an_ipv6_endpoint_says_so() -> None:
         backend.close()
 
 
+def test_a_removed_backend_is_answered_with_what_became_of_it() -> None:
+    with pytest.raises(SettingsError) as caught:
+        create_backend("gloo", tls=None)
+    assert TABLE["MS_BACKEND"].removed["gloo"] in caught.value.message
+    assert caught.value.exit_code == 2
+
+
 def test_unknown_backends_are_refused_by_name() -> None:
-    with pytest.raises(SettingsError, match="nccl, tcp, gloo"):
+    with pytest.raises(SettingsError, match="nccl, tcp"):
         create_backend("mpi", tls=None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import SupportsFloat
 
 from muster.worker.errors import NotInitializedError
-from muster.worker.store.environment import (
+from muster.worker.program_environment import (
     AGENT_PID_VARIABLE,
     AGENT_VARIABLE,
     GENERATION_VARIABLE,

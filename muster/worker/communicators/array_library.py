@@ -1,0 +1,29 @@
+"""Which library makes arrays on GPUs in this process. Imports nothing heavy, for a GPU's warm-up needs it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from muster.worker.errors import CommunicatorError
+
+
+def loaded_library() -> str:
+    """ "torch" or "cupy": the one that is loaded, else the one that is installed.
+
+    Raises:
+        CommunicatorError: neither is installed.
+    """
+    for name in ("torch", "cupy"):
+        if name in sys.modules:
+            return name
+    for name in ("cupy", "torch"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        return name
+    raise CommunicatorError(
+        "NCCL needs CuPy or torch for its arrays and streams, and neither is installed",
+        remedy="Install muster-rendezvous[cuda12], [cuda13] or [torch].",
+    )

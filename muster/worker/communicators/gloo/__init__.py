@@ -1,1 +1,0 @@
-"""Collectives over torch's Gloo."""
