@@ -1,5 +1,8 @@
 """Messages between two ranks of a group, by tag, beside the group's collectives and independent of them.
 
+Torch's process groups have them. A communicator's own ``send`` and ``recv`` are something else: calls in
+order with its collectives, on the same connections, which is how a rank that calls something else is found.
+
 One thread moves all messages of a group over connections of their own, which are made when two ranks first
 want them. As with Gloo a send is over when the other side has called for it: a small message goes at once
 and waits there, a large one is offered and goes when it is called for, so neither side holds what nobody
@@ -27,6 +30,7 @@ from muster.worker.communicators.tcp.connection import (
     Connection,
     EndOfStreamError,
     Reason,
+    end_in_words,
     read_goodbye,
 )
 from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, dials, group_label, peer_name
@@ -617,12 +621,7 @@ class Messages:
 
     def _ended(self, peer: int, farewell: tuple[Reason, str] | None) -> Exception:
         reason, text = farewell or (Reason.LOST, "")
-        if reason is Reason.DONE:
-            how = "was closed by it in good order, while this rank still needed it"
-        elif reason is Reason.LOST:
-            how = f"broke: {text or 'the process ended or the network failed'}"
-        else:
-            how = f"was closed by it: {text}"
+        how = end_in_words(reason, text)
         where = f"group {self.membership.group!r} of generation {self.membership.generation}"
         return PeerLostError(f"The connection to {self._name(peer)} in {where} {how}.", rank=peer)
 
