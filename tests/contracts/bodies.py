@@ -209,8 +209,13 @@ def caught(place: Place, call: str) -> tuple[str, str]:
         "broadcast1": lambda: comm.broadcast(ten, 1),
         "barrier": lambda: comm.barrier(),
         "recv0": lambda: comm.recv(ten, 0),
+        "recv0 of 11": lambda: comm.recv(eleven, 0),
+        "recv0 of doubles": lambda: comm.recv(array(np.ones(10)), 0),
+        "recv1": lambda: comm.recv(ten, 1),
         "send0": lambda: comm.send(ten, 0),
+        "send0 of much": lambda: comm.send(big, 0),
         "send1": lambda: comm.send(ten, 1),
+        "send1 of much": lambda: comm.send(big, 1),
         "nothing": lambda: None,
     }
     try:

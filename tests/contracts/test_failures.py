@@ -48,9 +48,24 @@ def test_calls_that_disagree_fail_on_every_rank(
         assert f"rank {world - 1} (node node-{world - 1}" in text
 
 
-def test_two_ranks_that_both_send_are_told(agents: Agents, strict: Kit) -> None:
-    shown = agents.fresh(strict.name, 2, bodies.caught, per_rank=[("send1",), ("send0",)])
-    assert [kind for kind, _ in shown] == ["CollectiveMismatchError"] * 2
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("send1", "send0", "send(float32, 10 elements, to rank 0)"),
+        ("recv1", "recv0", "recv(float32, 10 elements, from rank 0)"),
+        ("send1", "recv0 of 11", "recv(float32, 11 elements, from rank 0)"),
+        ("send1", "recv0 of doubles", "recv(float64, 10 elements, from rank 0)"),
+        ("send1 of much", "recv0", "recv(float32, 10 elements, from rank 0)"),
+        ("recv1", "send0 of much", "send(float32, 100000 elements, to rank 0)"),
+    ],
+)
+def test_a_pair_that_disagrees_is_told_on_both_sides(
+    agents: Agents, strict: Kit, first: str, second: str, words: str
+) -> None:
+    shown = agents.fresh(strict.name, 2, bodies.caught, per_rank=[(first,), (second,)])
+    for kind, text in shown:
+        assert kind == "CollectiveMismatchError", text
+        assert words in text
 
 
 @pytest.mark.parametrize("call", ["sum10", "big"])

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from muster.worker.communicators.base import ARITHMETIC, Membership, ReduceOp, WorkQueue, describe
 from muster.worker.communicators.tcp.communicator import TcpCommunicator
 from muster.worker.communicators.tcp.endpoint import peer_name
+from muster.worker.communicators.tcp.messages import BARRIER, USER, Message, Messages
 from muster.worker.errors import (
     ArrayError,
     CollectiveTimeoutError,
@@ -30,7 +31,6 @@ from muster.worker.errors import (
 )
 from muster.worker.process_group.assignment import KEY, Handover
 from muster.worker.process_group.meeting import close_stations, meet, open_station
-from muster.worker.process_group.messages import BARRIER, USER, Message, Messages
 from muster.worker.process_group.works import GroupWork, MessageWork
 
 Tensor = Any

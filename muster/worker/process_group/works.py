@@ -13,7 +13,7 @@ from torch.distributed import Work
 from muster.worker.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
-    from muster.worker.process_group.messages import Message
+    from muster.worker.communicators.tcp.messages import Message
 
 Tensor = Any
 _SIGNALS_S = 0.1

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from muster.worker.communicators.base import Membership, Peer
+from muster.worker.communicators.tcp import messages
 from muster.worker.communicators.tcp.communicator import TcpBackend
 from muster.worker.communicators.tcp.connection import DTYPES, Connection
 from muster.worker.communicators.tcp.endpoint import Lobby, group_label
+from muster.worker.communicators.tcp.messages import SMALL_BYTES, Message, Messages
 from muster.worker.errors import CommunicatorError, WorkerError
-from muster.worker.process_group import meeting, messages
+from muster.worker.process_group import meeting
 from muster.worker.process_group.assignment import Handover, HeldPlace
-from muster.worker.process_group.messages import SMALL_BYTES, Message, Messages
 from tests.attacks.defences.attack import Attack, check
 
 HEADER = struct.Struct("!4sBBBxiIQ")

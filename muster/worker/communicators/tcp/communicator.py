@@ -21,7 +21,6 @@ from muster.worker.communicators.base import (
     FINISHED,
     Array,
     Backend,
-    Description,
     HostCommunicator,
     Membership,
     NumpyArray,
@@ -44,6 +43,7 @@ from muster.worker.communicators.tcp.connection import (
     PeerEndedError,
     Reason,
     blocks_frame,
+    end_in_words,
 )
 from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, TlsPolicy, dials, group_label, peer_name
 from muster.worker.errors import (
@@ -81,7 +81,9 @@ class TcpCommunicator(HostCommunicator):
     Once a call has failed with anything but :class:`~muster.errors.ArrayError`, the communicator is
     unusable, every later call raises the same error, and the peers hear why.
 
-    ``send`` returns when the peer has called ``recv``, as with NCCL.
+    ``send`` returns when the peer has called ``recv``, as with NCCL. The two are calls in order, like all
+    others, and agree as collectives do, so that a rank that calls something else is named at once. What has
+    to wait beside the collectives, by tag or from any rank, goes by :mod:`messages`.
     """
 
     name = "tcp"
@@ -314,14 +316,14 @@ class TcpCommunicator(HostCommunicator):
         source = self._take(buffer, "buffer")
         self.membership.check_peer(peer)
         call = Call("send", source.dtype, "", peer, source.size)
-        return self._issue(call, lambda: self._point(call, peer, source, None), async_op)
+        return self._issue(call, lambda: self._point(call, peer, as_bytes(source.flat)), async_op)
 
     def recv(self, buffer: Array, peer: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.recv`."""
         target = self._take(buffer, "buffer", writable=True)
         self.membership.check_peer(peer)
         call = Call("recv", target.dtype, "", peer, target.size)
-        return self._issue(call, lambda: self._point(call, peer, None, target), async_op)
+        return self._issue(call, lambda: self._point(call, peer, as_bytes(target.flat)), async_op)
 
     def barrier(self) -> None:
         """See :meth:`Communicator.barrier`."""
@@ -493,10 +495,8 @@ class TcpCommunicator(HostCommunicator):
         distance = 1
         while distance < size:
             count = min(distance, size - distance)
-            data = memoryview(blocks_frame(FrameKind.CALLS, known[:count]))
-            target, incoming = self._link(rank + distance), FrameIn(self._link(rank - distance))
             try:
-                self._multiplexer.run([Outgoing(target, [data])], [incoming], self._deadline)
+                incoming = self._swap(FrameKind.CALLS, known[:count], rank + distance, rank - distance)
             except DeadlinePassedError:
                 unheard = {(rank - distance - i) % size for i in range(count)}
                 raise DeadlinePassedError(tuple(sorted(unheard))) from None
@@ -504,6 +504,13 @@ class TcpCommunicator(HostCommunicator):
             known += incoming.blocks
             distance *= 2
         return [known[(rank - r) % size] for r in range(size)]
+
+    def _swap(self, kind: FrameKind, blocks: Sequence[Block], target: int, source: int) -> FrameIn:
+        """Sends one rank a frame while one comes from another, or from the same."""
+        frame = memoryview(blocks_frame(kind, blocks))
+        incoming = FrameIn(self._link(source))
+        self._multiplexer.run([Outgoing(self._link(target), [frame])], [incoming], self._deadline)
+        return incoming
 
     def _expect_calls(self, incoming: FrameIn, call: bytes, count: int) -> None:
         """Checks that a frame is one of a collective.
@@ -517,29 +524,22 @@ class TcpCommunicator(HostCommunicator):
         if len(incoming.blocks) != count:
             raise CommunicatorError(f"Rank {incoming.connection.peer} is out of step with this one.")
 
-    def _point(self, call: Call, peer: int, source: Description | None, target: Description | None) -> None:
-        """One half of a point-to-point call: both say what they call, then the data goes."""
+    def _point(self, call: Call, peer: int, memory: memoryview) -> None:
+        """A send or recv: the two ranks agree as all do on a collective, then the data goes."""
         number = self._points.get(peer, 0)
         self._points[peer] = number + 1
-        link = self._link(peer)
+        sends, small = call.kind == "send", len(memory) <= SMALL_BYTES
         mine = replace(call, sequence=number).encode()
-        sent = None if source is None else as_bytes(source.flat)
-        payload = sent if sent is not None and len(sent) <= SMALL_BYTES else _NOTHING
-        incoming = FrameIn(link)
-        frame = blocks_frame(FrameKind.POINT, [(mine, payload)])
-        self._multiplexer.run([Outgoing(link, [memoryview(frame)])], [incoming], self._deadline)
-        theirs, data = incoming.blocks[0]
-        expected = replace(
-            call, kind="recv" if call.kind == "send" else "send", root=self.rank, sequence=number
-        )
-        if incoming.kind is not FrameKind.POINT or theirs != expected.encode():
+        other = "recv" if sends else "send"
+        expected = replace(call, kind=other, root=self.rank, sequence=number).encode()
+        block = mine, memory if sends and small else _NOTHING
+        theirs, data = self._swap(FrameKind.POINT, [block], peer, peer).blocks[0]
+        if theirs != expected:
             raise self._mismatch({self.rank: mine, peer: theirs})
-        if target is not None and target.nbytes <= SMALL_BYTES:
-            as_bytes(target.flat)[:] = data
-        elif target is not None:
-            self._move({}, {peer: as_bytes(target.flat)})
-        elif sent is not None and len(sent) > SMALL_BYTES:
-            self._move({peer: sent}, {})
+        if not small:
+            self._move({peer: memory} if sends else {}, {} if sends else {peer: memory})
+        elif not sends:
+            memory[:] = data
 
     # ------------------------------------------------------------ connections
 
@@ -657,12 +657,7 @@ class TcpCommunicator(HostCommunicator):
                 " script has ended early",
                 rank=error.rank,
             )
-        if reason is Reason.LOST:
-            how = f"broke: {text or 'the process ended or the network failed'}"
-        elif reason is Reason.DONE:
-            how = "was closed by it in good order, while this rank still needed it"
-        else:
-            how = f"was closed by it: {text}"
+        how = end_in_words(reason, text)
         return PeerLostError(f"{where} failed: the connection to {name} {how}.", rank=error.rank)
 
 

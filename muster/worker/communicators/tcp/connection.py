@@ -238,6 +238,15 @@ def read_goodbye(data: bytes) -> tuple[Reason, str] | None:
     return (Reason(reason) if known else Reason.FAILED), one_line(text)
 
 
+def end_in_words(reason: Reason, text: str) -> str:
+    """How a connection ended, as what follows its name in a message."""
+    if reason is Reason.LOST:
+        return f"broke: {text or 'the process ended or the network failed'}"
+    if reason is Reason.DONE:
+        return "was closed by it in good order, while this rank still needed it"
+    return f"was closed by it: {text}"
+
+
 # ---------------------------------------------------------------- one connection
 
 

@@ -1,5 +1,8 @@
 """Messages between two ranks of a group, by tag, beside the group's collectives and independent of them.
 
+Torch's process groups have them. A communicator's own ``send`` and ``recv`` are something else: calls in
+order with its collectives, on the same connections, which is how a rank that calls something else is found.
+
 One thread moves all messages of a group over connections of their own, which are made when two ranks first
 want them. As with Gloo a send is over when the other side has called for it: a small message goes at once
 and waits there, a large one is offered and goes when it is called for, so neither side holds what nobody
@@ -24,9 +27,12 @@ from muster.worker.communicators.tcp.connection import (
     FRAME,
     GOODBYE_BYTES,
     MAGIC,
+    Buffer,
     Connection,
     EndOfStreamError,
+    Outgoing,
     Reason,
+    end_in_words,
     read_goodbye,
 )
 from muster.worker.communicators.tcp.endpoint import Endpoint, Lobby, dials, group_label, peer_name
@@ -55,6 +61,7 @@ _HEADER = struct.Struct("!4sBBBxiIQ")
 
 _MAGIC = b"MusM"
 _OFFER, _SMALL, _ACCEPT, _DATA, _TAKEN, _REFUSED = range(1, 7)
+_LAST_WORDS = (_DATA, _TAKEN, _REFUSED)
 _MOST_REFUSAL_BYTES = 4096
 _ROUNDS = 16
 _LONGEST_WAIT_S = 1.0
@@ -141,7 +148,7 @@ class _Line:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.out: collections.deque[tuple[memoryview, Message | None]] = collections.deque()
+        self.out: collections.deque[tuple[Outgoing, Message | None]] = collections.deque()
         self.header = memoryview(bytearray(GOODBYE_BYTES))
         self.header_size = _HEADER.size
         self.have = 0
@@ -268,7 +275,6 @@ class Messages:
         self._endpoint.forget(self._lobby)
         reason = Reason.DONE if self._closed else Reason.ABORTED
         for line in self._lines.values():
-            line.connection.in_payload = bool(line.out)
             line.connection.close(reason, "" if self._closed else str(error))
         for connection in self._lobby.arrived.values():
             if connection.peer not in self._lines:
@@ -339,18 +345,25 @@ class Messages:
         self._sent[peer, message.number] = message
         waiting, size = self._waiting_bytes.get(peer, 0), len(message.view)
         small = size <= SMALL_BYTES and waiting + size <= MOST_WAITING_BYTES
-        self._say(peer, _SMALL if small else _OFFER, message, message.number, size)
         message.is_small = small
         if small:
             self._waiting_bytes[peer] = waiting + size
-            self._lines[peer].out.append((message.view, None))
+            self._say(peer, _SMALL, message, message.number, size, message.view)
+        else:
+            self._say(peer, _OFFER, message, message.number, size)
 
     def _say(
-        self, peer: int, kind: int, message: Message, number: int, size: int, *, ends: bool = False
+        self, peer: int, kind: int, message: Message, number: int, size: int, content: Buffer = b""
     ) -> None:
+        """Says something about a message, with what follows it; some words end the message here."""
         dtype, channel = DTYPES.index(message.dtype), message.channel
         header = _HEADER.pack(_MAGIC, kind, dtype, channel, message.tag, number, size)
-        self._lines[peer].out.append((memoryview(header), message if ends else None))
+        if len(content) <= SMALL_BYTES:  # a copy costs less than a record of its own
+            views = [memoryview(header + content)]
+        else:
+            views = [memoryview(header), memoryview(content)]
+        line = self._lines[peer]
+        line.out.append((Outgoing(line.connection, views), message if kind in _LAST_WORDS else None))
 
     # ------------------------------------------------------------ receiving
 
@@ -402,12 +415,11 @@ class Messages:
         else:
             message.view[:] = arrived.data
             message.settle()
-            self._say(peer, _TAKEN, message, arrived.number, arrived.size, ends=True)
+            self._say(peer, _TAKEN, message, arrived.number, arrived.size)
 
     def _refuse(self, peer: int, message: Message, number: int, error: CollectiveMismatchError) -> None:
         text = error.message.encode()[:_MOST_REFUSAL_BYTES]
-        self._say(peer, _REFUSED, message, number, len(text))
-        self._lines[peer].out.append((memoryview(text), message))
+        self._say(peer, _REFUSED, message, number, len(text), text)
 
     # ------------------------------------------------------------ bytes
 
@@ -429,17 +441,11 @@ class Messages:
 
     def _write(self, line: _Line) -> bool:
         moved = False
-        for _ in range(_ROUNDS):
-            if not line.out:
+        while line.out:
+            stream, message = line.out[0]
+            moved = stream.move(_ROUNDS) or moved
+            if not stream.finished:
                 break
-            view, message = line.out[0]
-            count = line.connection.write(view) if view else 0
-            if view and not count:
-                break
-            moved = True
-            if count < len(view):
-                line.out[0] = view[count:], message
-                continue
             line.out.popleft()
             if message is not None:
                 message.end()
@@ -490,8 +496,7 @@ class Messages:
             self._expect(line, memoryview(data), lambda: self._arrive(key, arrived))
         elif kind == _ACCEPT and self._has_sent(peer, number, small=False):
             message = self._sent.pop((peer, number))
-            self._say(peer, _DATA, message, number, len(message.view))
-            line.out.append((message.view, message))
+            self._say(peer, _DATA, message, number, len(message.view), message.view)
         elif kind == _TAKEN and self._has_sent(peer, number, small=True):
             self._no_longer_sent(peer, number).end()
         elif kind == _DATA and (peer, number) in self._coming:
@@ -617,12 +622,7 @@ class Messages:
 
     def _ended(self, peer: int, farewell: tuple[Reason, str] | None) -> Exception:
         reason, text = farewell or (Reason.LOST, "")
-        if reason is Reason.DONE:
-            how = "was closed by it in good order, while this rank still needed it"
-        elif reason is Reason.LOST:
-            how = f"broke: {text or 'the process ended or the network failed'}"
-        else:
-            how = f"was closed by it: {text}"
+        how = end_in_words(reason, text)
         where = f"group {self.membership.group!r} of generation {self.membership.generation}"
         return PeerLostError(f"The connection to {self._name(peer)} in {where} {how}.", rank=peer)
 
