@@ -218,7 +218,10 @@ class Messages:
         """Ends all messages with an error, now and later."""
         with self._lock:
             self._error = self._error or error
+            thread = self._thread
         self._wake()
+        if thread is None:  # others may have connected, and wait
+            self._finish()
 
     def close(self) -> None:
         """Ends the thread and the connections; idempotent."""
@@ -274,18 +277,17 @@ class Messages:
         assert error is not None
         self._endpoint.forget(self._lobby)
         reason = Reason.DONE if self._closed else Reason.ABORTED
-        for line in self._lines.values():
-            line.connection.close(reason, "" if self._closed else str(error))
-        for connection in self._lobby.arrived.values():
-            if connection.peer not in self._lines:
-                connection.close(reason)
+        lines = {rank: line.connection for rank, line in self._lines.items()}
+        for connection in {**self._lobby.arrived, **lines}.values():
+            connection.close(reason, "" if self._closed else str(error))
         with self._lock:
             posted, self._posted = self._posted, []
         for message in [*posted, *self._open_messages()]:
             message.end(error)
         with self._fd_lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+            if self._wake_fd >= 0:  # an abort may have been before
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def _open_messages(self) -> Iterable[Message]:
         unsent = [each for messages in self._unsent.values() for each in messages]

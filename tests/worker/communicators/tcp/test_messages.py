@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from muster.worker.communicators.base import ReduceOp
+from muster.worker.communicators.tcp.endpoint import Lobby
 from muster.worker.communicators.tcp.messages import SMALL_BYTES, Message, Messages
 from muster.worker.errors import (
     CollectiveMismatchError,
@@ -132,6 +133,29 @@ def test_a_peer_that_is_gone_ends_what_waits_for_it_alone(party: Party) -> None:
     assert not of_other.done()
     party.send(1, 0, b"12345")
     assert of_other.wait(WAIT_S) and of_other.error is None
+
+
+def test_who_aborts_without_a_message_of_its_own_lets_nobody_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections for messages are there, though it has never used one."""
+    endpoint, lobbies = world.backends[2].endpoint, []
+    gather = endpoint.gather
+
+    def note(lobby: Lobby) -> None:
+        lobbies.append(lobby)
+        gather(lobby)
+
+    monkeypatch.setattr(endpoint, "gather", note)
+    party = Party(world)
+    message = party.receive(0, 2, SMALL)[0]
+    with lobbies[-1].changed:
+        assert lobbies[-1].changed.wait_for(lambda: 0 in lobbies[-1].arrived, WAIT_S)
+    party.messages[2].abort(CommunicatorAbortedError("n1 left"))
+    assert message.wait(WAIT_S)
+    assert isinstance(message.error, PeerLostError) and "n1 left" in str(message.error)
+    for each in (*party.messages, *party.communicators):
+        each.close()
 
 
 def test_an_abort_ends_all_messages_with_its_reason(party: Party) -> None:
