@@ -421,7 +421,7 @@ def test_a_launch_is_found_shown_and_drained_without_its_address(here: Place) ->
     assert muster(here, "drain", "1").returncode == 0
     assert launch.stderr is not None
     said = next(line for line in launch.stderr if b"waits for a replacement" in line).decode()
-    assert "--max-restarts N starts workers that fail anew, --min-workers N goes on with fewer" in said
+    assert "--max-restarts N restarts workers that fail, --min-workers N goes on with fewer" in said
     launch.send_signal(signal.SIGINT)
     launch.communicate(timeout=60)
     assert not list((runtime / "muster").iterdir())
