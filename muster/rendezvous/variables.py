@@ -144,7 +144,10 @@ TABLE = {
         "password", SCHEDULER, "Password of the scheduler's `.p12` file.", shown="asked for"
     ),
     "MS_SERVER_PASSWORD_FILE": Variable(
-        "file", SCHEDULER, "The file that holds that password.", options=("run --password-file",)
+        "file",
+        SCHEDULER,
+        "The file that holds that password.",
+        options=("run --password-file", "scheduler --password-file"),
     ),
     "MS_CLIENT_PASSWORD": Variable(
         "password",
@@ -153,7 +156,10 @@ TABLE = {
         shown="asked for",
     ),
     "MS_CLIENT_PASSWORD_FILE": Variable(
-        "file", "worker, operator", "The file that holds that password.", options=("run --password-file",)
+        "file",
+        "worker, operator",
+        "The file that holds that password.",
+        options=("run --password-file", "status --password-file"),
     ),
     "MS_CERTS_PASSWORD": Variable(
         "password",

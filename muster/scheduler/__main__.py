@@ -65,6 +65,12 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--config", type=Path, metavar="FILE", help=option_help("MS_CONFIG_FILE"))
+    made.add_argument(
+        "--password-file",
+        type=Path,
+        metavar="FILE",
+        help="file that holds the password of the scheduler's .p12 file (MS_SERVER_PASSWORD_FILE)",
+    )
     made.add_argument("--serve", action="store_true", help="serve any number of jobs and stay when they end")
     made.add_argument("--port", type=int, help="listen here instead of MS_SCHED_PORT; 0 takes any free port")
     made.add_argument("--bind", default="", metavar="ADDRESS", help="listen here instead of MS_SCHED_HOST")
@@ -79,6 +85,9 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
 
 def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
     options = parser(prog).parse_args(arguments)
+    if options.password_file is not None:
+        env = {name: value for name, value in env.items() if name != "MS_SERVER_PASSWORD"}
+        env["MS_SERVER_PASSWORD_FILE"] = str(options.password_file.absolute())
     settings = load_settings(
         env,
         config_path=options.config,

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="muster web",
         description="Shows the jobs of a scheduler as a page in the browser. Without an address, those of "
-        "the latest launch of yours on this host. It prints a link, which is good once.",
+        f"{asking.WHICH}. It prints a link, which is good once.",
         parents=[asking.common_options()],
     )
     made.add_argument("--port", type=int, default=0, metavar="N", help="of the page (default: any free one)")
@@ -85,7 +85,8 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
     if not 0 <= options.port <= 65_535:
         raise SettingsError(f"--port must be from 0 to 65535; it is {options.port}.")
-    address, env = asking.find_scheduler(options, env)
+    target = asking.find_scheduler(options, asking.with_password(options, env))
+    address, env = target.address, target.env
     certificate = asking.operator_certificate(options, address)
     connect = _Connector(address, env, certificate)
     transport = _transport(options, address, env)

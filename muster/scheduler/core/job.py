@@ -805,9 +805,11 @@ class Job:
             self.send(claim.candidate.node_id, message)
 
     def tell_members(self, sentence: str, *, wait: bool = True) -> None:
-        """Sends members whose group stands why they wait; with ``wait`` False, that they need not any more."""
+        """Sends members whose group stands why they wait; ``wait`` False: that they need not any more."""
         number = len(self.ledger.ranks)
-        self.send_to_members(m.Waiting(number - (max(len(self.rounds.awaited), 1) if wait else 0), number, sentence))
+        self.send_to_members(
+            m.Waiting(number - (max(len(self.rounds.awaited), 1) if wait else 0), number, sentence)
+        )
 
     def say(self, sentence: str) -> None:
         """Logs a sentence and makes it the reason that ``status`` shows."""

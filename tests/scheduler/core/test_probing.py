@@ -468,9 +468,8 @@ def test_members_hear_for_whom_they_wait_and_that_it_is_over() -> None:
     assert "expelled after 60 s (MS_HANG_TIMEOUT), unless it says session.busy()" in sentence
     assert not hosts.feed(e.Heard(hosts.sessions["a0"], 1, 5, 6, 1.0)).messages  # it is not the one
     moved = hosts.feed(e.Heard(hosts.sessions["b0"], 1, 7, 8, 1.0)).messages
-    assert {(told.sentence, told.present, told.needed) for _, told in moved if isinstance(told, m.Waiting)} == {
-        ("Training goes on at step 7.", 3, 3)
-    }
+    told = {(one.sentence, one.present, one.needed) for _, one in moved if isinstance(one, m.Waiting)}
+    assert told == {("Training goes on at step 7.", 3, 3)}
 
 
 def test_a_standstill_is_said_again_ever_more_rarely() -> None:

@@ -183,5 +183,5 @@ def test_advice_names_what_would_help() -> None:
 
     assert advice("running") == "(muster run --min-workers 3 lets the others go on without it.)"
     assert advice("running", min_workers=3) == advice("reconnecting") == ""
-    assert advice("suspended", max_restarts=2, replacement="env A=1 train") == "To start one now: env A=1 train"
+    assert advice("suspended", max_restarts=2, replacement="train") == "To start one now: train"
     assert "--max-restarts N restarts workers that fail" in advice("suspended")
