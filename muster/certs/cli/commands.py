@@ -149,6 +149,7 @@ def renew(options: argparse.Namespace, env: Environment) -> None:
     """Replaces certificates by new ones with new keys and the same identity and hosts."""
     if not options.files and not options.ca:
         raise ConfigError("Nothing to renew.", remedy="Name .p12 files, or pass --ca.")
+    options.dir = _directory_of_authority(options)
     password = _password(options, env)
     authority = open_authority(options.dir, password)
     if options.ca:
@@ -167,6 +168,7 @@ def renew(options: argparse.Namespace, env: Environment) -> None:
 
 def revoke(options: argparse.Namespace, env: Environment) -> None:
     """Revokes certificates, or signs the list anew if none is named."""
+    options.dir = _directory_of_authority(options)
     password = _password(options, env)
     authority = open_authority(options.dir, password)
     chosen = [_leaf(path, _passwords(options, env, password)) for path in options.files]
@@ -182,6 +184,25 @@ def revoke(options: argparse.Namespace, env: Environment) -> None:
         print(f"revoked: {name_of(certificate)}, serial {certificate.serial_number:x}")
     crl = options.dir / "crl.pem"
     print(f"{crl}: {count} revoked, good for {options.days} days; copy it to crl_path on all hosts.")
+
+
+def _directory_of_authority(options: argparse.Namespace) -> Path:
+    """The directory of --dir, else that of the files that are named, else the usual one.
+
+    Raises:
+        FileError: no authority is there. Another one would be of no use: nobody trusts it.
+    """
+    beside = dict.fromkeys(path.parent for path in options.files)
+    looked = [options.dir] if options.dir is not None else [*beside, Path("certificates")]
+    for directory in looked:
+        if (directory / "ca.key").exists():
+            return Path(directory)
+    places = " or ".join(repr(str(directory)) for directory in dict.fromkeys(looked))
+    raise FileError(
+        f"There is no authority (no ca.key) in {places}.",
+        remedy="Name the directory of the authority that issued these certificates with --dir; its key may be"
+        " on another host.",
+    )
 
 
 def _check_revocable(certificate: x509.Certificate, authority: Authority) -> None:
