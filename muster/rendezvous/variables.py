@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 LONGEST_S = 604_800.0
@@ -417,3 +418,22 @@ def variables_help(*sides: str, width: int = 78) -> str:
 
 def _plain(markdown: str) -> str:
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown).replace("`", "")
+
+
+NEAR = 0.88
+"""How alike an unknown variable's name and a known one must be; MindSpore has MS_ variables of its own."""
+
+
+def misspelt(env: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that nothing reads and whose name is nearly that of one in the table."""
+    unknown = sorted(name for name in env if name.startswith("MS_") and name not in TABLE)
+    if not unknown:
+        return []
+    import difflib
+
+    said = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, TABLE, n=1, cutoff=NEAR)
+        if near:
+            said.append(f"nothing reads {name[:80]}; did you mean {near[0]}?")
+    return said

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.certs.errors import CertificateError
-from muster.rendezvous.variables import SCHEDULER, option_help, variables_help
+from muster.rendezvous.output import to_its_end
+from muster.rendezvous.variables import SCHEDULER, misspelt, option_help, variables_help
 from muster.scheduler import __version__
 from muster.scheduler.config import load_settings
 from muster.scheduler.errors import SchedulerError
@@ -40,6 +41,13 @@ def main(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     environment = os.environ if env is None else env
+    if not prog.startswith("muster"):  # else the command has said it
+        for sentence in misspelt(environment):
+            print(f"scheduler: {sentence}", file=sys.stderr)
+    return to_its_end(lambda: _run(arguments, environment, prog))
+
+
+def _run(arguments: list[str], environment: Mapping[str, str], prog: str) -> int:
     try:
         if arguments and arguments[0] in COMMANDS:
             from muster.scheduler.cli.command import command

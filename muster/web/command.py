@@ -19,13 +19,14 @@ from muster.scheduler.cli import command as asking
 from muster.scheduler.cli.client import Client
 from muster.scheduler.config import Address
 from muster.scheduler.errors import SchedulerError, SettingsError
+from muster.version import how_to_install
 
 if TYPE_CHECKING:
     from muster.web.logs import Log
     from muster.web.series import Point
     from muster.web.serve import Transport
 
-EXTRA = "muster web needs its extra: pip install 'muster-rendezvous[web]'"
+EXTRA = f"muster web needs its extra. {how_to_install('web')}"
 
 
 def parser() -> argparse.ArgumentParser:

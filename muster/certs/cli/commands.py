@@ -16,7 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPri
 from muster.certs.cli.show import as_text, describe_file
 from muster.certs.errors import ConfigError, FileError, IdentityError, PasswordError, UntrustedError
 from muster.certs.files import read_file, write_file
-from muster.certs.pki.authority import Authority, Issued, create_authority, open_authority, renew_authority
+from muster.certs.pki.authority import (
+    Authority,
+    Issued,
+    create_authority,
+    make_directory,
+    open_authority,
+    renew_authority,
+)
 from muster.certs.pki.certificates import common_name, issued_by, name_of, parse_certificates, to_pem, utc_now
 from muster.certs.pki.identity import ANY_JOB, Identity
 from muster.certs.pki.peer import peer_of_pem
@@ -338,7 +345,7 @@ def _password(options: argparse.Namespace, env: Environment, *, new: bool = Fals
         asker = _ask_twice if new else prompt_on_terminal
         return password_from("MS_CERTS_PASSWORD", env, asker, "Password of the authority: ")
     if new and not file.exists():
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(file.parent)
         write_file(file, secrets.token_urlsafe(24).encode() + b"\n", replace=False)
     return read_password(file, "--password-file")
 

@@ -418,7 +418,9 @@ def test_the_authority_is_the_one_beside_the_file_and_no_other_is_to_be_made(
     capsys.readouterr()
     assert main([command, str(copy)]) == 1
     said = capsys.readouterr().err
-    assert f"There is no authority (no ca.key) in '{copy.parent}' or 'certificates'" in said and "--dir" in said
+    assert (
+        f"There is no authority (no ca.key) in '{copy.parent}' or 'certificates'" in said and "--dir" in said
+    )
     assert "init" not in said
     assert main([command, "--dir", str(directory), str(copy)]) == 0
 

@@ -74,7 +74,8 @@ def test_of_several_launches_elsewhere_none_is_taken_and_all_are_listed(
 
 
 def test_the_page_of_several_launches_is_refused_too(publish: Publish) -> None:
-    publish("night", 1001, "one"), publish("day", 1002, "other")
+    publish("night", 1001, "one")
+    publish("day", 1002, "other")
     done = muster("web")
     assert done.returncode == 2 and "Several launches of yours run on this host" in done.stderr
 
@@ -105,7 +106,8 @@ def on_a_terminal(answer: str, *arguments: str) -> tuple[int, str]:
     shown = b""
     while not shown.endswith(b"\0"):
         shown += os.read(ours, 1 << 16)
-    os.close(ours), os.close(end)
+    for descriptor in (ours, end):
+        os.close(descriptor)
     return code, shown.decode().replace("\r\n", "\n")
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from muster.version import how_to_install
 from muster.worker.errors import CommunicatorError
 
 LEGACY_STREAM, THREAD_STREAM = 1, 2
@@ -201,7 +202,7 @@ def loaded_library() -> str:
         return name
     raise CommunicatorError(
         "NCCL needs CuPy or torch for its arrays and streams, and neither is installed",
-        remedy="Install muster-rendezvous[cuda12], [cuda13] or [torch].",
+        remedy=f"{how_to_install('cuda13')}; [cuda12] and [torch] will do, too.",
     )
 
 
