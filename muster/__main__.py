@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
+from muster.rendezvous.output import to_its_end
+from muster.rendezvous.variables import misspelt
 from muster.version import __version__
 
 COMMANDS = {
@@ -33,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code; 2 for a command that there is not.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return to_its_end(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -43,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"muster: {_unknown(name)}", file=sys.stderr)
         return 2
+    for sentence in misspelt(os.environ):
+        print(f"muster: {sentence}", file=sys.stderr)
     return _runner(name)(rest)
 
 

@@ -132,7 +132,7 @@ NOT_RUN = {
         "muster certs init --dir keys --password-file keys/password": "README.md has it, and is run",
     },
     "docs/web.md": {
-        "pip install 'muster-rendezvous[web]'": "installs from the package index",
+        "pip install '.[web]'": "installs packages",
         "muster web --bind 0.0.0.0 --name host.example --port 8443": "opens a port to the network",
     },
 }

@@ -27,7 +27,7 @@ examples:
   muster certs issue --dir certificates --role worker --job resnet --node node7
   muster certs issue --dir certificates --role host --job resnet --node 8 --node 9 --out host2.p12
   muster certs show certificates/ca.crt certificates/server.p12
-  muster certs renew --dir certificates certificates/server.p12
+  muster certs renew certificates/server.p12
   muster certs revoke --dir certificates --node node7
   muster certs etcd --dir certificates --job resnet --hosts etcd0,etcd1,etcd2"""
 
@@ -146,7 +146,7 @@ def _add_renew(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     renew = commands.add_parser(
         "renew", help="replace certificates by new ones with the same identity and hosts"
     )
-    _add_directory(renew, "of the authority")
+    _add_directory(renew, "of the authority", beside=True)
     renew.add_argument("files", nargs="*", type=Path, metavar="FILE", help="PKCS#12 files of this authority")
     renew.add_argument(
         "--ca", action="store_true", help="renew the authority's certificate too, keeping its key"
@@ -164,7 +164,7 @@ def _add_revoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="revoke certificates: write DIR/crl.pem, which a running scheduler notices",
         description="Without a certificate named, the list is signed anew for --days more.",
     )
-    _add_directory(revoke, "of the authority")
+    _add_directory(revoke, "of the authority", beside=True)
     revoke.add_argument("files", nargs="*", type=Path, metavar="FILE", help="PKCS#12 or PEM files to revoke")
     revoke.add_argument("--serial", action="append", default=[], metavar="HEX", help="serial number")
     revoke.add_argument(
@@ -177,13 +177,14 @@ def _add_revoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_password(revoke)
 
 
-def _add_directory(parser: argparse.ArgumentParser, what: str) -> None:
+def _add_directory(parser: argparse.ArgumentParser, what: str, *, beside: bool = False) -> None:
+    usual = "the directory of FILE, else certificates" if beside else "certificates"
     parser.add_argument(
         "--dir",
         type=Path,
-        default=Path("certificates"),
+        default=None if beside else Path("certificates"),
         metavar="DIR",
-        help=f"directory {what} (certificates)",
+        help=f"directory {what} ({usual})",
     )
 
 

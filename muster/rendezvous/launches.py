@@ -129,6 +129,27 @@ def running(env: Mapping[str, str]) -> list[Launched]:
     return sorted(found, key=lambda launch: launch.began, reverse=True)
 
 
+def chosen(env: Mapping[str, str], job_id: str = "", here: Path = RUNS / LATEST) -> Launched | None:
+    """The launch of this user that a command means which names no scheduler; None: there is none.
+
+    Args:
+        env: the environment.
+        job_id: of the job that is meant; empty: any.
+        here: a link to the directory of the launch that comes before others.
+
+    Raises:
+        LookupError: there are several, and the message lists them.
+    """
+    found = [launch for launch in running(env) if job_id in ("", launch.job_id)]
+    with contextlib.suppress(OSError):
+        latest = here.resolve(strict=True)
+        own = [launch for launch in found if Path(launch.directory).resolve() == latest]
+        found = own or found
+    if len(found) > 1:
+        raise LookupError("; ".join(f"job {launch.job_id} in {launch.directory}" for launch in found))
+    return found[0] if found else None
+
+
 def _read(file: Path) -> Launched:
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, encoding="utf-8") as text:

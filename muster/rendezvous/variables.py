@@ -148,7 +148,10 @@ TABLE = {
         "password", SCHEDULER, "Password of the scheduler's `.p12` file.", shown="asked for"
     ),
     "MS_SERVER_PASSWORD_FILE": Variable(
-        "file", SCHEDULER, "The file that holds that password.", options=("run --password-file",)
+        "file",
+        SCHEDULER,
+        "The file that holds that password.",
+        options=("run --password-file", "scheduler --password-file"),
     ),
     "MS_CLIENT_PASSWORD": Variable(
         "password",
@@ -157,7 +160,10 @@ TABLE = {
         shown="asked for",
     ),
     "MS_CLIENT_PASSWORD_FILE": Variable(
-        "file", "worker, operator", "The file that holds that password.", options=("run --password-file",)
+        "file",
+        "worker, operator",
+        "The file that holds that password.",
+        options=("run --password-file", "status --password-file"),
     ),
     "MS_CERTS_PASSWORD": Variable(
         "password",
@@ -424,3 +430,22 @@ def variables_help(*sides: str, width: int = 78) -> str:
 
 def _plain(markdown: str) -> str:
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown).replace("`", "")
+
+
+NEAR = 0.88
+"""How alike an unknown variable's name and a known one must be; MindSpore has MS_ variables of its own."""
+
+
+def misspelt(env: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that nothing reads and whose name is nearly that of one in the table."""
+    unknown = sorted(name for name in env if name.startswith("MS_") and name not in TABLE)
+    if not unknown:
+        return []
+    import difflib
+
+    said = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, TABLE, n=1, cutoff=NEAR)
+        if near:
+            said.append(f"nothing reads {name[:80]}; did you mean {near[0]}?")
+    return said

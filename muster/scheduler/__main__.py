@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.certs.errors import CertificateError
-from muster.rendezvous.variables import SCHEDULER, option_help, variables_help
+from muster.rendezvous.output import to_its_end
+from muster.rendezvous.variables import SCHEDULER, misspelt, option_help, variables_help
 from muster.scheduler import __version__
 from muster.scheduler.config import load_settings
 from muster.scheduler.errors import SchedulerError
@@ -40,6 +41,13 @@ def main(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     environment = os.environ if env is None else env
+    if not prog.startswith("muster"):  # else the command has said it
+        for sentence in misspelt(environment):
+            print(f"scheduler: {sentence}", file=sys.stderr)
+    return to_its_end(lambda: _run(arguments, environment, prog))
+
+
+def _run(arguments: list[str], environment: Mapping[str, str], prog: str) -> int:
     try:
         if arguments and arguments[0] in COMMANDS:
             from muster.scheduler.cli.command import command
@@ -65,6 +73,12 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--config", type=Path, metavar="FILE", help=option_help("MS_CONFIG_FILE"))
+    made.add_argument(
+        "--password-file",
+        type=Path,
+        metavar="FILE",
+        help="file that holds the password of the scheduler's .p12 file (MS_SERVER_PASSWORD_FILE)",
+    )
     made.add_argument("--serve", action="store_true", help="serve any number of jobs and stay when they end")
     made.add_argument("--port", type=int, help="listen here instead of MS_SCHED_PORT; 0 takes any free port")
     made.add_argument("--bind", default="", metavar="ADDRESS", help="listen here instead of MS_SCHED_HOST")
@@ -79,6 +93,9 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
 
 def _serve(arguments: list[str], env: Mapping[str, str], prog: str) -> int:
     options = parser(prog).parse_args(arguments)
+    if options.password_file is not None:
+        env = {name: value for name, value in env.items() if name != "MS_SERVER_PASSWORD"}
+        env["MS_SERVER_PASSWORD_FILE"] = str(options.password_file.absolute())
     settings = load_settings(
         env,
         config_path=options.config,

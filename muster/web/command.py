@@ -19,13 +19,14 @@ from muster.scheduler.cli import command as asking
 from muster.scheduler.cli.client import Client
 from muster.scheduler.config import Address
 from muster.scheduler.errors import SchedulerError, SettingsError
+from muster.version import how_to_install
 
 if TYPE_CHECKING:
     from muster.web.logs import Log
     from muster.web.series import Point
     from muster.web.serve import Transport
 
-EXTRA = "muster web needs its extra: pip install 'muster-rendezvous[web]'"
+EXTRA = f"muster web needs its extra. {how_to_install('web')}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="muster web",
         description="Shows the jobs of a scheduler as a page in the browser. Without an address, those of "
-        "the latest launch of yours on this host. It prints a link, which is good once.",
+        f"{asking.WHICH}. It prints a link, which is good once.",
         parents=[asking.common_options()],
     )
     made.add_argument("--port", type=int, default=0, metavar="N", help="of the page (default: any free one)")
@@ -85,7 +86,8 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
     if not 0 <= options.port <= 65_535:
         raise SettingsError(f"--port must be from 0 to 65535; it is {options.port}.")
-    address, env = asking.find_scheduler(options, env)
+    target = asking.find_scheduler(options, asking.with_password(options, env))
+    address, env = target.address, target.env
     certificate = asking.operator_certificate(options, address)
     connect = _Connector(address, env, certificate)
     transport = _transport(options, address, env)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from muster.rendezvous.files import beside
 from muster.rendezvous.launches import LATEST, RUNS
+from muster.version import how_to_install
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = "default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         import jinja2  # noqa: F401
     except ModuleNotFoundError:
-        print("muster: muster report needs the extra: pip install 'muster-rendezvous[web]'", file=sys.stderr)
+        print(f"muster: muster report needs an extra. {how_to_install('web')}.", file=sys.stderr)
         return 1
     target = options.output or options.directory / "report.html"
     try:
@@ -56,12 +57,19 @@ def main(argv: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return 1
-        _write(target, html)
     except OSError as error:
         remedy = (
             "" if options.directory.is_dir() else " Name one that muster run has made, as muster-runs/latest."
         )
-        print(f"muster: '{error.filename or target}': {error.strerror}.{remedy}", file=sys.stderr)
+        print(f"muster: '{error.filename or options.directory}': {error.strerror}.{remedy}", file=sys.stderr)
+        return 1
+    try:
+        _write(target, html)
+    except OSError as error:
+        print(
+            f"muster: '{target}' cannot be written: {error.strerror}; name another with --output.",
+            file=sys.stderr,
+        )
         return 1
     print(f"{target} ({len(html.encode()) / 1000:,.0f} kB)")
     return 0

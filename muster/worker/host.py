@@ -116,7 +116,8 @@ def _address_towards(scheduler: str, port: int) -> str:
         ) from None
     except OSError as error:
         raise UnresolvedHostError(
-            f"MS_SCHED_HOST is {scheduler!r}, and there is no way to it: {error.strerror}.",
+            f"The scheduler's host is {scheduler!r} (--join, MS_SCHED_HOST), and there is no way to it:"
+            f" {error.strerror}.",
             remedy="Check the name and the network, or set MS_WORKER_ADDRESS to an address of this host.",
         ) from None
 

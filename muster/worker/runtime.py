@@ -15,10 +15,18 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from muster.rendezvous.log_lines import BoundedFormatter
+from muster.rendezvous.variables import misspelt
 from muster.worker.config import SecurityContext, load_settings
 from muster.worker.control.client import is_consequence, is_good_exit, reason_of
 from muster.worker.control.connection import Connection, grpc_dial, load_keyring
-from muster.worker.ending import is_good_end, note, on_sigterm, show_errors_in_words, watch_the_end
+from muster.worker.ending import (
+    NOTES_VARIABLE,
+    is_good_end,
+    note,
+    on_sigterm,
+    show_errors_in_words,
+    watch_the_end,
+)
 from muster.worker.errors import (
     SIGTERM_EXIT_CODE,
     JobEndedError,
@@ -151,6 +159,9 @@ def init(backend: str | None = None) -> Session:
         process.session = _adopted(backend)
         return process.session
     watch_the_end(process.end, process.was_interrupted)
+    if NOTES_VARIABLE not in os.environ:  # else the launcher has said it
+        for sentence in misspelt(os.environ):
+            log.warning("%s", sentence)
     leaving = Leaving()
     try:
         with on_sigterm(leaving.ask):

@@ -124,5 +124,5 @@ def test_an_unknown_interface_is_refused_naming_those_there_are() -> None:
 
 
 def test_an_unknown_scheduler_is_refused_naming_it() -> None:
-    with pytest.raises(SettingsError, match=r"MS_SCHED_HOST is 'no\.such\.host\.invalid'"):
+    with pytest.raises(SettingsError, match=r"is 'no\.such\.host\.invalid' \(--join, MS_SCHED_HOST\), and"):
         describe_host(settings(scheduler_hosts=("no.such.host.invalid",)))

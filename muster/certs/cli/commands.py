@@ -16,7 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPri
 from muster.certs.cli.show import as_text, describe_file
 from muster.certs.errors import ConfigError, FileError, IdentityError, PasswordError, UntrustedError
 from muster.certs.files import read_file, write_file
-from muster.certs.pki.authority import Authority, Issued, create_authority, open_authority, renew_authority
+from muster.certs.pki.authority import (
+    Authority,
+    Issued,
+    create_authority,
+    make_directory,
+    open_authority,
+    renew_authority,
+)
 from muster.certs.pki.certificates import common_name, issued_by, name_of, parse_certificates, to_pem, utc_now
 from muster.certs.pki.identity import ANY_JOB, Identity
 from muster.certs.pki.peer import peer_of_pem
@@ -149,6 +156,7 @@ def renew(options: argparse.Namespace, env: Environment) -> None:
     """Replaces certificates by new ones with new keys and the same identity and hosts."""
     if not options.files and not options.ca:
         raise ConfigError("Nothing to renew.", remedy="Name .p12 files, or pass --ca.")
+    options.dir = _directory_of_authority(options)
     password = _password(options, env)
     authority = open_authority(options.dir, password)
     if options.ca:
@@ -167,6 +175,7 @@ def renew(options: argparse.Namespace, env: Environment) -> None:
 
 def revoke(options: argparse.Namespace, env: Environment) -> None:
     """Revokes certificates, or signs the list anew if none is named."""
+    options.dir = _directory_of_authority(options)
     password = _password(options, env)
     authority = open_authority(options.dir, password)
     chosen = [_leaf(path, _passwords(options, env, password)) for path in options.files]
@@ -182,6 +191,25 @@ def revoke(options: argparse.Namespace, env: Environment) -> None:
         print(f"revoked: {name_of(certificate)}, serial {certificate.serial_number:x}")
     crl = options.dir / "crl.pem"
     print(f"{crl}: {count} revoked, good for {options.days} days; copy it to crl_path on all hosts.")
+
+
+def _directory_of_authority(options: argparse.Namespace) -> Path:
+    """The directory of --dir, else that of the files that are named, else the usual one.
+
+    Raises:
+        FileError: no authority is there. Another one would be of no use: nobody trusts it.
+    """
+    beside = dict.fromkeys(path.parent for path in options.files)
+    looked = [options.dir] if options.dir is not None else [*beside, Path("certificates")]
+    for directory in looked:
+        if (directory / "ca.key").exists():
+            return Path(directory)
+    places = " or ".join(repr(str(directory)) for directory in dict.fromkeys(looked))
+    raise FileError(
+        f"There is no authority (no ca.key) in {places}.",
+        remedy="Name the directory of the authority that issued these certificates with --dir; its key may be"
+        " on another host.",
+    )
 
 
 def _check_revocable(certificate: x509.Certificate, authority: Authority) -> None:
@@ -317,7 +345,7 @@ def _password(options: argparse.Namespace, env: Environment, *, new: bool = Fals
         asker = _ask_twice if new else prompt_on_terminal
         return password_from("MS_CERTS_PASSWORD", env, asker, "Password of the authority: ")
     if new and not file.exists():
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(file.parent)
         write_file(file, secrets.token_urlsafe(24).encode() + b"\n", replace=False)
     return read_password(file, "--password-file")
 

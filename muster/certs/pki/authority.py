@@ -224,7 +224,7 @@ def create_authority(
     now = now or utc_now()
     subject = authority_name(name)
     end = now + check_days(days)
-    _make_directory(directory)
+    make_directory(directory)
     if (directory / "ca.key").exists() and not force:
         raise FileError(
             f"{str(directory)!r} holds an authority already.",
@@ -307,7 +307,12 @@ def open_authority(directory: Path, password: bytes) -> Authority:
     return Authority(directory, certificate, tuple(chain), tuple(roots), key)
 
 
-def _make_directory(directory: Path) -> None:
+def make_directory(directory: Path) -> None:
+    """Makes a directory for its owner alone, and those above it.
+
+    Raises:
+        FileError: it cannot be made.
+    """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -11,14 +11,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from muster.certs.errors import CertificateError
 from muster.rendezvous import launches
-from muster.rendezvous.settings import Environment
+from muster.rendezvous.settings import Environment, show_address
 from muster.rendezvous.variables import option_help
 from muster.scheduler.cli.client import TAKEOVER_S, Client, Following, UnreachableError
 from muster.scheduler.config import Address, load_address
-from muster.scheduler.errors import SettingsError
+from muster.scheduler.errors import SchedulerError, SettingsError
 
 WATCH_S = 2.0
+
+WHICH = "the launch of ./muster-runs/latest, else of the only launch of yours on this host"
+"""Which scheduler is asked where none is named."""
 
 
 def command(arguments: Sequence[str], env: Mapping[str, str], prog: str = "python -m scheduler") -> int:
@@ -32,18 +36,22 @@ def command(arguments: Sequence[str], env: Mapping[str, str], prog: str = "pytho
         muster.certs.errors.CertificateError: TLS failed on either side; says how.
     """
     options = parser(prog).parse_args(list(arguments))
+    env = with_password(options, env)
     if options.command == "jobs":
         return _jobs(options, env)
-    address, env = find_scheduler(options, env)
+    target = find_scheduler(options, env)
     try:
-        return _ask(options, address, env)
+        return _ask(options, target)
     except UnreachableError as error:
-        if options.command == "health" or _is_named(options, env):
+        if options.command == "health" or target.launch is not None or _is_named(options, env):
             raise
-        raise UnreachableError(f"No launch of yours runs on this host, and: {error}") from None
+        wanted = options.job or env.get("MS_JOB_ID", "")
+        which = f"no launch of job {wanted}" if wanted and launches.running(env) else "no launch of yours"
+        raise UnreachableError(f"{which.capitalize()} runs on this host, and: {error}") from None
 
 
-def _ask(options: argparse.Namespace, address: Address, env: Mapping[str, str]) -> int:
+def _ask(options: argparse.Namespace, target: Target) -> int:
+    address, env = target.address, target.env
     certificate, role = _certificate(options, address), _role(options, env)
 
     def connect(wait_s: float = TAKEOVER_S) -> Client:
@@ -55,7 +63,12 @@ def _ask(options: argparse.Namespace, address: Address, env: Mapping[str, str]) 
         print(answer)
         return 0 if answer == "SERVING" else 1
     if options.command == "drain":
+        what = f"node {options.node} of {target.describe()}"
+        if not options.yes and not confirmed(f"Drain {what}?"):
+            print("muster: nothing was changed", file=sys.stderr)
+            return 1
         with connect() as client:
+            print(f"muster: draining {what}", file=sys.stderr)
             print(client.drain(options.node, options.reason))
         return 0
     from muster.scheduler.cli import status
@@ -76,18 +89,18 @@ def _jobs(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Lists the jobs of the scheduler that is named, or of all that launches of this host have started."""
     from muster.scheduler.cli import status
 
-    running: list[launches.Launched | None] = []
-    if not _is_named(options, env):
-        running += launches.running(env)
+    running = [] if _is_named(options, env) else launches.running(env)
+    targets = [_of_launch(launch, options, env) for launch in running] or [find_scheduler(options, env)]
     rows = []
-    for launch in running or [None]:
-        address, own = find_scheduler(options, env) if launch is None else _of_launch(launch, options, env)
+    for target in targets:
+        certificate = _certificate(options, target.address)
         try:
-            with Client(address, own, certificate=_certificate(options, address)) as client:
+            with Client(target.address, target.env, certificate=certificate) as client:
                 rows += [(client.where, job) for job in client.jobs().jobs]
-        except UnreachableError:
-            if launch is None:
+        except (SchedulerError, CertificateError) as error:
+            if len(targets) == 1:
                 raise
+            print(f"muster: {target.describe()}: {error}", file=sys.stderr)
     if options.json:
         print(json.dumps([status.job_as_json(where, job) for where, job in rows], indent=2))
     else:
@@ -109,6 +122,12 @@ def common_options() -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="ask here (or there, of several with commas between) instead of at MS_SCHED_HOST",
     )
+    common.add_argument(
+        "--password-file",
+        type=Path,
+        metavar="FILE",
+        help="file that holds the password of the .p12 file (MS_CLIENT_PASSWORD_FILE)",
+    )
     return common
 
 
@@ -117,7 +136,7 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
     common = common_options()
     made = argparse.ArgumentParser(prog=prog)
     commands = made.add_subparsers(dest="command", required=True)
-    own = "Without an address, that of the latest launch of yours on this host."
+    own = f"Without an address, that of {WHICH}."
     status = commands.add_parser(
         "status", parents=[common], description=f"Shows a job, its workers and how far they are. {own}"
     )
@@ -149,6 +168,7 @@ def parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
         description=f"Lets a worker finish its step and leave; the others go on. {own}",
     )
     drain.add_argument("node", metavar="NODE", help="the worker's node id")
+    drain.add_argument("--yes", action="store_true", help="do not ask on a terminal whether it is meant")
     drain.add_argument("--reason", default="drained by an operator", help="why, for the log and the workers")
     return made
 
@@ -170,24 +190,53 @@ def _is_named(options: argparse.Namespace, env: Mapping[str, str]) -> bool:
     return bool(options.host or env.get("MS_SCHED_HOST") or env.get("MS_SCHED_PORT"))
 
 
-def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[Address, Mapping[str, str]]:
-    """The scheduler that is named, else that of the latest launch here; and the environment for it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """The scheduler that a command asks, and the job.
+
+    Attributes:
+        address: where it is.
+        env: the environment for it.
+        launch: by which it was found; None: it was named, or nothing runs here.
+    """
+
+    address: Address
+    env: Mapping[str, str]
+    launch: launches.Launched | None = None
+
+    def describe(self) -> str:
+        """The job, and where it runs."""
+        where = ", ".join(show_address(host, self.address.port) for host in self.address.hosts)
+        place = f"at {where}" if self.launch is None else f"in {self.launch.directory}"
+        return f"job {self.address.job_id} {place}"
+
+
+def find_scheduler(options: argparse.Namespace, env: Mapping[str, str]) -> Target:
+    """The scheduler that is named, else that of :data:`WHICH`.
+
+    Raises:
+        SettingsError: none is named, and several launches run here.
+    """
     if getattr(options, "command", "") != "health" and not _is_named(options, env):
-        wanted = options.job or env.get("MS_JOB_ID", "")
-        found = [each for each in launches.running(env) if wanted in ("", each.job_id)]
-        if found:
-            return _of_launch(found[0], options, env)
+        try:
+            launch = launches.chosen(env, options.job or env.get("MS_JOB_ID", ""))
+        except LookupError as error:
+            raise SettingsError(
+                f"Several launches of yours run on this host: {error}.",
+                remedy="Ask from the directory of the one that is meant, or name it: --job, or MS_SCHED_HOST"
+                " and MS_SCHED_PORT.",
+            ) from None
+        if launch is not None:
+            return _of_launch(launch, options, env)
     address = load_address(env, config_path=options.config, job_id=options.job)
     if options.host:
         address = dataclasses.replace(
             address, hosts=Environment({}, SettingsError).checked_hosts("--host", options.host)
         )
-    return address, env
+    return Target(address, env)
 
 
-def _of_launch(
-    launch: launches.Launched, options: argparse.Namespace, env: Mapping[str, str]
-) -> tuple[Address, Mapping[str, str]]:
+def _of_launch(launch: launches.Launched, options: argparse.Namespace, env: Mapping[str, str]) -> Target:
     own = {
         **env,
         "MS_SCHED_HOST": launch.host,
@@ -198,7 +247,26 @@ def _of_launch(
         env.get(name) for name in ("MS_CLIENT_PASSWORD", "MS_CLIENT_PASSWORD_FILE")
     ):
         own["MS_CLIENT_PASSWORD_FILE"] = launch.password_file
-    return load_address(own, config_path=options.config, job_id=options.job or launch.job_id), own
+    address = load_address(own, config_path=options.config, job_id=options.job or launch.job_id)
+    return Target(address, own, launch)
+
+
+def with_password(options: argparse.Namespace, env: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with what --password-file names in place of what the variables do."""
+    if options.password_file is None:
+        return env
+    sides = ("MS_CLIENT_PASSWORD", "MS_SERVER_PASSWORD")  # health may use the scheduler's
+    file = str(options.password_file.absolute())
+    own = {name: value for name, value in env.items() if name not in sides}
+    return {**own, **{f"{side}_FILE": file for side in sides}}
+
+
+def confirmed(question: str) -> bool:
+    """Asks on a terminal; where there is none, whoever runs the command has meant it."""
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _role(options: argparse.Namespace, env: Mapping[str, str]) -> str:

@@ -439,7 +439,8 @@ class Rounds:
         wanted: the members are to be asked.
         calm: they have been found to reach each other.
         hangs: the members that others wait for.
-        said: what was said last, lest it be said at every round.
+        awaited: those that were named as awaited, busy ones too, and in which step each was then.
+        said: what was said last, so that it is not said at every round.
         barred: why, by the id of a host, or by a worker's node id.
         outside: joins of those that are barred.
         taken_in: those of them that have just been proven to be reached.
@@ -452,6 +453,7 @@ class Rounds:
     wanted: bool = False
     calm: Calm = Calm()
     hangs: dict[str, Hang] = field(default_factory=dict)
+    awaited: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     said: str = ""
     barred: dict[str, str] = field(default_factory=dict)
     outside: dict[e.SessionId, e.Joined] = field(default_factory=dict)
@@ -473,6 +475,10 @@ class Rounds:
     def hang_due(self, hang_timeout_s: float) -> float:
         """The time at which the first member has been waited for too long."""
         return min(hang.since for hang in self.hangs.values()) + hang_timeout_s
+
+    def forget_waits(self) -> None:
+        """Training goes on: what is waited for next is something new."""
+        self.awaited, self.said, self.calm = {}, "", Calm()
 
     def take_in(self) -> list[e.Joined]:
         """Takes and returns the Joins of workers that were just found to reach all members."""
@@ -532,6 +538,7 @@ class Deadlines:
         formed_at: when the newest generation was formed, or ended.
         progress_since: when training was last seen to go on.
         stalled: that it stands still has been said.
+        stall_report: when that is said again.
         report: when it is said again who is missing.
         spares_fill_in: when spares may take the places of ordinary workers; 0: those are not complete.
         last_call_s: how long the first group waits for more than it needs; 0: as long as for those.
@@ -547,6 +554,7 @@ class Deadlines:
     formed_at: float = 0.0
     progress_since: float = 0.0
     stalled: bool = False
+    stall_report: float = 0.0
     report: float = 0.0
     spares_fill_in: float = 0.0
     last_call_s: float = 0.0
@@ -765,6 +773,7 @@ class Job:
             sent = tuple(map(as_sent, record.members))
             self.current = Current(sent=sent, change=record.reason)
             self.deadlines.begin_generation(self.now)
+            self.rounds.awaited = {}
             members = record.members
             self.members.enter_generation(
                 self.ledger.ranks, (members[rank].candidate.node_id for rank in record.newcomer_ranks)
@@ -772,6 +781,7 @@ class Job:
         elif isinstance(record, r.GenerationEnded):
             self.current = Current(sent=self.current.sent, change=self.current.change)
             self.deadlines.begin_generation(self.now)
+            self.rounds.awaited = {}
         elif isinstance(record, r.GroupEstablished):
             self.current.unique_ids = ()
             self.deadlines.suspicion, self.deadlines.stalled = None, False
@@ -793,6 +803,13 @@ class Job:
         """Sends a message to all members."""
         for claim in self.ledger.living_members():
             self.send(claim.candidate.node_id, message)
+
+    def tell_members(self, sentence: str, *, wait: bool = True) -> None:
+        """Sends members whose group stands why they wait; ``wait`` False: that they need not any more."""
+        number = len(self.ledger.ranks)
+        self.send_to_members(
+            m.Waiting(number - (max(len(self.rounds.awaited), 1) if wait else 0), number, sentence)
+        )
 
     def say(self, sentence: str) -> None:
         """Logs a sentence and makes it the reason that ``status`` shows."""

@@ -441,9 +441,12 @@ def _heard(job: Job, event: e.Heard, now: float) -> None:
     trains = job.phase is not Phase.BUILDING or job.switches_by_steps
     if job.members.hear(node_id, event, settled=settled) and trains:
         job.deadlines.progress_since = now
-        if job.deadlines.stalled:
+        if probing.all_have_moved(job) or job.deadlines.stalled:
             job.deadlines.stalled = False
-            job.say(f"Training goes on at step {event.step}.")
+            job.rounds.forget_waits()
+            sentence = f"Training goes on at step {event.step}."
+            job.say(sentence)
+            job.tell_members(sentence, wait=False)
     job.matters = lacked_state and contact.has_moved  # who leaves may wait for that
 
 
@@ -501,7 +504,8 @@ def peer_suspected(job: Job, event: e.PeerSuspected, now: float) -> None:
         return
     own = who(claim.candidate, job.ledger.rank_of(claim.candidate.node_id))
     peer = "its peers"
-    if event.generation == formed.generation and 0 <= event.rank < len(formed.members):
+    suspects = event.rank != job.ledger.rank_of(claim.candidate.node_id)  # its own rank: it knows of none
+    if suspects and event.generation == formed.generation and 0 <= event.rank < len(formed.members):
         peer = who(formed.members[event.rank].candidate, event.rank)
     sentence = f"{own} could not go on with {peer}: {event.detail}"
     if job.ledger.finished:
@@ -1173,25 +1177,35 @@ def waiting_sentence(job: Job) -> str:
 
 
 def check_progress(job: Job, now: float) -> None:
-    """Reports a standstill of training once; the job goes on waiting."""
+    """Reports a standstill of training, ever more rarely; the job goes on waiting."""
     due = stall_due(job)
     if due is None or now < due:
         return
+    deadlines = job.deadlines
     report = progress_report(job, now)
     if report:
-        job.deadlines.stalled = True
+        deadlines.stalled, deadlines.stall_report = True, now + (now - deadlines.progress_since)
         job.say(report)
+        if trains(job):  # who builds is sent the like with each report
+            job.tell_members(report)
     else:
-        job.deadlines.progress_since = now
+        deadlines.progress_since = now
 
 
 def stall_due(job: Job) -> float | None:
-    """When training counts as standing still; None: it does already, or is not to go on."""
-    trains = job.phase in (Phase.RUNNING, Phase.QUIESCING)
+    """When a standstill of training is to be reported (again); None: training is not to go on."""
+    deadlines = job.deadlines
+    if deadlines.stalled:
+        return deadlines.stall_report if trains(job) else None
     rebuilds = job.phase is Phase.BUILDING and job.ledger.ever_established
-    if job.deadlines.stalled or not (trains or rebuilds):
+    if not (trains(job) or rebuilds):
         return None
-    return job.deadlines.progress_since + job.settings.stall_timeout_s
+    return deadlines.progress_since + job.settings.stall_timeout_s
+
+
+def trains(job: Job) -> bool:
+    """Whether a group stands."""
+    return job.phase in (Phase.RUNNING, Phase.QUIESCING)
 
 
 def standing_sentence(job: Job) -> str:

@@ -223,22 +223,49 @@ def _broken_pairs(job: Job, current: Round, members: dict[e.SessionId, m.Candida
 
 def may_expel(job: Job, out: Iterable[m.Candidate], sentence: str) -> bool:
     """Whether enough members would be left after an expulsion; logs it if not."""
+    why = _too_few_left(job, out)
+    if why:
+        _name_awaited(job, f"{upper_first(sentence)}; {why}.", ())
+    return not why
+
+
+def _too_few_left(job: Job, out: Iterable[m.Candidate]) -> str:
+    """Says why these cannot be expelled: too few members would be left; empty: they can be."""
     ledger = job.ledger
     assert ledger.opened is not None
     gone = {candidate.node_id for candidate in out}
     least = 1 if ledger.finishing else ledger.opened.worker_min
     left = [c for c in ledger.living_members() if c.leaving is None and c.candidate.node_id not in gone]
     if len(left) >= least:
-        return True
-    why = f"only {len(left)} could go on, and MS_WORKER_MIN is {least}"
-    _say_once(job, f"{upper_first(sentence)}; nobody is expelled, because {why}.")
-    return False
+        return ""
+    return f"nobody is expelled, because only {len(left)} could go on, and MS_WORKER_MIN is {least}"
 
 
-def _say_once(job: Job, sentence: str) -> None:
-    if sentence != job.rounds.said:
-        job.rounds.said = sentence
-        job.say(sentence)
+def _say_once(job: Job, sentence: str) -> bool:
+    if sentence == job.rounds.said:
+        return False
+    job.rounds.said = sentence
+    job.say(sentence)
+    return True
+
+
+def _name_awaited(job: Job, sentence: str, awaited: Iterable[str]) -> None:
+    """Says once for whom the others wait, to all members too: their launchers show it."""
+    job.rounds.awaited |= {node_id: _place(job, node_id) for node_id in awaited}
+    if _say_once(job, sentence):
+        job.tell_members(sentence)
+
+
+def all_have_moved(job: Job) -> bool:
+    """Forgets those that were awaited and have moved; returns whether these were all."""
+    awaited = job.rounds.awaited
+    moved = [n for n, place in awaited.items() if n not in job.members.by_node or _place(job, n) != place]
+    for node_id in moved:
+        del awaited[node_id]
+    if not moved or awaited:
+        return False
+    job.rounds.forget_waits()
+    return True
 
 
 # ---------------------------------------------------------------- who does not come
@@ -263,8 +290,8 @@ def _look_for_hangs(job: Job, current: Round, now: float) -> None:
         if answer.waits or (answer.late and _place(job, node_id) >= furthest):
             continue
         if answer.busy:
-            name = who(job.ledger.claims[node_id].candidate, job.ledger.rank_of(node_id))
-            _say_once(job, f"{upper_first(name)} is busy alone: {answer.busy}; the others wait for it.")
+            name = upper_first(who(job.ledger.claims[node_id].candidate, job.ledger.rank_of(node_id)))
+            _name_awaited(job, f"{name} is busy alone: {answer.busy}; the others wait for it.", [node_id])
             continue
         hang = Hang(now, _place(job, node_id))
         if node_id in before and before[node_id].place == hang.place:
@@ -297,15 +324,15 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
     claims = {node_id: job.ledger.claims[node_id] for node_id in job.rounds.hangs}
     names = listing([who(c.candidate, job.ledger.rank_of(node_id)) for node_id, c in claims.items()])
     waits = f"{count(waiting, 'member')} wait{'s' if waiting == 1 else ''}"
-    _say_once(
+    due = [c.candidate for node_id, c in claims.items() if now >= job.rounds.hangs[node_id].since + limit_s]
+    obstacle = _too_few_left(job, due or [claim.candidate for claim in claims.values()])
+    _name_awaited(
         job,
         f"{upper_first(names)} can be reached and does not come to the step for which {waits}; "
-        f"expelled after {limit_s:g} s (MS_HANG_TIMEOUT), unless it says session.busy().",
+        f"{obstacle or f'expelled after {limit_s:g} s (MS_HANG_TIMEOUT), unless it says session.busy()'}.",
+        claims,
     )
-    due = [c.candidate for node_id, c in claims.items() if now >= job.rounds.hangs[node_id].since + limit_s]
-    if not due:
-        return
-    if may_expel(job, due, f"{names} hangs"):
+    if not obstacle:
         for candidate in due:
             what = f"was expelled: it has not come to the step for which {waits} in {limit_s:g} s"
             job.lose(candidate.node_id, f"{what} (MS_HANG_TIMEOUT)", m.RefusalCode.SUPERSEDED)

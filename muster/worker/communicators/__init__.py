@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from muster.rendezvous.variables import TABLE
+from muster.version import how_to_install
 from muster.worker.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def create_backend(
     except ImportError as error:
         raise SettingsError(
             f"The backend {name!r} needs {error.name or 'a library'}, which is not installed here.",
-            remedy=f"Install the extra: pip install 'muster-rendezvous[{kind.extra}]'; or use 'tcp'.",
+            remedy=f"{how_to_install(kind.extra)}; or use 'tcp'.",
         ) from None
 
 

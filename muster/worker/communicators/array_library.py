@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from muster.version import how_to_install
 from muster.worker.errors import CommunicatorError
 
 
@@ -25,5 +26,5 @@ def loaded_library() -> str:
         return name
     raise CommunicatorError(
         "NCCL needs CuPy or torch for its arrays and streams, and neither is installed",
-        remedy="Install muster-rendezvous[cuda12], [cuda13] or [torch].",
+        remedy=f"{how_to_install('cuda13')}; [cuda12] and [torch] will do, too.",
     )

@@ -471,7 +471,10 @@ class Client:
 
     def _on_log_line(self, notice: e.LogLine) -> None:
         log.info("%s", notice.sentence)
-        ending.note(waits=notice.sentence)
+        said = notice.sentence
+        ending.note(
+            waits=said if notice.waits else "", goes_on="" if notice.waits else said, amid=self._core.phase
+        )
 
     def _on_loss(self, notice: e.LossKnown) -> None:
         self._loss_noted = True

@@ -217,9 +217,13 @@ class Disconnect(Value):
 
 
 class LogLine(Value):
-    """Log this line."""
+    """Log this line.
+
+    ``waits``: it says for what this worker waits; otherwise, that it need not any more.
+    """
 
     sentence: str
+    waits: bool = True
 
 
 class MintUniqueIds(Value):

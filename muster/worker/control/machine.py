@@ -276,6 +276,7 @@ class Membership:
         self._renewed = False  # and not welcomed since
         self._heartbeat_at: float | None = None
         self._waiting_sentence = ""
+        self._absent = False  # the scheduler's absence was logged
         self._seen = 0  # highest generation heard of
         self._over = 0  # generations up to this one are over
         self._current: m.Assignment | None = None  # the generation that the training thread is in
@@ -362,6 +363,7 @@ class Membership:
         else:
             if self._is_due(link.report_at):
                 link.reported(now)
+                self._absent = True
                 self._notices.append(e.LogLine(self._absence()))
             if self._is_due(link.retry_at):
                 self._notices.append(e.Connect(link.start(now)))
@@ -568,6 +570,9 @@ class Membership:
             return
         self._welcome = message
         self._renewed = False
+        if self._absent:
+            self._absent = False
+            self._notices.append(e.LogLine(f"{self._scheduler} answers again.", waits=False))
         self._link.welcomed()
         self._stuck = False
         if message.spare and not self._seen:
@@ -583,7 +588,8 @@ class Membership:
     def _on_waiting(self, message: m.Waiting) -> None:
         if message.sentence != self._waiting_sentence:
             self._waiting_sentence = message.sentence
-            self._notices.append(e.LogLine(message.sentence))
+            over = self._running and message.present >= message.needed
+            self._notices.append(e.LogLine(message.sentence, waits=not over))
         if message.finished_ranks and self._suspicion_since is not None and self._suspicion is None:
             self._end_suspicion(message.finished_ranks[0], message.sentence)
 
@@ -749,7 +755,8 @@ class Membership:
         current = self._standing()
         if current is None or current.generation != event.generation:
             return
-        hint = m.SuspectPeer(event.generation, max(event.rank, 0), event.detail)
+        suspect = event.rank if event.rank >= 0 else current.rank  # itself: it knows of nobody
+        hint = m.SuspectPeer(event.generation, suspect, event.detail)
         if self._next is not None:  # peers have switched already, or will: so does this worker
             self._send(hint)  # those that still hang in the last step learn of it
             self._dismiss_if_leaving(self._next)

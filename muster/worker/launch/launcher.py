@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import selectors
+import shlex
 import signal
 import socket
 import time
@@ -23,8 +24,11 @@ from muster.worker.launch.door import INNER, OUTER, make_door, named
 from muster.worker.launch.plan import LaunchPlan, Recipe
 from muster.worker.launch.process import Child, Guardian, spawn, timestamp
 from muster.worker.launch.report import (
+    SUSPENDED,
     Ending,
     Verdict,
+    Waits,
+    advice_on_wait,
     describe_exit,
     describe_group,
     describe_other,
@@ -64,6 +68,9 @@ UPLINK_RESTARTS = 8
 OTHERS_SHOWN = 16
 """The end of so many workers is shown in a line each."""
 
+_OF_THIS_LAUNCH = ("MS_LEAVE_TIMEOUT", "MS_CLIENT_PASSWORD")
+"""What a worker that is started by hand does not need, or is to ask for."""
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
@@ -98,8 +105,7 @@ class Launcher:
         self._replaced: frozenset[tuple[str, int]] = frozenset()
         self._generation = 0
         self._noted = -1
-        self._waits = ""
-        self._waits_at: float | None = None
+        self._waits = Waits()
 
     # ------------------------------------------------------------ the loop
 
@@ -332,17 +338,15 @@ class Launcher:
             words = worker.words()
             number = words.group.get("generation", 0)
             if isinstance(number, int) and number > self._generation:
-                self._generation, self._waits, self._waits_at = number, "", None
+                self._generation = number
                 self._history.note("group", **words.group)
                 text, encrypted = describe_group(words.group, encrypts_gloo=words.encrypts_gloo)
                 self._screen.say(text, "" if encrypted else "warning")
-            if words.waits != self._waits:
-                self._waits = words.waits
-                wait_s = WAITING_S if self._generation else FORMING_S
-                self._waits_at = time.monotonic() + wait_s if words.waits else None
-        if self._waits_at is not None and self._failed_at is None and time.monotonic() >= self._waits_at:
-            self._waits_at = None
-            self._show_wait()
+            after_s = WAITING_S if self._generation else FORMING_S
+            if self._waits.hear(words.waits, words.amid, time.monotonic(), after_s=after_s) and words.goes_on:
+                self._screen.say(words.goes_on, "good")
+        if self._failed_at is None and (sentence := self._waits.take(time.monotonic())):
+            self._show_wait(sentence, worker.words().amid)
         if self._screen.live or self._history.wants_figures:
             self._follow_figures(worker.progress())
 
@@ -356,18 +360,29 @@ class Launcher:
         if self._history.wants_figures:
             self._history.figures(**figures_of(noted))
 
-    def _show_wait(self) -> None:
-        """Shows for what the workers wait and, where one is lost, how to go on without a replacement."""
+    def _show_wait(self, sentence: str, amid: str) -> None:
+        """Shows for whom the workers wait, and which option would help."""
         if not self._generation:
-            self._screen.say(shortened(self._waits, FORMING_LENGTH))
+            self._screen.say(shortened(sentence, FORMING_LENGTH))
             return
-        more = ""
-        if not self._policy.max_restarts and not self._policy.min_workers:
-            more = (
-                " The job waits for a replacement: --max-restarts N starts workers that fail anew, "
-                "--min-workers N goes on with fewer."
-            )
-        self._screen.say(self._waits + more, "warning")
+        advice = advice_on_wait(
+            amid,
+            min_workers=self._policy.min_workers,
+            max_restarts=self._policy.max_restarts,
+            workers=self._plan.layout.world_size,
+            replacement=self._replacement() if amid == SUSPENDED else "",
+        )
+        self._screen.say(f"{sentence} {advice}".rstrip(), "warning")
+
+    def _replacement(self) -> str:
+        """The command line that starts a worker in the place of one of this launch that has ended."""
+        ended = next((each for each in self._workers if each.returncode is not None), None)
+        if ended is None or ended in self._again:
+            return ""
+        env = ended.recipe.env
+        own = {name for name in env if name.startswith("MS_")} - set(_OF_THIS_LAUNCH)
+        names = sorted(own | ({"CUDA_VISIBLE_DEVICES", "DEVICE_ID"} & env.keys()))
+        return shlex.join(["env", *(f"{name}={env[name]}" for name in names), *ended.recipe.argv])
 
     def _say_how_it_ended(self, seconds: float) -> None:
         self._history.note("ended", code=self._status)
@@ -428,6 +443,8 @@ class Launcher:
         elif code and not self._stopping and not child.words().left and not self._is_late(child):
             self._worker_failed(child, code)
         elif not self._stopping:
+            if child.words().left and self._working():
+                self._screen.say(f"worker {child.label} left as it was asked to")
             self._straggling_at = time.monotonic() + STRAGGLING_S
         if not self._working() and not self._again:
             self._workers_done()
@@ -483,6 +500,8 @@ class Launcher:
             self._screen.say(f"worker {child.label} {how}; going on with {left}")
             return
         self._failed_at = time.monotonic()
+        if self._working() and not self._stopping:
+            self._screen.say(f"worker {child.label} {how}; ending the others")
 
     def _settle(self) -> None:
         """Ends the remaining workers once it is known who failed first, and that one has ended.

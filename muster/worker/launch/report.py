@@ -25,6 +25,8 @@ class LastWords:
         first: whom the scheduler saw go first.
         group: the group that stands, as :meth:`describe_group` takes it; empty: none yet.
         waits: for whom the job waits; empty: it does not.
+        amid: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
+        goes_on: why it need not wait any more; empty: a new group says so.
         encrypts_gloo: where its program asks for Gloo, it has Muster's encrypted backend.
     """
 
@@ -35,6 +37,8 @@ class LastWords:
     first: FirstLoss | None = None
     group: Mapping[str, Any] = field(default_factory=dict)
     waits: str = ""
+    amid: str = ""
+    goes_on: str = ""
     encrypts_gloo: bool = False
 
     @property
@@ -66,6 +70,8 @@ def read_words(text: str) -> LastWords:
         said.get("first"),
         said["group"] if isinstance(said.get("group"), dict) else {},
         str(said.get("waits", "")),
+        str(said.get("amid", "")),
+        str(said.get("goes_on", "")),
         bool(said.get("encrypts_gloo")),
     )
 
@@ -161,6 +167,91 @@ def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
     if code >= 0:
         return f"exited with code {code}"
     return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
+
+
+# ---------------------------------------------------------------- for whom the job waits
+
+AGAIN_S, AGAIN_AT_MOST_S = 60.0, 900.0
+"""Seconds until a wait that goes on is shown again; each time twice as many, up to the second number."""
+
+
+class Waits:
+    """Decides when it is shown for whom the job waits: soon after a wait begins, then ever more rarely.
+
+    What is said of one wait may change every few seconds; the newest is shown when the next is due. A wait in
+    another state of the membership is another one.
+    """
+
+    def __init__(self) -> None:
+        self._newest, self._shown, self._amid = "", "", ""
+        self._due_s: float | None = None
+        self._pause_s = AGAIN_S
+
+    def hear(self, sentence: str, amid: str, now: float, *, after_s: float) -> bool:
+        """Takes the newest sentence in; empty: the job does not wait.
+
+        Args:
+            sentence: says for whom the job waits.
+            amid: the state of the membership.
+            now: seconds on a clock that is never put back.
+            after_s: how long a wait lasts before it is shown, in seconds.
+
+        Returns:
+            Whether a wait that was shown is over.
+        """
+        if sentence == self._newest and amid == self._amid:
+            return False
+        over = bool(self._shown) and not sentence
+        if not sentence or amid != self._amid or not self._newest:
+            self._shown, self._pause_s = "", AGAIN_S
+            self._due_s = now + after_s if sentence else None
+        self._newest, self._amid = sentence, amid
+        return over
+
+    @property
+    def due_s(self) -> float | None:
+        """When there may be something to show; None: nothing is to come."""
+        return self._due_s if self._newest != self._shown else None
+
+    def take(self, now: float) -> str:
+        """Returns the sentence that is due, once; empty: none is."""
+        if self.due_s is None or now < self.due_s:
+            return ""
+        self._shown = self._newest
+        self._due_s = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, AGAIN_AT_MOST_S)
+        return self._newest
+
+
+SUSPENDED = "suspended"
+_TRAINS = ("running", "building", "changing")
+
+
+def advice_on_wait(
+    amid: str, *, min_workers: int, max_restarts: int, workers: int, replacement: str = ""
+) -> str:
+    """Says what ends a wait, and which option of ``muster run`` would have; empty: nothing is known.
+
+    Args:
+        amid: the state of the membership.
+        min_workers: as the options say; 0: all workers are needed.
+        max_restarts: likewise.
+        workers: how many the job has.
+        replacement: the command line that starts a worker in the place of one that has ended.
+    """
+    if amid in _TRAINS and workers > 1 and not min_workers:
+        return f"(muster run --min-workers {workers - 1} lets the others go on without it.)"
+    if amid != SUSPENDED:
+        return ""
+    said = []
+    if not max_restarts and not min_workers:
+        said.append(
+            "The job waits for a replacement: --max-restarts N restarts workers that fail, "
+            "--min-workers N goes on with fewer."
+        )
+    if replacement:
+        said.append(f"To start one now: {replacement}")
+    return " ".join(said)
 
 
 # ---------------------------------------------------------------- the group

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from muster.version import how_to_install
 from muster.worker.communicators.base import Array, Communicator, Work
 from muster.worker.errors import ArrayError
 
@@ -45,11 +46,11 @@ def module_for(session: Session) -> Any:
         return importlib.import_module("numpy")
     try:
         cupy = importlib.import_module("cupy")
-    except ImportError as error:
+    except ImportError:
         raise ArrayError(
             "Arrays on a GPU need CuPy, which is not installed.",
-            remedy="pip install 'muster-rendezvous[cuda12]' (or [cuda13]), or train on CPUs: MS_BACKEND=tcp.",
-        ) from error
+            remedy=f"{how_to_install('cuda13')} ([cuda12] for CUDA 12), or train on CPUs: MS_BACKEND=tcp.",
+        ) from None
     cupy.cuda.Device(session.device_ordinal).use()
     return cupy
 

@@ -146,7 +146,7 @@ def save(
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {reason}.",
             remedy="Make room, or choose another directory with --checkpoint-dir.",
-        ) from error
+        ) from None  # the reason is said; a traceback of the serializer would hide it
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from muster.rendezvous.settings import Environment
+from muster.version import how_to_install
 from muster.worker.ending import show_errors_in_words
 from muster.worker.errors import SettingsError, WorkerError
 
@@ -175,7 +176,7 @@ def digits_table() -> NDArray[np.uint8]:
     if spec is None:
         raise DatasetError(
             "The digits come with scikit-learn, which is not installed.",
-            remedy="pip install 'muster-rendezvous[train]', or take --data quickstart, which needs none.",
+            remedy=f"{how_to_install('train')}, or take --data quickstart, which needs none.",
         )
     for place in spec.submodule_search_locations or ():
         try:

@@ -400,6 +400,31 @@ def test_renew_keeps_identity_and_hosts_and_changes_the_key(directory: Path) -> 
     assert after.not_after < before.not_after
 
 
+@pytest.mark.parametrize("command", ["renew", "revoke"])
+def test_the_authority_is_the_one_beside_the_file_and_no_other_is_to_be_made(
+    command: str,
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = (directory / "client.p12").read_bytes(), (directory / "crl.pem").read_bytes()
+    assert main([command, str(directory / "client.p12")]) == 0
+    assert ((directory / "client.p12").read_bytes(), (directory / "crl.pem").read_bytes()) != before
+    (tmp_path / "host").mkdir()
+    copy = tmp_path / "host" / "client.p12"
+    copy.write_bytes((directory / "client.p12").read_bytes())
+    capsys.readouterr()
+    assert main([command, str(copy)]) == 1
+    said = capsys.readouterr().err
+    assert (
+        f"There is no authority (no ca.key) in '{copy.parent}' or 'certificates'" in said and "--dir" in said
+    )
+    assert "init" not in said
+    assert main([command, "--dir", str(directory), str(copy)]) == 0
+
+
 def test_an_intermediate_authority_by_the_command_line(directory: Path, tmp_path: Path) -> None:
     below = tmp_path / "below"
     assert main(["init", "--dir", str(below), "--parent", str(directory), "--job", "resnet"]) == 0

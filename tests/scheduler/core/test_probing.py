@@ -450,9 +450,47 @@ def test_a_hang_without_which_too_few_are_left_is_only_named() -> None:
     hosts.tick(60.0)
     hosts.answer(idle="b0")
     assert hosts.ranks() == ["a0", "b0"]
-    assert "nobody is expelled" in hosts.last.reason
+    said = " ".join(hosts.said)
+    assert said.count("nobody is expelled, because only 1 could go on, and MS_WORKER_MIN is 2") == 1
+    assert "expelled after" not in said, "a promise that MS_WORKER_MIN forbids"
     deadline = hosts.job.deadline()
     assert deadline is not None and deadline > hosts.now, "the scheduler would spin"
+
+
+def test_members_hear_for_whom_they_wait_and_that_it_is_over() -> None:
+    hosts = Hosts("a0", "b0", "c0")
+    hosts.late("a0")
+    hosts.answer(idle="b0")
+    waiting = {s: message for s, message in hosts.last.messages if isinstance(message, m.Waiting)}
+    assert set(waiting) == set(hosts.sessions.values())  # a launcher asks any of its workers
+    sentence = waiting[hosts.sessions["a0"]].sentence
+    assert sentence.startswith("Rank 1 (node b0 on host host-b) can be reached and does not come to the step")
+    assert "expelled after 60 s (MS_HANG_TIMEOUT), unless it says session.busy()" in sentence
+    assert not hosts.feed(e.Heard(hosts.sessions["a0"], 1, 5, 6, 1.0)).messages  # it is not the one
+    moved = hosts.feed(e.Heard(hosts.sessions["b0"], 1, 7, 8, 1.0)).messages
+    told = {(one.sentence, one.present, one.needed) for _, one in moved if isinstance(one, m.Waiting)}
+    assert told == {("Training goes on at step 7.", 3, 3)}
+
+
+def test_a_standstill_is_said_again_ever_more_rarely() -> None:
+    hosts = Hosts("a0", "b0")
+    for session in hosts.sessions.values():
+        hosts.feed(e.Heard(session, 1, 5, 6, 1.0))
+    began, told = hosts.now, {}
+    while hosts.now < began + 10_000:
+        for session in hosts.sessions.values():
+            hosts.feed(e.Heard(session, 1, 5, 6, 1.0))
+        if "No progress for" in hosts.tick(100.0).reason:
+            receivers = [s for s, message in hosts.last.messages if isinstance(message, m.Waiting)]
+            told[hosts.now - began] = len(receivers)
+    assert told == {1000: 2, 2000: 2, 4000: 2, 8000: 2}
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, "its peers"), (1, "rank 1 (node b0 on host host-b)")])
+def test_nobody_is_said_to_wait_for_himself(rank: int, peer: str) -> None:
+    hosts = Hosts("a0", "b0")
+    said = hosts.feed(e.PeerSuspected(hosts.sessions["a0"], 1, rank, "nothing came")).reason
+    assert f"Rank 0 (node a0 on host host-a) could not go on with {peer}: nothing came." in said
 
 
 def test_one_that_holds_the_state_is_told_to_save_when_the_job_cannot_go_on() -> None:

@@ -499,7 +499,7 @@ class TestUnplannedChange:
         w = Machine().running()
         w.feed(e.Progress(4, 1.0))
         w.feed(e.CommunicatorFailed(1, -1, "timed out", timed_out=True))
-        assert w.message(m.SuspectPeer) == m.SuspectPeer(1, 0, "timed out")
+        assert w.message(m.SuspectPeer) == m.SuspectPeer(1, 1, "timed out")  # itself: it knows of nobody
         w.hear(assignment(2, 1))
         w.feed(e.EntryRequested())
         w.entered(2)

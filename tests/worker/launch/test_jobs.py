@@ -421,10 +421,78 @@ def test_a_launch_is_found_shown_and_drained_without_its_address(here: Place) ->
     assert muster(here, "drain", "1").returncode == 0
     assert launch.stderr is not None
     said = next(line for line in launch.stderr if b"waits for a replacement" in line).decode()
-    assert "--max-restarts N starts workers that fail anew, --min-workers N goes on with fewer" in said
+    assert "--max-restarts N restarts workers that fail, --min-workers N goes on with fewer" in said
+    line = said.rstrip().partition("To start one now: ")[2]
+    typed = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
+    replacement = subprocess.Popen(f"exec {line}", shell=True, cwd=here.directory, env=typed)
+    here.launched.append(replacement)
+    wait_for(lambda: replacement.pid in [worker["pid"] for worker in moving()], lambda: line)
+    assert workers[0]["pid"] in [worker["pid"] for worker in moving()]
     launch.send_signal(signal.SIGINT)
     launch.communicate(timeout=60)
     assert not list((runtime / "muster").iterdir())
+
+
+HANGING = """
+import pathlib, time
+import numpy as np
+import muster
+with muster.init() as session:
+    for step in range(6):
+        session.step_boundary(step)
+        while session.rank == 1 and step == 3 and not pathlib.Path("woken").exists():
+            time.sleep(0.02)
+        muster.all_reduce(np.ones(4))
+        session.report(step + 1, 1.0)
+    pathlib.Path(f"through{session.rank}").touch()
+    while not pathlib.Path("end").exists():
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hang_is_shown_on_the_terminal_once_with_what_helps_and_that_it_is_over(
+    here: Place, rank: int
+) -> None:
+    """The worker whose notes are read may be the one that hangs."""
+    script = here.script(HANGING.replace("session.rank == 1", f"session.rank == {rank}"))
+    launch = here.start(
+        *("-n", "2", "--scheduler", "--devices", "none"),
+        command=(PYTHON, script),
+        MS_STALL_TIMEOUT="1",
+        MS_BACKEND="tcp",
+    )
+    assert launch.stderr is not None
+    said = next(line for line in launch.stderr if b"No progress" in line).decode()
+    assert f"rank {rank} (node {rank} on host" in said and "lags in step 4 with 3 finished" in said
+    assert f"rank {1 - rank} called collective 4 of group world" in said and f"rank {rank} did not" in said
+    assert "(muster run --min-workers 1 lets the others go on without it.)" in said
+    assert "max-restarts" not in said, "nobody has failed"
+    wait_for(lambda: here.scheduler_log().count("No progress for") >= 3)  # it is said again there
+    (here.directory / "woken").touch()
+    here.until("through0")
+    more = next(launch.stderr).decode()
+    assert more.startswith("muster: Training goes on at step ")
+    (here.directory / "end").touch()
+    _, rest = launch.communicate(timeout=60)
+    assert launch.returncode == 0 and b"No progress" not in rest, rest
+
+
+@pytest.mark.system
+def test_a_rank_that_sleeps_is_named_on_the_terminal_with_the_first_late_report(here: Place) -> None:
+    """By default too: ten seconds and some after it fell asleep, and nothing is promised that cannot be."""
+    script = here.script(HANGING)
+    launch = here.start(
+        "-n", "2", "--scheduler", "--devices", "none", command=(PYTHON, script), MS_BACKEND="tcp"
+    )
+    assert launch.stderr is not None
+    said = next(line for line in launch.stderr if b"rank 1" in line.lower()).decode()
+    assert "Rank 1 (node 1 on host" in said and "does not come to the step for which 1 member waits" in said
+    assert "nobody is expelled, because only 1 could go on, and MS_WORKER_MIN is 2" in said
+    assert "No progress for 60 s" not in here.scheduler_log()
+    (here.directory / "woken").touch()
+    (here.directory / "end").touch()
+    assert b"Training goes on at step" in launch.communicate(timeout=60)[1]
 
 
 TRAIN = """

@@ -13,6 +13,8 @@ from muster.worker.launch.report import (
     Ending,
     LastWords,
     Verdict,
+    Waits,
+    advice_on_wait,
     describe_exit,
     describe_other,
     exit_status,
@@ -150,3 +152,36 @@ def test_each_other_worker_has_its_line(ending: Ending, told: str) -> None:
 def test_a_long_line_is_cut() -> None:
     assert shortened("short") == "short"
     assert len(shortened("x" * 1000)) == 300
+
+
+def test_a_wait_is_shown_soon_and_then_ever_more_rarely_whatever_is_said_of_it() -> None:
+    waits, shown = Waits(), []
+    for now in range(2000):
+        waits.hear(f"built for {now // 10 * 10} s", "building", now, after_s=2)
+        if sentence := waits.take(now):
+            shown.append((now, sentence))
+    assert [now for now, _ in shown] == [2, 62, 182, 422, 902, 1802]
+    assert shown[1][1] == "built for 60 s", "the newest"
+
+
+def test_another_kind_of_wait_is_shown_at_once_and_a_short_one_never() -> None:
+    waits = Waits()
+    waits.hear("rank 1 hangs", "running", 0.0, after_s=2)
+    assert waits.take(2.0) == "rank 1 hangs"
+    waits.hear("rank 1 was expelled", "suspended", 3.0, after_s=2)
+    assert (waits.take(4.0), waits.take(5.0), waits.take(500.0)) == ("", "rank 1 was expelled", "")
+    assert waits.hear("", "running", 501.0, after_s=2), "it was shown, so it is shown that it is over"
+    waits.hear("rank 0 hangs", "running", 502.0, after_s=2)
+    assert not waits.hear("", "running", 503.0, after_s=2)
+    assert waits.take(600.0) == ""
+
+
+def test_advice_names_what_would_help() -> None:
+    def advice(amid: str, **changed: Any) -> str:
+        facts = {"min_workers": 0, "max_restarts": 0, "workers": 4, "replacement": "", **changed}
+        return advice_on_wait(amid, **facts)
+
+    assert advice("running") == "(muster run --min-workers 3 lets the others go on without it.)"
+    assert advice("running", min_workers=3) == advice("reconnecting") == ""
+    assert advice("suspended", max_restarts=2, replacement="train") == "To start one now: train"
+    assert "--max-restarts N restarts workers that fail" in advice("suspended")

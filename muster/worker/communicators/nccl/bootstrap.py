@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from muster.version import how_to_install
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.errors import CommunicatorError, FormationTimeoutError
 
@@ -59,8 +60,8 @@ def load_bindings() -> Any:
     except (ImportError, RuntimeError) as error:
         raise CommunicatorError(
             f"NCCL cannot be used: {error}",
-            remedy="Install muster-rendezvous[cuda12] or [cuda13]; torch brings an NCCL library too.",
-        ) from error
+            remedy=f"{how_to_install('cuda13')} ([cuda12] for CUDA 12), or take MS_BACKEND=tcp.",
+        ) from None
     return nccl
 
 
