@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from muster.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from muster.roles import init as init
     from muster.worker import errors as errors
     from muster.worker.collectives import all_gather as all_gather
     from muster.worker.collectives import all_reduce as all_reduce
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
     from muster.worker.pytorch.capture import capture_step as capture_step
     from muster.worker.pytorch.data_parallel import DataParallel as DataParallel
     from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from muster.worker.runtime import init as init
     from muster.worker.runtime import release as release
     from muster.worker.runtime import set_ps_context as set_ps_context
     from muster.worker.training.loop import ElasticLoop as ElasticLoop
@@ -104,7 +104,8 @@ _NAMES = {
     "muster.worker.parallel.planning.context": (
         "ParallelMode get_auto_parallel_context reset_auto_parallel_context set_auto_parallel_context"
     ),
-    "muster.worker.runtime": "init release set_ps_context",
+    "muster.roles": "init",
+    "muster.worker.runtime": "release set_ps_context",
     "muster.worker.control.session": "Session",
     "muster.worker.training.loop": "ElasticLoop",
     "muster.worker.training.sampler": "ShardedSampler",

@@ -116,7 +116,7 @@ class SecurityContext(Value):
         config_file_path: config.json.
         enable_ssl: None: TLS is on when there is a config.json.
         client_password: opens the worker's PKCS#12 file.
-        server_password: opens the scheduler's; not used in a worker, kept for scripts that give both.
+        server_password: opens the scheduler's; not used in a worker.
     """
 
     secret_fields = (
@@ -127,6 +127,37 @@ class SecurityContext(Value):
     enable_ssl: bool | None = None
     client_password: str | None = None
     server_password: str | None = None
+
+    def config_file(self, variable: str) -> str:
+        """The config.json to use; empty: none, and no TLS.
+
+        Args:
+            variable: what MS_CONFIG_FILE says.
+
+        Raises:
+            SettingsError: TLS is demanded, and there is none.
+        """
+        if self.enable_ssl is False:
+            return ""
+        found = self.config_file_path or variable
+        if self.enable_ssl and not found:
+            raise SettingsError(
+                "enable_ssl is True, but there is no config.json.",
+                remedy="Give config_file_path or set MS_CONFIG_FILE; muster certs init makes one.",
+            )
+        return found
+
+    def for_scheduler(self, env: Mapping[str, str]) -> dict[str, str]:
+        """The environment with these arguments in it, for a scheduler.
+
+        Raises:
+            SettingsError: TLS is demanded, and there is no config.json.
+        """
+        given = {**env, "MS_CONFIG_FILE": str(self.config_file(env.get("MS_CONFIG_FILE", "")))}
+        if self.server_password is not None:
+            given["MS_SERVER_PASSWORD"] = self.server_password
+            given.pop("MS_SERVER_PASSWORD_FILE", None)
+        return given
 
 
 class Settings(Value):
@@ -250,15 +281,10 @@ def visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _security(read: Environment, context: SecurityContext) -> tuple[Path | None, bytes | None]:
-    raw = context.config_file_path or read.text("MS_CONFIG_FILE")
-    password = context.client_password.encode() if context.client_password is not None else None
+    raw = context.config_file(read.text("MS_CONFIG_FILE"))
     if context.enable_ssl is False:
         return None, None
-    if context.enable_ssl and not raw:
-        raise SettingsError(
-            "enable_ssl is True, but there is no config.json.",
-            remedy="Give config_file_path or set MS_CONFIG_FILE; muster certs init makes one.",
-        )
+    password = context.client_password.encode() if context.client_password is not None else None
     return (path_of(raw) if raw else None), password
 
 
