@@ -17,8 +17,8 @@ def init(backend: str | None = None) -> Session:
     """Joins the job that the environment names; returns when all members can communicate.
 
     Under MS_ROLE=MS_SCHED, with which MindSpore's scripts start their scheduler, it does not return: the
-    process is the job's scheduler, with the settings of ``muster scheduler`` and of ``set_ps_context``, and ends
-    with its exit code, 0 when the job has ended well.
+    process is the job's scheduler, with the settings of ``muster scheduler`` and of ``set_ps_context``, and
+    ends with its exit code, 0 when the job has ended well.
 
     Called again without a release in between, it returns the session that is there. In a program whose agent
     holds the session (``muster run --program torch``), it returns that: ranks and reports, no communicator.
@@ -37,7 +37,7 @@ def init(backend: str | None = None) -> Session:
         FormationTimeoutError: the group did not form within it; says who is missing.
         JobEndedError: the job failed before this worker was in.
         SystemExit: while it waited it was asked to leave, by SIGTERM (exit code 143) or a drain (0), or the
-            job ended well before this worker, a spare, was needed (0); or the scheduler that it was has ended.
+            job ended well before this worker, a spare, was needed (0); or as a scheduler it has ended.
 
     An error that the script does not catch ends it with one sentence and the error's exit code, now and
     later; the traceback is shown with MS_LOG_LEVEL=DEBUG.
@@ -55,7 +55,7 @@ def _serve(env: dict[str, str]) -> NoReturn:
 
     code = main([], env, prog="muster scheduler")
     if "_pytest.main" in sys.modules:
-        # The tutorials start their scripts with pytest, which turns any exit of a module or test into a failure.
+        # The tutorials start their scripts with pytest, to which an exit of a module or test is a failure.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -77,8 +77,10 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
         Values are handed on as they stand; the parser of the variables judges them.
     """
     launcher = detect(env)
-    if launcher is None or env.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
+    if env.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
         return {}
+    if launcher is None:  # a script that starts the processes of a rank table says the rank alone
+        return {"MS_ROLE": "MS_WORKER"} if not env.get("MS_ROLE") and _ranked_by_table(env) else {}
     found = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": env[launcher.rank]}
     for name, source in (("MS_WORKER_NUM", launcher.size), ("MS_LOCAL_INDEX", launcher.local_index)):
         if source and env.get(source):
@@ -86,6 +88,10 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
     if table_file(env):
         del found["MS_NODE_ID"]  # the table gives the ranks, by host and device
     return {name: value for name, value in found.items() if not env.get(name)}
+
+
+def _ranked_by_table(env: Mapping[str, str]) -> bool:
+    return bool(env.get("RANK_ID") and table_file(env))
 
 
 def node_rank(env: Mapping[str, str]) -> int | None:

@@ -128,7 +128,9 @@ def set_ps_context(
         kind = bool if name.startswith("enable_") else str
         if value is not None and not isinstance(value, (kind, os.PathLike)):
             raise SettingsError(f"{name} must be a {kind.__name__}; it is a {type(value).__name__}.")
-    process.context = process.context.replaced(**{n: v for n, v in given.items() if v is not None and n != "enable_ps"})
+    process.context = process.context.replaced(
+        **{n: v for n, v in given.items() if v is not None and n != "enable_ps"}
+    )
 
 
 def init(backend: str | None = None) -> Session:

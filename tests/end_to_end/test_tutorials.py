@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +67,47 @@ def test_the_scheduler_is_the_same_script_in_another_role(script: Path, command:
     printed = re.findall(r"\brank . of .$", "\n".join(text for _, text in results), re.MULTILINE)
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(printed)
     assert "has completed the training" in results[2][1]
+
+
+RANK_TABLE = """
+#!/bin/bash
+export DEVICE_NUM=8
+export RANK_SIZE=2
+export RANK_TABLE_FILE="./hccl_2p_67_127.0.0.1.json"
+
+for ((i = 0; i < ${RANK_SIZE}; i++)); do
+    export DEVICE_ID=$((i+6))
+    export RANK_ID=$i
+    python -u train.py &> ./train_$i.log &
+done
+"""
+
+
+def test_a_script_with_a_rank_table_needs_nothing_but_a_scheduler(tmp_path: Path) -> None:
+    """Size, role and ranks are the table's: the tutorial's loop as it stands, and one process more."""
+    device = [{"device_id": str(6 + i), "device_ip": "127.0.0.1", "rank_id": str(i)} for i in range(2)]
+    table = {"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": device}]}
+    (tmp_path / "hccl_2p_67_127.0.0.1.json").write_text(json.dumps({**table, "status": "completed"}))
+    (tmp_path / "train.py").write_text(
+        "import os, muster\n"
+        "with muster.init():\n"
+        "    print(os.environ['DEVICE_ID'], 'is rank', muster.get_rank(), 'of', muster.get_group_size())\n"
+    )
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    serve = "MS_ROLE=MS_SCHED python -m muster scheduler &> ./scheduler.log &\n"
+    lines = RANK_TABLE + serve + "for job in $(jobs -p); do wait $job || exit; done\n"
+    env = environment(
+        MS_SCHED_PORT=free_port("127.0.0.1"),
+        MS_TOPO_TIMEOUT="40",
+        MS_BACKEND="tcp",
+        CUDA_VISIBLE_DEVICES="",
+        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    )
+    done = subprocess.run(["bash", "-c", lines], cwd=tmp_path, env=env, check=False, timeout=90)
+    logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
+    assert done.returncode == 0, logs
+    assert "6 is rank 0 of 2\n" in logs["train_0.log"] and "7 is rank 1 of 2\n" in logs["train_1.log"], logs
 
 
 def test_a_wrong_setting_of_the_scheduler_s_role_is_one_sentence(script: Path) -> None:
