@@ -105,7 +105,7 @@ def set_ps_context(
         client_password: password of the worker's PKCS#12 file; wins over MS_CLIENT_PASSWORD.
         server_password: password of the scheduler's PKCS#12 file, for ``init`` under MS_ROLE=MS_SCHED; wins
             over MS_SERVER_PASSWORD. A worker has no use for it.
-        enable_ps: MindSpore's switch of this way to start; noted, and without effect: there is no other.
+        enable_ps: switch of this way to start in MindSpore; checked, and without effect: there is no other.
         scheduler_manage_port: refused: no scheduler here is managed over HTTP.
 
     Raises:
@@ -128,9 +128,8 @@ def set_ps_context(
         kind = bool if name.startswith("enable_") else str
         if value is not None and not isinstance(value, (kind, os.PathLike)):
             raise SettingsError(f"{name} must be a {kind.__name__}; it is a {type(value).__name__}.")
-    process.context = process.context.replaced(
-        **{n: v for n, v in given.items() if v is not None and n != "enable_ps"}
-    )
+    del given["enable_ps"]
+    process.context = process.context.replaced(**{n: v for n, v in given.items() if v is not None})
 
 
 def init(backend: str | None = None) -> Session:

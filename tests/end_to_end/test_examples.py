@@ -74,7 +74,7 @@ def test_run_gpu_trains_on_one_host(data: Path, tmp_path: Path) -> None:
 
 
 def test_run_gpu_cluster_with_one_argument_trains_on_this_host(data: Path, tmp_path: Path) -> None:
-    """The tutorial's own line: keys, scheduler and workers, as many as there are devices, and two on a CPU."""
+    """The tutorial's own line: keys, scheduler and workers, as many as devices, two on a CPU."""
     env = {"ARGS": " ".join(ARGUMENTS[:-2]), "MS_BACKEND": "tcp", "MS_SCHED_PORT": free_port("127.0.0.1")}
     done = run(tmp_path, "run_gpu_cluster.sh", str(data), **env)
     logs = {path.name: path.read_text() for path in (tmp_path / "device").iterdir()}
