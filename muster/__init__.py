@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from muster.worker.parallel.checkpoint import load_divided as load_divided
     from muster.worker.parallel.checkpoint import save_divided as save_divided
     from muster.worker.parallel.elastic import ParallelTrainingState as ParallelTrainingState
+    from muster.worker.parallel.planning.context import AutoParallel as AutoParallel
     from muster.worker.parallel.planning.context import ParallelMode as ParallelMode
     from muster.worker.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
     from muster.worker.parallel.planning.context import (
@@ -102,7 +103,8 @@ _NAMES = {
     "muster.worker.parallel.checkpoint": "load_divided save_divided",
     "muster.worker.parallel.elastic": "ParallelTrainingState",
     "muster.worker.parallel.planning.context": (
-        "ParallelMode get_auto_parallel_context reset_auto_parallel_context set_auto_parallel_context"
+        "AutoParallel ParallelMode get_auto_parallel_context reset_auto_parallel_context"
+        " set_auto_parallel_context"
     ),
     "muster.roles": "init",
     "muster.worker.runtime": "release set_ps_context",
