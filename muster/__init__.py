@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from muster.worker.collectives import get_rank as get_rank
     from muster.worker.collectives import get_world_rank_from_group_rank as get_world_rank_from_group_rank
     from muster.worker.collectives import group as group
+    from muster.worker.collectives import neighbor_exchange as neighbor_exchange
     from muster.worker.collectives import recv as recv
     from muster.worker.collectives import reduce as reduce
     from muster.worker.collectives import reduce_scatter as reduce_scatter
@@ -90,7 +91,8 @@ _NAMES = {
     "muster.worker.collectives": (
         "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
         " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_local_size"
-        " get_rank get_world_rank_from_group_rank group recv reduce reduce_scatter scatter send"
+        " get_rank get_world_rank_from_group_rank group neighbor_exchange recv reduce reduce_scatter scatter"
+        " send"
     ),
     "muster.worker.communicators.base": "PreMultipliedSum",
     "muster.worker.errors": (

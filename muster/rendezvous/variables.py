@@ -306,9 +306,10 @@ TABLE = {
     "MS_INTERFACE": Variable(
         "text",
         WORKER,
-        "Network interface by which peers reach this host.",
+        "Network interface by which peers reach this host: its name, or the network that its address is in,"
+        " such as `192.168.0.0/24`.",
         "",
-        length=15,
+        length=64,
         shown="the one towards the scheduler",
     ),
     "MS_WORKER_ADDRESS": Variable(

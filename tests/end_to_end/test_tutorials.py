@@ -110,6 +110,51 @@ def test_a_script_with_a_rank_table_needs_nothing_but_a_scheduler(tmp_path: Path
     assert "6 is rank 0 of 2\n" in logs["train_0.log"] and "7 is rank 1 of 2\n" in logs["train_1.log"], logs
 
 
+EXCHANGE = """
+import numpy as np
+import muster
+
+with muster.init() as session:
+    rank, size = session.rank, session.world_size
+    left, right = (rank - 1) % size, (rank + 1) % size
+    given = {peer: np.full(1 << 20, 10.0 * rank + peer) for peer in (left, right)}
+    got = muster.neighbor_exchange(given, {left: np.empty(1 << 20), right: np.empty(1 << 20)})
+    wrong = [peer for peer, x in got.items() if not (x == 10.0 * peer + rank).all()]
+    print("wrong:", wrong)
+    for kind in (muster.all_to_all, muster.all_gather, muster.reduce_scatter, muster.broadcast):
+        kind(np.zeros(3))
+    muster.barrier()
+"""
+
+
+def test_neighbours_exchange_more_than_a_socket_holds_in_both_directions(tmp_path: Path) -> None:
+    (tmp_path / "ring.py").write_text(EXCHANGE)
+    done = launched(tmp_path, "-n", "3", "--tail", "all", "--", sys.executable, "ring.py")
+    assert done.stdout.count("wrong: []") == 3, done.stdout + done.stderr
+
+
+def test_the_first_program_gathers_everybodys_rank(tmp_path: Path) -> None:
+    launched(tmp_path, "-n", "4", "--", sys.executable, "-m", "examples.nccl_allgather")
+    logs = [path.read_text() for path in (tmp_path / "muster-runs" / "latest").glob("worker_*.log")]
+    assert len(logs) == 4
+    assert all("[[0.]\n [1.]\n [2.]\n [3.]]\n" in log for log in logs), logs
+
+
+def launched(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A launch on this host's CPUs, ended well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "muster", "run", "--scheduler", "--devices", "none", *options],
+        cwd=folder,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def test_a_wrong_setting_of_the_scheduler_s_role_is_one_sentence(script: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script)],

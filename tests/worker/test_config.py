@@ -88,7 +88,7 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
         ("DEVICE_ID", "gpu0", "from 0 to 4095"),
         ("MS_BACKEND", "mpi", "nccl, tcp, gloo"),
         ("MS_LOG_LEVEL", "LOUD", "DEBUG, INFO, WARNING, ERROR"),
-        ("MS_INTERFACE", "e" * 16, "15 characters"),
+        ("MS_INTERFACE", "e" * 65, "64 characters"),
         ("CUDA_VISIBLE_DEVICES", "2,2", "names device '2' twice"),
         ("CUDA_VISIBLE_DEVICES", "9" * 5000, "from 0 to 4095"),
     ],
