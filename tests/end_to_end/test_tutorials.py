@@ -110,6 +110,68 @@ def test_a_script_with_a_rank_table_needs_nothing_but_a_scheduler(tmp_path: Path
     assert "6 is rank 0 of 2\n" in logs["train_0.log"] and "7 is rank 1 of 2\n" in logs["train_1.log"], logs
 
 
+CALLS = """
+import numpy as np
+import muster
+from muster import create_group, get_group_rank_from_world_rank, get_group_size, get_local_rank
+from muster import get_local_rank_size, get_rank, get_world_rank_from_group_rank, init
+
+try:
+    init("hccl")
+except muster.WorkerError as error:
+    print("refused:", error)
+init()
+rank, size = get_rank(), get_group_size()
+assert (get_local_rank(), get_local_rank_size()) == (rank, size) and size == 2
+create_group("backwards", [1, 0])
+assert get_group_rank_from_world_rank(1, "backwards") == 0
+assert get_world_rank_from_group_rank("backwards", 0) == 1
+assert muster.all_reduce(np.ones(2)).tolist() == [2, 2]
+assert muster.all_gather(np.full(1, rank)).tolist() == [0, 1]
+assert muster.reduce_scatter(np.arange(2)).tolist() == [2 * rank]
+assert muster.broadcast(np.full(1, rank), 1).tolist() == [1]
+assert muster.all_to_all(np.array([rank, rank])).tolist() == [0, 1]
+muster.barrier()
+print("all as written")
+"""
+
+
+def test_the_calls_of_the_tutorials(tmp_path: Path) -> None:
+    (tmp_path / "calls.py").write_text(CALLS)
+    done = launched(tmp_path, "-n", "2", "--", sys.executable, "calls.py")
+    logs = [path.read_text() for path in (tmp_path / "muster-runs" / "latest").glob("worker_*.log")]
+    assert [("refused: " in log, "all as written" in log) for log in logs] == [(True, True)] * 2, done.stdout
+
+
+def test_a_hostfile_names_this_host(tmp_path: Path) -> None:
+    (tmp_path / "calls.py").write_text(CALLS)
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\n")
+    launched(tmp_path, "--hostfile", "hosts", "--", sys.executable, "calls.py")
+    logs = (tmp_path / "muster-runs" / "latest").glob("worker_*.log")
+    assert sum("all as written" in path.read_text() for path in logs) == 2
+
+
+PYTEST = f"{sys.executable} -m pytest -s -v -p no:cacheprovider ./train.py > train_$MS_LOCAL_INDEX.log 2>&1"
+
+
+def test_pytest_and_a_wrapper_may_be_the_worker_s_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import muster\nmuster.init()\n\ndef test_train():\n    assert float(muster.all_reduce(1.0)) == 2.0\n"
+    )
+    (tmp_path / "wrapper.sh").write_text(f"NCCL_SOCKET_IFNAME=lo\n{PYTEST}\n")
+    launched(tmp_path, "-n", "2", "--", "bash", "wrapper.sh")
+    assert "1 passed" in (tmp_path / "train_1.log").read_text()
+    command = (sys.executable, "-m", "pytest", "-s", "-v", "-p", "no:cacheprovider", "./train.py")
+    assert "1 passed" in launched(tmp_path, "-n", "2", "--", *command).stdout
+
+
+def test_a_wrapper_that_ends_before_its_program_is_named(tmp_path: Path) -> None:
+    """What it has left in the background ends with the worker, and the launch says that nobody came."""
+    (tmp_path / "train.py").write_text("import muster\nmuster.init()\n")
+    (tmp_path / "wrapper.sh").write_text(f"{PYTEST} &\n")
+    assert "no worker joined the job" in launched(tmp_path, "-n", "2", "--", "bash", "wrapper.sh").stderr
+
+
 EXCHANGE = """
 import numpy as np
 import muster

@@ -54,7 +54,7 @@ def run(text: Path, steps: int, *arguments: str, loses_members_after: int = -1) 
         lines: list[str] = []
         out: Any = type("Lines", (Progress,), {"line": lambda self, line: lines.append(line)})()
         done = example.train(args, job, session, out)
-        return [float(found) for found in re.findall(r"loss ([0-9.]+),", "\n".join(lines))], done, job
+        return [float(found) for found in re.findall(r"loss is ([0-9.]+),", "\n".join(lines))], done, job
 
 
 def test_it_learns_in_captured_steps_and_writes(text: Path) -> None:

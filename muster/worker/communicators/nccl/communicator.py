@@ -670,7 +670,7 @@ class NcclCommunicator(Communicator):
 
 
 _BREAK_ON_REBUILD = range(22803, 22809)
-"""Releases of NCCL with which building a communicator again in the same process may break: 2.28.3 to 2.28.8."""
+"""Releases of NCCL, 2.28.3 to 2.28.8, that may break when a process builds a communicator again."""
 
 _WARM_UP_S = 10.0
 """How long a process that ends waits for a warm-up under way."""
@@ -694,7 +694,7 @@ class NcclBackend(Backend):
         self.facts = {"nccl": f"{version // 10000}.{version // 100 % 100}.{version % 100}"}
         if version in _BREAK_ON_REBUILD:
             _log.warning(
-                "NCCL %s may break when survivors of a loss build the next communicator, as 2.28.3 to 2.28.8 do:"
+                "NCCL %s, as 2.28.3 to 2.28.8, may break when the survivors of a loss build the next communicator:"
                 " install 2.28.9 or later, or 2.27.",
                 self.facts["nccl"],
             )
