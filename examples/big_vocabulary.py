@@ -99,7 +99,7 @@ def main() -> int:
             loss = step(ids, following).item()
             if session.rank == 0:
                 ms = (time.perf_counter() - begun) * 1e3
-                print(f"step {number} of {options.steps}: loss {loss:.4f}, {ms:.1f} ms", flush=True)
+                print(f"epoch: 1 step: {number}, loss is {loss:.4f}, {ms:.1f} ms", flush=True)
             begun = time.perf_counter()
     return 0
 

@@ -206,7 +206,7 @@ def train(args: argparse.Namespace, job: Job, session: muster.Session, out: Prog
         done.add(step.batch.global_size, generation=session.generation, number=number, captured=captured)
         if prints:
             speed = (done.samples_per_s or 0) * args.context
-            out.line(f"step {number} of {args.steps}: loss {mean:.4f}, {speed:,.0f} bytes/s")
+            out.line(f"epoch: {step.epoch} step: {number}, loss is {mean:.4f}, {speed:,.0f} bytes/s")
         if number % args.save_every == 0 or number == args.steps:
             if session.rank == 0 and not job.divided:
                 files.save()

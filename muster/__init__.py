@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from muster.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from muster.roles import init as init
     from muster.worker import errors as errors
     from muster.worker.collectives import all_gather as all_gather
     from muster.worker.collectives import all_reduce as all_reduce
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from muster.worker.collectives import get_rank as get_rank
     from muster.worker.collectives import get_world_rank_from_group_rank as get_world_rank_from_group_rank
     from muster.worker.collectives import group as group
+    from muster.worker.collectives import neighbor_exchange as neighbor_exchange
     from muster.worker.collectives import recv as recv
     from muster.worker.collectives import reduce as reduce
     from muster.worker.collectives import reduce_scatter as reduce_scatter
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from muster.worker.parallel.checkpoint import load_divided as load_divided
     from muster.worker.parallel.checkpoint import save_divided as save_divided
     from muster.worker.parallel.elastic import ParallelTrainingState as ParallelTrainingState
+    from muster.worker.parallel.planning.context import AutoParallel as AutoParallel
     from muster.worker.parallel.planning.context import ParallelMode as ParallelMode
     from muster.worker.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
     from muster.worker.parallel.planning.context import (
@@ -77,7 +80,6 @@ if TYPE_CHECKING:
     from muster.worker.pytorch.capture import capture_step as capture_step
     from muster.worker.pytorch.data_parallel import DataParallel as DataParallel
     from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from muster.worker.runtime import init as init
     from muster.worker.runtime import release as release
     from muster.worker.runtime import set_ps_context as set_ps_context
     from muster.worker.training.loop import ElasticLoop as ElasticLoop
@@ -89,7 +91,8 @@ _NAMES = {
     "muster.worker.collectives": (
         "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
         " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_local_size"
-        " get_rank get_world_rank_from_group_rank group recv reduce reduce_scatter scatter send"
+        " get_rank get_world_rank_from_group_rank group neighbor_exchange recv reduce reduce_scatter scatter"
+        " send"
     ),
     "muster.worker.communicators.base": "PreMultipliedSum",
     "muster.worker.errors": (
@@ -102,9 +105,11 @@ _NAMES = {
     "muster.worker.parallel.checkpoint": "load_divided save_divided",
     "muster.worker.parallel.elastic": "ParallelTrainingState",
     "muster.worker.parallel.planning.context": (
-        "ParallelMode get_auto_parallel_context reset_auto_parallel_context set_auto_parallel_context"
+        "AutoParallel ParallelMode get_auto_parallel_context reset_auto_parallel_context"
+        " set_auto_parallel_context"
     ),
-    "muster.worker.runtime": "init release set_ps_context",
+    "muster.roles": "init",
+    "muster.worker.runtime": "release set_ps_context",
     "muster.worker.control.session": "Session",
     "muster.worker.training.loop": "ElasticLoop",
     "muster.worker.training.sampler": "ShardedSampler",

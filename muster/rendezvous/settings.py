@@ -6,14 +6,19 @@ value and the legal range.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from muster.rendezvous.files import path_of
+from muster.rendezvous.files import path_of, read_regular
 from muster.rendezvous.patience import PING_AFTER_S, ping_answer_s
 from muster.rendezvous.variables import LONGEST_TEXT, MAX_SCHEDULERS, MAX_WORKERS, TABLE, default_of
 
+if TYPE_CHECKING:
+    from muster.rendezvous.rank_table import RankTable
+
+RANK_TABLE_MAX_BYTES = 16 << 20
 _PLACES = {"MS_SCHED": "for python -m scheduler", "MS_WORKER": "in a training process"}
 _STARTS = {
     "MS_SCHED": "Start the scheduler with MS_ROLE=MS_SCHED python -m scheduler.",
@@ -151,14 +156,52 @@ class Environment:
             )
         return value
 
-    def worker_counts(self) -> tuple[int, int]:
-        """MS_WORKER_NUM and MS_WORKER_MIN, which must be said."""
+    def worker_counts(self, table: RankTable | None = None) -> tuple[int, int]:
+        """MS_WORKER_NUM and MS_WORKER_MIN; where the first is not set, a rank table says it.
+
+        Args:
+            table: the rank table, where it has been read; it is read here if it is needed.
+        """
         worker_num = self.integer("MS_WORKER_NUM")
+        name, file = self.rank_table_file()
+        if not worker_num and file:
+            table = table or self.rank_table()
+            worker_num = len(table.entries) if table else 0
         if not worker_num:
             raise self.error(
                 f"MS_WORKER_NUM is not set: it must be the number of workers, from 1 to {MAX_WORKERS}."
             )
+        if file and self.integer("RANK_SIZE", default=worker_num) != worker_num:
+            raise self.error(
+                f"RANK_SIZE must be {worker_num}, the number of workers, beside {name};"
+                f" it is {self.text('RANK_SIZE')!r}."
+            )
         return worker_num, self.integer("MS_WORKER_MIN", default=worker_num, high=worker_num)
+
+    def rank_table(self) -> RankTable | None:
+        """The rank table that the environment names, read and checked; None: it names none."""
+        import json
+
+        from muster.rendezvous.rank_table import RankTableError, parse_rank_table
+
+        name, file = self.rank_table_file()
+        if not file:
+            return None
+        path = path_of(file)
+        try:
+            table: RankTable = parse_rank_table(json.loads(read_regular(path, RANK_TABLE_MAX_BYTES)))
+        except OSError as error:
+            raise self.error(f"{name} cannot be read: '{path}': {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, RankTableError) else f"it is not JSON ({error})."
+            raise self.error(f"{name} '{path}' is no rank table: {reason.rstrip('.')}.") from error
+        most = max(Counter(entry.server_id for entry in table.entries).values())
+        if self.integer("DEVICE_NUM", default=most) < most:
+            raise self.error(
+                f"DEVICE_NUM must be at least {most}, the devices that {name} '{path}' names of one host;"
+                f" it is {self.text('DEVICE_NUM')!r}."
+            )
+        return table
 
     def rank_table_file(self) -> tuple[str, str]:
         """The variable that names a rank table, by its present or its old name, and the file; empty: none."""

@@ -103,7 +103,7 @@ TABLE = {
         0,
         1,
         MAX_WORKERS,
-        shown="none, it is required; with `--serve` the job's workers say it",
+        shown="that of a rank table, else none, it is required; with `--serve` the job's workers say it",
         options=("run -n",),
     ),
     "MS_WORKER_MIN": Variable(
@@ -221,12 +221,29 @@ TABLE = {
     ),
     "RANK_TABLE_FILE": Variable(
         "path",
-        "scheduler, launcher",
+        ALL,
         "Fixed ranks by host and device; the launcher takes"
-        " number and devices of this host's workers from it.",
+        " number and devices of this host's workers from it. Where `MS_WORKER_NUM` is not set, it is the"
+        " number of the table's devices; a process with `RANK_ID` is a worker then, without `MS_ROLE`.",
     ),
-    "MINDSPORE_HCCL_CONFIG_PATH": Variable(
-        "path", "scheduler, launcher", "The old name of `RANK_TABLE_FILE`."
+    "MINDSPORE_HCCL_CONFIG_PATH": Variable("path", ALL, "The old name of `RANK_TABLE_FILE`."),
+    "RANK_SIZE": Variable(
+        "integer",
+        ALL,
+        "Beside a rank table: the number of workers, which must be the table's.",
+        0,
+        1,
+        MAX_WORKERS,
+        shown="the table's",
+    ),
+    "DEVICE_NUM": Variable(
+        "integer",
+        ALL,
+        "Beside a rank table: devices of a host, at least as many as the table names of any.",
+        0,
+        1,
+        MAX_WORKERS,
+        shown="the table's",
     ),
     "RANK_ID": Variable(
         "integer",
@@ -299,9 +316,10 @@ TABLE = {
     "MS_INTERFACE": Variable(
         "text",
         WORKER,
-        "Network interface by which peers reach this host.",
+        "Network interface by which peers reach this host: its name, or the network that its address is in,"
+        " such as `192.168.0.0/24`.",
         "",
-        length=15,
+        length=64,
         shown="the one towards the scheduler",
     ),
     "MS_WORKER_ADDRESS": Variable(

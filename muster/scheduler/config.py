@@ -6,13 +6,12 @@ variable, the value and the legal range.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.rendezvous.files import path_of, read_regular
+from muster.rendezvous.files import path_of
 from muster.rendezvous.patience import breaking_pause_s, takeover_patience_s
 from muster.rendezvous.rank_table import RankTable
 from muster.rendezvous.settings import (
@@ -24,7 +23,6 @@ from muster.rendezvous.variables import default_of
 from muster.scheduler.core.events import Settings
 from muster.scheduler.errors import SettingsError
 
-RANK_TABLE_MAX_BYTES = 16 * 1024 * 1024
 ETCD_PORT = 2379
 _ETCD = "etcd://"
 
@@ -229,22 +227,11 @@ def _recovery_path(read: Environment, address: Address) -> Path | None:
 
 
 def _rank_table(read: Environment, worker_num: int) -> RankTable | None:
-    name, file = read.rank_table_file()
-    if not file:
-        return None
-    path = path_of(file)
-    from muster.rendezvous.rank_table import RankTableError, parse_rank_table
-
-    try:
-        table: RankTable = parse_rank_table(json.loads(read_regular(path, RANK_TABLE_MAX_BYTES)))
-    except OSError as error:
-        raise SettingsError(f"{name} cannot be read: '{path}': {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, RankTableError) else f"it is not JSON ({error})."
-        raise SettingsError(f"{name} '{path}' is no rank table: {reason.rstrip('.')}.") from error
-    if worker_num and len(table.entries) != worker_num:
+    table = read.rank_table()
+    if table and worker_num and len(table.entries) != worker_num:
+        name, file = read.rank_table_file()
         raise SettingsError(
-            f"MS_WORKER_NUM must be {len(table.entries)}, the number of devices in {name} '{path}';"
+            f"MS_WORKER_NUM must be {len(table.entries)}, the number of devices in {name} '{path_of(file)}';"
             f" it is '{worker_num}'."
         )
     return table

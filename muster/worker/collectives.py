@@ -9,8 +9,8 @@ With ``tcp`` float16 and bfloat16 are combined in float32, a mean divided there,
 once, at the end, to the nearest value (of two equally near the even one, as torch rounds). NCCL rounds in
 its own order.
 
-Only ``broadcast`` and ``recv`` write into the array that they are given. The others return a new array, or
-fill ``out``, which for ``all_reduce`` and ``reduce`` may be the array itself.
+Only ``broadcast``, ``recv`` and ``neighbor_exchange`` write into arrays that they are given. The others
+return a new array, or fill ``out``, which for ``all_reduce`` and ``reduce`` may be the array itself.
 
 Raises:
     NotInitializedError: there is no session.
@@ -32,7 +32,7 @@ lags and on which collective the ranks disagree.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from muster.worker.communicators.base import (
@@ -237,6 +237,36 @@ def recv(out: Array, peer: int, group: str | None = None, async_op: bool = False
     communicator = _communicator(group)
     target = _writable(communicator, out)
     return _finish(communicator.recv(target, peer, async_op=async_op), target, async_op, out)
+
+
+def neighbor_exchange(
+    send: Mapping[int, Array], recv: Mapping[int, Array], group: str | None = None
+) -> Mapping[int, Array]:
+    """Sends arrays to some ranks and receives from others, in an order in which none block each other.
+
+    Every rank calls it, if only with nothing: what rank a sends to b, rank b receives from a, with the same
+    dtype and size. With NCCL all of it is one launch.
+
+    Args:
+        send: by rank of the group, what it gets.
+        recv: by rank, the array that is filled with what it sends.
+        group: name of a group; None: all ranks.
+
+    Returns:
+        ``recv``.
+    """
+    communicator = _communicator(group)
+    own = communicator.rank
+    messages = [((own, peer), check_place(describe(x), communicator)) for peer, x in send.items()]
+    messages += [((peer, own), _writable(communicator, x)) for peer, x in recv.items()]
+    with communicator.group() if communicator.on_device else contextlib.nullcontext():
+        # In one order for all ranks, by (from, to): both ends of the first message that is left are ready.
+        for (source, peer), array in sorted(messages, key=lambda message: message[0]):
+            if source == own:
+                communicator.send(array, peer)
+            else:
+                communicator.recv(array, source)
+    return recv
 
 
 def barrier(group: str | None = None) -> None:

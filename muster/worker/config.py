@@ -77,8 +77,10 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
         Values are handed on as they stand; the parser of the variables judges them.
     """
     launcher = detect(env)
-    if launcher is None or env.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
+    if env.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
         return {}
+    if launcher is None:  # a script that starts the processes of a rank table says the rank alone
+        return {"MS_ROLE": "MS_WORKER"} if not env.get("MS_ROLE") and _ranked_by_table(env) else {}
     found = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": env[launcher.rank]}
     for name, source in (("MS_WORKER_NUM", launcher.size), ("MS_LOCAL_INDEX", launcher.local_index)):
         if source and env.get(source):
@@ -86,6 +88,10 @@ def translate(env: Mapping[str, str]) -> dict[str, str]:
     if table_file(env):
         del found["MS_NODE_ID"]  # the table gives the ranks, by host and device
     return {name: value for name, value in found.items() if not env.get(name)}
+
+
+def _ranked_by_table(env: Mapping[str, str]) -> bool:
+    return bool(env.get("RANK_ID") and table_file(env))
 
 
 def node_rank(env: Mapping[str, str]) -> int | None:
@@ -116,7 +122,7 @@ class SecurityContext(Value):
         config_file_path: config.json.
         enable_ssl: None: TLS is on when there is a config.json.
         client_password: opens the worker's PKCS#12 file.
-        server_password: opens the scheduler's; not used in a worker, kept for scripts that give both.
+        server_password: opens the scheduler's; not used in a worker.
     """
 
     secret_fields = (
@@ -127,6 +133,37 @@ class SecurityContext(Value):
     enable_ssl: bool | None = None
     client_password: str | None = None
     server_password: str | None = None
+
+    def config_file(self, variable: str) -> str:
+        """The config.json to use; empty: none, and no TLS.
+
+        Args:
+            variable: what MS_CONFIG_FILE says.
+
+        Raises:
+            SettingsError: TLS is demanded, and there is none.
+        """
+        if self.enable_ssl is False:
+            return ""
+        found = self.config_file_path or variable
+        if self.enable_ssl and not found:
+            raise SettingsError(
+                "enable_ssl is True, but there is no config.json.",
+                remedy="Give config_file_path or set MS_CONFIG_FILE; muster certs init makes one.",
+            )
+        return found
+
+    def for_scheduler(self, env: Mapping[str, str]) -> dict[str, str]:
+        """The environment with these arguments in it, for a scheduler.
+
+        Raises:
+            SettingsError: TLS is demanded, and there is no config.json.
+        """
+        given = {**env, "MS_CONFIG_FILE": str(self.config_file(env.get("MS_CONFIG_FILE", "")))}
+        if self.server_password is not None:
+            given["MS_SERVER_PASSWORD"] = self.server_password
+            given.pop("MS_SERVER_PASSWORD_FILE", None)
+        return given
 
 
 class Settings(Value):
@@ -250,15 +287,10 @@ def visible_devices(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _security(read: Environment, context: SecurityContext) -> tuple[Path | None, bytes | None]:
-    raw = context.config_file_path or read.text("MS_CONFIG_FILE")
-    password = context.client_password.encode() if context.client_password is not None else None
+    raw = context.config_file(read.text("MS_CONFIG_FILE"))
     if context.enable_ssl is False:
         return None, None
-    if context.enable_ssl and not raw:
-        raise SettingsError(
-            "enable_ssl is True, but there is no config.json.",
-            remedy="Give config_file_path or set MS_CONFIG_FILE; muster certs init makes one.",
-        )
+    password = context.client_password.encode() if context.client_password is not None else None
     return (path_of(raw) if raw else None), password
 
 

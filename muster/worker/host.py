@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import ipaddress
 import os
 import re
 import socket
@@ -93,7 +94,7 @@ def _local_address(settings: Settings) -> str:
     if settings.worker_address:
         return settings.worker_address
     if settings.interface:
-        return _interface_address(settings.interface, six_first=":" in settings.scheduler_hosts[0])
+        return _find_interface(settings.interface, six_first=":" in settings.scheduler_hosts[0])[1]
     for host in settings.scheduler_hosts[:-1]:
         with contextlib.suppress(WorkerError):
             return _address_towards(host, settings.scheduler_port)
@@ -122,17 +123,32 @@ def _address_towards(scheduler: str, port: int) -> str:
         ) from None
 
 
-def _interface_address(name: str, *, six_first: bool) -> str:
-    """An address of a network interface, of the scheduler's kind if it has one (Linux)."""
+def _find_interface(wanted: str, *, six_first: bool = False) -> tuple[str, str]:
+    """A network interface by its name, or the first one with an address in a network, such as 10.0.0.0/16.
+
+    Returns:
+        Its name, and an address of it: in the network, or of the scheduler's kind if it has one (Linux).
+    """
     kinds = (_interface_ipv6, _interface_ipv4) if six_first else (_interface_ipv4, _interface_ipv6)
-    for find in kinds:
-        address = find(name)
-        if address:
-            return address
-    names = ", ".join(each for _, each in socket.if_nameindex())
+    names = [name for _, name in socket.if_nameindex()]
+    network = _network(wanted) if "/" in wanted else None
+    for name in names if network else [wanted]:
+        for find in kinds:
+            address = find(name)
+            if address and (network is None or ipaddress.ip_address(address) in network):
+                return name, address
+    what = "a network, as in 10.0.0.0/16, that one of them is in" if network else "one of them"
     raise SettingsError(
-        f"MS_INTERFACE must be a network interface with an address, one of {names}; it is {name!r}."
+        f"MS_INTERFACE must be a network interface with an address, {what} ({', '.join(names)});"
+        f" it is {wanted!r}."
     )
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError as error:
+        raise SettingsError(f"MS_INTERFACE is {text!r}, which is no network: {error}.") from None
 
 
 def _interface_ipv4(name: str) -> str:
@@ -342,5 +358,6 @@ def bind_libraries(interface: str) -> None:
     Both read the variables when they first open a socket, in this process.
     """
     if interface:
+        interface = _find_interface(interface)[0] if "/" in interface else interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this one, not all that begin so
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -100,6 +100,8 @@ def set_ps_context(
     enable_ssl: bool | None = None,
     client_password: str | None = None,
     server_password: str | None = None,
+    enable_ps: bool | None = None,
+    scheduler_manage_port: int | None = None,
 ) -> None:
     """Sets TLS up from the script instead of the environment; call it before ``init``.
 
@@ -109,49 +111,41 @@ def set_ps_context(
         config_file_path: config.json; wins over MS_CONFIG_FILE.
         enable_ssl: True demands TLS, False switches it off even where MS_CONFIG_FILE is set.
         client_password: password of the worker's PKCS#12 file; wins over MS_CLIENT_PASSWORD.
-        server_password: taken for scripts that give both; a worker has no use for it.
+        server_password: password of the scheduler's PKCS#12 file, for ``init`` under MS_ROLE=MS_SCHED; wins
+            over MS_SERVER_PASSWORD. A worker has no use for it.
+        enable_ps: switch of this way to start in MindSpore; checked, and without effect: there is no other.
+        scheduler_manage_port: refused: no scheduler here is managed over HTTP.
 
     Raises:
-        SettingsError: an argument is not of its type.
+        SettingsError: an argument is not of its type, or is ``scheduler_manage_port``.
     """
+    show_errors_in_words()
+    if scheduler_manage_port is not None:
+        raise SettingsError(
+            "scheduler_manage_port has no counterpart here: the scheduler has no port for HTTP.",
+            remedy="muster status, drain and web ask and manage it; MS_METRICS_PORT serves metrics.",
+        )
     given = {
         "config_file_path": config_file_path,
         "enable_ssl": enable_ssl,
         "client_password": client_password,
         "server_password": server_password,
+        "enable_ps": enable_ps,
     }
-    show_errors_in_words()
     for name, value in given.items():
-        kind = bool if name == "enable_ssl" else str
+        kind = bool if name.startswith("enable_") else str
         if value is not None and not isinstance(value, (kind, os.PathLike)):
             raise SettingsError(f"{name} must be a {kind.__name__}; it is a {type(value).__name__}.")
+    del given["enable_ps"]
     process.context = process.context.replaced(**{n: v for n, v in given.items() if v is not None})
 
 
 def init(backend: str | None = None) -> Session:
-    """Joins the job that the environment names; returns when all members can communicate.
-
-    Called again without a release in between, it returns the session that is there. In a program whose agent
-    holds the session (``muster run --program torch``), it returns that: ranks and reports, no communicator.
-
-    Args:
-        backend: "nccl" or "tcp"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
-
-    Returns:
-        The session, which is also the default one of the functions of this package.
+    """Joins the job as a worker; see :func:`muster.init`, which serves it in the scheduler's role.
 
     Raises:
-        SettingsError: a variable or argument is wrong; exit code 2.
-        SecurityError: TLS, certificate or identity failed on either side.
-        RefusedError: the scheduler has no place for this worker; says why.
-        SchedulerUnreachableError: it did not answer within MS_TOPO_TIMEOUT.
-        FormationTimeoutError: the group did not form within it; says who is missing.
-        JobEndedError: the job failed before this worker was in.
-        SystemExit: while it waited it was asked to leave, by SIGTERM (exit code 143) or a drain (0), or the
-            job ended well before this worker, a spare, was needed (0).
-
-    An error that the script does not catch ends it with one sentence and the error's exit code, now and
-    later; the traceback is shown with MS_LOG_LEVEL=DEBUG.
+        WorkerError: as written there.
+        SystemExit: likewise.
     """
     if process.session is not None and not process.session.released:
         return process.session

@@ -73,6 +73,28 @@ def test_run_gpu_trains_on_one_host(data: Path, tmp_path: Path) -> None:
     assert "mutual TLS" in (logs / "scheduler.log").read_text()
 
 
+def test_run_gpu_cluster_with_one_argument_trains_on_this_host(data: Path, tmp_path: Path) -> None:
+    """The tutorial's own line: keys, scheduler and workers, as many as devices, two on a CPU."""
+    env = {"ARGS": " ".join(ARGUMENTS[:-2]), "MS_BACKEND": "tcp", "MS_SCHED_PORT": free_port("127.0.0.1")}
+    done = run(tmp_path, "run_gpu_cluster.sh", str(data), **env)
+    logs = {path.name: path.read_text() for path in (tmp_path / "device").iterdir()}
+    assert done.returncode == 0, (done.stderr, logs)
+    assert sorted(logs) == ["scheduler.log", *(f"worker_{i}.log" for i in range(count_gpus() or 2))]
+    assert LOSS.search(logs["worker_0.log"])
+    assert "mutual TLS" in logs["scheduler.log"]
+    assert (tmp_path / ".muster" / "ca.crt").exists()
+
+
+def test_on_several_hosts_a_host_starts_as_many_workers_as_it_has_devices(data: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "config.json").touch()
+    script = "-c pass"  # a process that ends at once
+    env = {"KEYS": str(keys), "MS_WORKER_NUM": "64", "SCRIPT": script}
+    assert run(tmp_path, "run_gpu_cluster.sh", str(data), "127.0.0.1", **env).returncode == 0
+    assert len(list((tmp_path / "device").glob("worker_*.log"))) == (count_gpus() or 2)
+
+
 def test_run_gpu_cluster_needs_nothing_but_the_variables(data: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").mkdir()
     pki = Pki.make(tmp_path / "keys")
@@ -90,7 +112,7 @@ def test_run_gpu_cluster_needs_nothing_but_the_variables(data: Path, tmp_path: P
 
 def test_run_gpu_cluster_needs_no_more_files_than_it_says(data: Path, tmp_path: Path) -> None:
     usage = run(tmp_path, "run_gpu_cluster.sh").stderr
-    [listed] = re.findall(r"the folder with (.*?) All are made", usage.replace("\n", " "))
+    [listed] = re.findall(r"the folder with (.*?) For one host", usage.replace("\n", " "))
     names = set(re.findall(r"[\w.]+\.(?:json|crt|pem|p12)|password", listed))
     assert names == {"config.json", "ca.crt", "crl.pem", "client.p12", "server.p12", "password"}
     made, keys = tmp_path / "made", tmp_path / "keys"
@@ -116,7 +138,12 @@ def test_run_gpu_cluster_needs_no_more_files_than_it_says(data: Path, tmp_path: 
         ("run_gpu.sh", {"PYTHON": "false", "WORKERS": "1"}, "false cannot run Muster"),
         ("run_gpu.sh", {"SCRIPT": "-c pass"}, "has no GPU: say with WORKERS"),
         ("run_gpu_cluster.sh", {"PYTHON": "false"}, "false cannot run Muster"),
-        ("run_gpu_cluster.sh", {"KEYS": "nowhere"}, "'nowhere' holds no config.json: name the folder"),
+        (
+            "run_gpu_cluster.sh",
+            {"KEYS": "nowhere", "MS_WORKER_NUM": "2"},
+            "'nowhere' holds no config.json: name the folder",
+        ),
+        ("run_gpu_cluster.sh", {}, "MS_WORKER_NUM is not set: it must be the number of workers of all hosts"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_starts(

@@ -54,7 +54,7 @@ def run(text: Path, steps: int, *arguments: str, loses_members_after: int = -1) 
         lines: list[str] = []
         out: Any = type("Lines", (Progress,), {"line": lambda self, line: lines.append(line)})()
         done = example.train(args, job, session, out)
-        return [float(found) for found in re.findall(r"loss ([0-9.]+),", "\n".join(lines))], done, job
+        return [float(found) for found in re.findall(r"loss is ([0-9.]+),", "\n".join(lines))], done, job
 
 
 def test_it_learns_in_captured_steps_and_writes(text: Path) -> None:
@@ -106,7 +106,7 @@ def test_two_workers_train_it_to_its_end(text: Path, tmp_path: Path, parallel: s
         timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4 of 4: loss " in done.stdout
+    assert "epoch: 1 step: 4, loss is " in done.stdout
     assert "4 steps, captured: 0 (the module is on the cpu)" in done.stdout
     if parallel == "auto":
         assert "data parallel" in done.stdout

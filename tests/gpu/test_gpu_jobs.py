@@ -186,7 +186,7 @@ def test_the_gpt2_example_learns_is_captured_and_resumes_bit_for_bit(keys: Path,
         )
 
     def losses_in(output: str) -> list[str]:
-        return re.findall(r"step (\d+ of 40: loss [0-9.]+),", output)
+        return re.findall(r"step: (\d+, loss is [0-9.]+),", output)
 
     def check(whole: str) -> list[str]:
         assert f"40 steps, captured: {40 - WARM_UP} (a CUDA graph)" in whole, whole

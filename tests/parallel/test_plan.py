@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from muster.worker.errors import CollectiveMismatchError, NotInitializedError, S
 from muster.worker.parallel.api import graph_of
 from muster.worker.parallel.planning import plan as plans
 from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.layouts import coordinates, factorisations
+from muster.worker.parallel.planning.layouts import coordinates, factorisations, parts
 from muster.worker.parallel.planning.plan import Plan
 from muster.worker.parallel.planning.planner import feeding, find_plan
 from muster.worker.pytorch.data_parallel import DataParallel
@@ -478,6 +479,175 @@ def test_a_context_that_means_nothing_here_is_refused(settings: Any, words: str)
     with pytest.raises(SettingsError, match=words):
         muster.set_auto_parallel_context(**settings)
     assert muster.get_auto_parallel_context("gradients_mean") is False
+
+
+def test_what_mindspore_sets_and_nothing_here_does_is_refused_with_what_serves_instead() -> None:
+    remedies = {
+        "all_reduce_fusion_config": "buckets of one size",
+        "auto_pipeline": "Pipelines are not offered",
+        "dump_local_norm": "clip_grad_norm_",
+        "force_fp32_communication": "keep parameters in float32",
+        "gradient_fp32_sync": "keep parameters in float32",
+        "group_ckpt_save_file": "save_divided",
+        "loss_repeated_mean": "counts once",
+        "optimizer_weight_shard_size": "enable_parallel_optimizer=True",
+        "parallel_optimizer_config": "enable_parallel_optimizer=True",
+        "pipeline_config": "Pipelines are not offered",
+        "strategy_ckpt_config": "strategy_ckpt_save_file",
+    }
+    for name, words in remedies.items():
+        with pytest.raises(SettingsError, match=f"{name} has no counterpart here") as caught:
+            muster.set_auto_parallel_context(**{name: True})
+        assert words in str(caught.value)
+
+
+def test_size_and_rank_are_taken_when_they_are_true() -> None:
+    muster.set_auto_parallel_context(parallel_mode="data_parallel", device_num=2)
+
+    def train(communicator: RankCommunicator) -> Any:
+        session = SimpleNamespace(communicator=communicator)
+        return muster.parallelize(make("mlp"), [x[:4] for x in MODELS["mlp"][1](0)], session=session).plan
+
+    assert len(run_ranks(2, train)) == 2
+    muster.set_auto_parallel_context(device_num=3)
+    with pytest.raises(SettingsError, match="device_num is 3, and must be 2: the job has this many ranks"):
+        run_ranks(2, train)
+    muster.reset_auto_parallel_context()
+    muster.set_auto_parallel_context(parallel_mode="data_parallel", global_rank=0)
+    with pytest.raises(SettingsError, match="global_rank is 0, and must be 1: this is the worker's rank"):
+        run_ranks(2, train)
+    with pytest.raises(SettingsError, match="device_num is a whole number, not True"):
+        muster.set_auto_parallel_context(device_num=True)
+
+
+def test_size_and_rank_are_checked_at_once_where_there_is_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotInitializedError):
+        muster.get_auto_parallel_context("device_num")
+    monkeypatch.setattr("muster.worker.collectives.get_group_size", lambda: 8)
+    monkeypatch.setattr("muster.worker.collectives.get_rank", lambda: 5)
+    muster.set_auto_parallel_context(device_num=8, global_rank=5)
+    assert muster.get_auto_parallel_context("device_num") == 8
+    assert muster.get_auto_parallel_context("global_rank") == 5
+    with pytest.raises(SettingsError, match=r"device_num is 4, and must be 8.*muster\.get_group_size"):
+        muster.set_auto_parallel_context(device_num=4)
+
+
+def test_a_full_batch_by_its_older_name() -> None:
+    muster.set_auto_parallel_context(full_batch=True)
+    assert muster.get_auto_parallel_context("dataset_strategy") == "full_batch"
+    assert muster.get_auto_parallel_context("full_batch") is True
+    muster.set_auto_parallel_context(full_batch=False)
+    assert muster.get_auto_parallel_context("dataset_strategy") == "data_parallel"
+    with pytest.raises(SettingsError, match="full_batch is True or False, not 'yes'"):
+        muster.set_auto_parallel_context(full_batch="yes")
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto", "auto"])
+def test_the_parallel_optimizer_divides_all_updates_and_changes_no_result(mode: str) -> None:
+    batch = MODELS["mlp"][1](0)
+    muster.set_auto_parallel_context(
+        parallel_mode=mode, gradients_mean=True, parameter_broadcast=True, enable_parallel_optimizer=True
+    )
+
+    def train(communicator: RankCommunicator, settings: Any = None) -> Any:
+        mine = [part_of(x, communicator, "data_parallel") for x in batch]
+        model = muster.parallelize(make("mlp"), mine, communicator=communicator, **(settings or {}))
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(*mine).backward()
+            optimizer.step()
+        return model.full_state_dict(), model.plan
+
+    def whole(communicator: RankCommunicator) -> Any:
+        return train(communicator, {"shard_updates": False, "mode": "auto"})
+
+    (state, plan), _ = run_ranks(2, train)
+    held = [s for n, s in zip(plan.graph.nodes, plan.states, strict=True) if n.kind == "parameter"]
+    assert all(s.sharded or parts(s.outs[0], plan.mesh) > 1 for s in held)
+    assert any(s.sharded for s in held)
+    (wanted, other), _ = run_ranks(2, whole)
+    assert not any(s.sharded for s in other.states)
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value)
+
+
+def test_operators_without_a_strategy_run_data_parallel_if_asked_to() -> None:
+    settings: dict[str, Any] = {"mode": "semi_auto", "strategies": {"body": {"n": 4}}}
+    plan = wide(4, rest="data_parallel", **settings)
+    assert plan.state_of(_linear_of(plan, "body")).modes == ("n",)
+    assert set(plan.state_of(_linear_of(plan, "fc")).modes) == {"b0"}
+    searched = wide(4, **settings)
+    assert set(searched.state_of(_linear_of(searched, "fc")).modes) != {"b0"}
+    mixed = wide(4, rest="data_parallel", mode="semi_auto", strategies={"body": {"b0": 2, "n": 2}})
+    assert len(mixed.mesh) == 2
+    assert mixed.state_of(_linear_of(mixed, "fc")).modes == ("b0", "b0")
+    with pytest.raises(SettingsError, match='the second in mode "semi_auto" only'):
+        wide(4, rest="data_parallel")
+
+
+def _linear_of(plan: Plan, module: str) -> str:
+    [name] = [node.name for node in plan.graph.nodes if node.module == module and node.op == "linear"]
+    return name
+
+
+def test_one_parameter_may_have_another_strategy_in_each_operator() -> None:
+    """MindSpore refuses that; here the parameter is laid out anew for one of them."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Any) -> Any:
+            return F.linear(torch.tanh(F.linear(x, self.weight)), self.weight).square().mean()
+
+    x, net = torch.randn(8, 8), Tied()
+
+    def train(communicator: RankCommunicator) -> Any:
+        model = muster.parallelize(
+            copy.deepcopy(net),
+            (part_of(x, communicator, "data_parallel"),),
+            communicator=communicator,
+            mode="semi_auto",
+            strategies={"linear": {"n": 2}, "linear_1": {"k": 2}},
+        )
+        return model(part_of(x, communicator, "data_parallel")).item()
+
+    wanted = net(x).item()
+    assert run_ranks(2, train) == pytest.approx([wanted, wanted])
+
+
+def test_auto_parallel_carries_the_settings_of_one_network(tmp_path: Path) -> None:
+    batch = MODELS["mlp"][1](0)
+    muster.set_auto_parallel_context(parallel_mode="stand_alone")  # of others
+
+    def train(communicator: RankCommunicator) -> Any:
+        net = muster.AutoParallel(make("mlp"), parallel_mode="sharding_propagation")
+        net.dataset_strategy("full_batch")
+        net.enable_gradients_mean()
+        net.hsdp()
+        net.save_operator_strategy_file(str(tmp_path / "plan.json"))
+        model = muster.parallelize(net, batch, communicator=communicator)
+        return model(*batch).item(), str(model.plan)
+
+    wanted = make("mlp")(*batch).item()
+    (loss, text), _ = run_ranks(2, train)
+    assert loss == pytest.approx(wanted)
+    assert "gradients are averaged" in text
+    assert (tmp_path / "plan.json").exists()
+    net = muster.AutoParallel(make("mlp"))
+    assert net.settings["parallel_mode"] == "semi_auto"
+    for call, words in (
+        (lambda: muster.AutoParallel(net, "auto"), "parallel_mode is one of semi_auto, sharding_propagation"),
+        (lambda: net.pipeline(2), "pipeline has no counterpart here.*Pipelines are not offered"),
+        (lambda: net.hsdp(2), "the arguments of hsdp have no counterpart"),
+        (lambda: net(*batch), "AutoParallel is not a model yet.*muster.parallelize"),
+        (lambda: net.dataset_strategy("half"), 'dataset_strategy is "data_parallel", "full_batch", or'),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            call()
+    assert not hasattr(net, "nonsense")
 
 
 def test_the_context_is_what_parallelize_does(tmp_path: Path) -> None:

@@ -184,6 +184,19 @@ def test_rank_table_is_read(tmp_path: Path) -> None:
     ]
 
 
+def test_a_rank_table_says_how_many_workers_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(_server_list(4))
+    env = {"MS_ROLE": "MS_SCHED", "RANK_TABLE_FILE": str(path)}
+    assert load_settings(env).worker_num == 4
+    assert load_settings(env | {"RANK_SIZE": "4", "DEVICE_NUM": "8"}).worker_num == 4
+    with pytest.raises(SettingsError, match="RANK_SIZE must be 4, the number of workers, beside RANK_TABLE"):
+        load_settings(env | {"RANK_SIZE": "8"})
+    with pytest.raises(SettingsError, match="DEVICE_NUM must be at least 4, the devices that RANK_TABLE"):
+        load_settings(env | {"DEVICE_NUM": "3"})
+    assert load_settings(GOOD | {"RANK_SIZE": "3"}).rank_table is None  # without a table it is not ours
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

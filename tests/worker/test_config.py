@@ -18,6 +18,16 @@ def load(**changes: str) -> Settings:
     return load_settings({**BASE, **changes})
 
 
+def test_without_tls_beyond_loopback_two_switches_must_say_so() -> None:
+    off = SecurityContext(enable_ssl=False)
+    env = {**BASE, "MS_CONFIG_FILE": "/keys/config.json"}
+    assert load_settings(env, off).config_path is None
+    far = {**env, "MS_SCHED_HOST": "10.0.0.1"}
+    with pytest.raises(SettingsError, match="MS_ALLOW_INSECURE=1"):
+        load_settings(far, off)
+    assert load_settings({**far, "MS_ALLOW_INSECURE": "1"}, off).config_path is None
+
+
 def test_defaults() -> None:
     settings = load()
     assert settings == Settings(worker_num=4, worker_min=4)
@@ -90,7 +100,7 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
         ("DEVICE_ID", "gpu0", "from 0 to 4095"),
         ("MS_BACKEND", "mpi", "nccl, tcp"),
         ("MS_LOG_LEVEL", "LOUD", "DEBUG, INFO, WARNING, ERROR"),
-        ("MS_INTERFACE", "e" * 16, "15 characters"),
+        ("MS_INTERFACE", "e" * 65, "64 characters"),
         ("CUDA_VISIBLE_DEVICES", "2,2", "names device '2' twice"),
         ("CUDA_VISIBLE_DEVICES", "9" * 5000, "from 0 to 4095"),
     ],

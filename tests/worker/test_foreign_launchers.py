@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from muster.worker.config import detect, load_settings, node_rank, translate
+from muster.worker.errors import SettingsError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
@@ -52,6 +56,26 @@ def test_a_scheduler_takes_nothing() -> None:
 
 def test_a_rank_table_gives_the_ranks() -> None:
     assert "MS_NODE_ID" not in translate({**SLURM, "RANK_TABLE_FILE": "table.json"})
+
+
+def test_a_process_with_a_table_and_a_rank_is_a_worker_of_as_many_as_the_table_has(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    device = [{"device_id": str(4 + i), "rank_id": str(i)} for i in range(4)]
+    table.write_text(json.dumps({"server_list": [{"server_id": "127.0.0.1", "device": device}]}))
+    env = {
+        "RANK_TABLE_FILE": str(table),
+        "RANK_ID": "3",
+        "RANK_SIZE": "4",
+        "DEVICE_ID": "7",
+        "DEVICE_NUM": "8",
+    }
+    settings = load_settings(env)
+    assert (settings.worker_num, settings.worker_min) == (4, 4)
+    assert (settings.rank_id, settings.device_id) == (3, 7)
+    with pytest.raises(SettingsError, match="RANK_SIZE must be 4"):
+        load_settings({**env, "RANK_SIZE": "8"})
+    with pytest.raises(SettingsError, match="MS_ROLE must be MS_WORKER"):
+        load_settings({name: value for name, value in env.items() if name != "RANK_ID"})
 
 
 def test_a_batch_script_outside_a_step_is_no_worker() -> None:

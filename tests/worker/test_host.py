@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 from muster.rendezvous.messages import Device, Host
 from muster.worker.config import Settings
 from muster.worker.errors import SettingsError
-from muster.worker.host import DeviceChoice, choose_device, describe_host, host_identity, node_identity
+from muster.worker.host import (
+    DeviceChoice,
+    bind_libraries,
+    choose_device,
+    describe_host,
+    host_identity,
+    node_identity,
+)
 
 HOST = Host("id-1", "alpha", "10.0.0.1")
 
@@ -121,6 +129,20 @@ def test_the_address_is_the_one_on_the_way_to_the_scheduler() -> None:
 def test_an_unknown_interface_is_refused_naming_those_there_are() -> None:
     with pytest.raises(SettingsError, match=r"MS_INTERFACE .*\blo\b.*'nosuch0'"):
         describe_host(settings(interface="nosuch0"))
+
+
+def test_an_interface_may_be_named_by_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe_host(settings(interface="127.0.0.0/8")).address == "127.0.0.1"
+    assert describe_host(settings(interface="127.0.0.1/24")).address == "127.0.0.1"
+    with pytest.raises(SettingsError, match=r"MS_INTERFACE .*a network.*\blo\b.*'255\.255\.255\.255/32'"):
+        describe_host(settings(interface="255.255.255.255/32"))
+    with pytest.raises(SettingsError, match=r"'10\.0\.0\.0/99', which is no network"):
+        describe_host(settings(interface="10.0.0.0/99"))
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # as it was, at the end
+        del os.environ[name]
+    bind_libraries("127.0.0.0/8")
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("=lo", "lo")
 
 
 def test_an_unknown_scheduler_is_refused_naming_it() -> None:

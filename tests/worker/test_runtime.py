@@ -82,6 +82,26 @@ def test_set_ps_context_checks_its_arguments() -> None:
         muster.set_ps_context(enable_ssl="yes")  # type: ignore[arg-type]
 
 
+def test_set_ps_context_takes_what_later_releases_give() -> None:
+    muster.set_ps_context(enable_ps=True, client_password="geheim")
+    assert runtime.process.context == SecurityContext(client_password="geheim")
+    with pytest.raises(SettingsError, match="enable_ps must be a bool"):
+        muster.set_ps_context(enable_ps=1)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"scheduler_manage_port has no counterpart.*muster status"):
+        muster.set_ps_context(scheduler_manage_port=11202)
+
+
+def test_the_scheduler_s_role_takes_what_the_script_has_set() -> None:
+    env = {"MS_CONFIG_FILE": "/a.json", "MS_SERVER_PASSWORD_FILE": "/password", "MS_WORKER_NUM": "2"}
+    context = SecurityContext("/b.json", True, "client's", "server's")
+    given = {"MS_CONFIG_FILE": "/b.json", "MS_SERVER_PASSWORD": "server's", "MS_WORKER_NUM": "2"}
+    assert context.for_scheduler(env) == given
+    assert SecurityContext().for_scheduler(env) == env
+    assert SecurityContext(enable_ssl=False).for_scheduler(env)["MS_CONFIG_FILE"] == ""
+    with pytest.raises(SettingsError, match=r"enable_ssl is True, but there is no config\.json"):
+        SecurityContext(enable_ssl=True).for_scheduler({})
+
+
 def test_a_wrong_setting_ends_the_script_with_one_sentence() -> None:
     code = (
         "import sys, muster\n"

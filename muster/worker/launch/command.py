@@ -8,7 +8,6 @@ import contextlib
 import errno
 import functools
 import getpass
-import json
 import os
 import re
 import shutil
@@ -19,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muster.rendezvous.files import path_of, read_regular
-from muster.rendezvous.rank_table import RankTable, devices_of, parse_rank_table, ranks_of
+from muster.rendezvous.rank_table import RankTable, devices_of, ranks_of
+from muster.rendezvous.settings import Environment
 from muster.worker.config import load_settings, table_file, visible_devices
 from muster.worker.errors import SettingsError
 from muster.worker.launch import fork as launch_fork
@@ -39,8 +38,6 @@ from muster.worker.launch.plan import (
 )
 from muster.worker.launch.screen import Screen, say
 from muster.worker.program_environment import JAX_PROGRAM
-
-MAX_TABLE_BYTES = 16 << 20
 
 NEEDED_MODULES = ("muster", "grpc", "numpy")
 """What every worker imports."""
@@ -514,9 +511,9 @@ def table_devices(env: Mapping[str, str]) -> tuple[int, ...]:
 
 def _table(env: Mapping[str, str]) -> RankTable | None:
     """The table that the environment names; None where there is none, or where it is wrong."""
-    file = table_file(env)
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        return parse_rank_table(json.loads(read_regular(path_of(file), MAX_TABLE_BYTES))) if file else None
+    table_file(env)  # raises where it contradicts itself
+    with contextlib.suppress(SettingsError):
+        return Environment(env, SettingsError).rank_table()
     return None
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muster.rendezvous.files import beside, read_regular
+from muster.rendezvous.settings import RANK_TABLE_MAX_BYTES
 from muster.worker.errors import SettingsError
-from muster.worker.launch.command import MAX_TABLE_BYTES, count_gpus
+from muster.worker.launch.command import count_gpus
 from muster.worker.launch.rank_table_file import Table, make_table, merge_tables, parse_interval
 from muster.worker.launch.screen import say
 
@@ -112,7 +113,7 @@ def read_json(path: Path) -> object:
         SettingsError: it is not there, no JSON, or nested beyond measure.
     """
     try:
-        return json.loads(read_regular(path, MAX_TABLE_BYTES).decode())
+        return json.loads(read_regular(path, RANK_TABLE_MAX_BYTES).decode())
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:

@@ -36,7 +36,7 @@ from muster.worker.parallel.planning.planner import (
     whole_shape,
 )
 from muster.worker.parallel.planning.precision import mark_autocast
-from muster.worker.parallel.planning.problem import Options, build
+from muster.worker.parallel.planning.problem import ALWAYS, Options, build
 from muster.worker.parallel.trace import Traced, trace
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.transfer import broadcast_tensors, gather_numbers
@@ -117,7 +117,8 @@ def parallelize(
     machine: Machine | str | Path | None = None,
     batch_norm: str | None = None,
     optimizer_states: int = 2,
-    shard_updates: bool = True,
+    shard_updates: bool | str | None = None,
+    rest: str = "search",
     autocast: Any = None,
     seed: int | None = None,
     elastic: bool = False,
@@ -138,15 +139,16 @@ def parallelize(
     gradients_mean and parameter_broadcast True.
 
     Args:
-        net: takes the batch's tensors; returns a loss, or tensors. In training mode, with real parameters;
-            parts that are in evaluation mode, or frozen, stay so.
+        net: a module, or a :class:`muster.AutoParallel` with its settings; takes the batch's tensors,
+            returns a loss, or tensors. In training mode, with real parameters; parts that are in evaluation
+            mode, or frozen, stay so.
         example: a batch as one rank feeds it, tensors in lists and dictionaries too; shapes, dtypes and what
             is no tensor count, and stay the same for all batches. With dataset_strategy "data_parallel" the
             first dimension of each tensor is the batch's.
         session: whose communicator to use; None: that of ``muster.init()``.
         communicator: use this one instead of a session's.
-        mode: "auto" (search), "semi_auto" (search around ``strategies``), "data_parallel", "hybrid" (with
-            :func:`layerwise` parameters) or "stand_alone".
+        mode: "auto" (search), "semi_auto" (search around ``strategies``, see ``rest``), "data_parallel",
+            "hybrid" (with :func:`layerwise` parameters) or "stand_alone".
         strategies: by operator or module, the slices of each dimension of each input, or slices by axis.
         search: "exact", or "propagation": only communication counts.
         memory: the share of the machine's memory that a plan may use, 0 to 1.
@@ -162,7 +164,11 @@ def parallelize(
         batch_norm: "synchronised": statistics of the whole batch, as one process has them; "local": of each
             rank's part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid".
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0.
-        shard_updates: whether the search may divide updates among ranks (ZeRO-1).
+        shard_updates: whether updates are divided among ranks (ZeRO-1): True: where the search finds that it
+            pays; "always", also in mode "data_parallel"; False: never. None: "always" if
+            ``enable_parallel_optimizer`` is set, otherwise True.
+        rest: what operators without a strategy do in mode "semi_auto": "search" (what is cheapest), or
+            "data_parallel": they compute their part of the batch, as in MindSpore.
         autocast: a dtype: the forward pass runs in ``torch.autocast`` of it; not float16.
         seed: of dropout; None: torch's, of rank 0.
         elastic: for a :class:`muster.ParallelTrainingState`, which brings the ranks together when the loop
@@ -179,7 +185,10 @@ def parallelize(
         SettingsError: something given is wrong, does not fit the model, or fits no plan.
         CollectiveMismatchError: the ranks came to different plans.
     """
-    chosen = _Chosen(mode, search, dataset_strategy, gradients_mean, parameter_broadcast, plan)
+    settings = net.settings if isinstance(net, context.AutoParallel) else context.in_force() or {}
+    net = net.network if isinstance(net, context.AutoParallel) else net
+    chosen = _Chosen(settings, mode, search, dataset_strategy, gradients_mean, parameter_broadcast, plan)
+    chosen.share(shard_updates, rest)
     chosen.refine(batch_norm, autocast)
     own = net if loss is None else _WithLoss(net, loss)
     _check_layerwise(own, chosen.mode)
@@ -187,6 +196,8 @@ def parallelize(
         check_divides(chosen.mode, strategies or {})
         return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
     group = communicator if communicator is not None else _communicator_of(session)
+    if communicator is None:
+        context.check_place(settings, group.world_size, group.rank)
     if elastic and (chosen.plain or not chosen.broadcast):
         raise SettingsError(
             'elastic needs mode "auto" or "semi_auto", and parameter_broadcast: for data parallelism use'
@@ -201,7 +212,6 @@ def parallelize(
         mesh,
         load_machine(machine) if isinstance(machine, (str, Path)) else machine or Machine(),
         optimizer_states=optimizer_states,
-        shard_updates=shard_updates,
         survive=survive,
     )
     try:
@@ -239,6 +249,7 @@ class _Chosen:
 
     def __init__(
         self,
+        settings: Mapping[str, Any],
         mode: str | None,
         search: str | None,
         dataset: Any,
@@ -246,8 +257,6 @@ class _Chosen:
         broadcast: bool | None,
         plan: str | Path | None,
     ) -> None:
-        settings = context.in_force() or {}
-
         def first(value: Any, name: str, default: Any) -> Any:
             return value if value is not None else settings.get(name, default)
 
@@ -268,6 +277,15 @@ class _Chosen:
             load, save = (str(plan), "") if Path(plan).exists() else ("", str(plan))
         self.load, self.save = load, save
         self.plain = self.mode in ("data_parallel", "hybrid")
+        self.every_update = bool(settings.get("enable_parallel_optimizer", False))
+
+    def share(self, shard_updates: bool | str | None, rest: str) -> None:
+        """Takes in which updates are divided, and what operators without a strategy do."""
+        if shard_updates not in (None, True, False, ALWAYS):
+            raise SettingsError(f'shard_updates is True, False or "{ALWAYS}", not {shard_updates!r}')
+        if shard_updates is None:
+            shard_updates = ALWAYS if self.every_update else True
+        self.shard_updates, self.rest = shard_updates, rest
 
     def refine(self, batch_norm: str | None, autocast: Any) -> None:
         """Takes in what else counts; ``simple``: no more is asked for than DataParallel does by itself."""
@@ -278,7 +296,12 @@ class _Chosen:
         if autocast is not None and self.mode == "stand_alone":
             raise SettingsError('mode "stand_alone" runs the module as it is: use torch.autocast around it')
         self.local_norm = batch_norm == "local" or (batch_norm is None and self.plain)
-        self.simple = self.dataset == "data_parallel" and batch_norm != "synchronised" and autocast is None
+        self.simple = (
+            self.dataset == "data_parallel"
+            and batch_norm != "synchronised"
+            and autocast is None
+            and self.shard_updates != ALWAYS
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +314,6 @@ class _Given:
     mesh: Mesh | None
     machine: Machine
     optimizer_states: int
-    shard_updates: bool
     survive: int
 
     def __post_init__(self) -> None:
@@ -323,7 +345,8 @@ class _Given:
             mesh=self.mesh,
             optimizer_states=self.optimizer_states,
             local_norm=self.chosen.local_norm,
-            shard_updates=self.shard_updates,
+            shard_updates=self.chosen.shard_updates,
+            rest=self.chosen.rest,
         )
         found.mode = self.chosen.mode
         return found
@@ -354,7 +377,8 @@ class _Given:
                 " file, or leave out strategies"
             )
         hosts = self._hosts(group)
-        base = Options((), (), self.optimizer_states, self.chosen.local_norm, self.shard_updates, hosts=hosts)
+        share = self.chosen.shard_updates
+        base = Options((), (), self.optimizer_states, self.chosen.local_norm, share, hosts=hosts)
         options = options_for(graph, mesh, self.chosen.dataset, base)
         if options is None:
             raise SettingsError(f"the plan {path} does not fit dataset_strategy={self.chosen.dataset!r}")

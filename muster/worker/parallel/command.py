@@ -17,7 +17,7 @@ from muster.worker.errors import SettingsError, WorkerError
 from muster.worker.parallel.planning.context import MODES
 from muster.worker.parallel.planning.costs import Machine
 from muster.worker.parallel.planning.plan import Plan
-from muster.worker.parallel.planning.planner import SEARCHES, find_plan
+from muster.worker.parallel.planning.planner import RESTS, SEARCHES, find_plan
 from muster.worker.parallel.planning.precision import mark_autocast
 
 EXAMPLES = """\
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mode", choices=sorted(MODES), default="auto")
     add("--search", choices=sorted(SEARCHES), default="exact")
     add("--strategy", action="append", default=[], metavar="NAME=SLICES", help="fix an operator or module")
+    add("--rest", choices=RESTS, default="search", help="what the other operators do in mode semi_auto")
     add("--mesh", help="how the ranks are arranged, such as 2,4; default: the best")
     add("--memory", type=float, default=0.9, help="share of a rank's memory that may be used (0.9)")
     add("--machine", metavar="FILE", help="costs that --measure wrote; default: an H200")
@@ -121,6 +122,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
         search=options.search,
         strategies=_strategies(options.strategy),
+        rest=options.rest,
         memory=options.memory,
         dataset=options.dataset,
         mesh=_mesh(options.mesh),

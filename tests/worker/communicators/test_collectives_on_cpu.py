@@ -137,6 +137,12 @@ def test_several_collectives_start_as_one_launch(nccl: CountingNccl) -> None:
     assert nccl.seen[-2:] == ["group_start", "group_end"]
 
 
+def test_an_exchange_with_neighbours_is_one_launch(nccl: CountingNccl) -> None:
+    got = HostArray(np.zeros(6, "f4"))
+    assert muster.neighbor_exchange({0: HostArray(numbers())}, {0: got}) == {0: got}
+    assert nccl.seen[0] == "group_start" and nccl.seen[-1] == "group_end"
+
+
 def test_groups_within_groups_are_one_until_the_outer_ends(nccl: CountingNccl) -> None:
     with muster.group():
         with muster.group():

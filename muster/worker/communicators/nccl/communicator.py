@@ -669,6 +669,9 @@ class NcclCommunicator(Communicator):
             time.sleep(_FIRST_POLL_S)
 
 
+_BREAK_ON_REBUILD = range(22803, 22809)
+"""Releases of NCCL, 2.28.3 to 2.28.8, that may break when a process builds a communicator again."""
+
 _WARM_UP_S = 10.0
 """How long a process that ends waits for a warm-up under way."""
 
@@ -689,6 +692,12 @@ class NcclBackend(Backend):
         version = self._nccl.get_version()
         # Ranks of different releases of NCCL may hang: the scheduler compares it before they meet.
         self.facts = {"nccl": f"{version // 10000}.{version // 100 % 100}.{version % 100}"}
+        if version in _BREAK_ON_REBUILD:
+            _log.warning(
+                "NCCL %s, as 2.28.3 to 2.28.8, may break when the survivors of a loss build the next communicator:"
+                " install 2.28.9 or later, or 2.27.",
+                self.facts["nccl"],
+            )
         self._device_index = device_index
         self._presence: Presence | None = None
         self._warm_up = warm_up

@@ -22,7 +22,7 @@ from muster.worker.parallel.planning.layouts import (
     replicated,
 )
 from muster.worker.parallel.planning.plan import SAME, Plan
-from muster.worker.parallel.planning.problem import Options, Pin, Problem, State, build
+from muster.worker.parallel.planning.problem import ALWAYS, Options, Pin, Problem, State, build
 from muster.worker.parallel.planning.rules import Axis, axes_of, modes_of
 from muster.worker.parallel.planning.search import Solution, TooWide, solve
 
@@ -36,6 +36,9 @@ SEARCHES = {
     "dynamic_programming": False,
 }
 """Names of searches, and whether only communication counts in them."""
+
+RESTS = ("search", "data_parallel")
+"""What operators without a strategy do in mode "semi_auto"."""
 
 
 # ---------------------------------------------------------------- what users fix
@@ -386,7 +389,8 @@ def find_plan(
     mesh: Mesh | None = None,
     optimizer_states: int = 2,
     local_norm: bool = False,
-    shard_updates: bool = True,
+    shard_updates: bool | str = True,
+    rest: str = "search",
     hosts: Sequence[str] = (),
 ) -> Plan:
     """The fastest plan of all meshes within the memory limit.
@@ -403,7 +407,8 @@ def find_plan(
         mesh: this one only.
         optimizer_states: tensors that the optimizer keeps for each parameter.
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
-        shard_updates: whether updates may be divided (ZeRO-1).
+        shard_updates: whether updates may be divided (ZeRO-1); "always": they are.
+        rest: "data_parallel": operators without a strategy compute their part of the batch; "search".
         hosts: the host of each rank, if every part of the state must be on two of them.
 
     Raises:
@@ -415,6 +420,10 @@ def find_plan(
         raise SettingsError(f"memory is a share above 0 and up to 1, not {memory}")
     pins = pins_of(graph, strategies or {})
     check_divides(mode, strategies or {})
+    if rest not in RESTS or (rest != "search" and mode != "semi_auto"):
+        raise SettingsError(
+            f'rest is one of {", ".join(RESTS)}, the second in mode "semi_auto" only, not {rest!r}'
+        )
     limit = memory * machine.memory_bytes
     base = Options((), (), optimizer_states, local_norm, shard_updates, hosts=tuple(hosts))
     texts = {name: strategy_text(strategy) for name, strategy in (strategies or {}).items()}
@@ -436,7 +445,8 @@ def find_plan(
     given = {each: options for each, options in meshes.items() if options is not None}
     if not given:
         raise SettingsError(_indivisible(graph, world, dataset))
-    found_mesh, (solution, states) = _best_of(graph, given, machine, pins, limit, search)
+    others = _rest_pins(graph, world, base) if rest == "data_parallel" else {}
+    found_mesh, (solution, states) = _best_of(graph, given, machine, pins, others, limit, search)
     if baseline is not None and not pins and not SEARCHES[search]:
         (plain, plain_states), options = baseline
         if plain.nbytes <= limit and plain.seconds <= solution.seconds * (1 + SAME):
@@ -451,10 +461,20 @@ def _best_of(
     given: Mapping[Mesh, Options],
     machine: Machine,
     pins: Mapping[str, Mapping[str, int]],
+    others: Mapping[str, Pin],
     limit: float,
     search: str,
 ) -> tuple[Mesh, Found]:
     """The mesh with the fastest plan, and that plan.
+
+    Args:
+        graph: see :func:`find_plan`, as for all that is not here.
+        given: the options of each mesh.
+        machine: likewise.
+        pins: what users fixed.
+        others: what the operators are held to that users did not fix.
+        limit: bytes of memory of a rank.
+        search: likewise.
 
     Raises:
         SettingsError: there is none; says what is in the way.
@@ -462,7 +482,7 @@ def _best_of(
     best: tuple[Mesh, Found] | None = None
     refused = ""
     for mesh, options in given.items():
-        fixed = {name: _pin(mesh, wanted) for name, wanted in pins.items()}
+        fixed = {**others, **{name: _pin(mesh, wanted) for name, wanted in pins.items()}}
         try:
             problem = build(graph, mesh, machine, options, fixed)
             solution = solve(problem, limit)
@@ -510,14 +530,33 @@ def _data_parallel(
     options = options_for(graph, (world,), dataset, base)
     if options is None:
         return None
-    options = replace(options, whole_parameters=True, shard_updates=False)
+    always = options.shard_updates == ALWAYS
+    options = replace(options, whole_parameters=True, shard_updates=ALWAYS if always else False)
     problem = build(graph, (world,), machine, options, _batch_pins(graph, world, options))
     solution = solve(problem)
     return None if solution is None else ((solution, problem.chosen(solution.choice)), options)
 
 
+def _rest_pins(graph: Graph, world: int, base: Options) -> dict[str, Pin]:
+    """What gets a part of the batch computes that part, on any mesh.
+
+    Raises:
+        SettingsError: the ranks cannot share the batch.
+    """
+    options = options_for(graph, (world,), "data_parallel", base)
+    if options is None:
+        raise SettingsError(_indivisible(graph, world, "data_parallel"))
+    return _batch_pins(graph, world, options)
+
+
 def _batch_pins(graph: Graph, world: int, options: Options) -> dict[str, Pin]:
-    """On a mesh of one dimension: what gets a part of the batch computes that part, if it can be shared."""
+    """What gets a part of the batch computes that part, if it can be shared.
+
+    Args:
+        graph: the operators.
+        world: number of ranks.
+        options: of a mesh of one dimension; the pins hold on others too.
+    """
     fed = iter(options.inputs)
     known: dict[int, Entry] = {}
     pins: dict[str, Pin] = {}
@@ -549,7 +588,7 @@ def _batch_pins(graph: Graph, world: int, options: Options) -> dict[str, Pin]:
 
 
 def _one_of(axes: set[str]) -> Pin:
-    return lambda _, state: state.modes[0] in axes
+    return lambda _, state: state.modes[0] in axes and len(set(state.modes)) == 1
 
 
 def _plan(

@@ -59,6 +59,9 @@ class State:
     sharded: bool = False
 
 
+ALWAYS = "always"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What users may choose about a plan.
@@ -68,7 +71,7 @@ class Options:
         outputs: the layout of each output, in order.
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum.
         local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
-        shard_updates: whether updates may be divided (ZeRO-1).
+        shard_updates: whether updates may be divided (ZeRO-1); ``ALWAYS``: they are, where they can be.
         whole_parameters: every rank holds all parameters: data parallelism.
         communication_only: only communication counts, as in sharding propagation.
         hosts: the host of each rank, if every part of the state must be on two of them; (): it need not.
@@ -78,7 +81,7 @@ class Options:
     outputs: tuple[Layout, ...]
     optimizer_states: int = 2
     local_norm: bool = False
-    shard_updates: bool = True
+    shard_updates: bool | str = True
     whole_parameters: bool = False
     communication_only: bool = False
     hosts: tuple[str, ...] = ()
@@ -259,6 +262,7 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
             traffic = (3 + 2 * options.optimizer_states) * local / machine.memory_bytes_per_s
             # A number stays one: flat, its state would look like another kind than a number of steps.
             divisible = ranks > 1 and options.shard_updates and bool(value.shape)
+            possible = []
             for sharded in (False, True) if divisible else (False,):
                 apart = [
                     isinstance(entry, int) or (sharded and of_grad == PARTIAL)
@@ -271,7 +275,9 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
                 memory = 2 * local + own / ranks if sharded else local + own
                 seconds = update + machine.gradients_s(ranks, local, sharded=sharded)
                 key = f"{layout_text(layout)}|{layout_text(grad)}" + ("|sharded" if sharded else "")
-                found.append(State(key, (), (), (), (layout,), (grad,), seconds, memory, sharded))
+                possible.append(State(key, (), (), (), (layout,), (grad,), seconds, memory, sharded))
+            always = options.shard_updates == ALWAYS
+            found += [state for state in possible if always and state.sharded] or possible
     return found
 
 

@@ -882,6 +882,17 @@ class LoadedNccl(FakeNccl):
         return lambda *arguments: name
 
 
+@pytest.mark.parametrize(
+    ("version", "warned"), [(22802, False), (22803, True), (22808, True), (22809, False), (23200, False)]
+)
+def test_releases_that_break_when_a_communicator_is_built_again_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: int, warned: bool
+) -> None:
+    monkeypatch.setattr(nccl_handles, "load_bindings", lambda: SimpleNamespace(get_version=lambda: version))
+    NcclBackend().close()
+    assert ("install 2.28.9 or later" in caplog.text) == warned
+
+
 def test_the_gpu_is_made_ready_while_the_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = SlowDevices(monkeypatch)
     begun = WarmUp(2)
