@@ -32,10 +32,8 @@ help: ## List the targets
 	@echo "make train takes WORKERS=4, MODEL=NAME and ARGS='--epochs 3'; all take PYTHON=python3.12;"
 	@echo "make test-torch takes TORCH='torch==2.13.0' or whatever pip is to install as torch."
 
-train: $(TRAIN_READY) $(KEYS)/config.json ## Train on this machine: a scheduler and WORKERS=2 workers
-	@$(BIN)/python -m muster run -n $(WORKERS) --scheduler \
-		--config $(KEYS)/config.json --password-file $(KEYS)/password \
-		-- $(BIN)/python train.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+train: $(TRAIN_READY) ## Train on this machine: a scheduler and WORKERS=2 workers
+	@$(BIN)/python -m muster train -n $(WORKERS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(DEV_READY) ## Run all tests, linters and type checks
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
@@ -114,11 +112,6 @@ clean: ## Remove what make and runs have written, certificates included
 	@rm -rf $(VENV) .venv-torch .venv-newest .venv-docs .venv-frameworks .venv-jax $(KEYS) device muster-runs checkpoints build dist *.egg-info
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-$(KEYS)/config.json: | $(TRAIN_READY)
-	@echo "Making certificates for this machine in $(KEYS)/"
-	@env -u MS_SERVER_PASSWORD -u MS_SERVER_PASSWORD_FILE -u MS_CLIENT_PASSWORD -u MS_CLIENT_PASSWORD_FILE \
-		$(BIN)/python -m muster certs init --dir $(KEYS) --password-file $(KEYS)/password >/dev/null
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c '' >/dev/null 2>&1 || \

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from muster.version import how_to_install
 from muster.worker.errors import SettingsError, WorkerError
+from muster.worker.launch.command import count_gpus, offered_devices
+from muster.worker.launch.command import main as run
+from muster.worker.launch.options import count
 from muster.worker.launch.screen import say
 
 KEYS = Path(".muster")
 EPILOG = """\
-All other options go to the script: muster train --epochs 3 --model deep. The first run makes certificates in
+Each worker has a GPU of its own where there are enough; else all compute on CPUs. All other options go to the
+script: muster train --epochs 3 --model deep. The first run makes certificates in
 .muster, for its owner only; logs are in muster-runs, checkpoints in checkpoints. Your own script starts as
 
   muster run -n 2 --scheduler --config .muster/config.json \\
@@ -30,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-n", dest="workers", default="2", metavar="N", help="workers (2)")
+    parser.add_argument("-n", dest="workers", type=count, default=2, metavar="N", help="workers (2)")
     options, rest = parser.parse_known_args(list(argv))
     try:
         if "--data" not in " ".join(rest) and not os.environ.get("DATA_PATH"):
@@ -38,13 +44,42 @@ def main(argv: Sequence[str]) -> int:
 
             load_digits()  # once here, rather than in each worker, it says what is missing
         certificates = _certificates()
+        gpus = len(offered_devices(os.environ, "all", count_gpus()))
     except WorkerError as error:
         say(str(error))
         return error.exit_code
-    from muster.worker.launch.command import main as run
-
+    devices, why = choose_devices(
+        options.workers, gpus, has_cupy=importlib.util.find_spec("cupy") is not None
+    )
+    if why:
+        say(why)
     command = [sys.executable, "-m", "muster.train", *rest]
-    return run(["-n", options.workers, "--scheduler", *certificates, "--", *command])
+    return run(
+        ["-n", str(options.workers), "--devices", devices, "--scheduler", *certificates, "--", *command]
+    )
+
+
+def choose_devices(workers: int, gpus: int, *, has_cupy: bool) -> tuple[str, str]:
+    """Decides what the workers compute on, so that the example runs on every host.
+
+    Args:
+        workers: how many there are to be.
+        gpus: how many this host offers.
+        has_cupy: whether the example could use them.
+
+    Returns:
+        ``--devices`` of ``muster run``, and a line that says why GPUs are left alone; empty: they are not.
+    """
+    if not gpus:
+        return "all", ""
+    if not has_cupy:
+        return "none", f"training on CPUs, as GPUs need CuPy. {how_to_install('cuda13')} (or cuda12)"
+    if workers > gpus:
+        which, them = ("1 GPU", "it") if gpus == 1 else (f"{gpus} GPUs", "them")
+        return "none", (
+            f"{workers} workers for {which}: training on CPUs; -n {gpus} (make: WORKERS={gpus}) takes {them}"
+        )
+    return "all", ""
 
 
 def _certificates() -> list[str]:

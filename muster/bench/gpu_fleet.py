@@ -18,6 +18,7 @@ from typing import Any
 
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.launch.command import count_gpus
+from muster.worker.launch.plan import sharing_environment
 
 SAFE_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -25,14 +26,6 @@ SAFE_ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 """NVLink multicast off: figures are then comparable between hosts that share their switches and others."""
-
-
-def sharing_environment(rank: int) -> dict[str, str]:
-    """What lets ranks share a GPU: NCCL refuses that on one host, so each rank calls itself one of its own.
-
-    Data goes through sockets then, and ranks take turns on the GPU: results hold, speeds mean nothing.
-    """
-    return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
 
 
 class FleetError(RuntimeError):
@@ -57,7 +50,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         size: how many.
         timeout_s: deadline for forming, and default for :meth:`run`.
         communicate: build an NCCL communicator; False: functions get None.
-        ranks_per_gpu: how many share a GPU; see :func:`sharing_environment`.
+        ranks_per_gpu: how many share a GPU; see :func:`~muster.worker.launch.plan.sharing_environment`.
 
     Raises:
         FleetError: there are not so many GPUs, or the processes did not form a communicator.
@@ -167,7 +160,7 @@ def hand_made_membership(rank: int, size: int, ids: tuple[bytes, ...]) -> Member
 def _serve(pipe: Connection, rank: int, size: int, communicate: bool, ranks_per_gpu: int) -> None:
     os.environ.update(SAFE_ENVIRONMENT)
     if ranks_per_gpu > 1:
-        os.environ.update(sharing_environment(rank))
+        os.environ.update(sharing_environment(f"rank-{rank}"))
     import torch
 
     device = rank // ranks_per_gpu

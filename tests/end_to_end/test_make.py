@@ -27,7 +27,6 @@ case "$1 $2" in
     "-V "*) echo "Python {version}" ;;
     "-m venv") [ {venv_works} = 1 ] || {{ echo "No module named ensurepip"; exit 1; }}
         mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m muster") [ "$3" != certs ] || touch .muster/config.json ;;
 esac
 """
 
@@ -37,21 +36,19 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what make works on, without a virtual environment."""
     for name in SOURCES:
         source = ROOT / name
-        if source.is_symlink():
-            (tmp_path / name).symlink_to(source.readlink())
-        elif source.is_dir():
+        if source.is_dir() and not source.is_symlink():
             shutil.copytree(source, tmp_path / name, symlinks=True)
         else:
-            shutil.copy2(source, tmp_path / name)
-    (tmp_path / ".muster").mkdir()
+            shutil.copy2(source, tmp_path / name, follow_symlinks=False)
     return tmp_path
 
 
 def make(checkout: Path, *arguments: str) -> tuple[int, str]:
-    """Runs make there: exit code and all that it printed."""
+    """Runs make there, on CPUs: exit code and all that it printed."""
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MS_", "MFLAGS"))
     }
+    env["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
         ["make", *arguments],
         cwd=checkout,
@@ -93,15 +90,10 @@ def test_train_sets_itself_up_once(checkout: Path) -> None:
     assert printed.splitlines() == [
         "Making a virtual environment in .venv/ with Python 3.12.1",
         "Installing what training needs (once; a minute or two)",
-        "Making certificates for this machine in .muster/",
     ]
     first = asked(checkout)
     assert "-m pip install -qq --disable-pip-version-check -e .[train]" in first
-    launch = (
-        "-m muster run -n 3 --scheduler --config .muster/config.json"
-        " --password-file .muster/password -- .venv/bin/python train.py --model net --epochs 2"
-    )
-    assert first[-1] == launch
+    assert first[-1] == "-m muster train -n 3 --model net --epochs 2"
     code, printed = make(checkout, "train", python, "CUDA=")
     assert (code, printed) == (0, "")
     assert len(asked(checkout)) == 1

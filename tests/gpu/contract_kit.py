@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from muster.bench.gpu_fleet import sharing_environment
 from muster.worker.communicators.base import Backend
+from muster.worker.launch.plan import sharing_environment
 from tests.contracts.kits import Kit, NumpyArray
 from tests.gpu.sharing import RANKS_PER_GPU, ranks_on
 
@@ -37,7 +37,7 @@ class NcclKit(Kit):
         from muster.worker.communicators.nccl.communicator import NcclBackend
 
         if RANKS_PER_GPU > 1:
-            os.environ.update(sharing_environment(rank))
+            os.environ.update(sharing_environment(f"rank-{rank}"))
         device = rank // RANKS_PER_GPU
         importlib.import_module("cupy").cuda.Device(device).use()
         return NcclBackend(device_index=device)

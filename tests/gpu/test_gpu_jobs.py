@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from muster.bench.training import cifar10_files
 from tests.gpu.example_runs import RANK_0_DIES, closing, losses
-from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on, shared
+from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]  # the first launch compiles
 RANKS = ranks_on(torch.cuda.device_count())
@@ -45,10 +45,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(keys: Path, directory: Path, *command: str, env: dict[str, str] | None = None) -> str:
     """Runs ``muster run`` with mutual TLS on all GPUs and returns what all wrote; it must end well."""
-    first = command.index("--") + 1
-    return muster(
-        keys, directory, "run", *launch_options(), *command[:first], *shared(*command[first:]), env=env
-    )
+    return muster(keys, directory, "run", *launch_options(), *command, env=env)
 
 
 def muster(keys: Path, directory: Path, verb: str, *arguments: str, env: dict[str, str] | None = None) -> str:

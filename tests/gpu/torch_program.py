@@ -4,20 +4,11 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
-
-RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
-LOCAL = int(os.environ["LOCAL_RANK"])
-if RANKS_PER_GPU > 1:
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.gpu.sharing import take_gpu
-
-    take_gpu(LOCAL, RANKS_PER_GPU)
 
 import torch
 import torch.distributed as dist
 
-DEVICE = torch.device("cuda", LOCAL // RANKS_PER_GPU)
+DEVICE = torch.device("cuda", int(os.environ["DEVICE_ID"]))  # which several workers may share
 
 
 def total(group: object = None) -> float:

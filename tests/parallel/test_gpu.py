@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from muster.bench.gpu_fleet import Fleet
-from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on, shared
+from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on
 from tests.parallel import gpu_checks
 from tests.scheduler.processes import ROOT
 from tests.worker.launch.launching import Place
@@ -33,7 +33,7 @@ PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
 @pytest.mark.parametrize("mode", ["semi_auto", "auto"])
 def test_the_quickstart_trains_on_two_gpus(tmp_path: Path, mode: str) -> None:
     place = Place(tmp_path)
-    command = shared(sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode)
+    command = (sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode)
     code, out, err = place.run("-n", "2", "--scheduler", *launch_options(), command=command, PYTHONPATH=PATH)
     assert code == 0, out + err
     losses = [float(x) for x in re.findall(r"epoch: \d step: \d, loss is ([0-9.]+)", out)]

@@ -1,7 +1,7 @@
 """Loss of a worker, or of the scheduler, to the next good step, with real processes and mutual TLS.
 
 muster bench recovery --json results.json                 # CPU: 20 workers and 20 schedulers killed
-muster bench recovery --backend nccl --json results.json  # 4 GPUs: ResNet-50 with captured steps
+muster bench recovery --backend nccl --json results.json  # all GPUs: ResNet-50 with captured steps
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from muster.worker.launch.command import count_gpus
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
     option("--backend", choices=("tcp", "nccl"), default="tcp", help="tcp: on the CPU (the default)")
     option("--workers", type=int, default=4, metavar="N", help="workers of the job on the CPU (4)")
-    option("--gpus", type=int, default=4, metavar="N", help="workers of the job on GPUs (4)")
+    all_gpus = max(2, count_gpus())
+    option("--gpus", type=int, default=all_gpus, metavar="N", help="workers of the job on GPUs (one on each)")
     option(
         "--ranks-per-gpu",
         type=int,

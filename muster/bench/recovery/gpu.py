@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muster.bench.gpu_fleet import SAFE_ENVIRONMENT, sharing_environment
+from muster.bench.gpu_fleet import SAFE_ENVIRONMENT
 from muster.bench.recovery.job import Job, Worker, longest_pause, median_and_worst
+from muster.worker.launch.plan import sharing_environment
 
 STEADY_STEPS = 20
 
@@ -69,7 +70,7 @@ def measure(options: argparse.Namespace, directory: Path, say: Callable[[str], N
 
 
 def _start(job: Job, number: int, ranks_per_gpu: int) -> Worker:
-    sharing = sharing_environment(number) if ranks_per_gpu > 1 else {}
+    sharing = sharing_environment(f"rank-{number}") if ranks_per_gpu > 1 else {}
     return job.start_worker(
         str(number), DEVICE_ID=str(number // ranks_per_gpu), MS_LOCAL_INDEX=str(number), **sharing
     )

@@ -21,13 +21,16 @@ from muster.bench.gpu_fleet import SAFE_ENVIRONMENT
 from muster.bench.gpu_machine import describe_nccl
 from muster.bench.launches import MUSTER, environment, in_turns, make_keys, run_to_end, show_times
 from muster.worker.host import driver_version
+from muster.worker.launch.command import count_gpus
 
 JOB = str(Path(__file__).with_name("job.py"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="workers, one per GPU (4)")
+    parser.add_argument(
+        "--workers", type=int, default=max(2, count_gpus()), metavar="N", help="workers (one per GPU; else 2)"
+    )
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="measured runs (3)")
     parser.add_argument("--warmups", type=int, default=1, metavar="N", help="runs before those (1)")
     parser.add_argument("--cpu", action="store_true", help="no GPUs; leaves mpirun out")

@@ -14,6 +14,7 @@ from typing import Any
 
 from muster.bench.gpu_fleet import Fleet
 from muster.bench.gpu_machine import describe_machine as describe_gpu
+from muster.worker.launch.command import count_gpus
 
 KINDS = ("undivided", "sharded")
 _STEPS, _BATCH = 10, 64
@@ -21,7 +22,9 @@ _STEPS, _BATCH = 10, 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--gpus", type=int, default=4, help="world size (4)")
+    parser.add_argument(
+        "--gpus", type=int, default=max(1, count_gpus()), help="world size (all of this host)"
+    )
     parser.add_argument(
         "--ranks-per-gpu", type=int, default=1, metavar="N", help="let N ranks share a GPU: slow (1)"
     )

@@ -306,12 +306,11 @@ class Session:
         return self._assignment
 
     def _note_group(self, place: m.Assignment) -> None:
-        kinds = [(member.device.kind, member.device.model) for member in place.members]
         group = {
             "generation": place.generation,
             "workers": len(place.members),
             "hosts": len({member.host.id for member in place.members}),
-            "devices": describe_devices(kinds),
+            "devices": describe_devices([(member.host.id, member.device) for member in place.members]),
             "backend": self._profile.backend,
             "tls": self.settings.config_path is not None,
             "reason": place.reason,
@@ -739,11 +738,19 @@ def _peer(member: m.Member, ordinal: int | None) -> Peer:
     )
 
 
-def describe_devices(devices: Sequence[tuple[str, str]]) -> str:
-    """The kinds and models of the workers' devices, in words: ``4 x NVIDIA H200``, or ``CPU``."""
-    counts = Counter(model or kind for kind, model in devices if kind != "cpu")
+def describe_devices(devices: Sequence[tuple[str, m.Device]]) -> str:
+    """The kinds and models of the workers' devices, in words: ``4 x NVIDIA H200``, or ``CPU``.
+
+    Args:
+        devices: of each worker the id of its host and its device. A GPU that several share counts once; one
+            whose index is not known counts for each.
+    """
+    shared = {each for each in devices if each[1].index >= 0}
+    alone = [each for each in devices if each[1].index < 0]
+    kinds = [device for _, device in (*shared, *alone)]
+    counts = Counter(device.model or device.kind for device in kinds if device.kind != "cpu")
     words = [f"{count} x {name}" for name, count in sorted(counts.items())]
-    return " and ".join([*words, "CPU"] if any(kind == "cpu" for kind, _ in devices) else words)
+    return " and ".join([*words, "CPU"] if any(device.kind == "cpu" for device in kinds) else words)
 
 
 # ---------------------------------------------------------------- groups of ranks

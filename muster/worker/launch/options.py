@@ -67,15 +67,15 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
         "-n",
         "-np",
         dest="workers",
-        type=_count,
+        type=count,
         default=0,
         metavar="N",
         help=option_help("MS_WORKER_NUM", default="one per GPU"),
     )
     group.add_argument(
-        *_both_ways("--nproc-per-node"), type=_count, default=0, metavar="N", help="workers of each host"
+        *_both_ways("--nproc-per-node"), type=count, default=0, metavar="N", help="workers of each host"
     )
-    group.add_argument("--nnodes", type=_count, default=0, metavar="N", help="hosts of the job")
+    group.add_argument("--nnodes", type=count, default=0, metavar="N", help="hosts of the job")
     group.add_argument(
         *_both_ways("--node-rank"),
         type=int,
@@ -94,6 +94,12 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
         default="all",
         metavar="LIST",
         help="GPUs to use, such as 4-7 or 0,2; none for CPU workers (default: all in CUDA_VISIBLE_DEVICES)",
+    )
+    group.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="let several workers share a GPU where there are more workers than GPUs, for trying: "
+        "results hold, speeds mean nothing",
     )
     group.add_argument(
         "--oversubscribe",
@@ -125,7 +131,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--min-workers",
-        type=_count,
+        type=count,
         default=0,
         metavar="N",
         help=option_help("MS_WORKER_MIN"),
@@ -221,7 +227,8 @@ def _both_ways(name: str) -> tuple[str, str]:
     return name, "--" + name[2:].replace("-", "_")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of workers or hosts, as argparse reads it."""
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and 0 < int(text) <= 65_536):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number from 1 to 65536")
     return int(text)
@@ -279,6 +286,7 @@ def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
         hosts=hosts,
         meeting=_scheduler_host(options, env) if by_address else "",
         oversubscribe=options.oversubscribe,
+        share_gpus=options.share_gpus,
     )
 
 

@@ -87,6 +87,9 @@ class Request:
     oversubscribe: bool = False
     """More workers than the cores can carry are wanted."""
 
+    share_gpus: bool = False
+    """More workers than GPUs are wanted."""
+
 
 # ---------------------------------------------------------------- who starts where
 
@@ -109,11 +112,12 @@ def plan_layout(request: Request, *, here: Collection[str], devices: int, cores:
         layout = _layout_of_nodes(request, here, devices)
     else:
         layout = _layout_of_one_host(request, devices)
-    if devices and layout.local_size > devices:
+    if devices and layout.local_size > devices and not request.share_gpus:
         raise SettingsError(
             f"{layout.local_size} workers are asked for on this host, which offers {devices} "
-            f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own. "
-            "Ask for fewer, or for CPU workers with --devices none."
+            f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own.",
+            remedy=f"Ask for fewer (-n {devices}), for CPU workers (--devices none), or, to try things out, "
+            "for several workers on a GPU (--share-gpus).",
         )
     most = max(WORKERS_ANYWHERE, WORKERS_PER_CORE * cores)
     if cores and layout.local_size > most and not request.oversubscribe:
@@ -213,7 +217,8 @@ def plan_workers(
         env: the launcher's own environment; what the user set there is kept where it makes sense.
         common: variables that all workers get (the scheduler's address, the config file).
         host: this host's name, for the labels of workers whose rank is not known.
-        devices: how many GPUs the host offers; each worker takes the one of its local index.
+        devices: how many GPUs the host offers; each worker takes the one of its local index, or shares one
+            where there are more workers.
         cores: cores to spread over the workers, in order; empty to leave them alone.
         device_ids: of workers without GPUs, the devices that a rank table calls theirs.
 
@@ -232,12 +237,25 @@ def plan_workers(
             **_node_id(index, rank, layout.local_size, env),
         }
         if devices and not (layout.local_size == 1 and env.get("DEVICE_ID")):
-            own["DEVICE_ID"] = str(index)
+            own["DEVICE_ID"] = str(index * devices // max(layout.local_size, devices))
+            if layout.local_size > devices:
+                own |= sharing_environment(f"{host}-{index}")
         elif index < len(device_ids) and not devices and not env.get("DEVICE_ID"):
             own["DEVICE_ID"] = str(device_ids[index])
         part = _share(cores, index, layout.local_size)
         plans.append(WorkerPlan(index, rank, _in_file_names(host), own, part))
     return tuple(plans)
+
+
+def sharing_environment(name: str) -> dict[str, str]:
+    """What lets ranks share a GPU: NCCL refuses that on one host, so each rank calls itself one of its own.
+
+    Data goes through sockets then, and ranks take turns on the GPU: results hold, speeds mean nothing.
+
+    Args:
+        name: of the rank; no other rank of the job has it.
+    """
+    return {"NCCL_HOSTID": name, "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
 
 
 def _own_rank(index: int, layout: Layout, env: Mapping[str, str]) -> int | None:
@@ -453,6 +471,10 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
     meeting = here.request.meeting
     if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
         notes.append(f"the scheduler is not started here: {meeting} is no address of this host")
+    gpus = len(here.devices)
+    if gpus and len(workers) > gpus:
+        which = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        notes.append(f"{len(workers)} workers share {which}, for trying: results hold, speeds mean nothing")
     forked = _forks(options, here, len(workers))
     if here.no_fork and options.start == "fork":
         notes.append(f"--start fork: {here.no_fork}; starting each worker afresh")

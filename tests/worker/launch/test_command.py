@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from muster.worker.config import load_settings
 from muster.worker.errors import SettingsError
+from muster.worker.host import choose_device
 from muster.worker.launch import options as launch_options
 from muster.worker.launch.command import check_port, look, plan_of, with_table_ranks
 from muster.worker.launch.plan import LaunchPlan, WorkerPlan, plan_launch
@@ -48,6 +50,25 @@ def test_the_devices_asked_for_are_those_that_workers_see(
     seen = [recipe.environment(env) for recipe in recipes]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == [offered, offered]
     assert [each.get("DEVICE_ID") for each in seen] == (["0", "1"] if offered else [None, None])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "expected"),
+    [(1, 2, [0, 0]), (2, 2, [0, 1]), (2, 3, [0, 0, 1]), (8, 2, [0, 1]), (0, 2, [-1, -1])],
+)
+def test_workers_that_may_share_gpus_find_one_each(
+    tmp_path: Path, gpus: int, workers: int, expected: list[int]
+) -> None:
+    made = launch("-n", str(workers), "--share-gpus", gpus=gpus)
+    root = machine(tmp_path, gpus)
+    settings = [
+        load_settings(recipe.environment({**ENV, "MS_ALLOW_INSECURE": "1"})) for recipe in made.recipes
+    ]
+    devices = [choose_device(each, root).device for each in settings]
+    assert [each.index if each.kind == "cuda" else -1 for each in devices] == expected
+    shared = workers > gpus > 0
+    assert len({recipe.env.get("NCCL_HOSTID") for recipe in made.recipes}) == (workers if shared else 1)
+    assert any("speeds mean nothing" in note for note in made.notes) == shared
 
 
 def test_the_spellings_of_other_launchers_are_understood(tmp_path: Path) -> None:

@@ -26,9 +26,24 @@ def test_one_worker_per_gpu_unless_told() -> None:
         layout(Request())
 
 
-def test_more_workers_than_devices_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"5 workers .* offers 4 devices"):
-        layout(Request(workers=5), devices=4)
+@pytest.mark.parametrize(("workers", "devices", "told"), [(2, 1, "1 device"), (5, 4, "4 devices")])
+def test_more_workers_than_devices_are_refused_unless_they_are_to_share(
+    workers: int, devices: int, told: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"{workers} workers .* offers {told};") as refusal:
+        layout(Request(workers=workers), devices=devices)
+    for way in (f"-n {devices})", "--devices none", "--share-gpus"):
+        assert way in str(refusal.value)
+    shared = layout(Request(workers=workers, share_gpus=True), devices=devices)
+    assert shared == Layout(workers, workers, 0)
+
+
+def test_workers_that_share_gpus_each_call_themselves_a_host_to_nccl() -> None:
+    plans = plan_workers(Layout(5, 5, 0), {}, common={}, host="node", devices=2)
+    assert [plan.env["DEVICE_ID"] for plan in plans] == ["0", "0", "0", "1", "1"]
+    assert len({plan.env["NCCL_HOSTID"] for plan in plans}) == 5
+    (alone, other) = plan_workers(Layout(2, 2, 0), {}, common={}, host="node", devices=2)
+    assert "NCCL_HOSTID" not in {**alone.env, **other.env}
 
 
 def test_more_workers_than_the_cores_can_carry_are_meant_only_if_that_is_said() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from muster.rendezvous.messages import Device
 from muster.worker.control.session import describe_devices
 from muster.worker.launch.report import describe_group, describe_progress, duration
 from muster.worker.launch.screen import Screen
@@ -178,9 +179,19 @@ def test_what_of_a_torch_program_is_encrypted(
 
 
 def test_devices_are_counted_by_model() -> None:
-    gpus = [("cuda", "NVIDIA H200")] * 3 + [("cuda", "NVIDIA A100"), ("cpu", "")]
-    assert describe_devices(gpus) == "1 x NVIDIA A100 and 3 x NVIDIA H200 and CPU"
-    assert describe_devices([("cpu", ""), ("cpu", "")]) == "CPU"
+    gpus = [("a", Device("cuda", index, model="NVIDIA H200")) for index in range(3)]
+    others = [("a", Device("cuda", 3, model="NVIDIA A100")), ("a", Device("cpu"))]
+    assert describe_devices([*gpus, *others]) == "1 x NVIDIA A100 and 3 x NVIDIA H200 and CPU"
+    assert describe_devices([("a", Device("cpu", 0)), ("a", Device("cpu", 1))]) == "CPU"
+
+
+def test_a_gpu_that_workers_share_counts_once() -> None:
+    def of(host: str, index: int) -> tuple[str, Device]:
+        return host, Device("cuda", index, "0000:41:00.0", "NVIDIA H200")
+
+    assert describe_devices([of("a", 0), of("a", 0)]) == "1 x NVIDIA H200"
+    assert describe_devices([of("a", 0), of("a", 0), of("b", 0), of("b", 1)]) == "3 x NVIDIA H200"
+    assert describe_devices([of("a", -1), of("a", -1)]) == "2 x NVIDIA H200"  # which ones is not known yet
 
 
 @pytest.mark.parametrize(
