@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import stat
-import time
 from pathlib import Path
 
 _TOKEN_BYTES = 8
@@ -85,10 +84,15 @@ def open_own(path: str | os.PathLike[str]) -> int:
 
 def _owner_of_new_files(beside_path: Path) -> int:
     """The owner of a new file of ours: some file systems say another user than this process has."""
+    return _new_file(beside_path).st_uid
+
+
+def _new_file(beside_path: Path) -> os.stat_result:
+    """What the file system says of a file that is made in this moment."""
     name = beside(beside_path)
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        return os.fstat(descriptor).st_uid
+        return os.fstat(descriptor)
     finally:
         os.close(descriptor)
         name.unlink(missing_ok=True)
@@ -128,8 +132,14 @@ def beside(path: Path) -> Path:
 
 
 def remove_left(folder: Path) -> None:
-    """Removes what :func:`beside` named and a process that was killed left, if it is ten minutes old."""
-    for left in folder.glob(f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.part"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_mtime > _LEFT_AFTER_S:
-                left.unlink()
+    """Removes what :func:`beside` named and a process that was killed left, if it is ten minutes old.
+
+    By the clock of the file system: another host's, which writes there just now, may be an hour off.
+    """
+    left = list(folder.glob(f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.part"))
+    with contextlib.suppress(OSError):
+        now = _new_file(folder / "now").st_mtime if left else 0.0
+        for each in left:
+            with contextlib.suppress(OSError):
+                if now - each.lstat().st_mtime > _LEFT_AFTER_S:
+                    each.unlink()

@@ -149,10 +149,15 @@ class Pages:
                 "Take the newest from the terminal: each is good once."
             )
             return HTMLResponse(render("message.html", title="This link is not good", text=text), 403)
-        return self._let_in(cookie)
+        return self._let_in(request, cookie)
 
-    def _let_in(self, cookie: str) -> Response:
-        answer = RedirectResponse(f"{self.place}/jobs", 303)
+    def _let_in(self, request: Request, cookie: str) -> Response:
+        first, answer = f"{self.place}/jobs", Response()
+        if request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+            answer = RedirectResponse(first, 303)
+        else:  # from a file, say: a redirect would come without the cookie, as another site's request
+            html = render("message.html", title="muster web", text="Your jobs are on their way.")
+            answer = HTMLResponse(html, headers={"Refresh": f"0; url={first}"})
         path = f"{self.place}/"
         secure = self.by_certificate
         answer.set_cookie(COOKIE, cookie, path=path, httponly=True, samesite="strict", secure=secure)
@@ -160,7 +165,7 @@ class Pages:
 
     async def root(self, request: Request) -> Response:
         """Leads a visitor with an operator's certificate to the pages."""
-        return self._let_in(self.entrance.open())
+        return self._let_in(request, self.entrance.open())
 
     async def jobs(self, request: Request) -> Response:
         """The page of all jobs."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import html
 import logging
 import os
 import sys
+import tempfile
 import webbrowser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,7 +119,10 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         token = "" if transport.server is not None else pages.entrance.token
         await serve.serve(pages, transport, listener, lambda: links.show(token))
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    finally:
+        links.close()
     return 0
 
 
@@ -133,20 +138,39 @@ class _Connector:
 
 
 class _Links:
-    """Shows the links by which browsers come."""
+    """Shows the links by which browsers come, or opens the first.
+
+    Every user of the host may read a browser's command line. So what opens there is a file that its owner
+    alone may read, and that leads on to the link; it is removed when that was used.
+    """
 
     def __init__(self, origin: str, place: str, *, opens: bool) -> None:
         self._origin, self._place, self._opens = origin, place, opens
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def show(self, token: str) -> None:
         """Shows the first; without a token, certificates let browsers in."""
         link = f"{self._origin}{self._place}/enter?token={token}" if token else f"{self._origin}/"
         print(f"muster web is on {link}", flush=True)
         if self._opens:
-            webbrowser.open(link)
+            webbrowser.open(self._leading_to(link) if token else link)
+
+    def _leading_to(self, link: str) -> str:
+        self._folder = tempfile.TemporaryDirectory(prefix="muster-web-")  # mode 0700
+        file = Path(self._folder.name) / "open.html"
+        to = html.escape(link)
+        file.write_text(f'<meta http-equiv="refresh" content="0; url={to}"><a href="{to}">muster web</a>\n')
+        return file.as_uri()
+
+    def close(self) -> None:
+        """Removes the file, if there is one."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def show_next(self, token: str) -> None:
         """Shows the next, for another browser."""
+        self.close()
         print(f"For another browser: {self._origin}{self._place}/enter?token={token}", flush=True)
 
 

@@ -16,6 +16,9 @@ from muster.web.model import Followed
 AGAIN_S = 0.5
 """Seconds before a scheduler that is away is asked again."""
 
+REFUSED_S, REFUSED_MOST_S = 5.0, 300.0
+"""Seconds before one that has refused a job that it has is asked again: at first, and at most; it doubles."""
+
 Connect = Callable[[str], Client]
 """Makes a connection on which a job, or "" for all, is asked about."""
 
@@ -51,6 +54,8 @@ class Feed:
         self._viewers[job_id] = self._viewers.get(job_id, 0) + 1
         if job_id not in self._streams:
             self._follow(job_id)
+        elif self._streams[job_id].refusals:
+            self._streams[job_id].go_on()
 
     def leave(self, job_id: str) -> None:
         """Removes a viewer; with the last, the job's stream ends."""
@@ -78,8 +83,13 @@ class Feed:
             if stream.job_id:
                 self._known.take_of(stream.job_id, news, now)
             else:
+                waiting = [each for each in self._streams.values() if not self._is_listed(each.job_id)]
                 self._known.take(news, now)
+                for each in waiting:
+                    if each.refusals and self._is_listed(each.job_id):
+                        each.go_on()
         elif news is None:  # a new stream begins: it sends everything from the start
+            stream.refusals = 0
             if job is not None:
                 job.begin()
             elif not stream.job_id:
@@ -88,11 +98,25 @@ class Feed:
             self._known.lose(str(news), now)
         elif job is not None and isinstance(news, RefusedByScheduler):
             job.refusal = str(news)
+        if isinstance(news, RefusedByScheduler):
+            stream.refusals += 1
+            if self._is_listed(stream.job_id):  # else it is asked again when there is such a job
+                after_s = min(REFUSED_S * 2 ** min(stream.refusals - 1, 10), REFUSED_MOST_S)
+                self._loop.call_later(after_s, stream.go_on)
         self._changed()
+
+    def _is_listed(self, job_id: str) -> bool:
+        """Whether the scheduler has the job, for all that is known; it has that of no name, which is all."""
+        job = self._known.jobs.get(job_id)
+        return not job_id or (job is not None and not job.gone)
 
 
 class _Stream:
-    """One stream of a scheduler, opened anew for as long as it is wanted."""
+    """One stream of a scheduler, opened anew for as long as it is wanted; once refused, when it shall go on.
+
+    Attributes:
+        refusals: how often in a row it was refused; the event loop's alone.
+    """
 
     def __init__(
         self,
@@ -103,7 +127,9 @@ class _Stream:
         self.job_id = job_id
         self._connect = connect
         self._post = post
+        self.refusals = 0
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._lock = threading.Lock()
         self._client: Client | None = None
 
@@ -115,21 +141,32 @@ class _Stream:
     def stop(self) -> None:
         """Ends it; callable from any thread."""
         self._stop.set()
+        self._wake.set()
         with self._lock:
             if self._client is not None:
                 self._client.close()
 
+    def go_on(self) -> None:
+        """Asks at once; callable from any thread."""
+        self._wake.set()
+
     def run(self) -> None:
         """Reads until it is stopped."""
         while not self.stopped:
+            self._wake.clear()
+            wait_s: float | None = AGAIN_S
             try:
                 self._read()
                 self._post(self, UnreachableError("The scheduler has ended the stream."))
+            except RefusedByScheduler as error:
+                wait_s = None
+                self._post(self, error)
             except (SchedulerError, CertificateError) as error:
                 self._post(self, error)
             except ValueError:  # gRPC's word for a channel that was closed meanwhile
                 pass
-            self._stop.wait(AGAIN_S)
+            if not self.stopped:
+                self._wake.wait(wait_s)
 
     def _read(self) -> None:
         client = self._connect(self.job_id)

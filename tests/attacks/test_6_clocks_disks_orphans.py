@@ -202,7 +202,7 @@ def test_half_a_checkpoint_takes_no_whole_ones_place(tmp_path: Path, monkeypatch
         checkpoint.save(folder, state(1.0, 1))
         with small_disk(50_000), pytest.raises(CheckpointError, match="could not be written"):
             checkpoint.save(folder, state(2.0, 1))
-        assert len(list(folder.iterdir())) <= 1
+        assert len([each for each in folder.iterdir() if each.name != ".attempts"]) <= 1
         found = state(0.0)
         with contextlib.suppress(CheckpointError):
             checkpoint.load_latest(folder, found)

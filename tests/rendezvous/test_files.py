@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,6 +126,18 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
     remove_left(tmp_path)
     assert not old.exists()
     assert {young.name, ".ca.crt.part", "ca.crt"} == {each.name for each in tmp_path.iterdir()}
+
+
+def test_what_another_host_writes_now_stays_whatever_this_hosts_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint was taken from under the worker that wrote it, by one whose clock was an hour ahead."""
+    now = beside(tmp_path / "step")
+    now.touch()
+    ahead = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    remove_left(tmp_path)
+    assert now.exists()
 
 
 def test_too_many_authorities_or_lists_are_refused_in_words() -> None:

@@ -114,6 +114,23 @@ def findings(window: Any, axe: str) -> list[str]:
     ]
 
 
+# ---------------------------------------------------------------- coming in
+
+
+def test_the_file_that_is_opened_leads_a_browser_to_the_jobs(window: Any, pki: Pki, tmp_path: Path) -> None:
+    opener, noted = tmp_path / "browser", tmp_path / "noted"
+    opener.write_text(f'#!/bin/sh\necho "$@" > {noted}.part && mv {noted}.part {noted}\n')
+    opener.chmod(0o700)
+    with (
+        scheduler("--serve", **pki.env(), MS_WORKER_NUM="") as running,
+        web(running, "--open", BROWSER=f"{opener} %s") as page,
+    ):
+        wait(window, lambda w: noted.exists())
+        window.get(noted.read_text().strip())
+        wait(window, lambda w: text(w, "#link") == "live")
+        assert window.current_url == f"{page.origin}{page.place}/jobs"
+
+
 # ---------------------------------------------------------------- a real job
 
 

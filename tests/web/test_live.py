@@ -31,6 +31,7 @@ from tests.scheduler.processes import (
     join,
     scheduler,
 )
+from tests.waiting import wait_for
 from tests.web.processes import Visitor, Web, web
 
 
@@ -133,6 +134,29 @@ def test_every_answer_keeps_the_browser_to_what_is_here(inside: Visitor) -> None
         assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
         assert headers["x-frame-options"] == "DENY" and headers["referrer-policy"] == "same-origin"
         assert headers["cache-control"] == "no-store" and "server" not in headers
+
+
+def test_no_command_line_has_the_token_where_a_browser_is_opened(running: Scheduler, tmp_path: Path) -> None:
+    """Asset: the operator's page; position: another user of the host, who may read what runs with what."""
+    opener, noted = tmp_path / "browser", tmp_path / "noted"
+    opener.write_text(f'#!/bin/sh\necho "$@" > {noted}.part && mv {noted}.part {noted}\n')
+    opener.chmod(0o700)
+    with web(running, "--open", BROWSER=f"{opener} %s") as page:
+        token = page.link().partition("token=")[2]
+        wait_for(noted.exists)
+        assert token and token not in noted.read_text()
+        file = Path(urlsplit(noted.read_text().strip()).path)
+        assert page.link() in file.read_text()
+        assert file.parent.stat().st_mode & 0o077 == 0
+        visitor = Visitor(page)
+        parts = urlsplit(page.link())
+        answer = visitor.ask(
+            f"{parts.path}?{parts.query}", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate"
+        )
+        assert answer.status == 200 and answer.headers["refresh"] == f"0; url={page.place}/jobs"
+        visitor.cookie = answer.headers["set-cookie"].partition(";")[0]
+        assert visitor.ask("jobs", Sec_Fetch_Site="same-origin").status == 200
+        assert not file.parent.exists()
 
 
 # ---------------------------------------------------------------- what is shown and done

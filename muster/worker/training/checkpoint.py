@@ -4,11 +4,16 @@ A file holds every array of a ``TrainingState``; step, epoch, position, seed, ra
 generators and a digest over all of it stand in its metadata. So do the program, the model (a fingerprint of
 names, dtypes and shapes) and the run that it is of: only files of the same three make room for each other.
 Any safetensors reader can open it.
+
+Which of two files is the later one the number of the attempt says, then the generation, then the step, and no
+clock. A launch takes the folder's next number as it begins, and so does what goes back to a checkpoint. Hosts
+whose clocks differ agree on that, and a worker that was expelled may write as late as it likes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -25,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.rendezvous.files import beside, remove_left
+from muster.rendezvous.files import beside, read_regular, remove_left
 from muster.worker import runtime as process
 from muster.worker.errors import NotInitializedError, WorkerError
 from muster.worker.training.state import TrainingState
@@ -34,6 +39,10 @@ log = logging.getLogger("muster.worker")
 
 _SUFFIX = ".safetensors"
 _FORMAT = "1"
+_ATTEMPTS = ".attempts"
+"""The directory of a folder where each attempt has a file: its number's name, and who took it."""
+_TAKEN_WITHIN_S = 1.0
+"""How long a number's file may be without a name, while whoever made it writes that."""
 
 
 class Session(Protocol):
@@ -71,6 +80,8 @@ class Found:
         program: the script that saved it; "" in files of version 0.1.
         run: names the training; see :class:`~muster.worker.training.state.TrainingState`.
         launch: names the launch that saved it.
+        attempt: its number in the folder; 0 in files of version 0.2 and before.
+        generation: the one that it was saved in; 0: not in a job.
     """
 
     path: Path
@@ -80,6 +91,13 @@ class Found:
     program: str = ""
     run: str = ""
     launch: str = ""
+    attempt: int = 0
+    generation: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, float, int]:
+        """The later of two files has the greater; those before there were attempts go by the clock."""
+        return self.attempt, self.generation, 0.0 if self.attempt else self.saved_at, self.step
 
     @property
     def kin(self) -> tuple[str, str, str]:
@@ -97,8 +115,9 @@ def save(
     Args:
         directory: made if it is not there.
         state: what to write.
-        keep: how many checkpoints of this run to leave in the directory, the newest; 0: all. Those of other
-            programs, models and runs stay, and so do those of a higher step than this one.
+        keep: how many checkpoints of this run to leave in the directory, this one and the latest before it;
+            0: all. Those of other programs, models and runs stay, and so do those that are later than this
+            one or of a higher step.
         clock: gives the time of saving, in seconds since 1970.
 
     Returns:
@@ -107,6 +126,13 @@ def save(
     Raises:
         CheckpointError: it cannot be written; or a step is under way, whose half would be saved.
     """
+    return _save(Path(directory), Path(directory), state, keep=keep, clock=clock)
+
+
+def _save(
+    root: Path, folder: Path, state: TrainingState, *, keep: int = 3, clock: Callable[[], float] = time.time
+) -> Path:
+    """See :func:`save`; ``root`` is where attempts are counted."""
     if state.in_step:
         raise CheckpointError(
             f"The state is amid a step: {state.step} are finished, and the next one has begun.",
@@ -115,49 +141,62 @@ def save(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    folder = Path(directory)
     description, arrays = state.for_checkpoint()
     step = _step_of(description)  # the state's own attribute may be an adapter's, and late
-    new = Found(
-        folder, clock(), step, _model_of(description, state.derived()), _program(), state.run, state.launch
-    )
-    path = _free_path(folder, new)
-    unfinished = beside(path)
-    metadata = {
-        "format": _FORMAT,
-        "state": description,
-        "step": str(step),
-        "saved_at": repr(new.saved_at),
-        "program": new.program,
-        "model": new.model,
-        "run": new.run,
-        "launch": new.launch,
-        "digest": digest_of(description, arrays),
-    }
+    unfinished = beside(_path(folder, step))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_left(folder)
+        new = Found(
+            folder,
+            clock(),
+            step,
+            _model_of(description, state.derived()),
+            _program(),
+            state.run,
+            state.launch,
+            _number(root, state.attempt),
+            state.generation,
+        )
+        metadata = {
+            "format": _FORMAT,
+            "state": description,
+            "step": str(step),
+            "saved_at": repr(new.saved_at),
+            "program": new.program,
+            "model": new.model,
+            "run": new.run,
+            "launch": new.launch,
+            "attempt": str(new.attempt),
+            "generation": str(new.generation),
+            "digest": digest_of(description, arrays),
+        }
         save_file(arrays, unfinished, metadata)
         _flush(unfinished)
+        path = _free_path(folder, new)
         unfinished.replace(path)
         _flush(folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"The checkpoint {path} could not be written: {reason}.",
+            f"The checkpoint {_path(folder, step)} could not be written: {reason}.",
             remedy="Make room, or choose another directory with --checkpoint-dir.",
         ) from None  # the reason is said; a traceback of the serializer would hide it
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-    kin = [one for one in find(folder) if one.path.parent == folder and one.kin == new.kin]
-    for old in [one for one in kin if one.step <= step][keep:] if keep else []:
+    before = [
+        one
+        for one in find(folder)
+        if one.path.parent == folder and one.kin == new.kin and one.order < new.order and one.step <= step
+    ]
+    for old in [one for one in before if one.path != path][keep - 1 :] if keep else []:
         old.path.unlink(missing_ok=True)
     return path
 
 
 def find(directory: str | Path) -> list[Found]:
-    """Checkpoints of a directory and of the runs' directories in it, the last saved first.
+    """Checkpoints of a directory and of the runs' directories in it, the latest first.
 
     Files whose header is damaged are left out.
     """
@@ -165,11 +204,13 @@ def find(directory: str | Path) -> list[Found]:
     for path in _files(Path(directory)):
         with contextlib.suppress(DamagedCheckpointError):
             found.append(_found(path))
-    return sorted(found, key=lambda one: (one.saved_at, one.step), reverse=True)
+    return sorted(found, key=lambda one: one.order, reverse=True)
 
 
 def load(path: str | Path, state: TrainingState) -> None:
     """Reads one checkpoint into ``state``, arrays in place; a refused file changes nothing.
+
+    What is saved from then on is of a new attempt: later than all that is there, whatever its step.
 
     Raises:
         DamagedCheckpointError: the file is damaged; names the sound one saved before it, if any.
@@ -178,7 +219,7 @@ def load(path: str | Path, state: TrainingState) -> None:
     """
     path = Path(path)
     try:
-        _load(path, state)
+        _load_anew(path, state)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(error.message, remedy=_offer_before(path)) from error
 
@@ -186,7 +227,7 @@ def load(path: str | Path, state: TrainingState) -> None:
 def load_latest(
     directory: str | Path, state: TrainingState, *, say: Callable[[str], None] = lambda sentence: None
 ) -> Path | None:
-    """Reads the last sound checkpoint of a directory into ``state``; those of other models are passed over.
+    """Reads the latest sound checkpoint of a directory into ``state``; those of other models are passed over.
 
     Args:
         directory: where to look.
@@ -207,7 +248,7 @@ def load_latest(
     model = _model_of(state.describe(), state.derived())
     for one in [each for each in found if each.model == model] or found:
         try:
-            _load(one.path, state)
+            _load_anew(one.path, state)
             return one.path
         except DamagedCheckpointError as error:
             say(error.message)
@@ -236,6 +277,7 @@ class Folder:
         self._state = state
         self._session = session
         self._place: Path | None = None
+        self._read: Path | None = None
 
     def save(self) -> None:
         """See :func:`save`; a save that takes long is no standstill to the scheduler."""
@@ -244,13 +286,15 @@ class Folder:
         session = self._current()
         with session.busy("saves a checkpoint") if session is not None else contextlib.nullcontext():
             self._place = self._place or self._choose()
-            save(self._place, self._state)
+            if not self._state.launch and session is not None:  # a loop of the script's own
+                self._state.launch = self._launch
+            _save(Path(self._directory), self._place, self._state)
 
     def resume(self, source: str, *, say: Callable[[str], None]) -> None:
         """Does what ``--resume`` asks for, and says what it read.
 
         Args:
-            source: a file, or "latest" for the last sound one of the folder; "": none but one of this same
+            source: a file, or "latest" for the latest sound one of the folder; "": none but one of this same
                 launch, for a worker that replaces another when nobody holds the state any more.
             say: gets the sentences.
 
@@ -258,6 +302,7 @@ class Folder:
             CheckpointError: see :func:`load` and :func:`load_latest`.
             StateMismatchError: the checkpoint is of another model or optimizer.
         """
+        self._take_number()
         if not source:
             self._begin(say)
             return
@@ -266,26 +311,40 @@ class Folder:
             path = load_latest(self._directory, self._state, say=say)
         else:
             load(source, self._state)
+        self._read = path
         if path is None:
             say(f"no checkpoint in {self._directory!r}: starting anew")
         else:
             say(f"resumed after step {self._state.step} from {path}")
 
     def take_up(self, *, say: Callable[[str], None] = log.warning) -> None:
-        """Reads the sound checkpoint of this launch that is furthest, if it is further than the state.
+        """Reads the latest sound checkpoint of this launch, if there is a later one than the state.
 
         Args:
             say: gets the sentences.
         """
-        mine = [one for one in self._alike() if one.launch == self._launch and one.step > self._state.step]
-        for one in sorted(mine, key=lambda one: one.step, reverse=True) if self._launch else ():
+        state, launch = self._state, self._launch
+        for one in [each for each in self._alike() if each.launch == launch] if launch else ():
+            # What this launch has saved came after what it was begun from, also where that was further.
+            if one.path == self._read or (state.launch and one.step <= state.step):
+                return
             try:
-                _load(one.path, self._state)
+                _load(one.path, state)
             except DamagedCheckpointError as error:
                 say(error.message)
                 continue
+            self._read = one.path
             say(f"no member holds the state: resumed after step {one.step} from {one.path}")
             return
+
+    def _take_number(self) -> None:
+        """Takes the launch's number as it begins: a launch before it that saves later is before it still.
+
+        Where this worker may not write, another does it, or whoever saves.
+        """
+        if self._directory and self._launch and not self._state.launch:
+            with contextlib.suppress(OSError):
+                _number(Path(self._directory), f"{self._launch}.0")
 
     def _begin(self, say: Callable[[str], None]) -> None:
         session = self._current()
@@ -309,7 +368,7 @@ class Folder:
         return root / f"run_{launch[:8]}" if beside else root
 
     def _alike(self) -> list[Found]:
-        """Checkpoints of this program and model, or of this model by version 0.1; the last saved first."""
+        """Checkpoints of this program and model, or of this model by version 0.1; the latest first."""
         if not self._directory:
             return []
         model = _model_of(self._state.describe(), self._state.derived())
@@ -342,14 +401,80 @@ def _model_of(description: str, derived: set[str]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def _number(root: Path, attempt: str) -> int:
+    """An attempt's number in a folder: the one that it has, or the next one, which is its own from now on.
+
+    Whoever makes the file of a number has it, also where several hosts share the file system.
+
+    Raises:
+        OSError: the folder cannot be written, or not read.
+    """
+    folder = root / _ATTEMPTS
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = [int(each.name) for each in folder.iterdir() if each.name.isascii() and each.name.isdigit()]
+    for number in sorted(taken, reverse=True):
+        if _who_took(folder, number) == attempt:
+            return number
+    number = max([*taken, *(one.attempt for one in find(root))], default=0)
+    while True:
+        number += 1
+        path = folder / f"{number:06d}"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            if _who_took(folder, number) == attempt:
+                return number
+            continue
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(attempt)
+                file.flush()
+                os.fsync(descriptor)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        # Another worker of the same attempt, which has waited too long for that name, may have the next.
+        while _who_took(folder, number + 1) == attempt:
+            number += 1
+        return number
+
+
+def _who_took(folder: Path, number: int) -> str:
+    """The attempt that has a number; "": none that can be told."""
+    path, until = folder / f"{number:06d}", time.monotonic() + _TAKEN_WITHIN_S
+    while True:
+        try:
+            name = read_regular(path, 200).decode("ascii", "replace")
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # a network's file system: it was made anew
+                return ""
+            name = ""
+        if name or time.monotonic() > until:
+            return name
+        time.sleep(0.01)
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:09d}{_SUFFIX}"
+
+
 def _free_path(folder: Path, new: Found) -> Path:
-    """The file's path. A file of that name is replaced only if it is of the same run and step."""
-    path = folder / f"step_{new.step:09d}{_SUFFIX}"
+    """The file's path. One of that name is replaced only if it is of the same run and step, and no later."""
+    path = _path(folder, new.step)
     with contextlib.suppress(DamagedCheckpointError):
-        if path.exists() and ((there := _found(path)).kin, there.step) != (new.kin, new.step):
-            digest = hashlib.blake2b(" ".join(new.kin).encode(), digest_size=4).hexdigest()
-            return folder / f"step_{new.step:09d}_{digest}{_SUFFIX}"
+        if path.exists():
+            there = _found(path)
+            if (there.kin, there.step) != (new.kin, new.step):
+                return _named_apart(path, *new.kin)
+            if there.order > new.order:
+                return _named_apart(path, *new.kin, str(new.attempt), str(new.generation))
     return path
+
+
+def _named_apart(path: Path, *parts: str) -> Path:
+    return path.with_stem(
+        f"{path.stem}_{hashlib.blake2b(' '.join(parts).encode(), digest_size=4).hexdigest()}"
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -369,10 +494,21 @@ def _found(path: Path) -> Found:
             saved_at,
             _step_of(description),
             metadata.get("model") or _model_of(description, set()),
-            *(metadata.get(key, "") for key in ("program", "run", "launch")),
+            program=metadata.get("program", ""),
+            run=metadata.get("run", ""),
+            launch=metadata.get("launch", ""),
+            attempt=_count(metadata.get("attempt", "0")),
+            generation=_count(metadata.get("generation", "0")),
         )
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: its header makes no sense.") from error
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 63:
+        raise ValueError("the number of an attempt or a generation is none")
+    return number
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -409,6 +545,14 @@ def _load(path: Path, state: TrainingState) -> None:
     description, arrays = _read(path)
     state.check(description, str(path))
     state.from_checkpoint(description, arrays)
+
+
+def _load_anew(path: Path, state: TrainingState) -> None:
+    """Reads one checkpoint; what is saved from then on is of a new attempt."""
+    returns = state.returns
+    _load(path, state)
+    state.returns = returns
+    state.begin_attempt()
 
 
 def _step_of(description: str) -> int:

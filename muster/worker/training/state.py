@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ class StateMismatchError(WorkerError):
     """A saved or received state is of another model, optimizer or data set."""
 
 
+def _some_name() -> str:
+    return os.urandom(8).hex()
+
+
 @dataclass(eq=False)
 class TrainingState:
     """State of a run; arrays are overwritten in place, so the model may hold on to them.
@@ -34,6 +39,8 @@ class TrainingState:
         extra: anything else, as JSON knows it (a learning rate schedule, say).
         run: names the training since its beginning, also after it was resumed; "": it has not begun in a job.
         launch: names the launch of the job that goes on with it.
+        generation: the one whose members all had it last; 0: none yet.
+        returns: how often this launch has gone back to a checkpoint.
         shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
         in_step: a step has begun, and has been neither committed nor rolled back.
     """
@@ -45,9 +52,25 @@ class TrainingState:
     extra: dict[str, Any] = field(default_factory=dict)
     run: str = field(default="", init=False)
     launch: str = field(default="", init=False)
+    generation: int = field(default=0, init=False)
+    returns: int = field(default=0, init=False)
     shared: bool = field(default=False, init=False)
     in_step: bool = field(default=False, init=False)
     _rng_before: Any = field(default=None, init=False, repr=False)
+    _alone: str = field(default_factory=_some_name, init=False, repr=False)
+
+    @property
+    def attempt(self) -> str:
+        """Names the attempt whose checkpoints go by generation and step; the same on all ranks.
+
+        That is the launch, until it goes back to a checkpoint; without a launch it is this object.
+        """
+        return f"{self.launch}.{self.returns}" if self.launch else self._alone
+
+    def begin_attempt(self) -> None:
+        """Makes what is saved from now on later than all before, also at a lower step."""
+        self.returns = self.returns + 1 if self.launch else 0
+        self._alone = _some_name()
 
     def describe(self) -> str:
         """Everything but the arrays' contents, as JSON."""
@@ -55,6 +78,7 @@ class TrainingState:
             {
                 "step": self.step,
                 "run": self.run,
+                "returns": self.returns,
                 "sampler": self.sampler.state(),
                 "rng": None if self.rng is None else self.rng.bit_generator.state,
                 "extra": self.extra,
@@ -117,6 +141,7 @@ class TrainingState:
     def enter(self, communicator: Communicator, source: int) -> None:
         """Enters a generation; ``source`` is the rank whose state all hold now."""
         self.sampler.reshard(communicator.rank, communicator.world_size)
+        self.generation = communicator.membership.generation
 
     def layout(self) -> dict[str, str]:
         """Dtype and shape of every array, in words."""
@@ -152,6 +177,7 @@ class TrainingState:
         self.sampler.restore(values["sampler"])
         self.extra = values["extra"]
         self.run = values.get("run", "")
+        self.returns = int(values.get("returns", 0))
         if self.rng is not None and values["rng"] is not None:
             self.rng.bit_generator.state = values["rng"]
 

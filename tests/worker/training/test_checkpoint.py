@@ -4,9 +4,12 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import copytree, rmtree
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(raw)
 
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 DAMAGES = ["a bit of the data", "a digit of the state", "half of the file", "the whole header", "everything"]
 
 
@@ -241,6 +245,206 @@ def test_replacements_take_the_furthest_sound_checkpoint_of_their_own_launch(tmp
     assert new.step == 0
 
 
+# ---------------------------------------------------------------- which of two files is the later one
+
+HOUR = 3600.0
+JUMPS = {"an hour back": -HOUR, "an hour ahead": HOUR, "to 1970": -2e9}
+
+
+def in_launch(launch: int, step: int, *, generation: int = 1, run: str = "") -> TrainingState:
+    """A member's state after so many steps of a launch."""
+    state = make(float(step), step)
+    begin(state, launch)
+    state.generation = generation
+    state.run = run or state.run
+    return state
+
+
+def save_at(folder: Path, state: TrainingState, time_s: float, **more: Any) -> Path:
+    path = checkpoint.save(folder, state, clock=lambda: time_s, **more)
+    assert path.exists(), "what was just written is gone"
+    return path
+
+
+def latest_step(folder: Path) -> int:
+    state = make()
+    path = checkpoint.load_latest(folder, state)
+    assert path == checkpoint.find(folder)[0].path
+    return state.step
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+@pytest.mark.parametrize("when", ["amid a launch", "on restart", "on another host"])
+def test_a_clock_that_jumps_loses_no_checkpoint(tmp_path: Path, jump: str, when: str) -> None:
+    """One hour back, and each new file was deleted as it was written; step 40 of 80 was resumed."""
+    for step in (10, 20, 30, 40):
+        save_at(tmp_path, in_launch(1, step), 2e9 + step)
+    launch = 2 if when == "on restart" else 1
+    generation = 2 if when == "on another host" else 1  # rank 0 is elsewhere after the loss of the first
+    for step in (50, 60, 70, 80):
+        state = in_launch(launch, step, generation=generation, run=f"{1:016x}")
+        save_at(tmp_path, state, 2e9 + JUMPS[jump] + step)
+        assert latest_step(tmp_path) == step
+    assert [one.step for one in checkpoint.find(tmp_path)] == [80, 70, 60]
+
+
+@pytest.mark.parametrize("step", [30, 190, 200])
+def test_an_expelled_worker_that_saves_late_neither_wins_nor_takes_anything_away(
+    tmp_path: Path, step: int
+) -> None:
+    """It had been expelled, and wrote its file a minute after the job had ended."""
+    for good in (180, 190, 200):
+        save_at(tmp_path, in_launch(1, good, generation=4), 1000.0 + good)
+    late = in_launch(1, step, generation=3)
+    late.arrays["w"][...] = -1.0
+    path = save_at(tmp_path, late, 9000.0)
+    assert latest_step(tmp_path) == 200
+    assert {one.step for one in checkpoint.find(tmp_path)} >= {180, 190, 200}
+    for good in (180, 190, 200):
+        state = make()
+        checkpoint.load(tmp_path / f"step_{good:09d}.safetensors", state)
+        assert (state.arrays["w"] == good).all()
+    checkpoint.load(path, late)
+    assert (late.arrays["w"] == -1.0).all()
+
+
+def test_what_goes_on_from_a_named_file_is_later_than_what_was_further(tmp_path: Path) -> None:
+    for step in (20, 40, 60, 80):
+        save_at(tmp_path, in_launch(1, step), 9e9 + step, keep=0)
+    folder, state = folder_of(tmp_path, 2)
+    folder.resume(str(tmp_path / "step_000000040.safetensors"), say=lambda sentence: None)
+    begin(state, 2)
+    state.step = 45
+    folder.save()
+    assert latest_step(tmp_path) == 45
+
+
+def test_a_launch_that_goes_back_to_a_file_is_later_than_it_was_on_all_its_ranks(tmp_path: Path) -> None:
+    """A loss that is no number, say: all ranks load a file, and go on from there."""
+    ranks = [in_launch(1, 80), in_launch(1, 80)]
+    for step in (40, 80):
+        save_at(tmp_path, in_launch(1, step), 1000.0 + step)
+    expelled = in_launch(1, 90)
+    for state in ranks:
+        checkpoint.load(tmp_path / "step_000000040.safetensors", state)
+    for state, step in zip(ranks, (45, 50), strict=True):  # the second is rank 0 after the loss of the first
+        state.step = step
+        save_at(tmp_path, state, 900.0)
+        assert latest_step(tmp_path) == step
+    save_at(tmp_path, expelled, 5000.0)
+    assert latest_step(tmp_path) == 50
+    newcomer = make()
+    newcomer.restore(ranks[1].describe())
+    begin(newcomer, 1)
+    newcomer.step, newcomer.generation = 55, 2
+    save_at(tmp_path, newcomer, 800.0)
+    assert latest_step(tmp_path) == 55
+    replacement, state = folder_of(tmp_path, 1)  # all are dead; it began with what the launch began with
+    replacement.resume("", say=lambda sentence: None)
+    assert (state.step, float(state.arrays["w"][0, 0])) == (55, 0.0)
+    begin(state, 1)
+    state.step, state.generation = 56, 3
+    save_at(tmp_path, state, 700.0)
+    assert latest_step(tmp_path) == 56
+
+
+def test_replacements_prefer_what_their_launch_saved_to_the_file_that_it_began_from(tmp_path: Path) -> None:
+    """It had gone on from step 80, and back to 40: that is the latest, though 80 is further."""
+    save_at(tmp_path, in_launch(1, 80), 1000.0)
+    save_at(tmp_path, in_launch(2, 45), 900.0)
+    said = list[str]()
+    replacement, state = folder_of(tmp_path, 2)
+    replacement.resume(str(tmp_path / "step_000000080.safetensors"), say=said.append)
+    assert state.step == 80
+    replacement.take_up(say=said.append)
+    assert state.step == 45
+    replacement.take_up(say=said.append)  # is there already
+    assert len(said) == 2
+
+
+def test_a_launch_of_before_that_saves_its_first_file_late_is_of_before(tmp_path: Path) -> None:
+    """Cut off from all others, it had not saved yet when the next launch began."""
+    old, _ = folder_of(tmp_path, 1)
+    old.resume("", say=lambda sentence: None)
+    new, state = folder_of(tmp_path, 2)
+    new.resume("latest", say=lambda sentence: None)
+    begin(state, 2)
+    state.step = 10
+    new.save()
+    save_at(tmp_path, in_launch(1, 500, generation=9), 9e9)
+    assert latest_step(tmp_path) == 10
+
+
+def test_a_folder_of_version_0_2_goes_by_its_clock_and_is_before_all_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copytree(GOLDEN / "checkpoints-0.2", tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+    def of_then(step: int = 0) -> TrainingState:
+        state = TrainingState({"w": np.zeros(2)}, ShardedSampler(8, 4, seed=7), step=step)
+        state.launch, state.run = f"{3:016x}", f"{1:016x}"
+        return state
+
+    assert [(one.step, one.attempt) for one in checkpoint.find(tmp_path)] == [(20, 0), (70, 0), (60, 0)]
+    state = of_then()
+    checkpoint.load_latest(tmp_path, state)
+    assert (state.step, state.run, state.arrays["w"].tolist()) == (20, f"{1:016x}", [20.0, 20.0])
+    save_at(tmp_path, of_then(25), 1000.0)  # the clock is decades back
+    assert [one.step for one in checkpoint.find(tmp_path)] == [25, 20, 70, 60]
+    for step in (60, 75, 80):
+        save_at(tmp_path, of_then(step), 1000.0)
+    assert [one.step for one in checkpoint.find(tmp_path)] == [80, 75, 60]
+
+
+def test_workers_of_one_launch_agree_on_its_number_and_no_two_launches_share_one(tmp_path: Path) -> None:
+    """All begin in one moment."""
+    begun = threading.Barrier(16)
+
+    def work(number: int) -> None:
+        launch = 1 + number % 4
+        folder, state = folder_of(tmp_path, launch, step=1 + number)
+        begun.wait(60)
+        folder.resume("", say=lambda sentence: None)
+        begin(state, launch)
+        folder.save()
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(16)))
+    numbers = {(one.launch, one.attempt) for one in checkpoint.find(tmp_path)}
+    assert sorted(number for _, number in numbers) == [1, 2, 3, 4]
+    assert len({launch for launch, _ in numbers}) == 4
+
+
+def test_a_worker_killed_as_it_took_a_number_keeps_nobody_from_the_next(tmp_path: Path) -> None:
+    save_at(tmp_path, in_launch(1, 10), 1000.0)
+    (tmp_path / ".attempts" / "000002").touch()
+    save_at(tmp_path, in_launch(2, 5), 900.0)
+    assert [(one.step, one.attempt) for one in checkpoint.find(tmp_path)] == [(5, 3), (10, 1)]
+
+
+def test_a_folder_whose_numbers_were_not_copied_goes_on_from_its_files(tmp_path: Path) -> None:
+    for launch in (1, 2, 3):
+        save_at(tmp_path, in_launch(launch, 10 * launch), 1000.0)
+    rmtree(tmp_path / ".attempts")
+    save_at(tmp_path, in_launch(4, 5), 900.0)
+    assert latest_step(tmp_path) == 5
+
+
+def test_a_folder_that_may_only_be_read_is_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_at(tmp_path, in_launch(1, 10), 1000.0)
+    folder, state = folder_of(tmp_path, 2)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    folder.resume("latest", say=lambda sentence: None)
+    assert state.step == 10
+
+
 def test_without_checkpoints_nothing_is_read(tmp_path: Path) -> None:
     assert checkpoint.load_latest(tmp_path / "absent", make()) is None
 
@@ -312,7 +516,7 @@ def test_a_failed_write_leaves_the_files_as_they_were(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
         checkpoint.save(tmp_path, make(5.0, step=10))
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == [path.name]
     assert path.read_bytes() == before
 
 
@@ -330,9 +534,6 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="choose another directory with --checkpoint-dir"):
         checkpoint.save(tmp_path / "file", make())
-
-
-GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def test_a_checkpoint_of_version_0_1_loads() -> None:

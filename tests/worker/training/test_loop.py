@@ -209,6 +209,13 @@ def test_a_death_at_any_place_costs_no_sample_and_no_step(member: int, action: A
         assert worker.session.reports == list(range(1, STEPS + 1))
 
 
+def test_a_state_is_of_the_generation_whose_members_all_had_it_last() -> None:
+    """By which a checkpoint of a worker that was expelled is known to be of before the others'."""
+    job = Job(3, {(0, 9, "between"): die_and_be_replaced})
+    assert {worker.state.generation for worker in job.survivors()} == {2}
+    assert job.workers[0].state.generation == 1
+
+
 def test_a_death_in_the_very_last_step_leaves_no_one_behind() -> None:
     check_like_undisturbed(Job(3, {(1, STEPS - 1, "between"): die}).survivors())
     check_like_undisturbed(Job(3, {(1, STEPS, "after"): die}).survivors())
