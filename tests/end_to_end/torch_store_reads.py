@@ -1,4 +1,4 @@
-"""A torch program that counts stale reads: rank 0 writes to the store, all pass Gloo's barrier, the others read.
+"""Counts stale reads: rank 0 writes to torch's store, all pass a barrier of Gloo's, the others read.
 
 By hand, with other processes that want the processors too:
 

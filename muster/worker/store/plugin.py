@@ -56,9 +56,9 @@ WRITES = ("set", "append", "multi_set", "queue_push")
 def _let_writes_settle(variable: str) -> None:
     """Lets what Python writes to Muster's store return when the store has it.
 
-    By torch's protocol nothing answers a write. Its own server still sees it before whatever the writer does
-    next; here it goes on to the scheduler, and others would read the old value. A check of no keys is answered
-    when all that this client has written has been carried out.
+    By torch's protocol nothing answers a write. Its own server sees it before whatever the writer does
+    next; here it goes on to the scheduler, and others would read the old value. A check of no keys is
+    answered when all that this client has written has been carried out.
 
     Args:
         variable: where the address of the store's listener stands; others, a program's own, stay as they are.
