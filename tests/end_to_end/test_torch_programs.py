@@ -6,6 +6,7 @@ Those that need no torch speak TCPStore's protocol themselves, which takes secon
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -508,6 +509,24 @@ def test_with_the_plug_in_off_no_store_is_opened_and_the_program_runs(pki: Pki, 
     done = run(tmp_path, pki, sys.executable, "job.py", options=("-n", "1"), timeout_s=200, **env)
     assert done.returncode != 0
     assert "EADDRINUSE" in done.stdout
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_what_one_rank_writes_to_the_store_others_read_after_a_barrier(pki: Pki, tmp_path: Path) -> None:
+    """Beside processes that want the processors too."""
+    pytest.importorskip("torch")
+    program = ROOT / "tests" / "end_to_end" / "torch_store_reads.py"
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        done = run(tmp_path, pki, sys.executable, str(program), "100", options=("-n", "2"), timeout_s=200)
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"rank 1: (.*)", done.stdout)
+    assert found == [f"{name}: 0 of 100 stale" for name in ("set", "append", "multi_set")]
 
 
 TORCHRUN = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MUSTER_STORE"
+TORCHRUN_VARIABLE = "MUSTER_TORCHRUN_STORE"
+"""The same for workers of torchrun, to whom it gives stores by itself."""
+
 _CONNECT_TIMEOUT = timedelta(seconds=300)
 _GLOO_THREAD = "pt_gloo_runloop"
 _SETTLED_S = 0.02
@@ -28,6 +32,8 @@ _LONGEST_S = 5.0
 def autoload() -> None:
     """Registers the rendezvous handlers and the backend in a program of Muster's."""
     if VARIABLE not in os.environ:
+        if TORCHRUN_VARIABLE in os.environ:
+            _let_writes_settle(TORCHRUN_VARIABLE)
         return
     import torch.distributed
 
@@ -39,7 +45,44 @@ def autoload() -> None:
     from muster.worker.process_group import registration
 
     registration.register(os.environ.get(registration.VARIABLE, ""))
+    _let_writes_settle(VARIABLE)
     atexit.register(_let_gloo_settle)
+
+
+WRITES = ("set", "append", "multi_set", "queue_push")
+"""What torch's client says to its server without waiting for an answer."""
+
+
+def _let_writes_settle(variable: str) -> None:
+    """Lets what Python writes to Muster's store return when the store has it.
+
+    By torch's protocol nothing answers a write. Its own server sees it before whatever the writer does
+    next; here it goes on to the scheduler, and others would read the old value. A check of no keys is
+    answered when all that this client has written has been carried out.
+
+    Args:
+        variable: where the address of the store's listener stands; others, a program's own, stay as they are.
+    """
+    from torch.distributed import PrefixStore, Store, TCPStore
+
+    def settle(store: Any) -> None:
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore) and f"{store.host}:{store.port}" == os.environ.get(variable):
+            store.check([])
+
+    def settling(write: Any) -> Any:
+        @functools.wraps(write)
+        def written(store: Any, *args: Any, **kwargs: Any) -> Any:
+            result = write(store, *args, **kwargs)
+            settle(store)
+            return result
+
+        return written
+
+    for name in WRITES:
+        if write := getattr(Store, name, None):
+            setattr(Store, name, settling(write))
 
 
 def _let_gloo_settle() -> None:

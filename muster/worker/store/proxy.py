@@ -132,6 +132,7 @@ class _Connection:
         self._writer = writer
         self._next: asyncio.Task[bytes] | None = None
         self._pushed: tuple[bytes, bytes] | None = None
+        self._changes: set[asyncio.Future[pb.StoreAnswer]] = set()
         self._failed: Exception | None = None
 
     async def serve(self) -> None:
@@ -195,8 +196,9 @@ class _Connection:
             key, amount = await self._key(), _I64.unpack(await self._reader.readexactly(8))[0]
             self._write_number((await self._ask(pb.STORE_KIND_ADD, [key], amount=amount)).amount)
         elif command == _CHECK:
-            answer = await self._ask(pb.STORE_KIND_CHECK, await self._keys())
-            self._writer.write(_READY if answer.amount else _NOT_READY)
+            keys = await self._keys()
+            ready = (await self._ask(pb.STORE_KIND_CHECK, keys)).amount if keys else await self._settle()
+            self._writer.write(_READY if ready else _NOT_READY)
         elif command == _PING:
             self._writer.write(await self._reader.readexactly(4))
         elif command == _CANCEL_WAIT:
@@ -251,16 +253,32 @@ class _Connection:
         return answer
 
     async def _change(self, kind: pb.StoreKind, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Torch waits for no answer to these; what comes after them here is carried out later."""
+        """Torch waits for no answer to these; what comes after them here is carried out later.
+
+        A client that wants to know that they have been carried out checks no keys; see :meth:`_settle`.
+        """
         size = sum(map(len, keys)) + sum(map(len, values))
         if size > LARGEST_CHANGE_BYTES:
             raise RefusedError(f"a change has at most {LARGEST_CHANGE_BYTES} bytes; this one has {size}.")
         answer = self._link.submit(kind, keys, values)
+        self._changes.add(answer)
+        answer.add_done_callback(self._changed)
         if self._link.pending > WINDOW:
             await answer
-        answer.add_done_callback(self._changed)
+
+    async def _settle(self) -> bool:
+        """Waits until all changes of this connection have been carried out: the check of no keys.
+
+        Costs the store nothing: it answers each change anyway.
+        """
+        if self._changes:
+            await asyncio.wait(set(self._changes))
+        if self._failed is not None:
+            raise self._failed
+        return True
 
     def _changed(self, done: asyncio.Future[pb.StoreAnswer]) -> None:
+        self._changes.discard(done)
         if done.cancelled():
             return
         error = done.exception()

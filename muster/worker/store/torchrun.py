@@ -40,6 +40,7 @@ from muster.worker.program_environment import HOST
 from muster.worker.runtime import open_session
 from muster.worker.store.client import StoreClient
 from muster.worker.store.link import StoreEndedError, StoreLostError
+from muster.worker.store.plugin import TORCHRUN_VARIABLE
 
 CLOSED = b"closed"
 LAST_CALL_S = 30.0
@@ -238,6 +239,7 @@ class MusterRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch
                 raise FormationTimeoutError("Not all agents have come to start their workers again.")
         self._round = (session.generation, count)
         port = store.open_proxy(b"torch/%d/" % count)
+        os.environ[TORCHRUN_VARIABLE] = f"{HOST}:{port}"  # its workers inherit it
         client = TCPStore(HOST, port, None, False, timeout=STORE_TIMEOUT, wait_for_workers=False)
         return RendezvousInfo(
             PrefixStore("agents", client), session.rank, session.world_size, RendezvousStoreInfo(HOST, port)

@@ -108,10 +108,12 @@ class Rig:
         assert self._server is not None
         await self._server.stop(0)
 
-    def link(self, node_id: str, generation: int = 1, incarnation: int = 7) -> StoreLink:
+    def link(
+        self, node_id: str, generation: int = 1, incarnation: int = 7, port: int | None = None
+    ) -> StoreLink:
         async def connect() -> grpc.aio.Channel:
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-            return grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options)
+            return grpc.aio.insecure_channel(f"127.0.0.1:{port or self.port}", options)
 
         opening = pb.StoreOpen(
             job_id="default", node_id=node_id, incarnation=incarnation, generation=generation
@@ -135,10 +137,40 @@ async def served(*node_ids: str, limits: StoreLimits | None = None) -> AsyncIter
         await rig.stop()
 
 
-async def _stand(count: int) -> None:
-    """Serves a store, with a proxy for each of so many members, until standard input ends."""
-    async with served(*(str(i) for i in range(count))) as rig:
-        ports = [await Proxy(rig.link(str(i))).open() for i in range(count)]
+@contextlib.asynccontextmanager
+async def delayed(port: int, delay_s: float) -> AsyncIterator[int]:
+    """The port of a way to another one of this host; what goes there comes late, and answers at once."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                asyncio.get_running_loop().call_later(delay_s, writer.write, data)
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, beyond = await asyncio.open_connection("127.0.0.1", port)
+        writers.extend((writer, beyond))
+        await asyncio.gather(pump(reader, beyond, delay_s), pump(there, writer, 0.0))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+
+
+async def _stand(count: int, delay_s: float = 0.0) -> None:
+    """Serves a store, with a proxy for each of so many members, until standard input ends.
+
+    Args:
+        count: of members.
+        delay_s: by which what the first one says comes late.
+    """
+    async with served(*(str(i) for i in range(count))) as rig, delayed(rig.port, delay_s) as slow:
+        ways = [slow if delay_s and not i else rig.port for i in range(count)]
+        ports = [await Proxy(rig.link(str(i), port=way)).open() for i, way in enumerate(ways)]
         print(*ports, flush=True)
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -151,4 +183,4 @@ async def _stand(count: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_stand(int(sys.argv[1])))
+    asyncio.run(_stand(int(sys.argv[1]), *map(float, sys.argv[2:])))

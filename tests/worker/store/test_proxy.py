@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from muster.worker.store.proxy import Proxy, peer_uid
-from tests.scheduler.store.rig import Rig, served
+from tests.scheduler.store.rig import Rig, delayed, served
 from tests.waiting import go
 
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)
@@ -54,14 +54,20 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def connected(
-    rig: Rig, node: str = "a", *, prefix: bytes = b"", hello: bytes = HELLO, **options: Any
+    rig: Rig,
+    node: str = "a",
+    *,
+    prefix: bytes = b"",
+    hello: bytes = HELLO,
+    port: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[Callable[[], Coroutine[Any, Any, Client]]]:
-    proxy = Proxy(rig.link(node), prefix=prefix, **options)
-    port = await proxy.open()
+    proxy = Proxy(rig.link(node, port=port), prefix=prefix, **options)
+    listening = await proxy.open()
     writers = []
 
     async def connect() -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listening)
         writers.append(writer)
         writer.write(hello)
         return Client(reader, writer)
@@ -136,6 +142,28 @@ def test_a_wait_ends_with_its_keys_or_by_the_client_s_word() -> None:
             other.say(SET, data(b"never", b"1"))
             other.say(GET, data(b"never"))
             await other.hear(data(b"1"))
+
+    go(test())
+
+
+def test_a_check_of_no_keys_is_answered_when_the_store_has_what_the_client_wrote() -> None:
+    async def test() -> None:
+        async with (
+            served("a", "b") as rig,
+            delayed(rig.port, 0.2) as slow,
+            connected(rig, "a", port=slow) as connect_slowly,
+            connected(rig, "b") as connect,
+        ):
+            writer, reader = await connect_slowly(), await connect()
+            for value in (b"1", b"2", b"3"):
+                writer.say(SET, data(b"k", value))
+                writer.say(CHECK, number(0))
+                await writer.hear(b"\0")
+                reader.say(GET, data(b"k"))
+                await reader.hear(data(value))
+            writer.say(SET, data(bytes(5000), b""))  # which the store refuses
+            writer.say(CHECK, number(0))
+            assert await writer.ended()
 
     go(test())
 

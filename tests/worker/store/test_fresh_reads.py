@@ -1,0 +1,60 @@
+"""What one process writes to the store another one reads at once, though the writer's link is slow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+DELAY_S = 0.2
+
+READS = """
+import os, sys, threading
+variable, slow, quick = sys.argv[1:]
+os.environ[variable] = f"127.0.0.1:{slow}"
+import torch, torch.distributed as dist
+
+def client(port):
+    store = dist.TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
+    return dist.PrefixStore("outer", dist.PrefixStore("inner", store))
+
+writer, reader = client(slow), client(quick)
+for name, write in {
+    "set": lambda value: writer.set("set", value),
+    "append": lambda value: writer.append("append", value),
+    "multi_set": lambda value: writer.multi_set(["multi_set", "beside"], [value, value]),
+    "clone": lambda value: writer.clone().set("clone", value),
+}.items():
+    found = []
+    for value in ("a", "b"):
+        write(value)
+        found.append(reader.get(name).decode() if reader.check([name]) else "nothing")
+    print(name, *found)
+writer.queue_push("queue", "a")
+print("queue_push", reader.queue_len("queue"))
+own = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+own.set("of the program's own", "a")
+print("own", own.get("of the program's own").decode())
+"""
+
+
+@pytest.mark.parametrize("variable", ["MUSTER_STORE", "MUSTER_TORCHRUN_STORE"])
+def test_what_python_writes_is_there_when_the_write_returns(variable: str) -> None:
+    pytest.importorskip("torch.distributed")
+    rig = [sys.executable, "-m", "tests.scheduler.store.rig", "2", str(DELAY_S)]
+    with subprocess.Popen(rig, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stands:
+        assert stands.stdout is not None
+        ports = stands.stdout.readline().split()
+        said = subprocess.run(
+            [sys.executable, "-c", READS, variable, *ports], capture_output=True, text=True, timeout=100
+        )
+        stands.communicate("")
+    assert said.stdout.splitlines() == [
+        "set a b",
+        "append a ab",
+        "multi_set a b",
+        "clone a b",
+        "queue_push 1",
+        "own a",
+    ], said.stderr
