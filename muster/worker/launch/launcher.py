@@ -22,7 +22,7 @@ from muster.worker.errors import SIGTERM_EXIT_CODE, SettingsError
 from muster.worker.launch import fork
 from muster.worker.launch.door import INNER, OUTER, make_door, named
 from muster.worker.launch.plan import LaunchPlan, Recipe
-from muster.worker.launch.process import Child, Guardian, spawn, timestamp
+from muster.worker.launch.process import Child, Guardian, reap, spawn, timestamp
 from muster.worker.launch.report import (
     SUSPENDED,
     Ending,
@@ -290,9 +290,10 @@ class Launcher:
         """Kills everything at once: the launcher itself has failed."""
         for child in self._alive():
             child.signal(signal.SIGKILL)
-        for child in self._alive():
-            while not child.reap(self._guardian):
-                time.sleep(0.001)
+        while alive := self._alive():
+            for _ in reap(alive, self._guardian):
+                pass
+            time.sleep(0.001)
         self._close()
 
     def _close(self) -> None:
@@ -422,14 +423,13 @@ class Launcher:
         return more
 
     def _reap(self) -> None:
-        for child in self._all():
-            if child.reap(self._guardian):
-                while self._pump(child):
-                    pass
-                if child.open:  # something that left the group still holds the pipe
-                    self._selector.unregister(child.output)
-                    child.close()
-                self._ended(child)
+        for child in reap(self._all(), self._guardian):
+            while self._pump(child):
+                pass
+            if child.open:  # something that left the session still holds the pipe
+                self._selector.unregister(child.output)
+                child.close()
+            self._ended(child)
 
     def _ended(self, child: Child) -> None:
         code = child.returncode or 0

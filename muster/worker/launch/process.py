@@ -1,4 +1,4 @@
-"""A process that the launcher starts: group, output, end; and the guardian that outlives the launcher."""
+"""A process that the launcher starts: session, output, end; and the guardian that outlives the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,19 +45,60 @@ LAST_LINES = 20
 LAST_S = 1.0
 """How long the process that is killed last has for reporting the others' end."""
 
+LEFTOVERS_S = 5.0
+"""How long killed processes may take to end: one that waits for a disk or a GPU ends when that lets it."""
+
 _CHUNK = 1 << 16
 _RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 _FORWARDED_TOO = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.002
+
+
+def kill_sessions(leaders: Collection[int]) -> list[int]:
+    """Kills every process of the sessions that these processes have made, until none is left.
+
+    A session has all that its leader has started, in whatever process group and by whatever parent: the
+    processes of a DataLoader, the server that forks them. Only a process that makes a session of its own is
+    out of it. The number of a session is not given away while a process is in it, nor before its leader is
+    collected.
+
+    Returns:
+        The processes that have not ended within ``LEFTOVERS_S``, or may not be killed.
+    """
+    deadline = time.monotonic() + LEFTOVERS_S
+    # Until a look finds none: what one of them was about to start may have come after the look before.
+    while (members := list(_living(leaders))) and time.monotonic() < deadline:
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+    return members
+
+
+def _living(sessions: Collection[int]) -> Iterator[int]:
+    """The processes of these sessions that have not ended."""
+    for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of paths would take longer than the look
+        if not name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            pid = int(name)
+            if os.getsid(pid) in sessions and _state(pid) not in "ZX":
+                yield pid
+
+
+def _state(pid: int) -> str:
+    """The letter of a process's state, as in proc(5); Z: it has ended and is not collected yet."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
 
 
 class Guardian:
-    """Ends the launcher's process groups if the launcher itself is killed, so that there are no orphans.
+    """Ends what the launcher has started if the launcher itself is killed, so that there are no orphans.
 
     ``SIGKILL`` leaves the launcher no chance to clean up, and Linux's parent-death signal reaches only direct
     children (they have it too, should the guardian be killed as well). So a small process, forked before
     anything else is started, holds the read end of a pipe whose write end the launcher alone keeps open: when
-    that end closes, it kills every group that was announced and not withdrawn.
+    that end closes, it kills every session that was announced and not withdrawn.
 
     Args:
         pid: of that process.
@@ -78,17 +119,17 @@ class Guardian:
         os.close(read_end)
         return cls(pid, write_end)
 
-    def announce(self, group: int) -> None:
-        """Gives the guardian a process group to end; called in the child itself, so that there is no gap."""
-        self._write(b"+%d\n" % group)
+    def announce(self, leader: int) -> None:
+        """Gives the guardian a session to end; called in its leader itself, so that there is no gap."""
+        self._write(b"+%d\n" % leader)
 
-    def announce_last(self, group: int) -> None:
-        """Gives the guardian a process group to end a moment after the others."""
-        self._write(b"~%d\n" % group)
+    def announce_last(self, leader: int) -> None:
+        """Gives the guardian a session to end a moment after the others."""
+        self._write(b"~%d\n" % leader)
 
-    def withdraw(self, group: int) -> None:
-        """Takes an ended process group back: its number may be used again by others."""
-        self._write(b"-%d\n" % group)
+    def withdraw(self, leader: int) -> None:
+        """Takes an ended session back: its number may be used again by others."""
+        self._write(b"-%d\n" % leader)
 
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody killed it; the launcher can do without
@@ -99,7 +140,7 @@ class Guardian:
         os.close(self._write_end)
 
     def close(self) -> None:
-        """Ends the process; the launcher has ended every group itself."""
+        """Ends the process; the launcher has ended every session itself."""
         os.close(self._write_end)
         os.kill(self.pid, signal.SIGCONT)  # stopped it would be waited for without an end
         os.waitpid(self.pid, 0)
@@ -115,28 +156,27 @@ def _guard(read_end: int, write_end: int) -> None:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
-        first, last = _groups_left(read_end)
-        for groups, after_s in ((first, 0.0), (last, LAST_S)):
-            time.sleep(after_s if groups else 0.0)
-            for group in groups:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(group, signal.SIGKILL)
+        first, last = _sessions_left(read_end)
+        for leaders, after_s in ((first, 0.0), (last, LAST_S)):
+            if leaders:
+                time.sleep(after_s)
+                kill_sessions(leaders)
     finally:
         os._exit(0)
 
 
-def _groups_left(read_end: int) -> tuple[set[int], set[int]]:
-    """Reads process groups until the launcher is gone; returns those to kill at once and those later."""
+def _sessions_left(read_end: int) -> tuple[set[int], set[int]]:
+    """Reads sessions until the launcher is gone; returns those to kill at once and those later."""
     first: set[int] = set()
     last: set[int] = set()
     with os.fdopen(read_end, "rb") as lines:
         for line in lines:
-            group = int(line[1:])
+            leader = int(line[1:])
             if line.startswith(b"-"):
-                first.discard(group)
-                last.discard(group)
+                first.discard(leader)
+                last.discard(leader)
             else:
-                (first if line.startswith(b"+") else last).add(group)
+                (first if line.startswith(b"+") else last).add(leader)
     return first, last
 
 
@@ -217,19 +257,17 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, each)
 
-    def reap(self, guardian: Guardian) -> bool:
-        """Collects the process if it has ended; what is left of its group ends with it."""
+    def has_ended(self) -> bool:
+        """Whether the process has ended and is not collected yet."""
         if self.returncode is not None:
             return False
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
-        # Not collected yet, so the group's number cannot have gone to somebody else.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def collect(self, guardian: Guardian) -> None:
+        """Takes the exit code of a process that has ended."""
         _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
         guardian.withdraw(self.pid)
-        return True
 
     def words(self) -> LastWords:
         """The notes that it has made for the launcher so far."""
@@ -263,6 +301,23 @@ class Child:
             self.open = False
             os.close(self.output)
             os.close(self._log)
+
+
+def reap(children: Sequence[Child], guardian: Guardian) -> Iterator[Child]:
+    """Collects the processes that have ended, one after the other; what is left of their sessions ends first.
+
+    What still held the sockets of a killed worker would hide its end from the others, and keep its place.
+    """
+    ended = [child for child in children if child.has_ended()]
+    # Not collected yet, so that their numbers cannot have gone to others; and all of them in one look, since
+    # many may end in one moment.
+    left = kill_sessions({child.pid for child in ended}) if ended else []
+    if left:
+        pids = ", ".join(map(str, left[:8]))
+        ended[0].say(f"processes that a worker has started do not end, though they are killed: pid {pids}")
+    for child in ended:
+        child.collect(guardian)
+        yield child
 
 
 def timestamp() -> bytes:

@@ -212,11 +212,19 @@ def test_a_second_interrupt_kills_at_once(here: Place) -> None:
     assert launch.returncode == 128 + signal.SIGINT
 
 
+HELPER_PROCESSES = """
+import subprocess
+IN_ITS_GROUP = subprocess.Popen(["sleep", "600"])
+IN_ONE_OF_ITS_OWN = subprocess.Popen(["sleep", "600"], process_group=0)
+ORPHAN = int(subprocess.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True).stdout)
+HELPERS = IN_ITS_GROUP.pid, IN_ONE_OF_ITS_OWN.pid, ORPHAN
+"""
+
+
 @both_starts
 def test_nothing_survives_a_killed_launcher(here: Place, start: str) -> None:
     script = here.script(
-        HELPERS + "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
-        "tell('pids' + ME, f'{os.getpid()} {child.pid}')\nstay()"
+        HELPERS + HELPER_PROCESSES + "tell('pids' + ME, ' '.join(map(str, (os.getpid(), *HELPERS))))\nstay()"
     )
     launch = here.start("-n", "2", "--start", start, command=(PYTHON, script))
     pids = [int(pid) for name in ("pids0", "pids1") for pid in here.until(name).split()]
@@ -238,10 +246,26 @@ def test_no_worker_survives_a_launcher_that_is_killed_with_its_guardian(here: Pl
 
 
 def test_what_a_worker_leaves_behind_ends_with_it(here: Place) -> None:
-    script = here.script(HELPERS + "import subprocess\ntell('pid', subprocess.Popen(['sleep', '600']).pid)")
+    script = here.script(HELPERS + HELPER_PROCESSES + "tell('pids', ' '.join(map(str, HELPERS)))")
     code, _, _ = here.run("-n", "1", command=(PYTHON, script))
     assert code == 0
-    wait_for(lambda: gone(int(here.until("pid"))))
+    assert all(gone(int(pid)) for pid in here.until("pids").split())
+
+
+def test_a_killed_worker_is_not_started_again_before_all_that_it_had_started_is_gone(here: Place) -> None:
+    script = here.script(
+        HELPERS + "if not os.path.exists('pids'):\n"
+        f"    exec({HELPER_PROCESSES!r})\n"
+        "    tell('pids', ' '.join(map(str, HELPERS)))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from tests.worker.launch.launching import gone\n"
+        "print(*[gone(int(pid)) for pid in open('pids').read().split()])"
+    )
+    code, _, err = here.run(
+        "-n", "1", "--max-restarts", "1", command=(PYTHON, script), PYTHONPATH=str(ROOT)
+    )
+    assert code == 0, err
+    assert here.log("0") == "True True True\n"
 
 
 @both_starts
