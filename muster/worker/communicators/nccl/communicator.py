@@ -694,8 +694,8 @@ class NcclBackend(Backend):
         self.facts = {"nccl": f"{version // 10000}.{version // 100 % 100}.{version % 100}"}
         if version in _BREAK_ON_REBUILD:
             _log.warning(
-                "NCCL %s, as 2.28.3 to 2.28.8, may break when the survivors of a loss build the next communicator:"
-                " install 2.28.9 or later, or 2.27.",
+                "NCCL %s may break when survivors of a loss build the next communicator, as 2.28.3 to 2.28.8"
+                " do: install 2.28.9 or later, or 2.27.",
                 self.facts["nccl"],
             )
         self._device_index = device_index
