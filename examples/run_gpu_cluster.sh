@@ -47,8 +47,13 @@ if [ ! -f "$keys/config.json" ]; then
     "$python" -m muster certs init --dir "$keys" --password-file "$keys/password" > /dev/null
 fi
 keys=$(cd "$keys" && pwd)
-devices=$("$python" -c 'from muster.worker.launch.command import count_gpus
-print(count_gpus() or 2)')
+devices=$("$python" -c 'import os, sys
+from muster.worker.errors import SettingsError
+from muster.worker.launch.command import count_gpus, offered_devices
+try:
+    print(len(offered_devices(os.environ, "all", count_gpus())) or 2)
+except SettingsError as error:
+    sys.exit(str(error))') || exit 2
 
 export MS_WORKER_NUM="${MS_WORKER_NUM:-$devices}" MS_SCHED_HOST="${2:-127.0.0.1}"
 export MS_SCHED_PORT="${MS_SCHED_PORT:-6667}" MS_CONFIG_FILE="$keys/config.json"
