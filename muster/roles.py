@@ -24,7 +24,7 @@ def init(backend: str | None = None) -> Session:
     holds the session (``muster run --program torch``), it returns that: ranks and reports, no communicator.
 
     Args:
-        backend: "nccl", "tcp" or "gloo"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
+        backend: "nccl" or "tcp"; None: MS_BACKEND, else "nccl" where there are GPUs, else "tcp".
 
     Returns:
         The session, which is also the default one of the functions of this package.
