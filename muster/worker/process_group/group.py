@@ -646,7 +646,14 @@ class GroupNamedGloo(MusterProcessGroup):
     class _Options:
         """What torch sets here is of no effect."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        **_options: object,  # of Gloo's, more in each torch
+    ) -> None:
         self.options = self._Options()
         super().__init__(store, rank, size, timeout)
 
