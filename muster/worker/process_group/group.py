@@ -9,8 +9,10 @@ import atexit
 import contextlib
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +32,7 @@ from muster.worker.errors import (
     WorkerError,
 )
 from muster.worker.process_group.assignment import KEY, Handover
+from muster.worker.process_group.callbacks import PROGRAM, Callbacks, caller
 from muster.worker.process_group.meeting import close_stations, meet, open_station
 from muster.worker.process_group.works import GroupWork, MessageWork
 
@@ -94,16 +97,48 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     def _open(self, membership: Membership, endpoint: Any, path: str, timeout_s: float) -> None:
         self.membership = membership
-        self._queue = WorkQueue(f"muster-{membership.group}")
-        self._communicator = TcpCommunicator(membership, endpoint, path=path, timeout_s=timeout_s)
+        self._endpoint, self._path = endpoint, path
+        self._lanes: dict[str, _Lane] = {}
+        self._lanes_lock = threading.Lock()
+        self._running = threading.local()
+        communicator = TcpCommunicator(membership, endpoint, path=path, timeout_s=timeout_s)
         self._messages = Messages(
-            membership, endpoint, path=path, timeout_s=timeout_s, others=self._communicator.links
+            membership, endpoint, path=path, timeout_s=timeout_s, others=communicator.links
         )
         try:
-            self._communicator.bring_up(timeout_s, lambda: None)
+            communicator.bring_up(timeout_s, lambda: None)
         except BaseException:
             self._messages.close()
             raise
+        self._lanes[PROGRAM] = self._make_lane(PROGRAM, communicator)
+
+    def _make_lane(self, of: str, communicator: TcpCommunicator) -> _Lane:
+        queue = WorkQueue(f"muster-{self.membership.group}")
+        return _Lane(communicator, queue, Callbacks(self._path, of), is_up=of == PROGRAM)
+
+    def _lane(self) -> _Lane:
+        """That of who calls; made when somebody first does."""
+        of = caller()
+        with self._lanes_lock:
+            lane = self._lanes.get(of)
+            if lane is None:
+                timeout_s = self._lanes[PROGRAM].communicator.timeout_s
+                path = f"{self._path}/{of}"
+                communicator = TcpCommunicator(
+                    self.membership, self._endpoint, path=path, timeout_s=timeout_s
+                )
+                lane = self._lanes[of] = self._make_lane(of, communicator)
+            return lane
+
+    def _all_lanes(self) -> list[_Lane]:
+        with self._lanes_lock:
+            return list(self._lanes.values())
+
+    @property
+    def _communicator(self) -> TcpCommunicator:
+        """That of the collective which this thread runs."""
+        communicator: TcpCommunicator = self._running.communicator
+        return communicator
 
     # ------------------------------------------------------------ what torch asks
 
@@ -141,7 +176,9 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Changes the deadline of what is called from now on."""
-        self._communicator.timeout_s = self._messages.timeout_s = timeout.total_seconds()
+        self._messages.timeout_s = timeout.total_seconds()
+        for lane in self._all_lanes():
+            lane.communicator.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -151,26 +188,39 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
             return
         error = CommunicatorAbortedError("The process group was aborted.")
         self._messages.abort(error)
-        self._communicator.abort(error)
+        for lane in self._all_lanes():
+            lane.communicator.abort(error)
         _opened.pop(id(self), None)
 
     def shutdown(self) -> None:
         """Ends the group after what was called before; idempotent."""
         if self._closed or self._is_inherited:
             return
+        while not self._idle:  # callbacks may call more
+            for lane in self._all_lanes():
+                lane.queue.close()
+                lane.callbacks.drain(lane.communicator.timeout_s)
+            if caller() != PROGRAM:
+                break  # a callback ends it, and does not wait for itself
         self._closed = True
-        self._queue.close()
         self._messages.close()
-        with contextlib.suppress(WorkerError):
-            self._communicator.close()
+        for lane in self._all_lanes():
+            lane.queue.close()
+            lane.callbacks.close()
+            with contextlib.suppress(WorkerError):
+                lane.communicator.close()
         _opened.pop(id(self), None)
 
     def end(self) -> None:
         """Ends the group without waiting for what others have not called."""
-        if self._queue.idle:
+        if self._idle:
             self.shutdown()
         else:
             self.abort()
+
+    @property
+    def _idle(self) -> bool:
+        return all(lane.queue.idle and lane.callbacks.idle for lane in self._all_lanes())
 
     # ------------------------------------------------------------ running
 
@@ -197,24 +247,37 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
     def _run(self, action: Callable[[], None], opts: Any, results: Sequence[Tensor]) -> GroupWork:
         """Does something now if the caller waits anyway, else in the group's thread, in order."""
         self._check()
-        work = GroupWork(results)
+        lane = self._lane()
+        work = GroupWork(results, lane.callbacks)
         mode = _mode()
 
         def run() -> None:
+            self._running.communicator = lane.communicator
             try:
+                if not lane.is_up:
+                    lane.communicator.bring_up(lane.communicator.timeout_s, lambda: None)
+                    lane.is_up = True
                 with mode():
                     action()
             except Exception as error:
+                self._fail_others(lane, error)
                 work.finish(error)
             else:
                 work.finish()
 
-        if self._queue.idle and not getattr(opts, "asyncOp", True):
+        if lane.queue.idle and not getattr(opts, "asyncOp", True):
             run()
             work.wait()
         else:
-            self._queue.put(run)
+            lane.queue.put(run)
         return work
+
+    def _fail_others(self, failed: _Lane, error: Exception) -> None:
+        """Makes the group unusable for all callers."""
+        if isinstance(error, WorkerError) and not isinstance(error, ArrayError):
+            for lane in self._all_lanes():
+                if lane is not failed:
+                    lane.communicator.abort(error)
 
     # ------------------------------------------------------------ reductions
 
@@ -475,7 +538,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """See torch."""
-        return self._run(self._communicator.barrier, opts or dist.BarrierOptions(), [])
+        return self._run(lambda: self._communicator.barrier(), opts or dist.BarrierOptions(), [])
 
     # ------------------------------------------------------------ messages
 
@@ -509,7 +572,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
                 for flat in flats:
                     flat.finish()
 
-        return MessageWork(messages, tensors, filled if writes else None)
+        return MessageWork(messages, tensors, self._lane().callbacks, filled if writes else None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Returns when all ranks have called it; says which have not.
@@ -563,13 +626,34 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         return [rank for rank, flag in enumerate(answer) if flag]
 
 
+@dataclass
+class _Lane:
+    """What one caller's collectives take: connections of their own, in an order of their own.
+
+    Attributes:
+        is_up: the connections stand; those of callbacks are made with their first collective.
+    """
+
+    communicator: TcpCommunicator
+    queue: WorkQueue
+    callbacks: Callbacks
+    is_up: bool
+
+
 class GroupNamedGloo(MusterProcessGroup):
     """A group of Muster's where torch makes one of Gloo, with what it sets and calls there."""
 
     class _Options:
         """What torch sets here is of no effect."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        **_options: object,  # of Gloo's, more in each torch
+    ) -> None:
         self.options = self._Options()
         super().__init__(store, rank, size, timeout)
 

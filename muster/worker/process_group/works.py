@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed import Work
 
 from muster.worker.errors import CollectiveTimeoutError
+from muster.worker.process_group.callbacks import CallbackFuture, Callbacks
 
 if TYPE_CHECKING:
     from muster.worker.communicators.tcp.messages import Message
@@ -25,11 +25,15 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
 
     Args:
         tensors: its results.
+        callbacks: of who has called it.
+        ordered: callbacks run in the order in which they are attached; else whenever it is over.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], callbacks: Callbacks, *, ordered: bool = True) -> None:
         super().__init__()
         self._tensors = list(tensors)
+        self._callbacks = callbacks
+        self._ordered = ordered
         self._over = threading.Event()
         self._error: Exception | None = None
         self._future: Any = None
@@ -42,7 +46,7 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
             self._over.set()
             future = self._future
         if future is not None:
-            future.set_result(None)
+            self._callbacks.complete(lambda: self._complete(future))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Waits until the results are there.
@@ -86,18 +90,16 @@ class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
         """A future of the tensors; what it failed with is raised by whatever waits for that."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
-                over = self._over.is_set()
-            else:
-                over = False
-        if over:
-            self._future.set_result(None)
-        return self._future.then(lambda _: self._outcome())
+                self._future = CallbackFuture(self._callbacks, ordered=self._ordered)
+                if self._over.is_set():
+                    self._complete(self._future)
+        return self._future
 
-    def _outcome(self) -> list[Tensor]:
+    def _complete(self, future: Any) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._tensors
+            future.fail(self._error)
+        else:
+            future.set_result(self._tensors)
 
 
 class MessageWork(GroupWork):
@@ -106,13 +108,18 @@ class MessageWork(GroupWork):
     Args:
         messages: all of them must be over.
         tensors: that are sent or filled.
+        callbacks: of who has called for it.
         filled: called when they are, before anybody who waits goes on.
     """
 
     def __init__(
-        self, messages: Sequence[Message], tensors: Sequence[Tensor], filled: Callable[[], None] | None = None
+        self,
+        messages: Sequence[Message],
+        tensors: Sequence[Tensor],
+        callbacks: Callbacks,
+        filled: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(tensors)
+        super().__init__(tensors, callbacks, ordered=False)
         self._messages = messages
         self._left = len(messages)
         self._filled = filled

@@ -74,6 +74,7 @@ class DataParallel(ModuleWrapper):
             cleared before the next pass; accumulate in :meth:`no_sync`.
         parameter_broadcast: take parameters and buffers from rank 0 now.
         broadcast_buffers: keep buffers equal to rank 0's.
+        forward_sync_buffers: the same, by the name that torch 2.15 has for it; it decides where it is given.
         elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
         weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
             masters, which ``parameters()`` gives to the optimizer then. Faster than autocast. All
@@ -112,6 +113,7 @@ class DataParallel(ModuleWrapper):
         gradients_mean: bool = True,
         parameter_broadcast: bool = True,
         broadcast_buffers: bool = True,
+        forward_sync_buffers: bool | None = None,
         elastic: bool = False,
         weights: str | None = None,
         compression: str | None = None,
@@ -121,6 +123,8 @@ class DataParallel(ModuleWrapper):
         in_place_bytes: int = DEFAULT_IN_PLACE_BYTES,
     ) -> None:
         super().__init__(module)
+        if forward_sync_buffers is not None:
+            broadcast_buffers = forward_sync_buffers
         self._settings = {
             "gradients_mean": gradients_mean,
             "broadcast_buffers": broadcast_buffers,

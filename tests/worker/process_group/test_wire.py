@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,21 @@ def test_no_tensor_object_or_message_is_on_the_wire_in_plain_text(
     with Recorder(marker).recording() as recorder:
         assert ranks.run(2, pki, tmp_path, talk, marker, backend=backend) == [kind, kind]
     assert (recorder.found > 0) is plain
+
+
+def makes_one_with_options_of_a_newer_torch(rank: int, file: str) -> float:
+    group = dist.ProcessGroupGloo(
+        dist.FileStore(file, 2), rank, 2, timeout=timedelta(seconds=60), enable_reconfigure=False, newer=True
+    )
+    x = torch.ones(2)
+    group.allreduce([x]).wait()
+    return float(x[0])
+
+
+def test_options_of_gloo_s_that_are_not_known_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MS_TORCH_GLOO", "muster")
+    pki = Pki.make(tmp_path / "keys")
+    run = makes_one_with_options_of_a_newer_torch
+    assert ranks.run(2, pki, tmp_path, run, str(tmp_path / "another"), backend="gloo") == [2.0, 2.0]
