@@ -42,8 +42,9 @@ def main(argv: Sequence[str]) -> int:
         say(str(error))
         return error.exit_code
     from muster.worker.launch.command import main as run
+    from muster.worker.launch.fork import own_flags
 
-    command = [sys.executable, "-m", "muster.train", *rest]
+    command = [sys.executable, *own_flags(), "-m", "muster.train", *rest]
     return run(["-n", options.workers, "--scheduler", *certificates, "--", *command])
 
 
@@ -56,7 +57,19 @@ def _certificates() -> list[str]:
         say(f"making certificates for this machine in {KEYS}/")
         # Passwords of other jobs that the environment names must not become those of these files.
         env = {name: value for name, value in os.environ.items() if "_PASSWORD" not in name}
-        init = ("-m", "muster", "certs", "init", "--dir", str(KEYS), "--password-file", str(password))
+        from muster.worker.launch.fork import own_flags
+
+        init = (
+            *own_flags(),
+            "-m",
+            "muster",
+            "certs",
+            "init",
+            "--dir",
+            str(KEYS),
+            "--password-file",
+            str(password),
+        )
         done = subprocess.run(
             [sys.executable, *init], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
