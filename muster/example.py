@@ -14,6 +14,7 @@ from muster.version import how_to_install
 from muster.worker.errors import SettingsError, WorkerError
 from muster.worker.launch.command import count_gpus, offered_devices
 from muster.worker.launch.command import main as run
+from muster.worker.launch.fork import own_flags
 from muster.worker.launch.options import count
 from muster.worker.launch.screen import say
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if why:
         say(why)
-    command = [sys.executable, "-m", "muster.train", *rest]
+    command = [sys.executable, *own_flags(), "-m", "muster.train", *rest]
     return run(
         ["-n", str(options.workers), "--devices", devices, "--scheduler", *certificates, "--", *command]
     )
@@ -91,7 +92,19 @@ def _certificates() -> list[str]:
         say(f"making certificates for this machine in {KEYS}/")
         # Passwords of other jobs that the environment names must not become those of these files.
         env = {name: value for name, value in os.environ.items() if "_PASSWORD" not in name}
-        init = ("-m", "muster", "certs", "init", "--dir", str(KEYS), "--password-file", str(password))
+        from muster.worker.launch.fork import own_flags
+
+        init = (
+            *own_flags(),
+            "-m",
+            "muster",
+            "certs",
+            "init",
+            "--dir",
+            str(KEYS),
+            "--password-file",
+            str(password),
+        )
         done = subprocess.run(
             [sys.executable, *init], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

@@ -73,7 +73,9 @@ def main(argv: Sequence[str]) -> int:
         from muster.worker.launch import command as launch_command
 
         own = ["--size-mib", str(options.size_mib), "--partners", str(options.partners)]
-        return launch_command.main([*rest, "--", sys.executable, "-m", "muster", "check", *own])
+        from muster.worker.launch.fork import own_flags
+
+        return launch_command.main([*rest, "--", sys.executable, *own_flags(), "-m", "muster", "check", *own])
     code = _as_worker(options, rest)
     # All is said and released. gRPC's own threads can make the interpreter hang at its end, rarely.
     return launch_fork.leave(code)

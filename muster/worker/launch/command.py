@@ -62,7 +62,10 @@ REBUILDS = "on_new_generation"
 
 SHELLS = frozenset(("bash", "dash", "ksh", "sh", "zsh"))
 LAUNCHERS = frozenset(("accelerate", "deepspeed"))
-PYTHON_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-OO", "-s", "-S")
+PYTHON_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-OO", "-P", "-s", "-S")
+
+HIDDEN_BY_SCRIPTS = ("google", "grpc", "numpy", "queue")
+"""Modules that every worker imports and whose names scripts have, too."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,6 +101,8 @@ def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitSt
     here = look(options, dict(env), held, count_gpus())
     plan = plan_launch(options, here)
     _check_python(_resolved(options.command, env), env)
+    if tuple(here.command) == _resolved(options.command, env):  # an agent keeps Muster's modules apart
+        _check_neighbours(here.command)
     if plan.scheduler is not None:
         check_port(*plan.address)
     password = _ask_password(plan, here)
@@ -134,6 +139,7 @@ def look(
         names=frozenset(local_names(filter(None, [request.meeting, *(host.name for host in request.hosts)]))),
         directory=Path.cwd(),
         python=sys.executable,
+        python_flags=launch_fork.own_flags(),
         devices=_offered(options, env, gpus, table_of_devices),
         table_devices=table_of_devices,
         cores=cores(),
@@ -223,6 +229,25 @@ def _check_python(command: Sequence[str], env: Mapping[str, str]) -> None:
         )
 
 
+def _check_neighbours(command: Sequence[str]) -> None:
+    """Refuses a script beside which a file hides a module that Muster imports in the script's process.
+
+    Raises:
+        SettingsError: there is such a file.
+    """
+    script = _script(command)
+    if script is None or "-m" in command or "-P" in command:
+        return
+    for name in HIDDEN_BY_SCRIPTS:
+        for path in (script.parent / f"{name}.py", script.parent / name / "__init__.py"):
+            if path.is_file():
+                raise SettingsError(
+                    f"{path} hides the module {name}, which every worker imports: Python looks beside"
+                    " the script first.",
+                    remedy="Rename it.",
+                )
+
+
 def _resolved(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the command as it will be run; a bare Python script is run by this Python."""
     program = command[0]
@@ -237,6 +262,8 @@ def why_not_forked(command: Sequence[str], env: Mapping[str, str]) -> str:
     """Why this command cannot be started as a fork; empty if it can."""
     if len(command) < 2 or not is_this_python(command[0], env):
         return "the command is not run by this Python"
+    if command[1] == launch_fork.SAFE_PATH:
+        command = (command[0], *command[2:])
     if command[1] == "-m":
         return "" if len(command) > 2 and not command[2].startswith("-") else "-m names no module"
     if command[1].startswith("-") or not command[1].endswith(".py") or not Path(command[1]).is_file():
@@ -287,7 +314,7 @@ def with_agent(command: Sequence[str], kind: str) -> tuple[str, ...]:
         return tuple(command)
     if kind == "jax":
         command = _with_jax(command)
-    return (sys.executable, "-m", "muster.worker.store.agent", "--", *command)
+    return (sys.executable, *launch_fork.own_flags(), "-m", "muster.worker.store.agent", "--", *command)
 
 
 _WORDS = re.compile(r"[\s'\";&|()]+")

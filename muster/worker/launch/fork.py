@@ -24,8 +24,22 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
+import muster
 from muster.worker.ending import exit_noted, set_title
 from muster.worker.launch.plan import Recipe
+
+SAFE_PATH = "-P"
+"""Python's option that keeps the working directory, and the script's, off the module path."""
+
+
+def own_flags() -> tuple[str, ...]:
+    """Python's options for Muster's own programs: no ``queue.py`` in the working directory harms them.
+
+    None where Muster itself is only found there, as by ``python -m muster`` in a checkout.
+    """
+    found_by = Path(sys.path[0] or os.curdir).resolve()
+    return () if found_by == Path(muster.__file__).resolve().parents[1] else (SAFE_PATH,)
+
 
 WARM_MODULES = (
     "numpy",
@@ -106,7 +120,8 @@ def become(recipe: Recipe) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     _reseed()
-    argv = recipe.argv
+    argv, safe = recipe.argv, recipe.argv[1] == SAFE_PATH
+    argv = (argv[0], *argv[2:]) if safe else argv
     who = f"rank {recipe.label}" if recipe.label.isdecimal() else f"worker {recipe.label}"
     who = recipe.label if recipe.last else who  # an uplink
     set_title(who, argv[2] if argv[1] == "-m" else argv[1])
@@ -117,7 +132,7 @@ def become(recipe: Recipe) -> None:
     try:
         with exit_noted():
             if argv[1] == "-m":
-                _run_module(argv[2], argv[3:])
+                _run_module(argv[2], argv[3:], safe=safe)
             else:
                 _run_script(argv[1], argv[1:], main)
     except SystemExit:
@@ -153,9 +168,10 @@ def _run_script(script: str, argv: Sequence[str], main: types.ModuleType) -> Non
     exec(code, main.__dict__)
 
 
-def _run_module(name: str, argv: Sequence[str]) -> None:
+def _run_module(name: str, argv: Sequence[str], *, safe: bool) -> None:
     sys.argv[:] = ["-m", *argv]
-    sys.path[0] = os.getcwd()  # noqa: PTH109
+    if not safe:
+        sys.path[0] = os.getcwd()  # noqa: PTH109
     for loaded in (name, f"{name}.__main__"):  # by the launcher; runpy would warn of it
         if not hasattr(sys.modules.get(loaded), "__path__"):
             sys.modules.pop(loaded, None)

@@ -360,6 +360,7 @@ class Surroundings:
         names: what a host list may call this host.
         directory: the working directory.
         python: the interpreter that runs the launcher.
+        python_flags: its options for Muster's own programs.
         devices: what workers may have, as CUDA_VISIBLE_DEVICES takes it; empty: CPU workers.
         table_devices: what a rank table calls this host's devices.
         cores: those that the launcher may use.
@@ -376,6 +377,7 @@ class Surroundings:
     names: frozenset[str] = frozenset()
     directory: Path = Path("/")
     python: str = "python"
+    python_flags: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     table_devices: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
@@ -540,7 +542,7 @@ def _scheduler_recipe(
         "MS_WORKER_NUM": str(layout.world_size),
     }
     hidden = _hidden(SERVER_PASSWORD, CLIENT_PASSWORD, options)
-    argv = (here.python, "-m", "muster.scheduler")
+    argv = (here.python, *here.python_flags, "-m", "muster.scheduler")
     return Recipe("scheduler", argv, env, "scheduler.log", hidden, quiet="scheduler" not in shown)
 
 
@@ -562,7 +564,7 @@ def _uplink_recipe(
     label = f"uplink_{first.host}" if layout.world_size > layout.local_size else "uplink"
     return Recipe(
         label,
-        (here.python, "-m", "muster.worker.uplink"),
+        (here.python, *here.python_flags, "-m", "muster.worker.uplink"),
         {**own, **_password(CLIENT_PASSWORD, options, here)},
         f"{label}.log",
         _hidden(CLIENT_PASSWORD, SERVER_PASSWORD, options),

@@ -43,8 +43,8 @@ class LastWords:
 
     @property
     def failed(self) -> bool:
-        """Whether it said what ended it, and that this did not come from what others did."""
-        return bool(self.error) and not self.consequence
+        """Whether it said what ended it, and that this was no leave and did not come from what others did."""
+        return bool(self.error) and not self.consequence and not self.left
 
 
 def read_words(text: str) -> LastWords:

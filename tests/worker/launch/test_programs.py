@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,9 +41,14 @@ def test_a_script_that_imports_torch_and_not_muster_gets_an_agent(
     script = tmp_path / "train.py"
     script.write_text(source)
     command = [*words, str(script), "--epochs", "3"]
-    made = with_agent(command, "auto")
+    made = started(command, "auto")
     assert list(made[-len(command) :]) == command
     assert (made[1:4] == ("-m", "muster.worker.store.agent", "--")) is agent
+
+
+def started(command: Sequence[str], kind: str) -> tuple[str, ...]:
+    """The command with its agent, whether or not this test's Python finds Muster in the working directory."""
+    return tuple(word for word in with_agent(command, kind) if word != "-P")
 
 
 def test_modules_and_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,12 +56,12 @@ def test_modules_and_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Path("jobs").mkdir()
     Path("jobs/ddp.py").write_text("import torch\n")
     agent = ("-m", "muster.worker.store.agent")
-    assert with_agent(["python", "-m", "jobs.ddp"], "auto")[1:3] == agent
-    assert with_agent(["python", "-m", "jobs.none"], "auto") == ("python", "-m", "jobs.none")
+    assert started(["python", "-m", "jobs.ddp"], "auto")[1:3] == agent
+    assert started(["python", "-m", "jobs.none"], "auto") == ("python", "-m", "jobs.none")
     assert with_agent(["bash", "none.sh"], "auto") == ("bash", "none.sh")
     assert with_agent(["bash", "-c", "python jobs/ddp.py"], "auto")[0] == "bash"
-    assert with_agent(["bash", "run.sh"], "torch")[1:3] == agent
-    assert with_agent(["accelerate", "launch", "x.py"], "auto")[1:3] == agent
+    assert started(["bash", "run.sh"], "torch")[1:3] == agent
+    assert started(["accelerate", "launch", "x.py"], "auto")[1:3] == agent
     assert with_agent(["python", "-m", "jobs.ddp"], "muster") == ("python", "-m", "jobs.ddp")
 
 
