@@ -261,9 +261,7 @@ def test_a_killed_worker_is_not_started_again_before_all_that_it_had_started_is_
         "from tests.worker.launch.launching import gone\n"
         "print(*[gone(int(pid)) for pid in open('pids').read().split()])"
     )
-    code, _, err = here.run(
-        "-n", "1", "--max-restarts", "1", command=(PYTHON, script), PYTHONPATH=str(ROOT)
-    )
+    code, _, err = here.run("-n", "1", "--max-restarts", "1", command=(PYTHON, script), PYTHONPATH=str(ROOT))
     assert code == 0, err
     assert here.log("0") == "True True True\n"
 
