@@ -148,6 +148,7 @@ def watch_the_end(end: Callable[[BaseException | None], None], was_interrupted: 
     if _script.end is not None:
         return
     _script.end, _script.was_interrupted = end, was_interrupted
+    os.register_at_fork(after_in_child=_forget_the_end)
     if sys.excepthook is not _on_exception:
         _script.hook, sys.excepthook = sys.excepthook, _on_exception
     leave = sys.exit
@@ -161,6 +162,11 @@ def watch_the_end(end: Callable[[BaseException | None], None], was_interrupted: 
         if hasattr(builtins, name):
             setattr(builtins, name, exit_noting_its_code)
     atexit.register(_at_exit)
+
+
+def _forget_the_end() -> None:
+    """Lets a forked child end as its own: it has not the threads that would say goodbye, nor the right to."""
+    _script.end = None
 
 
 def note_exit(code: str | int | None, trace: TracebackType | None = None) -> None:

@@ -20,6 +20,7 @@ from muster.rendezvous.patience import TRY_S
 from muster.worker.config import Settings
 from muster.worker.control import events as e
 from muster.worker.errors import SecurityError, SettingsError
+from muster.worker.forking import not_for_children_to
 
 if TYPE_CHECKING:
     from muster.certs.pki.peer import Peer
@@ -282,6 +283,7 @@ def _channel(settings: Settings, credentials: Any, name: str | None, count: int)
         *client_options(settings.node_timeout_s, schedulers=count),
         ("grpc.max_receive_message_length", 64 << 20),
     ]
+    not_for_children_to(settings.scheduler_hosts[0], settings.scheduler_port)
     address = settings.scheduler_address
     if credentials is None:
         return grpc.insecure_channel(address, options)

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 
 from muster.worker.config import Settings
 from muster.worker.control.connection import Dial, Stream
+from muster.worker.forking import not_for_children
 from muster.worker.launch.door import OUTER, inherited
 from muster.worker.uplink.frames import HEAD, MAX_FROM_UPLINK_BYTES, Kind, decode_end, frame, request_of
 
@@ -82,6 +83,8 @@ class _Dialing:
 
     def _stream_on(self, end: socket.socket, outbox: SimpleQueue[bytes | None]) -> Stream:
         out = end.dup()  # each thread closes what it uses itself
+        for each in (end, out):
+            not_for_children(each)
         whole = threading.Lock()  # a frame is written as a whole
         taken = threading.Lock()  # by the reader, which closes ``end``, or by what closes the stream before
 

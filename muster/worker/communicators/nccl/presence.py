@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable
 
 from muster.worker.communicators.base import Membership, Peer
+from muster.worker.forking import not_for_children
 
 _NONCE_BYTES = 16
 _QUESTION_BYTES = _NONCE_BYTES + 32
@@ -38,6 +39,7 @@ class Presence:
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=16)
+        not_for_children(self._listener)
         host, port = self._listener.getsockname()[:2]
         self.endpoint = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
         self._key: bytes | None = None

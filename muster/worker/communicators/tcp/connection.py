@@ -30,6 +30,7 @@ from typing import cast
 from muster.rendezvous.log_lines import one_line
 from muster.worker.communicators.tcp.records import RECORD_BYTES, RecordLayer, RecordLayerError
 from muster.worker.errors import CommunicatorError
+from muster.worker.forking import not_for_children
 
 RECORD = 16384
 """Most bytes in one TLS record: reads and writes go in pieces of this size."""
@@ -275,6 +276,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, peer: int, records: RecordLayer | None = None) -> None:
         sock.setblocking(False)
+        not_for_children(sock)
         self.sock = sock
         self.fd = sock.fileno()
         self.peer = peer

@@ -39,6 +39,7 @@ from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.connection import Connection
 from muster.worker.communicators.tcp.records import RecordLayer, application_traffic_secrets
 from muster.worker.errors import CommunicatorError, SecurityError, WorkerError
+from muster.worker.forking import not_for_children
 
 _LOG = logging.getLogger("muster.tcp")
 _FIRST_RETRY_S = 0.02
@@ -1073,6 +1074,7 @@ def _listener(family: int, address: tuple[object, ...]) -> socket.socket:
     except OSError:
         listener.close()
         raise
+    not_for_children(listener)
     listener.setblocking(False)
     return listener
 

@@ -1,0 +1,85 @@
+"""What a child that a worker forks lets go of: the sockets by which others see that the worker lives.
+
+A forked child holds copies of all descriptors. While it does, the kernel ends no connection of a worker that
+is killed: the scheduler and the peers would wait until they have not heard of it for long. A launcher kills
+what its dead worker has started; without one, and before that, children let go when they begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from weakref import WeakSet
+
+_sockets: WeakSet[socket.socket] = WeakSet()
+_schedulers: set[tuple[str, int]] = set()
+
+
+def not_for_children(sock: socket.socket) -> None:
+    """Has children that this process forks let go of a socket."""
+    _watch_forks()
+    _sockets.add(sock)
+
+
+def not_for_children_to(host: str, port: int) -> None:
+    """Has children that this process forks let go of connections to a scheduler: gRPC's C code makes them."""
+    _watch_forks()
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        _schedulers.update((_plain(str(address[0])), port) for *_, address in found)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    """Puts /dev/null in the sockets' places.
+
+    So the child's objects may still be closed: their numbers go to no other file before. Nothing is shut
+    down, which would end the parent's connections.
+    """
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in {*(each.fileno() for each in _sockets), *_to_schedulers()}:
+            with contextlib.suppress(OSError):  # closed already
+                os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+
+def _to_schedulers() -> Iterator[int]:
+    """The descriptors of connections to a scheduler."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        descriptor = int(entry.name)
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _peer(descriptor) in _schedulers:
+                yield descriptor
+
+
+def _peer(descriptor: int) -> tuple[str, int] | None:
+    """The address at the other end of a TCP connection; None: it is none."""
+    sock = socket.socket(fileno=descriptor)
+    try:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        host, port = sock.getpeername()[:2]
+        return _plain(host), port
+    finally:
+        sock.detach()
+
+
+def _plain(host: str) -> str:
+    """An address as it is compared: gRPC connects to IPv4 by IPv6's sockets."""
+    with contextlib.suppress(ValueError):
+        address = ip_address(host.partition("%")[0])
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return str(address)
+    return host
