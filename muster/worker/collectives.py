@@ -1,9 +1,10 @@
 """Collectives and groups of the default session, for scripts: arrays in, arrays out.
 
-Arrays are C-contiguous: NumPy arrays and torch tensors on the CPU with the backend ``tcp``;
-CuPy, torch or whatever has ``__cuda_array_interface__`` or DLPack with ``nccl``. Numbers and lists become
-NumPy arrays. Every rank of a group must call the same collectives in the same order with the same dtype and
-shape.
+Arrays are C-contiguous: NumPy arrays and torch tensors on the CPU with all backends; with ``nccl`` also those
+on the worker's GPU, of CuPy, torch or whatever has ``__cuda_array_interface__`` or DLPack. Those on the CPU
+go over ``tcp`` then, by connections that open at the first such call; not in a CUDA graph, nor in
+:func:`group`. Numbers and lists become NumPy arrays. Every rank of a group must call the same collectives in
+the same order with the same dtype and shape.
 
 With ``tcp`` float16 and bfloat16 are combined in float32, a mean divided there, and rounded
 once, at the end, to the nearest value (of two equally near the even one, as torch rounds). NCCL rounds in
@@ -15,7 +16,8 @@ return a new array, or fill ``out``, which for ``all_reduce`` and ``reduce`` may
 Raises:
     NotInitializedError: there is no session.
     ArrayError: the array cannot be used; raised before anything is sent.
-    CollectiveMismatchError: the ranks disagree on what they called; names who called what. With ``tcp`` only.
+    CollectiveMismatchError: the ranks disagree on what they called; names who called what. With ``tcp`` only,
+        and for arrays on the CPU with ``nccl``.
     CollectiveTimeoutError: MS_COLLECTIVE_TIMEOUT is over, in the same step for the second time or without a
         scheduler; names the ranks waited for. The first time it is MembershipChanged: those ranks are waited
         for in the next generation. See below for ``nccl``.

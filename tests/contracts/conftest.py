@@ -33,7 +33,9 @@ def write_certificates(directory: Path) -> None:
     (directory / "client.p12").write_bytes(authority.issue(Identity(JOB, "worker")).p12(PASSWORD))
 
 
-@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.gpu) if n == "nccl" else n for n in KIT_NAMES])
+@pytest.fixture(
+    params=[pytest.param(n, marks=pytest.mark.gpu) if n.startswith("nccl") else n for n in KIT_NAMES]
+)
 def backend(request: pytest.FixtureRequest) -> Kit:
     """Each backend that can run here."""
     name = str(request.param)

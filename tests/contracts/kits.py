@@ -16,7 +16,7 @@ import numpy.typing as npt
 from muster.worker.communicators import create_backend
 from muster.worker.communicators.base import Backend, ReduceOp
 
-KIT_NAMES = ("tcp", "tcp-plain", "nccl")
+KIT_NAMES = ("tcp", "tcp-plain", "following", "nccl", "nccl-cpu")
 JOB = "contract"
 PASSWORD = b"contract suite"
 ALL_DTYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
@@ -78,14 +78,18 @@ def kit(name: str) -> Kit:
         return TlsKit("tcp", "tcp")
     if name == "tcp-plain":
         return Kit("tcp-plain", "tcp")
-    from tests.gpu.contract_kit import NcclKit  # type: ignore[import-not-found,unused-ignore]
+    if name == "following":
+        from tests.contracts.following_kit import FollowingKit
 
-    return cast("Kit", NcclKit())
+        return FollowingKit()
+    from tests.gpu.contract_kit import NcclCpuKit, NcclKit  # type: ignore[import-not-found,unused-ignore]
+
+    return cast("Kit", NcclCpuKit() if name == "nccl-cpu" else NcclKit())
 
 
 def missing(name: str) -> str | None:
     """Why a kit cannot run here; None if it can."""
-    if name == "nccl":
+    if name.startswith("nccl"):
         if importlib.util.find_spec("tests.gpu") is None or importlib.util.find_spec("cupy") is None:
             return "no GPUs here"
         if importlib.util.find_spec("tests.gpu.contract_kit") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import threading
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from muster.worker.communicators.base import Membership, PreMultipliedSum, ReduceOp
+from muster.worker.communicators.following import FollowingBackend
 from muster.worker.communicators.nccl.communicator import NcclBackend
+from muster.worker.communicators.tcp.communicator import TcpBackend
 from muster.worker.errors import (
     ArrayError,
     CollectiveMismatchError,
@@ -718,23 +721,17 @@ def check_several_ids(comm: Any, ids: tuple[bytes, ...]) -> None:
     comm.barrier()
 
 
-def check_formation_deadline(comm: Any, ids: tuple[bytes, ...]) -> str:
+def check_formation_deadline(comm: Any) -> str:
     """A member that never comes is named when the deadline is over."""
-    backend = NcclBackend(device_index=comm.device_index)
+    backend = FollowingBackend(NcclBackend(device_index=comm.device_index), TcpBackend(tls=None))
     address = backend.open_endpoint("127.0.0.1")
     peers = tuple(
-        type(peer)(
-            peer.rank,
-            peer.node_id,
-            1,
-            "h",
-            "host",
-            address if peer.rank == comm.rank else "127.0.0.1:9",
-            peer.rank,
+        dataclasses.replace(
+            peer, host_name="host", data_address=address if peer.rank == comm.rank else "127.0.0.1:9"
         )
         for peer in comm.membership.peers
     )
-    membership = Membership("job", 2, "world", comm.rank, peers, ids)
+    membership = Membership("job", 2, "world", comm.rank, peers, backend.mint_unique_ids(1))
     with pytest.raises(FormationTimeoutError) as caught:
         backend.connect(membership, timeout_s=1.5, cancelled=lambda: None)
     backend.close()

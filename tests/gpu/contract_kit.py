@@ -1,4 +1,4 @@
-"""NCCL in the contract suite: CuPy arrays, one process per GPU unless a variable says otherwise."""
+"""A session on GPUs in the contract suite: one process per GPU unless a variable says otherwise."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from pathlib import Path
 from typing import Any, cast
 
 from muster.worker.communicators.base import Backend
+from muster.worker.communicators.following import FollowingBackend
+from muster.worker.communicators.tcp.communicator import TcpBackend
 from muster.worker.launch.plan import sharing_environment
-from tests.contracts.kits import Kit, NumpyArray
+from tests.contracts.kits import ALL_DTYPES, Kit, NumpyArray
 from tests.gpu.sharing import RANKS_PER_GPU, ranks_on
 
 DTYPES = ("f2", "f4", "f8", "i1", "i4", "i8", "u1", "u4", "u8")
 
 
 class NcclKit(Kit):
-    """As many ranks as GPUs allow; NCCL does not notice that ranks disagree."""
+    """CuPy arrays, which go over NCCL; it does not notice that ranks disagree."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "nccl", **changes: Any) -> None:
         cupy = importlib.import_module("cupy")
         count = int(cupy.cuda.runtime.getDeviceCount())
         # NCCL's mean scales each rank's part before it adds them.
-        super().__init__(
-            "nccl",
-            "nccl",
-            DTYPES,
-            tells_mismatch=False,
-            max_world_size=ranks_on(count),
-            divides_last=False,
-            on_device=True,
-        )
+        facts: dict[str, Any] = {"dtypes": DTYPES, "divides_last": False, "on_device": True, **changes}
+        super().__init__(name, "nccl", tells_mismatch=False, max_world_size=ranks_on(count), **facts)
 
     def create(self, certificates: Path, rank: int) -> Backend:
         """On the rank's GPU; array and communicator must be on one device."""
@@ -40,7 +35,7 @@ class NcclKit(Kit):
             os.environ.update(sharing_environment(f"rank-{rank}"))
         device = rank // RANKS_PER_GPU
         importlib.import_module("cupy").cuda.Device(device).use()
-        return NcclBackend(device_index=device)
+        return FollowingBackend(NcclBackend(device_index=device), TcpBackend(tls=None))
 
     def array(self, values: NumpyArray) -> Any:
         """A CuPy array."""
@@ -53,3 +48,14 @@ class NcclKit(Kit):
     def synchronize(self) -> None:
         """On CUDA ``wait()`` orders streams only."""
         importlib.import_module("cupy").cuda.get_current_stream().synchronize()
+
+
+class NcclCpuKit(NcclKit):
+    """NumPy arrays in the same session, which go over tcp."""
+
+    def __init__(self) -> None:
+        super().__init__("nccl-cpu", dtypes=ALL_DTYPES, divides_last=True, on_device=False)
+
+    array = Kit.array
+    numpy = Kit.numpy
+    synchronize = Kit.synchronize

@@ -197,3 +197,123 @@ def test_the_gpt2_example_learns_is_captured_and_resumes_bit_for_bit(keys: Path,
     last = max((tmp_path / "whole").glob("step_*"))
     last.unlink()
     assert losses_in(train("whole", "--no-compile", "--resume")) == found[20:]
+
+
+MIXED = """
+import logging
+import numpy as np
+import {library} as xp
+import muster
+
+def gpu(values):
+    return xp.{array}(values, dtype=xp.float32{device})
+
+with muster.init() as session:
+    rank, size = session.rank, session.world_size
+    whole = sum(range(size))
+    for _ in range(3):
+        assert float(muster.all_reduce(gpu([rank]))[0]) == whole
+        assert muster.all_reduce(np.array([rank, 1.0])).tolist() == [whole, size]
+        assert float(muster.all_reduce(rank)) == whole
+    large = np.full(300_000, rank + 1.0)
+    work = muster.all_reduce(large, out=large, async_op=True)
+    assert float(muster.all_reduce(gpu([1]))[0]) == size
+    assert set(work.wait().tolist()) == {{whole + size}}
+    muster.create_group("ends", [size - 1, 0])
+    if rank in (0, size - 1):
+        assert muster.all_gather(np.array([rank]), group="ends").tolist() == [size - 1, 0]
+        assert muster.all_gather(gpu([rank]), group="ends").tolist() == [size - 1, 0]
+    muster.barrier()
+    with muster.group():
+        try:
+            muster.all_reduce(np.zeros(1))
+        except muster.CommunicatorError as error:
+            assert "on the CPU" in str(error), error
+        else:
+            raise AssertionError("not refused")
+    print("mixed", session.generation, flush=True)
+"""
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_collectives_follow_the_array(keys: Path, tmp_path: Path, library: str) -> None:
+    pytest.importorskip(library)
+    words = {"torch": ("tensor", ', device="cuda"'), "cupy": ("asarray", "")}[library]
+    script = tmp_path / "mixed.py"
+    script.write_text(MIXED.format(library=library, array=words[0], device=words[1]))
+    output = launch(keys, tmp_path, "--tail=all", "--program=muster", "--", sys.executable, str(script))
+    assert output.count("mixed 1") == RANKS, output
+    logs = [(tmp_path / f"muster-runs/latest/worker_{rank}.log").read_text() for rank in range(RANKS)]
+    assert all(log.count("on the CPU: over tcp, not NCCL") == 1 for log in logs), logs
+
+
+CAPTURED = """
+import numpy as np
+import torch
+import muster
+
+with muster.init() as session:
+    torch.cuda.set_device(session.device_ordinal)
+    total = torch.ones(1, device="cuda")
+    muster.all_reduce(total)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            muster.all_reduce(np.ones(1))
+    except muster.CommunicatorError as error:
+        print("refused:", error, flush=True)
+    muster.barrier()
+"""
+
+
+def test_an_array_on_the_cpu_is_refused_while_a_graph_is_captured(keys: Path, tmp_path: Path) -> None:
+    (tmp_path / "captured.py").write_text(CAPTURED)
+    output = launch(keys, tmp_path, "--tail=all", "--program=muster", "--", sys.executable, "captured.py")
+    assert output.count("refused: all_reduce of an array on the CPU cannot be part of a CUDA graph") == RANKS
+
+
+def test_the_readme_s_job_runs_on_gpus_unchanged(keys: Path, tmp_path: Path) -> None:
+    [job] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = tmp_path / "job.py"
+    script.write_text(f"{job}\nassert np.allclose(weights, [1, 2, 3], atol=0.05), weights\n")
+    output = launch(keys, tmp_path, "--", sys.executable, str(script))
+    assert f"0 of {RANKS}" in output and ", nccl, " in output, output
+
+
+DISAGREE = """
+import time
+import numpy as np
+import torch
+import muster
+
+with muster.init() as session:
+    torch.cuda.set_device(session.device_ordinal)
+    muster.barrier()
+    if session.rank:
+        muster.all_reduce(torch.ones(4, device="cuda"))
+        session.communicator.synchronize()
+    else:
+        muster.all_reduce(np.ones(4, np.float32))
+"""
+
+
+def test_ranks_whose_arrays_are_in_different_places_are_named(keys: Path, tmp_path: Path) -> None:
+    (tmp_path / "disagree.py").write_text(DISAGREE)
+    env = {**os.environ, "MS_STALL_TIMEOUT": "3", "MS_COLLECTIVE_TIMEOUT": "20"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ["-n", "2", "--scheduler", *launch_options(), "--program=muster"]
+    secure = ["--config", str(keys / "config.json"), "--password-file", str(keys / "password")]
+    done = subprocess.run(
+        [sys.executable, "-m", "muster", "run", *options, *secure, "--", sys.executable, "disagree.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode != 0
+    log = (tmp_path / "muster-runs" / "latest" / "scheduler.log").read_text()
+    assert "rank 0 called all_reduce of 16 B float32 on the CPU; rank 1 called" in log, log
+    assert "rank 1 called all_reduce of 16 B float32 on a GPU" in log

@@ -69,7 +69,7 @@ def test_a_communicator_forms_from_several_unique_ids(fleet: Fleet) -> None:
 
 
 def test_a_missing_rank_is_named_at_the_deadline_of_formation(fleet: Fleet) -> None:
-    message = fleet.run(checks.check_formation_deadline, ranks=[0], ids=_fresh_ids())[0]
+    message = fleet.run(checks.check_formation_deadline, ranks=[0])[0]
     assert "missing: rank 1 (gpu1 on host)" in message
 
 
@@ -88,9 +88,3 @@ def test_an_abort_frees_a_rank_whose_close_hangs() -> None:
     with Fleet(2, timeout_s=90, ranks_per_gpu=RANKS_PER_GPU) as fleet:
         fleet.run(checks.check_abort_of_a_close)
         fleet.run(checks.abort, ranks=[1])
-
-
-def _fresh_ids() -> tuple[bytes, ...]:
-    from muster.worker.communicators.nccl.communicator import NcclBackend
-
-    return NcclBackend(device_index=0).mint_unique_ids(1)

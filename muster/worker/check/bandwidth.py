@@ -181,10 +181,10 @@ def planes(session: Session) -> list[Plane]:
     found: list[Plane] = [Embedded(session)]
     backend: Backend | None = None
     if session.device_ordinal >= 0:
-        from muster.worker.communicators import create_backend
+        from muster.worker.communicators.nccl.communicator import NcclBackend
 
         try:
-            backend = create_backend("nccl", tls=None, job_id=session.job_id)
+            backend = NcclBackend()
         except WorkerError:
             backend = None
     everywhere = bool(all_gather(np.array([backend is not None])).all())

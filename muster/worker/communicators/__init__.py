@@ -33,9 +33,12 @@ def _tcp(needs: _Needs) -> Backend:
 
 
 def _nccl(needs: _Needs) -> Backend:
+    from muster.worker.communicators.following import FollowingBackend
     from muster.worker.communicators.nccl.communicator import NcclBackend
+    from muster.worker.communicators.tcp.communicator import TcpBackend
 
-    return NcclBackend(warm_up=needs.warm_up)
+    host = TcpBackend(tls=needs.policies, allow_insecure=needs.allow_insecure)
+    return FollowingBackend(NcclBackend(warm_up=needs.warm_up), host)
 
 
 def _outside(needs: _Needs) -> Backend:

@@ -5,8 +5,8 @@ contract suite (``tests/contracts``) runs on all of them.
 
 Arrays here are C-contiguous buffers where the communicator works (NumPy arrays and torch tensors in the
 host's memory for ``tcp``; CuPy, torch or anything with ``__cuda_array_interface__`` on a GPU
-for ``nccl``), or what :func:`describe` made of them. ``send`` and ``recv`` may be the same array where the
-collective allows it (in place). Results are written into ``recv``.
+for ``nccl``; both where ``takes_host``), or what :func:`describe` made of them. ``send`` and ``recv`` may be
+the same array where the collective allows it (in place). Results are written into ``recv``.
 
 NumPy, CuPy and torch arrays are read through their own attributes, anything else through
 ``__cuda_array_interface__``, and last through DLPack (by way of torch or CuPy, whichever is loaded). No
@@ -281,6 +281,9 @@ class Communicator(abc.ABC):
 
     pre_multiplies = False
     """Whether it takes a :class:`PreMultipliedSum`."""
+
+    takes_host = False
+    """Whether it takes arrays in the host's memory, too, where ``on_device``."""
 
     membership: Membership
 
@@ -567,7 +570,7 @@ def check_place(given: Description, communicator: Communicator, name: str = "x")
     Raises:
         ArrayError: it is on a GPU, or is not.
     """
-    if (given.device != HOST) is communicator.on_device:
+    if (given.device != HOST) is communicator.on_device or communicator.takes_host:
         return given
     kind, backend = kind_of(given.array), communicator.name
     if communicator.on_device:

@@ -21,6 +21,7 @@ from typing import Any
 from muster.rendezvous.messages import Collective
 from muster.worker.communicators.base import (
     FINISHED,
+    HOST,
     Array,
     Communicator,
     Description,
@@ -50,7 +51,18 @@ Verdict = Callable[[int, Exception], Exception]
 class Entry:
     """One collective of the log; computes slow facts only when asked."""
 
-    __slots__ = ("_buffer_bytes", "_dtype", "begun", "group", "name", "on_device", "over", "sequence", "work")
+    __slots__ = (
+        "_buffer_bytes",
+        "_dtype",
+        "begun",
+        "group",
+        "name",
+        "on_device",
+        "over",
+        "place",
+        "sequence",
+        "work",
+    )
 
     def __init__(
         self, sequence: int, name: str, group: str, buffer: Description | None, begun: float
@@ -66,6 +78,8 @@ class Entry:
         """The issued collective; None while it is being issued."""
         self.on_device = False
         """Only the device knows whether it is over."""
+        self.place = ""
+        """Where its array is, in words; empty where it can be in one place only."""
         self.over = False
 
     @property
@@ -75,7 +89,7 @@ class Entry:
 
     def value(self) -> Collective:
         """The entry as a message to the scheduler has it."""
-        group, dtype = _printable(self.group)[:128], _printable(self._dtype)[:32]
+        group, dtype = _printable(self.group)[:128], _printable(self._dtype + self.place)[:32]
         return Collective(self.sequence, self.name, group, dtype, self._buffer_bytes, self.done)
 
 
@@ -112,7 +126,7 @@ class FlightRecorder:
         """Notes that the device was waited for: these are over, or all."""
         self._waiting_since = None
         for entry in self._entries if issued is None else issued:
-            entry.over = True
+            entry.over = entry.over or entry.on_device
 
     def clear(self) -> None:
         """Begins a new generation, in which all ranks count from 1."""
@@ -250,7 +264,7 @@ class FaultAwareCommunicator(Communicator):
         self.inner = inner
         self.name = inner.name
         self.on_device, self.capturable = inner.on_device, inner.capturable
-        self.pre_multiplies = inner.pre_multiplies
+        self.pre_multiplies, self.takes_host = inner.pre_multiplies, inner.takes_host
         self.membership = inner.membership
         self.world_ranks = tuple(world_ranks)
         self.recorder = recorder
@@ -309,6 +323,9 @@ class FaultAwareCommunicator(Communicator):
     ) -> Work:
         entry = self.recorder.begin(name, group or self._group, shown)
         entry.on_device = self.on_device
+        if self.takes_host and shown is not None:  # nothing else shows which of the two it was
+            entry.on_device = shown.device != HOST
+            entry.place = " on a GPU" if entry.on_device else " on the CPU"
         try:
             work = call(*args, async_op=async_op)
         except BaseException as error:

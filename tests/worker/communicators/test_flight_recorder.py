@@ -38,10 +38,10 @@ def test_each_group_counts_for_itself_and_a_new_generation_from_one() -> None:
 
 def test_what_only_the_device_knows_is_over_once_it_was_waited_for() -> None:
     log = FlightRecorder()
-    log.begin("all_reduce", "world", X)
+    log.begin("all_reduce", "world", X).on_device = True
     assert [one.done for one in log.recent()] == [False]
     log.settle()
-    log.begin("all_reduce", "world", X)
+    log.begin("all_reduce", "world", X).on_device = True
     assert [one.done for one in log.recent()] == [True, False]
 
 

@@ -29,6 +29,7 @@ from muster.worker.communicators.base import (
     Communicator,
     Description,
     Membership,
+    Peer,
     PreMultipliedSum,
     ReduceOp,
     Work,
@@ -39,7 +40,6 @@ from muster.worker.communicators.base import (
 )
 from muster.worker.communicators.nccl import bootstrap as handles
 from muster.worker.communicators.nccl.bootstrap import fewest_ctas
-from muster.worker.communicators.nccl.presence import Presence, absent_peers, presence_key
 from muster.worker.communicators.nccl.reduction import MOVED_AS, NCCL_TYPES, Operations, whole
 from muster.worker.communicators.nccl.streams import (
     CudaLibrary,
@@ -566,6 +566,10 @@ class NcclCommunicator(Communicator):
         self._before_end[key] = release
         return lambda: self._before_end.pop(key, None) and None
 
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded on the caller's current stream."""
+        return any(library.capturing() for library in self._libraries_in_use())
+
     def check(self) -> None:
         """Raises what ended this communicator, or what NCCL reports of it."""
         state = int(self._call(self.nccl.comm_get_async_error, (self._comm,)))
@@ -682,6 +686,10 @@ class NcclBackend(Backend):
     Args:
         device_index: the GPU of this worker; -1: the one in the membership, else the current one.
         warm_up: of this worker's GPU, if it has begun.
+
+    Attributes:
+        absent: names the ranks that have not come; asked when a communicator does not form in time, as NCCL
+            does not say. None: nobody knows.
     """
 
     name = "nccl"
@@ -699,14 +707,12 @@ class NcclBackend(Backend):
                 self.facts["nccl"],
             )
         self._device_index = device_index
-        self._presence: Presence | None = None
         self._warm_up = warm_up
+        self.absent: Callable[[], list[Peer]] | None = None
 
     def open_endpoint(self, address: str) -> str:
-        """Opens the port on which this worker says whether it is building a communicator."""
-        if self._presence is None:
-            self._presence = Presence(address)
-        return self._presence.endpoint
+        """NCCL opens its ports itself."""
+        return ""
 
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
         """Makes ``count`` ids; this process hosts NCCL's bootstrap root of each."""
@@ -720,10 +726,11 @@ class NcclBackend(Backend):
             self._warm_up.end()
         own = membership.peers[membership.rank]
         device = use_device(own.device_index if self._device_index < 0 else self._device_index)
-        if self._presence is not None:
-            self._presence.enter(presence_key(membership))
         waiting = handles.Waiting(
-            membership, timeout_s=timeout_s, cancelled=cancelled, absent=lambda: _absent_words(membership)
+            membership,
+            timeout_s=timeout_s,
+            cancelled=cancelled,
+            absent=lambda: self._absent_words(membership),
         )
         root = handles.create_root(self._nccl, membership, waiting)
         try:
@@ -742,20 +749,16 @@ class NcclBackend(Backend):
             self._nccl, comm, root, membership, device=device, timeout_s=timeout_s, min_ctas=ctas
         )
 
+    def _absent_words(self, membership: Membership) -> str:
+        if self.absent is None:
+            others = [peer for peer in membership.peers if peer.rank != membership.rank]
+            return "not all of " + ", ".join(map(handles.name_of, others)) + " came"
+        absent = self.absent()
+        if not absent:
+            return "all ranks came, but NCCL did not connect them"
+        return "missing: " + ", ".join(map(handles.name_of, absent))
+
     def close(self) -> None:
-        """Stops answering peers; idempotent."""
+        """Ends the warm-up; idempotent."""
         if self._warm_up is not None:  # an interpreter that ends meanwhile could crash
             self._warm_up.end(_WARM_UP_S)
-        if self._presence is not None:
-            self._presence.close()
-            self._presence = None
-
-
-def _absent_words(membership: Membership) -> str:
-    others = [peer for peer in membership.peers if peer.rank != membership.rank]
-    if not any(peer.data_address for peer in others):
-        return "not all of " + ", ".join(map(handles.name_of, others)) + " came"
-    absent = absent_peers(membership, others)
-    if not absent:
-        return "all ranks came, but NCCL did not connect them"
-    return "missing: " + ", ".join(map(handles.name_of, absent))

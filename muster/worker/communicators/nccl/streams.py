@@ -55,6 +55,10 @@ class CudaLibrary(abc.ABC):
         """Whether all that is queued on the current stream is over. Never blocks."""
 
     @abc.abstractmethod
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded on the current stream."""
+
+    @abc.abstractmethod
     def scratch(self) -> tuple[Any, int]:
         """One int32 zero on the device, and its address."""
 
@@ -101,6 +105,9 @@ class _TorchCuda(CudaLibrary):
     def idle(self) -> bool:
         return bool(self._torch.cuda.current_stream(self._device).query())
 
+    def capturing(self) -> bool:
+        return bool(self._torch.cuda.is_current_stream_capturing())
+
     def scratch(self) -> tuple[Any, int]:
         zero = self._torch.zeros(1, dtype=self._torch.int32, device=self._device)
         return zero, zero.data_ptr()
@@ -143,6 +150,9 @@ class _CupyCuda(CudaLibrary):
 
     def idle(self) -> bool:
         return bool(self._cupy.cuda.get_current_stream().done)
+
+    def capturing(self) -> bool:
+        return bool(self._cupy.cuda.get_current_stream().is_capturing())
 
     def scratch(self) -> tuple[Any, int]:
         with self._cupy.cuda.Device(self._device):

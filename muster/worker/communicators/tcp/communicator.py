@@ -24,6 +24,7 @@ from muster.worker.communicators.base import (
     HostCommunicator,
     Membership,
     NumpyArray,
+    Peer,
     ReduceOp,
     Work,
     WorkQueue,
@@ -88,6 +89,9 @@ class TcpCommunicator(HostCommunicator):
 
     name = "tcp"
 
+    elsewhere = 0
+    """Collectives of these ranks that went another way (over NCCL): all ranks must have the same number."""
+
     def __init__(self, membership: Membership, endpoint: Endpoint, *, path: str, timeout_s: float) -> None:
         self.membership = membership
         self.timeout_s = timeout_s
@@ -103,6 +107,7 @@ class TcpCommunicator(HostCommunicator):
         self._points: dict[int, int] = {}
         self._deadline = 0.0
         self._closed = False
+        self._unmet = False
 
     # ------------------------------------------------------------ collectives
 
@@ -110,7 +115,7 @@ class TcpCommunicator(HostCommunicator):
         """See :meth:`Communicator.all_reduce`."""
         source, target = self._take_pair(send, recv)
         op = self._operation(op, source)
-        call = Call("all_reduce", source.dtype, op.value, -1, source.size)
+        call = Call("all_reduce", source.dtype, op.value, -1, source.size, self.elsewhere)
         numbers, sent, received = ARITHMETIC[source.dtype], source.flat, target.flat
 
         def small(parts: list[NumpyArray]) -> None:
@@ -348,12 +353,48 @@ class TcpCommunicator(HostCommunicator):
         self._collective(Call("split"), payload, agree, lambda: None, False, 0)
         if membership is None:
             return None
-        path = f"{self._path}/{number}:{group}"
-        part = TcpCommunicator(membership, self._endpoint, path=path, timeout_s=self.timeout_s)
+        part = self._part(membership, number)
         part.bring_up(self.timeout_s, self._check)
         return part
 
+    def part(self, group: str, ranks: Sequence[int]) -> TcpCommunicator | None:
+        """As :meth:`split`, but without a word to the others: the new one connects at its first calls."""
+        membership = self.membership.part(group, ranks)
+        number = self._splits
+        self._splits += 1
+        if membership is None:
+            return None
+        part = self._part(membership, number)
+        part.listen()
+        return part
+
+    def _part(self, membership: Membership, number: int) -> TcpCommunicator:
+        path = f"{self._path}/{number}:{membership.group}"
+        return TcpCommunicator(membership, self._endpoint, path=path, timeout_s=self.timeout_s)
+
     # ------------------------------------------------------------ beginning and end
+
+    def listen(self) -> None:
+        """Expects the other ranks from now on, in place of :meth:`bring_up`: calls connect whom they need."""
+        if self.world_size > 1:
+            self._endpoint.gather(self._lobby)
+            self._unmet = True
+
+    def absent(self, wait_s: float) -> list[Peer]:
+        """The other ranks that do not answer as members of this group within ``wait_s``.
+
+        For a group that cannot form: connections that this makes are not to be used.
+        """
+        deadline = time.monotonic() + wait_s
+        lobby, others = self._lobby, [peer for peer in self.membership.peers if peer.rank != self.rank]
+        for peer in others:
+            self._endpoint.dial(lobby, peer.rank, deadline)
+        with lobby.changed:
+            lobby.changed.wait_for(
+                lambda: all(peer.rank in lobby.arrived or peer.rank in lobby.failures for peer in others),
+                timeout=wait_s,
+            )
+            return [peer for peer in others if peer.rank not in lobby.arrived]
 
     def bring_up(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Connects to the usual peers and waits until every rank has done so.
@@ -454,6 +495,8 @@ class TcpCommunicator(HostCommunicator):
         nbytes: int = -1,
     ) -> Work:
         """Issues a collective: agreement of all ranks first, data with it if small, else after it."""
+        if self.elsewhere:
+            call = replace(call, sequence=self.elsewhere)  # as it is now: the call may run later
         with_data = self._goes_with_call(nbytes if nbytes >= 0 or payload is None else payload.nbytes)
         dtype = ARITHMETIC[call.dtype].storage if call.dtype else _NO_NUMBERS.dtype
 
@@ -482,7 +525,7 @@ class TcpCommunicator(HostCommunicator):
     def _next(self, call: Call) -> bytes:
         number = self._sequence
         self._sequence += 1
-        return replace(call, sequence=number).encode()
+        return replace(call, sequence=call.sequence + number).encode()
 
     def _exchange(self, call: bytes, payload: memoryview) -> list[Block]:
         """Sends every rank what this one calls, with a small payload; returns all ranks' by rank.
@@ -491,6 +534,9 @@ class TcpCommunicator(HostCommunicator):
         twice the distance of the round before.
         """
         rank, size = self.rank, self.world_size
+        if self._unmet:  # all at once: of ranks that connect one by one each may wait for the next to dial
+            self._connect(self._usual(), self._check_peers)
+            self._unmet = False
         known: list[Block] = [(call, payload)]
         distance = 1
         while distance < size:
@@ -643,6 +689,8 @@ class TcpCommunicator(HostCommunicator):
                 f"{where} was not done in {timeout_s:g} s: waited for {self._names(error.ranks)}.",
                 remedy="See those workers' logs, or raise the deadline (MS_COLLECTIVE_TIMEOUT).",
             )
+        if isinstance(error, FormationTimeoutError):  # a rank that this call was the first to need
+            return CollectiveTimeoutError(f"{where} was not done in {timeout_s:g} s: {error.message}")
         if not isinstance(error, PeerEndedError):
             return error
         reason, text = error.farewell or (Reason.LOST, "")
@@ -728,6 +776,12 @@ class TcpBackend(Backend):
         communicator = TcpCommunicator(membership, self.endpoint, path=membership.group, timeout_s=timeout_s)
         communicator.bring_up(timeout_s, check)
         return communicator
+
+    def listen(self, membership: Membership, *, timeout_s: float) -> TcpCommunicator:
+        """As :meth:`connect`, but nothing is waited for: calls connect whom they need."""
+        made = TcpCommunicator(membership, self.endpoint, path=membership.group, timeout_s=timeout_s)
+        made.listen()
+        return made
 
     def close(self) -> None:
         """See :meth:`Backend.close`."""

@@ -1,4 +1,4 @@
-"""What of the NCCL backend needs no GPU: reading arrays, presence, and how creation is given up."""
+"""What of the NCCL backend needs no GPU: reading arrays, and how creation is given up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from muster.worker.communicators.nccl import bootstrap as nccl_handles
 from muster.worker.communicators.nccl import communicator as nccl_communicator
 from muster.worker.communicators.nccl.bootstrap import fewest_ctas
 from muster.worker.communicators.nccl.communicator import NcclBackend, NcclCommunicator
-from muster.worker.communicators.nccl.presence import Presence, absent_peers, presence_key
 from muster.worker.communicators.nccl.reduction import scalar_bytes
 from muster.worker.communicators.nccl.streams import library_of
 from muster.worker.communicators.nccl.warmup import WarmUp
@@ -171,20 +170,6 @@ def test_a_factor_beyond_the_dtype_is_refused_in_words(factor: Any, dtype: int, 
 
 def test_infinity_is_a_factor() -> None:
     assert scalar_bytes(float("inf"), 9) == b"\x80\x7f" and scalar_bytes(float("-inf"), 6) == b"\x00\xfc"
-
-
-def test_who_is_building_answers_and_who_is_not_is_named() -> None:
-    here, elsewhere, idle = Presence("127.0.0.1"), Presence("127.0.0.1"), Presence("127.0.0.1")
-    asked = membership(["", here.endpoint, elsewhere.endpoint, idle.endpoint, "127.0.0.1:1", "nonsense"])
-    here.enter(presence_key(asked))
-    elsewhere.enter(presence_key(membership([], generation=2)))
-    try:
-        assert [peer.rank for peer in absent_peers(asked, asked.peers[1:])] == [2, 3, 4, 5]
-        stranger = membership(["", here.endpoint], ids=(b"guess",))
-        assert len(absent_peers(stranger, stranger.peers[1:])) == 1
-    finally:
-        for presence in (here, elsewhere, idle):
-            presence.close()
 
 
 class FakeNccl:
