@@ -27,7 +27,10 @@ CONNECTIONS = 128
 
 HEAD_BYTES = 16 * 1024
 REQUEST_S = 10.0
-"""How long a connection may take to bring a request."""
+"""How long a connection may take to bring a request, with its body."""
+
+REST_S = 1.0
+"""How long the rest of a body may come once its request is answered: its sender is to read the answer."""
 
 LOOK_S = 1.0
 """How often certificates and revocation lists are looked at, and the browsers that they let in."""
@@ -99,7 +102,7 @@ async def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=2 * CONNECTIONS,  # requests that were hung up on count until they know it
         h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_keep_alive=20,
         timeout_graceful_shutdown=1,
@@ -127,6 +130,7 @@ class _Bounded(H11Protocol):
     """HTTP for a bounded number of connections, each of which must bring a request soon."""
 
     _patience: asyncio.TimerHandle | None = None
+    _is_answered_early = False
 
     def connection_made(self, transport: Any) -> None:
         """Takes a connection; of too many the one goes that has been without a request longest."""
@@ -139,10 +143,20 @@ class _Bounded(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Takes bytes; a part of a request gives no more time for the rest."""
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        if self._is_answered_early:
+            return
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_awaiting()
         elif self._patience is None and not self.transport.is_closing():
             self._await_request()
+
+    def on_response_complete(self) -> None:
+        """The answer is sent; who has not sent the whole request, and need not any more, is hung up on."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self._is_answered_early = True
+            self._stop_awaiting()
+            self._patience = self.loop.call_later(REST_S, self.give_up)
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""

@@ -267,6 +267,30 @@ def test_half_requests_keep_nobody_out(page: Web, inside: Visitor) -> None:
         half.close()
 
 
+@pytest.mark.parametrize("where", ["refused", "read"])
+def test_bodies_that_trickle_keep_nobody_out(page: Web, inside: Visitor, where: str) -> None:
+    """Position: any user of this host. As many as there may be connections held the owner out for ever."""
+    parts = urlsplit(page.origin)
+    path = "/other" if where == "refused" else f"{page.place}/end"
+    head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nOrigin: {page.origin}\r\n"
+    head += f"Cookie: {inside.cookie}\r\nContent-Length: 5000\r\n\r\nid="
+    halves = [socket.create_connection((parts.hostname, parts.port), WAIT_S) for _ in range(CONNECTIONS)]
+    for half in halves:
+        with contextlib.suppress(OSError):
+            half.sendall(head.encode())
+    for _ in range(3):
+        assert inside.ask("jobs").status == 200
+    if where == "refused":  # and it is hung up on, though it goes on sending
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            while more := halves[-1].recv(4096):
+                said += more
+                halves[-1].sendall(b"x")
+        assert b" 404 " in said
+    for half in halves:
+        half.close()
+
+
 def test_a_scheduler_that_goes_and_comes_again(pki: Pki, tmp_path: Path) -> None:
     journal = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path)}
     with scheduler("--serve", **pki.env(), **journal) as first, web(first) as page:
