@@ -62,7 +62,7 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
     """Writes the PNG files of one report; returns their paths."""
     if report["benchmark"] != "train":
         return [_draw_bandwidth(report, directory)]
-    batches = sorted({row["batch_per_gpu"] for row in report["results"]})
+    batches = sorted({row["batch_per_gpu"] for row in report["results"] if "images_per_s" in row})
     if len({row["gpus"] for row in report["results"]}) > 1:
         return [_draw_scaling(report, batch, directory) for batch in batches]
     return [_draw_variants(report, batches, directory)]

@@ -29,7 +29,7 @@ def run_by_two(directory: Path, *parts: str) -> None:
     done = subprocess.run(
         [*launcher, sys.executable, str(script)],
         cwd=directory,
-        env=environment(MS_BACKEND="tcp", MS_TOPO_TIMEOUT="60"),
+        env=environment(MS_BACKEND="tcp", MS_TOPO_TIMEOUT="60", CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
         check=False,

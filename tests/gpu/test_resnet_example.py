@@ -147,7 +147,8 @@ def run_example(
     command: tuple[str, ...] = ("-m", "examples.resnet50_cifar10"),
     options: tuple[str, ...] = (),
 ) -> str:
-    launcher = [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--tail=all", *options, "--"]
+    on_cpus = ["-n", "2", "--devices=none", "--scheduler", "--tail=all"]
+    launcher = [sys.executable, "-m", "muster", "run", *on_cpus, *options, "--"]
     job = [sys.executable, *command, *TINY, *arguments]
     done = subprocess.run(
         [*launcher, *job, f"--checkpoint-dir={tmp_path / 'checkpoints'}"],

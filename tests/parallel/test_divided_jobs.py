@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from tests.gpu.sharing import launch_options, ranks_on
 from tests.parallel.divided_job import one_process
 from tests.scheduler.processes import ROOT
 from tests.worker.launch.launching import Place
@@ -21,7 +22,7 @@ PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
 STEPS = 7
 
 
-def run(directory: Path, ranks: int, *arguments: str, devices: tuple[str, ...] = ()) -> str:
+def run(directory: Path, ranks: int, *arguments: str, gpus: bool = False) -> str:
     command = (
         sys.executable,
         "-m",
@@ -29,8 +30,9 @@ def run(directory: Path, ranks: int, *arguments: str, devices: tuple[str, ...] =
         *("--out", str(directory), "--steps", str(STEPS)),
         *arguments,
     )
-    code, out, err = Place(directory).run(
-        *("-n", str(ranks), "--scheduler", "--max-restarts", "1", "--oversubscribe", *devices),
+    code, out, err = Place(directory, gpus=gpus).run(
+        *("-n", str(ranks), "--scheduler", "--max-restarts", "1", "--oversubscribe"),
+        *(launch_options() if gpus else ()),
         command=command,
         PYTHONPATH=PATH,
     )
@@ -76,11 +78,13 @@ def test_the_big_vocabulary_is_divided_and_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(
+    ranks_on(torch.cuda.device_count()) < 2, reason="needs 2 GPUs, or MS_TEST_RANKS_PER_GPU=2"
+)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("arguments", [(), ("--split",), ("--split", "--kill", "5")])
 def test_divided_steps_are_captured_on_gpus(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    text = run(tmp_path, 2, *arguments)
+    text = run(tmp_path, 2, *arguments, gpus=True)
     check_losses(text, STEPS, 1e-7)  # another device's sums
     if "--kill" not in arguments:
         assert "captured: True" in text, text

@@ -32,7 +32,7 @@ PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", ["semi_auto", "auto"])
 def test_the_quickstart_trains_on_two_gpus(tmp_path: Path, mode: str) -> None:
-    place = Place(tmp_path)
+    place = Place(tmp_path, gpus=True)
     command = (sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode)
     code, out, err = place.run("-n", "2", "--scheduler", *launch_options(), command=command, PYTHONPATH=PATH)
     assert code == 0, out + err

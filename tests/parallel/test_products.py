@@ -61,6 +61,9 @@ def batch() -> tuple[Any, Any]:
 
 def on_ranks(size: int, check: Callable[[Any, RankCommunicator], Any], **options: Any) -> list[Any]:
     """What the check makes of the divided module, ``size`` times."""
+    net = options.pop("net", None)
+    # Made one after the other: ranks are threads, and draw from one generator.
+    nets = [Products() if net is None else net for _ in range(size)]
 
     def one(communicator: RankCommunicator) -> Any:
         settings: dict[str, Any] = {
@@ -68,9 +71,8 @@ def on_ranks(size: int, check: Callable[[Any, RankCommunicator], Any], **options
             "machine": SLOW,
             "dataset_strategy": "full_batch",
         } | options
-        net = settings.pop("net", None) or Products()
         model = muster.parallelize(
-            net, batch(), communicator=communicator, autocast=torch.bfloat16, **settings
+            nets[communicator.rank], batch(), communicator=communicator, autocast=torch.bfloat16, **settings
         )
         return check(model, communicator)
 

@@ -263,12 +263,21 @@ def test_groups_follow_the_array_too(make: Callable[[int], Job]) -> None:
     assert make(3).run(body) == [(1, 0, [4], [4]), None, (0, 0, [4], [4])]
 
 
-def test_calls_of_both_kinds_in_another_order_are_named_on_all_ranks(make: Callable[[int], Job]) -> None:
+@pytest.mark.parametrize("call", ["small", "large", "gathered"])
+def test_calls_of_both_kinds_in_another_order_are_named_on_all_ranks(
+    make: Callable[[int], Job], call: str
+) -> None:
+    calls: dict[str, Callable[[Communicator], Any]] = {
+        "small": lambda comm: total(comm, on_cpu(1)),
+        "large": lambda comm: total(comm, np.ones(100_000)),
+        "gathered": lambda comm: comm.all_gather(on_cpu(1), on_cpu(0, 0)),
+    }
+
     def body(comm: FollowingCommunicator) -> None:
-        total(comm, on_cpu(1))
+        calls[call](comm)
         if comm.rank:
             total(comm, on_gpu(1), async_op=True)
-        total(comm, on_cpu(1))
+        calls[call](comm)
 
     for error in make(2).run(body):
         assert isinstance(error, CollectiveMismatchError)

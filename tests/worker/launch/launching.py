@@ -24,9 +24,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 @dataclass
 class Place:
-    """A directory with scripts and the launches that run there."""
+    """A directory with scripts and the launches that run there, on CPUs unless they mean ``gpus``."""
 
     directory: Path
+    gpus: bool = False
     launched: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def script(self, text: str, name: str = "script.py") -> str:
@@ -40,6 +41,8 @@ class Place:
         """Starts a launch and returns its process. A scheduler of its own takes any free port."""
         if "--scheduler" in options:
             variables.setdefault("MS_SCHED_PORT", "")
+        if not self.gpus:
+            variables.setdefault("CUDA_VISIBLE_DEVICES", "")
         launch = subprocess.Popen(
             [sys.executable, "-m", "muster", "run", *options, "--", *command],
             cwd=self.directory,

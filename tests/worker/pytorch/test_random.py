@@ -114,6 +114,7 @@ class OneRank(Communicator):
     """A job of one on a GPU, without NCCL: nothing has to be moved."""
 
     name = "nccl"
+    on_device = capturable = True
 
     def __init__(self) -> None:
         self.membership = Membership("job", 1, "world", 0, (Peer(0, "w0", 1, "h", "h", ""),))

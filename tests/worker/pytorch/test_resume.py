@@ -207,7 +207,11 @@ def test_so_it_does_among_processes_each_with_generators_of_its_own(tmp_path: Pa
         done = subprocess.run(
             [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--tail", "all", "--", *script],
             cwd=tmp_path,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+            env={
+                "CUDA_VISIBLE_DEVICES": "",
+                "PATH": "/usr/bin:/bin",
+                "PYTHONPATH": ":".join([str(ROOT), *sys.path]),
+            },
             capture_output=True,
             text=True,
             timeout=100,
