@@ -7,6 +7,7 @@ By hand, with other processes that want the processors too:
 
 import os
 import sys
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ def main() -> None:
     count = int(sys.argv[1])
     dist.init_process_group("gloo")
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    writes = {
+    writes: dict[str, Callable[[str], None]] = {
         "set": lambda value: store.set("set", value),
         "append": lambda value: store.append("append", value),
         "multi_set": lambda value: store.multi_set(["multi_set", "beside"], [value, value]),
