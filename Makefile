@@ -24,7 +24,7 @@ DEV_READY := $(VENV)/.ready-dev$(CUDA)
 TORCH_READY := $(VENV)/.ready-torch$(CUDA)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-torch run-test-torch test-frameworks run-test-frameworks test-jax test-system run-test-system test-newest run-test-newest docs run-docs lint format proto clean
+.PHONY: help train test test-torch run-test-torch test-torch-newest run-test-torch-newest test-frameworks run-test-frameworks test-jax test-system run-test-system test-newest run-test-newest docs run-docs lint format proto clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,6 +46,14 @@ run-test-torch: $(TORCH_READY)
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
 		tests/gpu tests/contracts tests/parallel tests/worker/pytorch tests/worker/communicators tests/worker/store tests/worker/process_group \
 		tests/examples tests/bench/training tests/bench/parallel tests/bench/test_torch_groups.py tests/end_to_end/test_readme.py
+
+test-torch-newest: ## Run a short set of them on the newest torch that the index has
+	@$(MAKE) --no-print-directory VENV=.venv-torch-newest run-test-torch-newest
+
+run-test-torch-newest: $(TORCH_READY)
+	@$(BIN)/python -c 'import torch; print("With torch", torch.__version__)'
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
+		tests/worker/process_group tests/worker/store tests/worker/pytorch tests/worker/communicators
 
 test-system: ## Run what takes minutes: floods, blame, a soak; one after the other
 	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-system
@@ -109,7 +117,7 @@ proto: $(DEV_READY) ## Generate muster/rendezvous/v1 from proto/
 		proto/muster/rendezvous/v1/*.proto
 
 clean: ## Remove what make and runs have written, certificates included
-	@rm -rf $(VENV) .venv-torch .venv-newest .venv-docs .venv-frameworks .venv-jax $(KEYS) device muster-runs checkpoints build dist *.egg-info
+	@rm -rf $(VENV) .venv-torch .venv-torch-newest .venv-newest .venv-docs .venv-frameworks .venv-jax $(KEYS) device muster-runs checkpoints build dist *.egg-info
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

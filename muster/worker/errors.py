@@ -34,7 +34,7 @@ class SchedulerUnreachableError(WorkerError):
     """The scheduler could not be reached, or was lost for longer than the deadline."""
 
 
-class SecurityError(WorkerError):
+class SecurityError(WorkerError, RuntimeError):
     """TLS, certificate or identity failed on either side."""
 
 
@@ -51,7 +51,7 @@ class RefusedError(WorkerError):
         return self.code == "SUPERSEDED"
 
 
-class FormationTimeoutError(WorkerError):
+class FormationTimeoutError(WorkerError, RuntimeError):
     """The group or its communicator did not form in time; says who is missing."""
 
 
@@ -86,8 +86,8 @@ class MembershipChanged(WorkerError):  # noqa: N818 - an event that reaches the 
         self.save = save
 
 
-class CommunicatorError(WorkerError):
-    """A communicator failed."""
+class CommunicatorError(WorkerError, RuntimeError):
+    """A communicator failed. A RuntimeError, too: what callers of torch's own process groups catch."""
 
 
 class CollectiveTimeoutError(CommunicatorError):

@@ -165,19 +165,22 @@ def test_continuous_integration_runs_all_parts_and_allows_only_listed_skips(chec
     (tools / "id").write_text("#!/bin/sh\necho 1000\n")  # an ordinary user: no packages are installed
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    install = "VENV=.venv-frameworks"
-    parts = ["test", "test-newest", "test-torch", "test-system", install, "test-frameworks", "docs"]
-    uninstalled = [each for each in parts if each != "test-frameworks"]
+    torch, frameworks = "VENV=.venv-torch-newest", "VENV=.venv-frameworks"
+    parts = ["test", "test-newest", "test-torch", torch, "test-torch-newest", "test-system"]
+    parts += [frameworks, "test-frameworks", "docs"]
+    needs = {torch: "test-torch-newest", frameworks: "test-frameworks"}
     for fails, run_parts in (
         ("", parts),
         ("test-torch", parts[:3]),
-        ("test-frameworks", parts[:6]),
-        (install, uninstalled),
+        ("test-torch-newest", parts[:5]),
+        ("test-frameworks", parts[:8]),
+        *((each, [part for part in parts if part != needs[each]]) for each in needs),
     ):
         env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "FAILS": fails}
         run = subprocess.run(["sh", ".ci/run"], cwd=checkout, env=env, capture_output=True, check=False)
-        assert bool(run.returncode) == (fails in parts and fails != install)
-        assert (b"test-frameworks was NOT run" in run.stdout) == (fails == install)
+        assert bool(run.returncode) == (fails in parts and fails not in needs)
+        for each, needed in needs.items():
+            assert (f"{needed} was NOT run".encode() in run.stdout) == (fails == each)
         lines = asked(checkout)
         assert [line.split()[0] for line in lines] == run_parts
         for line in lines:

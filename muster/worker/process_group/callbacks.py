@@ -22,7 +22,7 @@ log = logging.getLogger("muster.worker")
 PROGRAM = ""
 """The caller of all that no callback calls."""
 
-_here = threading.local()
+_on_behalf_of = threading.local()
 
 
 def caller() -> str:
@@ -30,7 +30,7 @@ def caller() -> str:
 
     The same on all ranks. Calls of one caller come in the same order on all of them, those of two need not.
     """
-    name: str = getattr(_here, "caller", PROGRAM)
+    name: str = getattr(_on_behalf_of, "caller", PROGRAM)
     return name
 
 
@@ -75,7 +75,7 @@ class Callbacks:
         """Completes a future, in a thread of its own: what is attached to it natively runs there."""
 
         def run() -> None:
-            _here.caller = self.caller
+            _on_behalf_of.caller = self.caller
             try:
                 set_outcome()
             finally:
@@ -102,7 +102,7 @@ class Callbacks:
             self._run_next()
 
     def _serve(self) -> None:
-        _here.caller = self.caller
+        _on_behalf_of.caller = self.caller
         while True:
             with self._changed:
                 self._runs = False

@@ -132,7 +132,7 @@ def test_a_buffer_of_another_shape_than_before_is_refused() -> None:
         words = r"'memory' of a Growing was float32\[1, 3\] on cpu .* now is float32\[2, 3\].*Wrap the module"
         with pytest.raises(ArrayError, match=words):
             model(torch.ones(1, 3)).sum().backward()
-        options: tuple[dict[str, bool], ...] = (  # and by the name that torch 2.15 has
+        options: tuple[dict[str, Any], ...] = (  # and by the name that torch 2.15 has
             {"broadcast_buffers": False},
             {"forward_sync_buffers": False},
             {"broadcast_buffers": True, "forward_sync_buffers": False},
