@@ -24,7 +24,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-import muster
 from muster.worker.ending import exit_noted, set_title
 from muster.worker.launch.plan import Recipe
 
@@ -38,7 +37,7 @@ def own_flags() -> tuple[str, ...]:
     None where Muster itself is only found there, as by ``python -m muster`` in a checkout.
     """
     found_by = Path(sys.path[0] or os.curdir).resolve()
-    return () if found_by == Path(muster.__file__).resolve().parents[1] else (SAFE_PATH,)
+    return () if found_by == Path(__file__).resolve().parents[3] else (SAFE_PATH,)
 
 
 WARM_MODULES = (
