@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable
@@ -25,6 +28,9 @@ from muster.web.guard import Guard
 CONNECTIONS = 128
 """Most connections at the same time; more are answered that the server is busy."""
 
+STRANGERS, HANDSHAKE_S = 64, 5.0
+"""Most connections that have not shown who they are yet, of more the oldest goes; how long each may take."""
+
 HEAD_BYTES = 16 * 1024
 REQUEST_S = 10.0
 """How long a connection may take to bring a request, with its body."""
@@ -36,14 +42,86 @@ LOOK_S = 1.0
 """How often certificates and revocation lists are looked at, and the browsers that they let in."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+_IN_TURN = 8
+"""Connections that are accepted before those that were hung up on get to close."""
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Listener(socket.socket):
+    """Accepts connections for asyncio, a bounded number of which are in their TLS handshake.
+
+    What cannot be accepted for want of descriptors is hung up on: by the one that is kept for that.
+
+    Attributes:
+        not_accepted: how many those were.
+    """
+
+    def __init__(self, family: int, kind: int) -> None:
+        super().__init__(family, kind)
+        self.not_accepted = 0
+        self._strangers: dict[int, socket.socket] = {}
+        self._in_turn = 0
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Takes a connection, which is a stranger's until :meth:`welcome`."""
+        loop = asyncio.get_running_loop()
+        if self._in_turn >= _IN_TURN:
+            raise BlockingIOError(errno.EAGAIN, "the others are next")
+        if not self._in_turn:
+            loop.call_soon(self._end_turn)
+        self._in_turn += 1
+        try:
+            connection, address = super().accept()
+        except OSError as error:
+            if error.errno not in _NO_ROOM or self._spare is None:
+                raise
+            self._turn_away()
+            raise ConnectionAbortedError(error.errno, error.strerror) from None  # asyncio passes over it
+        self._strangers.pop(connection.fileno(), None)  # closed since: its number is this one's now
+        if len(self._strangers) >= STRANGERS:
+            self._hang_up(*next(iter(self._strangers.items())))
+        self._strangers[connection.fileno()] = connection
+        loop.call_later(HANDSHAKE_S, self._hang_up, connection.fileno(), connection)
+        return connection, address
+
+    def welcome(self, number: int) -> None:
+        """The connection with this descriptor has come through its handshake."""
+        self._strangers.pop(number, None)
+
+    def _end_turn(self) -> None:
+        self._in_turn = 0
+
+    def _hang_up(self, number: int, connection: socket.socket) -> None:
+        if self._strangers.get(number) is connection:
+            del self._strangers[number]
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _turn_away(self) -> None:
+        if not self.not_accepted:
+            logging.getLogger("muster.web").warning(
+                "connections are turned away: this process has as many files open as it may"
+            )
+        self.not_accepted += 1
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        with contextlib.suppress(OSError):
+            super().accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def bind(host: str, port: int) -> Listener:
     """Listens; port 0: any free one.
 
     Raises:
         BindError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = Listener(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -80,9 +158,7 @@ class Transport:
         return [f"{scheme}://{name}{'' if port == standard else f':{port}'}" for name in named]
 
 
-async def serve(
-    pages: Pages, transport: Transport, listener: socket.socket, ready: Callable[[], None]
-) -> None:
+async def serve(pages: Pages, transport: Transport, listener: Listener, ready: Callable[[], None]) -> None:
     """Serves until a signal comes; ``ready`` is called when a browser may come."""
     origins = transport.origins(listener.getsockname()[1])
     pages.place = transport.place
@@ -92,10 +168,16 @@ async def serve(
     protocol: type[H11Protocol] = _Bounded
     if transport.server is not None:
         protocol = _for_operators(transport.server, transport.job)
+
+    class Here(protocol):  # type: ignore[valid-type, misc]
+        def connection_made(self, transport: Any) -> None:
+            listener.welcome(transport.get_extra_info("socket").fileno())
+            super().connection_made(transport)
+
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each bad request is a line on the terminal
     config = uvicorn.Config(
         app,
-        http=protocol,
+        http=Here,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import shutil
 import socket
 import ssl
@@ -273,11 +274,14 @@ def test_bodies_that_trickle_keep_nobody_out(page: Web, inside: Visitor, where: 
     parts = urlsplit(page.origin)
     path = "/other" if where == "refused" else f"{page.place}/end"
     head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nOrigin: {page.origin}\r\n"
-    head += f"Cookie: {inside.cookie}\r\nContent-Length: 5000\r\n\r\nid="
+    head += f"Cookie: {inside.cookie}\r\nContent-Length: 5000\r\n"
+    head += "\r\nid=" if where == "refused" else "Expect: 100-continue\r\n\r\n"
     halves = [socket.create_connection((parts.hostname, parts.port), WAIT_S) for _ in range(CONNECTIONS)]
     for half in halves:
         with contextlib.suppress(OSError):
             half.sendall(head.encode())
+            if where == "read" and half is not halves[0]:  # which goes as the last one comes
+                assert half.recv(100).startswith(b"HTTP/1.1 100")
     for _ in range(3):
         assert inside.ask("jobs").status == 200
     if where == "refused":  # and it is hung up on, though it goes on sending
@@ -331,6 +335,49 @@ def test_beyond_loopback_an_operators_certificate_is_asked_for(running: Schedule
         assert b"403 Forbidden" in ask("client") and b"has the role worker" in ask("client")
         with contextlib.suppress(ssl.SSLError, ConnectionError):
             assert ask(None) == b""
+
+
+@pytest.mark.parametrize("room", [200, 0])
+def test_silent_connections_of_strangers_keep_no_operator_out(
+    running: Scheduler, pki: Pki, room: int
+) -> None:
+    """They held all descriptors until 60 s were over, and tracebacks by the megabyte went to the terminal.
+
+    Without room for them, as where others have the descriptors, who comes is turned away while that lasts.
+    """
+    with web(running, "--bind", "0.0.0.0", "--name", "localhost") as page:
+        port = urlsplit(page.link()).port or 0
+        context = client_ssl_context(pki.credentials("operator"))
+        request = f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n\r\n".encode()
+
+        def enters() -> bool:
+            try:
+                with (
+                    socket.create_connection(("127.0.0.1", port), WAIT_S) as plain,
+                    context.wrap_socket(plain) as connection,
+                ):
+                    connection.sendall(request)
+                    return b"303 See Other" in connection.recv(1000)
+            except OSError:
+                return False
+
+        assert enters()
+        used = len(list(Path(f"/proc/{page.process.pid}/fd").iterdir()))
+        most = resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + room, most))
+        silent = [socket.create_connection(("127.0.0.1", port), WAIT_S) for _ in range(400)]
+        if room:
+            assert enters()
+            silent[-1].settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                assert silent[-1].recv(1) == b""  # within seconds
+        for each in silent:
+            each.close()
+        resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + 200, most))
+        wait_for(enters)
+        said = "".join(page.lines)
+        assert "Traceback" not in said and len(said) < 2000
+        assert ("are turned away" in said) == (room == 0)
 
 
 def test_an_operator_who_is_revoked_sees_nothing_more(tmp_path: Path) -> None:
