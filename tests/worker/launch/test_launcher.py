@@ -528,59 +528,6 @@ def test_the_console_command_launches_too(here: Place, start: str) -> None:
     assert launch.stdout == f"[0] {here.directory} ['script.py']\n", launch.stderr
 
 
-TRACED = """
-import os, sys, threading
-
-ROOT = os.path.realpath({root!r}) + os.sep
-entered = set()
-waiting = False
-
-def imports(frame):
-    while frame is not None:
-        if frame.f_code.co_name == "_call_with_frames_removed":  # of importlib
-            return True
-        frame = frame.f_back
-    return False
-
-def trace(frame, event, argument):
-    global waiting
-    path = frame.f_code.co_filename
-    waiting = waiting or (path.endswith("selectors.py") and frame.f_code.co_name == "select")
-    if event == "call" and not waiting:
-        path = os.path.realpath(path)
-        if path.startswith(ROOT) and "site-packages" not in path and not imports(frame):
-            entered.add(path[len(ROOT):])
-
-from muster.__main__ import main
-
-sys.setprofile(trace)
-threading.setprofile(trace)
-code = main(["run", "-n", "2", "--scheduler", "--start", {start!r}, "--", sys.executable, "script.py"])
-sys.setprofile(None)
-print(code, *sorted(entered), file=open("entered", "w"))
-"""
-
-
-@both_starts
-def test_a_launch_passes_through_few_files_until_the_workers_run(here: Place, start: str) -> None:
-    here.script("print('ran')")
-    traced = TRACED.format(root=str(ROOT), start=start)
-    if start == "fork":  # its launcher ends at once, without taking apart what it has imported
-        traced = traced.replace("code = main", "os._exit = lambda code: None\ncode = main")
-    done = subprocess.run(
-        [PYTHON, "-c", traced],
-        cwd=here.directory,
-        env=environment(MS_SCHED_PORT="", PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    code, *entered = (here.directory / "entered").read_text().split()
-    assert code == "0", done.stderr
-    assert 5 <= len(entered) <= 13, entered  # one of them for the words of --help
-
-
 def test_only_who_uses_the_door_of_an_uplink_holds_it(here: Place) -> None:
     """Held open by another, a door without an uplink would keep workers waiting before they go directly."""
     script = here.script(HELPERS + "tell('door' + ME, os.environ['MS_UPLINK'].partition(':')[2])\nstay()")

@@ -138,7 +138,7 @@ def test_a_buffer_of_another_shape_than_before_is_refused() -> None:
             {"broadcast_buffers": True, "forward_sync_buffers": False},
         )
         for each in options:
-            model = DataParallel(Growing(), communicator=communicator, **each)  # type: ignore[arg-type]
+            model = DataParallel(Growing(), communicator=communicator, **each)
             model(torch.ones(1, 3)).sum().backward()
 
     run_ranks(2, one)
