@@ -38,6 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from muster.worker.communicators.base import (
+    HOST,
     Array,
     Communicator,
     Description,
@@ -247,7 +248,7 @@ def neighbor_exchange(
     """Sends arrays to some ranks and receives from others, in an order in which none block each other.
 
     Every rank calls it, if only with nothing: what rank a sends to b, rank b receives from a, with the same
-    dtype and size. With NCCL all of it is one launch.
+    dtype and size. Arrays on GPUs are one launch; those on the CPU go in an exchange of their own.
 
     Args:
         send: by rank of the group, what it gets.
@@ -261,7 +262,8 @@ def neighbor_exchange(
     own = communicator.rank
     messages = [((own, peer), check_place(describe(x), communicator)) for peer, x in send.items()]
     messages += [((peer, own), _writable(communicator, x)) for peer, x in recv.items()]
-    with communicator.group() if communicator.on_device else contextlib.nullcontext():
+    on_gpus = any(array.device != HOST for _, array in messages)
+    with communicator.group() if on_gpus else contextlib.nullcontext():
         # In one order for all ranks, by (from, to): both ends of the first message that is left are ready.
         for (source, peer), array in sorted(messages, key=lambda message: message[0]):
             if source == own:

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+import muster
 from muster.worker.communicators.base import (
     FINISHED,
     Backend,
@@ -206,6 +208,21 @@ def test_each_array_goes_where_it_is_and_connections_open_at_the_first_on_the_cp
     assert job.run(body) == [(0, [3, 6], [3, 15], {6}, [0, 1, 2])] * 3
     assert all(connections(comm) > 0 for comm in job.ranks)
     assert job.ranks[0].device.log == [("all_reduce", 2), ("barrier", 0)]  # type: ignore[attr-defined]
+
+
+def test_an_exchange_with_neighbours_takes_arrays_on_the_cpu(
+    make: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = threading.local()  # the ranks are threads
+    monkeypatch.setattr("muster.worker.collectives.current", lambda: sessions.own)
+
+    def body(comm: FollowingCommunicator) -> Any:
+        sessions.own = SimpleNamespace(group=lambda name: comm)
+        left, right, got = (comm.rank - 1) % 3, (comm.rank + 1) % 3, on_cpu(0, 0)
+        muster.neighbor_exchange({right: on_cpu(comm.rank, 7)}, {left: got})
+        return got.tolist()
+
+    assert make(3).run(body) == [[2, 7], [0, 7], [1, 7]]
 
 
 @pytest.mark.parametrize("name", ["reduce", "broadcast", "reduce_scatter", "gather", "scatter", "all_to_all"])
