@@ -65,10 +65,10 @@ def _ask(options: argparse.Namespace, target: Target) -> int:
     if options.command == "drain":
         what = f"node {options.node} of {target.describe()}"
         if not options.yes and not confirmed(f"Drain {what}?"):
-            print("muster: nothing was changed", file=sys.stderr)
+            print("nothing was changed", file=sys.stderr)
             return 1
         with connect() as client:
-            print(f"muster: draining {what}", file=sys.stderr)
+            print(f"draining {what}", file=sys.stderr)
             print(client.drain(options.node, options.reason))
         return 0
     from muster.scheduler.cli import status

@@ -14,6 +14,7 @@ from muster.bench.recovery import cpu as recovery_cpu
 from muster.bench.recovery import gpu as recovery_gpu
 from muster.bench.recovery.job import Worker
 from muster.bench.recovery.loop import Record
+from muster.worker.launch.command import count_gpus
 
 
 def worker(directory: Path, *events: dict[str, Any]) -> Worker:
@@ -113,7 +114,8 @@ def test_the_defaults_are_those_of_the_bars() -> None:
     parser = argparse.ArgumentParser()
     recovery.add_arguments(parser)
     options = parser.parse_args([])
-    assert (options.backend, options.workers, options.gpus, options.scheduler_kills) == ("tcp", 4, 4, 20)
+    assert (options.backend, options.workers, options.scheduler_kills) == ("tcp", 4, 20)
+    assert options.gpus == max(2, count_gpus())
     assert options.kills is None  # 20, or 5 on GPUs
 
 

@@ -299,7 +299,9 @@ def test_status_of_a_job_that_is_not_there(plain: Scheduler) -> None:
 def test_drain_a_node_that_is_not_there(over: grpc.Channel, plain: Scheduler) -> None:
     streams = form(over, 1, job_id="drain")
     done = plain.command("drain", "nobody", "--job", "drain")
-    assert (done.returncode, done.stderr) == (1, "scheduler: There is no node 'nobody' in job 'drain'.\n")
+    begun, _, refusal = done.stderr.partition("\n")
+    assert begun == f"draining node nobody of job drain at {plain.target}"
+    assert (done.returncode, refusal) == (1, "scheduler: There is no node 'nobody' in job 'drain'.\n")
     streams[0].call.cancel()
 
 
