@@ -134,9 +134,10 @@ def test_mistakes_are_told_in_words(
     assert words in capsys.readouterr().err
 
 
-def test_a_machine_is_measured_and_plans_are_made_for_it(
-    models: Path, capsys: pytest.CaptureFixture[str]
+def test_a_cpu_is_measured_and_plans_are_made_for_it(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["plan", "--measure", "machine.json"]) == 0
     machine = load_machine("machine.json")
     batch = torch.zeros(2, 4)

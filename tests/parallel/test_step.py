@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -173,14 +174,16 @@ def test_predicted_peak_memory_is_what_torch_allocates(
     """Of a step's forward and backward pass, parameters left out: they are counted exactly elsewhere."""
     torch.manual_seed(0)
     whole, module = batch(), make()
+    # Recording changes a module's mode, and ranks are threads.
+    modules = [copy.deepcopy(module) for _ in range(2)]
     as_plan = {"mode": "semi_auto"} | settings
 
     def one(communicator: RankCommunicator) -> tuple[int, Any]:
         own = [part_of(x, communicator, "data_parallel") for x in whole]
         if as_plan["mode"] == "data_parallel":
-            model = _data_parallel_plan(module, own, communicator, as_plan)
+            model = _data_parallel_plan(modules[communicator.rank], own, communicator, as_plan)
         else:
-            model = muster.parallelize(module, own, communicator=communicator, **as_plan)
+            model = muster.parallelize(modules[communicator.rank], own, communicator=communicator, **as_plan)
         model(*own).backward()  # what is made once is there
         for parameter in model.parameters():
             parameter.grad = None

@@ -519,7 +519,8 @@ def _parameter_count(optimizer: Any) -> int:
 
 def _to_host(tensor: Any) -> NDArray[Any]:
     host = tensor.detach().to("cpu", copy=True).contiguous()
-    if str(host.dtype).removeprefix("torch.") not in np.sctypeDict:
-        host = host.float()
-    array: NDArray[Any] = host.numpy()
+    try:  # torch is asked: NumPy may know the name of a dtype (ml_dtypes adds bfloat16) that torch cannot give it
+        array: NDArray[Any] = host.numpy()
+    except TypeError:
+        array = host.float().numpy()
     return array

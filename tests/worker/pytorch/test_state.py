@@ -471,3 +471,15 @@ def test_what_the_host_does_beside_a_step_does_not_grow_with_the_model(what: str
     finally:
         sys.setprofile(None)
     assert few == many and 0 < few < 400
+
+
+def test_a_checkpoint_holds_bfloat16_also_where_a_package_gives_numpy_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(np.sctypeDict, "bfloat16", np.float32)  # as ml_dtypes does, with a type of its own
+    net = torch.nn.Linear(2, 2).to(torch.bfloat16)
+    model = DataParallel(net, ElasticWorld(1).members[0], elastic=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TorchTrainingState(model, optimizer, ShardedSampler(SAMPLES, BATCH, seed=1))
+    _, arrays = state.for_checkpoint()
+    assert {str(arrays[name].dtype) for name, each in state.arrays.items() if each is not None} == {"float32"}

@@ -146,7 +146,7 @@ def test_without_the_bindings_the_package_to_install_is_told(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "nccl", None)
     monkeypatch.setitem(sys.modules, "nccl.bindings", None)
     with pytest.raises(
-        CommunicatorError, match=r"NCCL cannot be used: .*sys\.modules\. Install muster-rendezvous\[cuda12\]"
+        CommunicatorError, match=r"NCCL cannot be used: .*sys\.modules\. Run pip install .*\[cuda1"
     ):
         nccl_handles.load_bindings()
 
