@@ -519,7 +519,8 @@ def _parameter_count(optimizer: Any) -> int:
 
 def _to_host(tensor: Any) -> NDArray[Any]:
     host = tensor.detach().to("cpu", copy=True).contiguous()
-    try:  # torch is asked: NumPy may know the name of a dtype (ml_dtypes adds bfloat16) that torch cannot give it
+    # Torch is asked: NumPy may have a dtype that torch does not give it, as bfloat16 where ml_dtypes is loaded.
+    try:
         array: NDArray[Any] = host.numpy()
     except TypeError:
         array = host.float().numpy()

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.worker.communicators.base import Communicator, Membership, Peer
+from muster.worker.communicators.base import FINISHED, Communicator, Membership, Peer
 from muster.worker.pytorch.capture import capture_step
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.random import RandomState, seed_of
@@ -121,9 +121,10 @@ class OneRank(Communicator):
 
     def all_reduce(self, send: Any, recv: Any, op: Any, *, async_op: bool = False) -> Any:
         recv.copy_(send)
+        return FINISHED
 
     def broadcast(self, buffer: Any, root: int, *, async_op: bool = False) -> Any:
-        return None
+        return FINISHED
 
     def mark(self) -> Any:
         return torch.cuda.synchronize
@@ -133,6 +134,7 @@ class OneRank(Communicator):
 
     def all_gather(self, send: Any, recv: Any, *, async_op: bool = False) -> Any:
         recv.copy_(send)
+        return FINISHED
 
     def _absent(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
