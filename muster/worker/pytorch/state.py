@@ -519,7 +519,7 @@ def _parameter_count(optimizer: Any) -> int:
 
 def _to_host(tensor: Any) -> NDArray[Any]:
     host = tensor.detach().to("cpu", copy=True).contiguous()
-    # Torch is asked: NumPy may have a dtype that torch does not give it, as bfloat16 where ml_dtypes is loaded.
+    # Torch is asked: NumPy may have a dtype that torch cannot give it, bfloat16 where ml_dtypes is loaded.
     try:
         array: NDArray[Any] = host.numpy()
     except TypeError:
