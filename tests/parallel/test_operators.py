@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 from muster.worker.parallel.planning.problem import Pin
 from muster.worker.parallel.planning.rules import modes_of
 from muster.worker.parallel.planning.search import solve
+from muster.worker.parallel.trace import trace
+from tests.parallel.models import MODELS, make
 from tests.parallel.oracle import Case
 
 torch.set_num_threads(1)
@@ -199,3 +202,14 @@ def test_an_operator_along_each_axis(name: str) -> None:
             assert mode.size == 0 or mode.size % 2
             continue
         one.check(one.plan(pinned, solution.choice))
+
+
+def test_a_recurrence_whose_states_were_recorded_in_another_shape_is_kept_whole() -> None:
+    """Torch 2.11 records those of an LSTM on a CPU with a dimension too many: no part fits them."""
+    graph = trace(make("lstm"), MODELS["lstm"][1](0)).graph
+    node = next(node for node in graph.nodes if node.op == "lstm")
+    batch = [mode.name for mode in modes_of(graph, node)[0] if mode.size]
+    states = graph.values[node.outputs[1]]
+    graph.values[node.outputs[1]] = replace(states, shape=(states.shape[0], 1, *states.shape[1:]))
+    assert not [mode for mode in modes_of(graph, node)[0] if mode.size]
+    assert batch == ["b"] or len(states.shape) == 4

@@ -473,7 +473,7 @@ class Client:
         log.info("%s", notice.sentence)
         said = notice.sentence
         ending.note(
-            waits=said if notice.waits else "", goes_on="" if notice.waits else said, amid=self._core.phase
+            waits=said if notice.waits else "", goes_on="" if notice.waits else said, phase=self._core.phase
         )
 
     def _on_loss(self, notice: e.LossKnown) -> None:

@@ -344,10 +344,13 @@ class Launcher:
                 text, encrypted = describe_group(words.group, encrypts_gloo=words.encrypts_gloo)
                 self._screen.say(text, "" if encrypted else "warning")
             after_s = WAITING_S if self._generation else FORMING_S
-            if self._waits.hear(words.waits, words.amid, time.monotonic(), after_s=after_s) and words.goes_on:
+            if (
+                self._waits.hear(words.waits, words.phase, time.monotonic(), after_s=after_s)
+                and words.goes_on
+            ):
                 self._screen.say(words.goes_on, "good")
         if self._failed_at is None and (sentence := self._waits.take(time.monotonic())):
-            self._show_wait(sentence, worker.words().amid)
+            self._show_wait(sentence, worker.words().phase)
         if self._screen.live or self._history.wants_figures:
             self._follow_figures(worker.progress())
 
@@ -361,17 +364,17 @@ class Launcher:
         if self._history.wants_figures:
             self._history.figures(**figures_of(noted))
 
-    def _show_wait(self, sentence: str, amid: str) -> None:
+    def _show_wait(self, sentence: str, phase: str) -> None:
         """Shows for whom the workers wait, and which option would help."""
         if not self._generation:
             self._screen.say(shortened(sentence, FORMING_LENGTH))
             return
         advice = advice_on_wait(
-            amid,
+            phase,
             min_workers=self._policy.min_workers,
             max_restarts=self._policy.max_restarts,
             workers=self._plan.layout.world_size,
-            replacement=self._replacement() if amid == SUSPENDED else "",
+            replacement=self._replacement() if phase == SUSPENDED else "",
         )
         self._screen.say(f"{sentence} {advice}".rstrip(), "warning")
 

@@ -25,7 +25,7 @@ class LastWords:
         first: whom the scheduler saw go first.
         group: the group that stands, as :meth:`describe_group` takes it; empty: none yet.
         waits: for whom the job waits; empty: it does not.
-        amid: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
+        phase: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
         goes_on: why it need not wait any more; empty: a new group says so.
         encrypts_gloo: where its program asks for Gloo, it has Muster's encrypted backend.
     """
@@ -37,7 +37,7 @@ class LastWords:
     first: FirstLoss | None = None
     group: Mapping[str, Any] = field(default_factory=dict)
     waits: str = ""
-    amid: str = ""
+    phase: str = ""
     goes_on: str = ""
     encrypts_gloo: bool = False
 
@@ -70,7 +70,7 @@ def read_words(text: str) -> LastWords:
         said.get("first"),
         said["group"] if isinstance(said.get("group"), dict) else {},
         str(said.get("waits", "")),
-        str(said.get("amid", "")),
+        str(said.get("phase", "")),
         str(said.get("goes_on", "")),
         bool(said.get("encrypts_gloo")),
     )
@@ -183,29 +183,29 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._newest, self._shown, self._amid = "", "", ""
+        self._newest, self._shown, self._phase = "", "", ""
         self._due_s: float | None = None
         self._pause_s = AGAIN_S
 
-    def hear(self, sentence: str, amid: str, now: float, *, after_s: float) -> bool:
+    def hear(self, sentence: str, phase: str, now: float, *, after_s: float) -> bool:
         """Takes the newest sentence in; empty: the job does not wait.
 
         Args:
             sentence: says for whom the job waits.
-            amid: the state of the membership.
+            phase: the state of the membership.
             now: seconds on a clock that is never put back.
             after_s: how long a wait lasts before it is shown, in seconds.
 
         Returns:
             Whether a wait that was shown is over.
         """
-        if sentence == self._newest and amid == self._amid:
+        if sentence == self._newest and phase == self._phase:
             return False
         over = bool(self._shown) and not sentence
-        if not sentence or amid != self._amid or not self._newest:
+        if not sentence or phase != self._phase or not self._newest:
             self._shown, self._pause_s = "", AGAIN_S
             self._due_s = now + after_s if sentence else None
-        self._newest, self._amid = sentence, amid
+        self._newest, self._phase = sentence, phase
         return over
 
     @property
@@ -228,20 +228,20 @@ _TRAINS = ("running", "building", "changing")
 
 
 def advice_on_wait(
-    amid: str, *, min_workers: int, max_restarts: int, workers: int, replacement: str = ""
+    phase: str, *, min_workers: int, max_restarts: int, workers: int, replacement: str = ""
 ) -> str:
     """Says what ends a wait, and which option of ``muster run`` would have; empty: nothing is known.
 
     Args:
-        amid: the state of the membership.
+        phase: the state of the membership.
         min_workers: as the options say; 0: all workers are needed.
         max_restarts: likewise.
         workers: how many the job has.
         replacement: the command line that starts a worker in the place of one that has ended.
     """
-    if amid in _TRAINS and workers > 1 and not min_workers:
+    if phase in _TRAINS and workers > 1 and not min_workers:
         return f"(muster run --min-workers {workers - 1} lets the others go on without it.)"
-    if amid != SUSPENDED:
+    if phase != SUSPENDED:
         return ""
     said = []
     if not max_restarts and not min_workers:

@@ -177,9 +177,9 @@ def test_another_kind_of_wait_is_shown_at_once_and_a_short_one_never() -> None:
 
 
 def test_advice_names_what_would_help() -> None:
-    def advice(amid: str, **changed: Any) -> str:
+    def advice(phase: str, **changed: Any) -> str:
         facts = {"min_workers": 0, "max_restarts": 0, "workers": 4, "replacement": "", **changed}
-        return advice_on_wait(amid, **facts)
+        return advice_on_wait(phase, **facts)
 
     assert advice("running") == "(muster run --min-workers 3 lets the others go on without it.)"
     assert advice("running", min_workers=3) == advice("reconnecting") == ""
