@@ -344,10 +344,8 @@ class Launcher:
                 text, encrypted = describe_group(words.group, encrypts_gloo=words.encrypts_gloo)
                 self._screen.say(text, "" if encrypted else "warning")
             after_s = WAITING_S if self._generation else FORMING_S
-            if (
-                self._waits.hear(words.waits, words.phase, time.monotonic(), after_s=after_s)
-                and words.goes_on
-            ):
+            over = self._waits.hear(words.waits, words.phase, time.monotonic(), after_s=after_s)
+            if over and words.goes_on:
                 self._screen.say(words.goes_on, "good")
         if self._failed_at is None and (sentence := self._waits.take(time.monotonic())):
             self._show_wait(sentence, worker.words().phase)

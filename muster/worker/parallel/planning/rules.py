@@ -306,9 +306,8 @@ def _recurrent(call: Call) -> list[Axis] | None:
     states = 2 if call.op == "lstm" else 1
     if len(x) != 3 or not isinstance(call.args[-1], bool):  # packed sequences have other arguments
         return None
-    if any(
-        len(out) != 3 for out in call.outs
-    ):  # torch 2.11 records states on a CPU with a dimension too many
+    # Torch 2.11 records the states of a CPU with a dimension too many.
+    if any(len(out) != 3 for out in call.outs):
         return None
     batch = 0 if call.args[-1] else 1
     ins = (batch, *(1,) * states, *(None,) * (len(call.ins) - 1 - states))
