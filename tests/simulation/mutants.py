@@ -517,7 +517,7 @@ MUTANTS: dict[str, Mutant] = {
     "job always ends well": Mutant(machine, "end", always_well, 103),
     "lost streams ignored": Mutant(machine, "session_lost", instead(nothing)),
     "its own absence unnoticed": Mutant(machine, "stood_still", instead(nothing)),
-    "a pause costs the place": Mutant(machine, "session_lost", pauses_cost_the_place),
+    "a pause costs the place": Mutant(machine, "session_lost", pauses_cost_the_place, 274),
     "the end of a host's stream costs the places": Mutant(machine, "session_lost", uplinks_cost_the_places),
     "unread words count as silence": Mutant(machine, "fell_behind", instead(nothing), 79),
     "late turns count as silence": Mutant(job.Members, "excuse", only_long_absences_count, 380),
@@ -562,7 +562,7 @@ MUTANTS: dict[str, Mutant] = {
     "one direction is not enough": Mutant(probing, "leaving", both_must_accuse),
     "the smallest set stays": Mutant(probing, "worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(
-        probing, "may_expel", instead(lambda *a: True)
+        probing, "may_expel", instead(lambda *a: True), 148
     ),
     "expelled and taken in at once": Mutant(job.Rounds, "bars", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
@@ -570,7 +570,7 @@ MUTANTS: dict[str, Mutant] = {
     "busy ranks hang": Mutant(machine, "probed", busy_unheard),
     "long waits count beside their steps": Mutant(
         membership.Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
-    "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due),
+    "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due, 186),
     "hanging ranks never go": Mutant(probing, "deal_with_hangs", instead(nothing)),
     "lateness untold": Mutant(network.Network, "send_up", unsent(m.Late)),
     "probes unanswered": Mutant(network.Network, "send_up", unsent(m.Probed)),

@@ -41,8 +41,10 @@ _SUFFIX = ".safetensors"
 _FORMAT = "1"
 _ATTEMPTS = ".attempts"
 """The directory of a folder where each attempt has a file: its number's name, and who took it."""
-_TAKEN_WITHIN_S = 1.0
-"""How long a number's file may be without a name, while whoever made it writes that."""
+TAKEN_WITHIN_S = 1.0
+"""How long a number's file may be without a name, on file systems without hard links."""
+
+_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 
 
 class Session(Protocol):
@@ -411,37 +413,62 @@ def _number(root: Path, attempt: str) -> int:
     """
     folder = root / _ATTEMPTS
     folder.mkdir(parents=True, exist_ok=True)
-    taken = [int(each.name) for each in folder.iterdir() if each.name.isascii() and each.name.isdigit()]
-    for number in sorted(taken, reverse=True):
-        if _who_took(folder, number) == attempt:
-            return number
-    number = max([*taken, *(one.attempt for one in find(root))], default=0)
+    number = max([*(one.attempt for one in find(root)), *_taken(folder)], default=0)
+    # Numbers are taken in order. A folder that is read while they are may show one and not the one before: a
+    # second look has all up to the highest of the first.
+    for each in sorted(_taken(folder), reverse=True):
+        if _who_took(folder, each) == attempt:
+            return each
     while True:
         number += 1
-        path = folder / f"{number:06d}"
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            _take(folder / f"{number:06d}", attempt)
         except FileExistsError:
-            if _who_took(folder, number) == attempt:
-                return number
-            continue
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(attempt)
-                file.flush()
-                os.fsync(descriptor)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        # Another worker of the same attempt, which has waited too long for that name, may have the next.
-        while _who_took(folder, number + 1) == attempt:
-            number += 1
+            if _who_took(folder, number) != attempt:
+                continue
         return number
+
+
+def _taken(folder: Path) -> list[int]:
+    return [int(each.name) for each in folder.iterdir() if each.name.isascii() and each.name.isdigit()]
+
+
+def _take(path: Path, attempt: str) -> None:
+    """Makes the file of a number, with the attempt's name in it from its first moment on.
+
+    Raises:
+        FileExistsError: somebody has the number.
+        OSError: the file cannot be written.
+    """
+    new = beside(path)
+    try:
+        _write_new(new, attempt)
+        try:
+            os.link(new, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _write_new(path, attempt)  # the name comes a moment after the file: who sees none waits for it
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _who_took(folder: Path, number: int) -> str:
     """The attempt that has a number; "": none that can be told."""
-    path, until = folder / f"{number:06d}", time.monotonic() + _TAKEN_WITHIN_S
+    path, until = folder / f"{number:06d}", time.monotonic() + TAKEN_WITHIN_S
     while True:
         try:
             name = read_regular(path, 200).decode("ascii", "replace")

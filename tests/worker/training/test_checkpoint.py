@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -397,8 +398,18 @@ def test_a_folder_of_version_0_2_goes_by_its_clock_and_is_before_all_that_follow
     assert [one.step for one in checkpoint.find(tmp_path)] == [80, 75, 60]
 
 
-def test_workers_of_one_launch_agree_on_its_number_and_no_two_launches_share_one(tmp_path: Path) -> None:
-    """All begin in one moment."""
+@pytest.mark.parametrize("links", [True, False])
+def test_workers_of_one_launch_agree_on_its_number_and_no_two_launches_share_one(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All begin in one moment, also where the file system has no hard links."""
+    if not links:
+        monkeypatch.setattr(checkpoint, "TAKEN_WITHIN_S", 60.0)  # the machine may be slow
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+
+        monkeypatch.setattr(os, "link", refuse)
     begun = threading.Barrier(16)
 
     def work(number: int) -> None:
@@ -414,6 +425,23 @@ def test_workers_of_one_launch_agree_on_its_number_and_no_two_launches_share_one
     numbers = {(one.launch, one.attempt) for one in checkpoint.find(tmp_path)}
     assert sorted(number for _, number in numbers) == [1, 2, 3, 4]
     assert len({launch for launch, _ in numbers}) == 4
+
+
+def test_a_number_has_its_name_from_its_first_moment_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or workers of one launch, on a machine that stands still for seconds, would take two numbers."""
+    seen: list[str] = []
+    link = os.link
+
+    def linked(source: Path, target: Path) -> None:
+        link(source, target)
+        seen.append(Path(target).read_text())
+
+    monkeypatch.setattr(os, "link", linked)
+    save_at(tmp_path, in_launch(1, 10), 1000.0)
+    assert seen and seen[0]
+    assert [each.name for each in (tmp_path / ".attempts").iterdir()] == ["000001"]
 
 
 def test_a_worker_killed_as_it_took_a_number_keeps_nobody_from_the_next(tmp_path: Path) -> None:
