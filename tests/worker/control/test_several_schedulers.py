@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import pytest
@@ -82,7 +82,8 @@ def listener(host: str, port: int, *, hangs: bool) -> Iterator[socket.socket]:
                     return
                 accepted.append(connection)
                 if not hangs:
-                    connection.sendall(b"\0\0\0\4\0\0\0\0\0")
+                    with suppress(OSError):  # the test may be over
+                        connection.sendall(b"\0\0\0\4\0\0\0\0\0")
 
         threading.Thread(target=serve, daemon=True).start()
         yield server
