@@ -210,7 +210,8 @@ def test_half_a_checkpoint_takes_no_whole_ones_place(tmp_path: Path, monkeypatch
 
     assert not is_lost(tmp_path / "with")
     beside = checkpoint.beside
-    monkeypatch.setattr(checkpoint, "beside", lambda path: path if path.suffix == ".safetensors" else beside(path))
+    in_place = ".safetensors"  # attempts' files go on as they do
+    monkeypatch.setattr(checkpoint, "beside", lambda path: path if path.suffix == in_place else beside(path))
     assert is_lost(tmp_path / "without")
 
 
