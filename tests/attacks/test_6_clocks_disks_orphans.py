@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from muster.rendezvous.errors import RemediedError
+from muster.rendezvous.files import beside
 from muster.scheduler.config import load_settings as scheduler_settings
 from muster.worker.config import load_settings as worker_settings
 from muster.worker.training import checkpoint
@@ -209,7 +210,6 @@ def test_half_a_checkpoint_takes_no_whole_ones_place(tmp_path: Path, monkeypatch
         return bool((found.arrays["w"] != 1.0).any())
 
     assert not is_lost(tmp_path / "with")
-    beside = checkpoint.beside
     in_place = ".safetensors"  # attempts' files go on as they do
     monkeypatch.setattr(checkpoint, "beside", lambda path: path if path.suffix == in_place else beside(path))
     assert is_lost(tmp_path / "without")
