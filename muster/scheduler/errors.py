@@ -6,6 +6,7 @@ No key, password or unique id ever stands in one, and foreign text in one is esc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from muster.rendezvous.errors import RemediedError
@@ -119,6 +120,18 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     if isinstance(error, SchedulerError):
         return grpc.StatusCode[error.grpc_code], str(error)
     return grpc.StatusCode.INTERNAL, "The scheduler failed on this call; its log says more."
+
+
+async def begin_stream(context: Context) -> None:
+    """Sends a stream's headers, apart from its first message.
+
+    They go with that otherwise, and where its write is cut off, gRPC does not know that they are sent and can
+    never end the call.
+    """
+    import grpc.aio
+
+    with contextlib.suppress(grpc.aio.BaseError):  # a caller that is gone, which who reads on will notice
+        await context.send_initial_metadata(())
 
 
 async def end_call(context: Context, error: BaseException) -> NoReturn:

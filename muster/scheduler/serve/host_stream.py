@@ -26,6 +26,7 @@ from muster.scheduler.errors import (
     StoppingError,
     TooSlowError,
     UnauthenticatedError,
+    begin_stream,
     end_call,
     status_of,
 )
@@ -72,6 +73,7 @@ class HostStreams:
             raise
         host = _Host(self._sessions, caller, stream)
         try:
+            await begin_stream(context)
             await host.serve(context)
             if stream.closed is not None:  # waits for a peer that does not read: it counts until it is gone
                 await end_call(context, stream.closed)

@@ -35,6 +35,7 @@ from muster.scheduler.errors import (
     StoppingError,
     TooSlowError,
     UnauthenticatedError,
+    begin_stream,
     end_call,
     status_of,
 )
@@ -341,6 +342,7 @@ class Service:
             await self._recorder.turn_away("Session", context, caller, error)
             raise
         try:
+            await begin_stream(context)
             await self._serve(session, context)
             if session.closed is not None:  # waits for a peer that does not read: it counts until it is gone
                 await end_call(context, session.closed)

@@ -32,6 +32,7 @@ from muster.scheduler.errors import (
     StoppingError,
     TooSlowError,
     UnauthenticatedError,
+    begin_stream,
     end_call,
 )
 from muster.scheduler.jobs.driver import JobDriver, Jobs
@@ -165,6 +166,7 @@ class WatchService:
             await self._recorder.turn_away("Watch", context, caller, error)
             raise
         try:
+            await begin_stream(context)
             await self._serve(watcher, context)
         except SchedulerError as error:
             await end_call(context, error)

@@ -18,7 +18,8 @@ from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.config import load_settings
 from muster.scheduler.core import events as e
 from muster.scheduler.core.events import Decision
-from muster.scheduler.jobs.driver import Jobs, Note
+from muster.scheduler.errors import UnauthenticatedError
+from muster.scheduler.jobs.driver import Jobs, Note, Session
 from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.server import keep_in_force
 from muster.scheduler.serve.sessions import Limits, Service, Sessions
@@ -183,6 +184,33 @@ def test_a_revoked_stream_without_a_place_is_dropped_too() -> None:
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
             assert await call.details() == "it was revoked"
             assert e.Expel("node-0", "it was revoked") in rig.job.events()
+
+    go(test())
+
+
+@pytest.mark.parametrize("delay", range(8))
+def test_a_stream_whose_first_message_is_cut_off_ends_too(delay: int) -> None:
+    """The first message is cut off while it is written, so many turns of the loop after its Join."""
+
+    async def test() -> None:
+        async def drop(session: Session) -> None:
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            session.drop(UnauthenticatedError("it was revoked"))
+
+        dropping = []
+
+        def script(event: e.Event) -> Decision:
+            if isinstance(event, e.Joined):
+                dropping.append(asyncio.ensure_future(drop(rig.sessions.all[event.session])))
+            return welcome(event)
+
+        async with served(script) as (rig, channel):
+            call = rig.call(channel)
+            await call.write(join("node-0"))
+            with pytest.raises(grpc.aio.AioRpcError, match="it was revoked"):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
 
     go(test())
 
