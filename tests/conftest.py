@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,11 @@ class _AttacksTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has n
 
     def _split_scope(self, nodeid: str) -> str:
         return ATTACKS if nodeid.startswith(f"{ATTACKS}/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two for each core: most of these tests wait for processes."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
