@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,13 @@ class RankComparison:
                 table = host.copy_(table, non_blocking=True)
         self._sent = row, mine, settings  # whose memory must stay until the row has gone
         self._table = table.view(communicator.world_size, -1)
+
+    def arrival(self) -> Callable[[], None] | None:
+        """Waits for the rows that were sent last; None: there are none, or the host has to wait for a GPU.
+
+        The call may raise MembershipChanged.
+        """
+        return None if self._work is None or self._stream is not None else self.arrive
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

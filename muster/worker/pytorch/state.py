@@ -5,6 +5,9 @@ update, which may be part of a CUDA graph. So the state is copied aside before e
 broke is undone from that copy. Whether it broke the host learns while the GPU is at work on the next one,
 which is undone with it: there are two copies, in turns. What only the update changes (parameters, the
 optimizer's state) is copied beside the other passes of a captured step, and the update waits for that.
+
+A CPU needs both copies for a rank that is lost after a step, before the others know where its random
+generators are: they go back to before that step, for which they know.
 """
 
 from __future__ import annotations
@@ -53,10 +56,11 @@ class TorchTrainingState(TrainingState):
             with step:
                 loss = train_step(images[step.batch.indices], labels[step.batch.indices])
 
-    Of torch's default generators, the CPU's and this GPU's, each rank keeps its own: a step that is redone
-    draws what it drew before. A checkpoint has those of all ranks (up to 256), so that a run that is resumed
-    by as many draws what it would have drawn. Newcomers, and runs resumed by others, seed them anew from the
-    initial seed, the rank and the step. What ``optimizer.load_state_dict`` brings becomes part of the state,
+    Of torch's default generators, the CPU's and this GPU's, each rank has its own: a step that is redone
+    draws what it drew before. After each step all ranks know those of all (up to 256), and so does a
+    checkpoint: who takes a lost rank's place, or resumes the run with as many ranks, draws what that rank
+    would have drawn. Where the number of ranks is another one, newcomers seed them anew, from the initial
+    seed, the rank and the step. What ``optimizer.load_state_dict`` brings becomes part of the state,
     and so do parameters that it is given later, on all ranks. Generators of your own are not part of it:
     seed them from (seed, step, rank).
 
@@ -109,11 +113,12 @@ class TorchTrainingState(TrainingState):
         self._changes = 0
         self._may_copy_beside = True
         self._comparison = RankComparison(optimizer, model.device)
-        self._resumed_generators: list[str] = []
+        self._generators_at: tuple[int, list[str]] = (0, [])
         self._parameter_count = _parameter_count(optimizer)
         self._random = RandomState(model.device)
         self._loader_generator = torch.Generator()
-        self._takes_up = False
+        self._takes_up = False  # joins a run that has made steps
+        self._restored = False  # has got the state since it last entered a generation
         follow = WeakMethod(self._follow_optimizer)  # the optimizer and the model may live longer
         optimizer.register_load_state_dict_post_hook(lambda _: (call := follow()) and call())
         wait = WeakMethod(self._await_copy)
@@ -224,7 +229,7 @@ class TorchTrainingState(TrainingState):
         self._comparison.receive()
         self._comparison.send(self.step + 1, self._random.now())
         with self._comparison.beside():
-            wait = self._model.communicator.mark()
+            wait = self._model.communicator.mark() or self._comparison.arrival()
         if wait is not None and self._began is not None:
             self._began.wait, self._committed = wait, self._began
             if not self._room:
@@ -299,20 +304,20 @@ class TorchTrainingState(TrainingState):
         super().enter(communicator, source)
         if self._samples_per_rank is not None:
             self.sampler.batch_size = self._samples_per_rank * communicator.world_size
+        self._enter_generators(communicator)
         self._model.join(communicator, source)
         self._comparison.enter(communicator)
-        if self._takes_up:
-            self._takes_up = False
-            if not self._continues(communicator):
-                self._random.begin(communicator.rank, self.step)
-            self._resumed_generators = []
 
-    def _continues(self, communicator: Communicator) -> bool:
-        """Whether this rank's generators are in the checkpoint; they go on from there then."""
-        if len(self._resumed_generators) != communicator.world_size:
-            return False
-        state = bytearray(base64.b64decode(self._resumed_generators[communicator.rank]))
-        return self._random.set(torch.frombuffer(state, dtype=torch.uint8))
+    def _enter_generators(self, communicator: Communicator) -> None:
+        """Goes on with what this rank drew from, whichever process it was; else a newcomer seeds anew."""
+        rank, rows = communicator.rank, self._generator_rows()
+        known = len(rows) == communicator.world_size
+        if self._restored or self._model.communicator.rank != rank:
+            goes_on = known and self._random.set(_unpacked(rows[rank]))
+            if self._takes_up and not goes_on:
+                self._random.begin(rank, self.step)
+        self._takes_up = self._restored = False
+        self._generators_at = (self.step, rows if known else [])  # the first step may have to go back to it
 
     def _tensors(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -359,7 +364,7 @@ class TorchTrainingState(TrainingState):
             for group in self._optimizer.param_groups
         ]
         also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
-        more = {"groups": groups, "also": also, "generators": self._resumed_generators}
+        more = {"groups": groups, "also": also, "generators": self._generator_rows()}
         return json.dumps(json.loads(super().describe()) | more)
 
     def restore(self, description: str) -> None:
@@ -367,6 +372,7 @@ class TorchTrainingState(TrainingState):
         steps_before = self.step
         super().restore(description)
         self._takes_up |= steps_before == 0 < self.step
+        self._restored = True
         values = json.loads(description)
         for group, settings in zip(self._optimizer.param_groups, values["groups"], strict=True):
             for key, value in settings.items():
@@ -375,7 +381,7 @@ class TorchTrainingState(TrainingState):
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
         self._also.load({name: base64.b64decode(data) for name, data in values.get("also", {}).items()})
-        self._resumed_generators = values.get("generators", [])
+        self._generators_at = (self.step, values.get("generators", []))
         self._model.follow_order(values.get("buckets", []))
 
     def check(self, description: str, origin: str) -> None:
@@ -415,7 +421,7 @@ class TorchTrainingState(TrainingState):
         for name, data in values["also"].items():  # too much for a header, maybe
             arrays[_ALSO + name] = np.frombuffer(base64.b64decode(data), np.uint8)
             values["also"][name] = ""
-        generators = [base64.b64encode(row.numpy()).decode() for row in self._all_generators()]
+        generators = [_packed(row) for row in self._all_generators()]
         order = self._model.bucket_order()
         return json.dumps(values | {"generators": generators, "buckets": order}), arrays
 
@@ -428,6 +434,14 @@ class TorchTrainingState(TrainingState):
         rows = list(known)
         rows[communicator.rank] = self._random.now()
         return rows
+
+    def _generator_rows(self) -> list[str]:
+        """Every rank's generators after the last step, by rank, as a description has them; else none."""
+        known = self._comparison.generators(self.step)
+        if known is not None:
+            return [_packed(row) for row in known]
+        step, rows = self._generators_at
+        return rows if step == self.step else []
 
     def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See :class:`TrainingState`."""
@@ -482,6 +496,14 @@ class _Before:
         """Notes what is not in the arrays."""
         self.step, self.sampler, self.extra, self.rng = step, sampler, extra, rng
         self.random, self.also, self.settings = random, also, settings
+
+
+def _packed(generators: Any) -> str:
+    return base64.b64encode(generators.numpy()).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _raise(error: WorkerError) -> None:

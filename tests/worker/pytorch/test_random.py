@@ -1,4 +1,4 @@
-"""torch's generators as part of the state: redone steps draw again what they drew; newcomers draw anew."""
+"""torch's generators as part of the state: a step that is redone draws what it drew; newcomers are seeded."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def test_a_newcomer_is_seeded_by_rank_and_step() -> None:
     late.state.roll_back()  # its first step is redone like any other
     assert torch.equal(torch.rand(4), drawn)
     torch.manual_seed(7)
-    late.state.commit()
-    generation([late], 1, source=0)  # a rank that has trained is no newcomer any more
+    generation([first, late, second], 1, source=0)  # it is no newcomer any more
     assert torch.initial_seed() == 7
 
 

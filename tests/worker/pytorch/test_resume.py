@@ -114,11 +114,12 @@ class Job:
             self.model, self.optimizer, ShardedSampler(SAMPLES, 12, seed=3), also=self.also
         )
 
+        self.losses: list[float] = []
         self.orders: list[list[int]] = []
         """Of the parameters in buckets, before each step: sums over three ranks and more depend on it."""
 
     def train(self, steps: int, after: Callable[[Job], object] = lambda job: None) -> list[float]:
-        losses = []
+        before = len(self.losses)
         for step in ElasticLoop(self.session, self.state, epochs=100, steps=steps):
             with step:
                 self.orders.append(self.model.bucket_order())
@@ -129,11 +130,12 @@ class Job:
                 self.scaler.update()
                 if self.case.average:
                     self.also["average"].update_parameters(self.model.module)
-            if step.done and self.case.scheduler:
-                self.also["scheduler"].step()  # outside of the step, as many do it
-            losses.append(float(loss.detach()))
-            after(self)
-        return losses
+            if step.done:
+                if self.case.scheduler:
+                    self.also["scheduler"].step()  # outside of the step, as many do it
+                self.losses.append(float(loss.detach()))
+                after(self)
+        return self.losses[before:]
 
     def loss(self, rows: Any) -> Any:
         output = self.model(IMAGES[rows].to(self.net[2].weight.dtype))
@@ -201,28 +203,34 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, name: str) -
         check_equal(values, values_0)
 
 
-def test_so_it_does_among_processes_each_with_generators_of_its_own(tmp_path: Path) -> None:
-    def printed(source: str) -> list[str]:
-        script = [sys.executable, str(ROOT / "tests/gpu/resume_job.py"), str(tmp_path / "kept"), source]
-        done = subprocess.run(
-            [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--tail", "all", "--", *script],
-            cwd=tmp_path,
-            env={
-                "CUDA_VISIBLE_DEVICES": "",
-                "PATH": "/usr/bin:/bin",
-                "PYTHONPATH": ":".join([str(ROOT), *sys.path]),
-            },
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return sorted(re.findall("rank . (?:step|ends with).*", done.stdout))
+def printed(folder: Path, source: str, *options: str, killed: str = "") -> list[str]:
+    """The lines of a job of two processes, sorted; a step that was redone has one."""
+    script = [sys.executable, str(ROOT / "tests/gpu/resume_job.py"), str(folder / "kept"), source, killed]
+    run = [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--tail", "all", *options]
+    done = subprocess.run(
+        [*run, "--", *script],
+        cwd=folder,
+        env={
+            "CUDA_VISIBLE_DEVICES": "",
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": ":".join([str(ROOT), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(set(re.findall("rank . (?:step|ends with).*", done.stdout)))
 
-    whole, resumed = printed(""), printed("latest")
+
+def test_so_it_does_among_processes_each_with_generators_of_its_own(tmp_path: Path) -> None:
+    """Also one whose members are killed and replaced: who comes draws what the lost rank would have drawn."""
+    whole, resumed = printed(tmp_path, ""), printed(tmp_path, "latest")
     assert len(whole) == 2 * STEPS + 2
     assert len({line.partition("loss ")[2] for line in whole}) > STEPS + 1, "the ranks draw the same masks"
     assert resumed == [line for line in whole if not re.search(rf"step [1-{SAVED_AT}] ", line)]
+    killed = "1:2:between 0:4:amid 1:6:amid 0:7:between"
+    assert printed(tmp_path, "", "--max-restarts", "4", killed=killed) == whole
 
 
 NEW = {"also", "generators"}

@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from muster.worker.communicators.base import Work
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.state import TorchTrainingState
 from muster.worker.training.loop import ElasticLoop
@@ -145,20 +146,32 @@ def test_a_broken_step_leaves_nothing_behind() -> None:
     assert members[0].state.step == 2
 
 
+class CutOff:
+    """A collective from which this rank learns nothing any more, and the others all."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+        raise membership_changed(1)
+
+
 def test_whoever_is_a_step_behind_takes_it_from_whoever_finished_it() -> None:
     members = [Member(1), Member(2)]
     generation(members, 2)
 
-    def one_finishes(communicator: ThreadCommunicator) -> None:
+    def one_is_cut_off(communicator: ThreadCommunicator) -> None:
         member = members[communicator.rank]
         member.state.enter(communicator, 0)
-        member.compute()
-        if communicator.rank == 1:
-            member.state.commit()
-            member.state.sampler.advance()
-            member.state.step += 1
+        if communicator.rank == 0:
+            gather = communicator.all_gather
+            communicator.all_gather = lambda *arrays, async_op=False: CutOff(  # type: ignore[assignment, method-assign]
+                gather(*arrays, async_op=async_op)
+            )
+        member.train(1)
 
-    run_ranks(2, one_finishes)
+    run_ranks(2, one_is_cut_off)
     after = members[1].values()
     assert generation(members, 0, source=0) == [1, 1]
     assert members[0].state.step == 3
