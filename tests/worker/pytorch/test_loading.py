@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from muster.worker.pytorch.state import TorchTrainingState
 from muster.worker.training.loop import ElasticLoop
 from muster.worker.training.sampler import ShardedSampler
 from tests.fakes import ElasticFakeSession, ElasticWorld
+from tests.gpu import loaders
 
 SAMPLES = 22
 VALUES = torch.arange(float(SAMPLES))
@@ -142,3 +144,10 @@ def test_each_sample_counts_once_when_a_member_dies() -> None:
         for _ in range(step):
             sampler.advance()
         assert found == sampler.batch().indices.tolist()
+
+
+@pytest.mark.parametrize("row", [loaders.Row("fork", 2, True), loaders.Row("forkserver", 2, False)], ids=str)
+def test_a_killed_worker_takes_its_loaders_processes_along(row: loaders.Row, tmp_path: Path) -> None:
+    """None of them keeps what it has inherited, and none is left; tests/gpu/loaders.py tries them all."""
+    found = loaders.launched(row, tmp_path)
+    assert (found.exit_code, found.restarts, found.refused, found.orphans) == (0, 1, 0, 0), found.text
