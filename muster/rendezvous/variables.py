@@ -254,7 +254,15 @@ TABLE = {
         MAX_WORKERS - 1,
         shown="any",
     ),
-    "MS_SPARES": Variable("integer", SCHEDULER, "Workers beyond `MS_WORKER_NUM` that may wait.", 0, 0, 1024),
+    "MS_SPARES": Variable(
+        "integer",
+        SCHEDULER,
+        "Workers beyond `MS_WORKER_NUM` that may wait.",
+        0,
+        0,
+        1024,
+        options=("run --spares",),
+    ),
     "MS_MAX_STREAMS_PER_HOST": Variable(
         "integer",
         SCHEDULER,

@@ -20,6 +20,8 @@ from muster.web.series import Point, Series
 MAX_LOG_BYTES = 16 * 1024 * 1024
 _SAID = re.compile(r"(\S+Z) [A-Z]+ (\w+) (.*)")
 _TEXT = re.compile(r'(?:^|.* )text=("(?:[^"\\]|\\.)*"|\S+)$')
+_LOSS = re.compile(r"\b(?:is lost|was expelled): ")
+_CHANGE = re.compile(r"\. Generation \d+ is formed .*", re.DOTALL)
 NOTED = frozenset(("decided", "joined", "left", "lost", "refused", "denied", "expelled", "drained", "ended"))
 
 
@@ -72,8 +74,16 @@ class Run:
 
     @property
     def faults(self) -> list[Saying]:
-        """What the launchers showed as a warning or an error."""
-        return [each for each in self.said if each.tone in ("warning", "error")]
+        """What the launchers showed as a warning or an error, and the losses that the scheduler saw.
+
+        Where the scheduler's log lies elsewhere, the reasons of the generations tell of those.
+        """
+        shown = [each for each in self.said if each.tone in ("warning", "error")]
+        seen = [(each.time_s, _CHANGE.sub(".", each.text)) for each in self.scheduler_said]
+        if not seen:
+            seen = [(each.formed, f"Generation {each.number}: {each.reason}.") for each in self.generations]
+        lost = [Saying(time_s, text, "warning") for time_s, text in seen if _LOSS.search(text)]
+        return sorted([*shown, *lost], key=lambda each: each.time_s)
 
     @property
     def outcome(self) -> str:

@@ -198,7 +198,7 @@ def test_the_quickstart_of_eight_ranks_in_all_modes(tmp_path: Path) -> None:
                 *(sys.executable, "-m", "examples.quickstart_parallel", "--mode", mode),
             ],
             cwd=tmp_path,
-            env=environment(PYTHONPATH=PATH, MS_SCHED_PORT=""),
+            env=environment(PYTHONPATH=PATH, MS_SCHED_PORT="", CUDA_VISIBLE_DEVICES=""),
             capture_output=True,
             text=True,
             check=True,

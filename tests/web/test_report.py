@@ -85,6 +85,28 @@ def test_the_file_needs_nothing_else(tmp_path: Path) -> None:
     assert len(html) < 1_000_000
 
 
+LOST = "rank 2 (node 2 on host b) is lost: its stream ended (no goodbye was said)"
+
+
+@pytest.mark.parametrize("scheduler_is_here", [True, False])
+def test_a_rank_that_was_lost_elsewhere_is_a_fault(tmp_path: Path, scheduler_is_here: bool) -> None:
+    """The launcher of this host has said nothing of it: its own workers went on."""
+    kept = RunRecord(tmp_path, "a", lambda: 1769860800.0)
+    kept.note("began", job_id="job", host="a", workers=3, command="python train.py")
+    kept.note("group", generation=1, workers=3, reason="all 3 workers are in")
+    kept.note("group", generation=2, workers=2, reason=LOST)
+    kept.note("ended", code=0)
+    if scheduler_is_here:
+        loss = f"{LOST[0].upper()}{LOST[1:]}. Generation 2 is formed with 2 members: {LOST}."
+        others = ("Node 3 on host b left: maintenance.", "Generation 2 stands with 2 members.")
+        lines = (f'2026-01-31T12:00:00.000Z INFO decided job_id=j text="{x}"' for x in (loss, *others))
+        (tmp_path / "scheduler.log").write_text("\n".join(lines) + "\n")
+    said = [fault.text for fault in load(tmp_path).faults]
+    assert said == [f"R{LOST[1:]}." if scheduler_is_here else f"Generation 2: {LOST}."]
+    html = page(tmp_path)
+    assert html is not None and "None were seen" not in html
+
+
 def record(directory: Path) -> None:
     """A run of 100 s that loses a worker at 50 s and still goes on."""
     now = [1000.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import errno
 import functools
@@ -25,7 +24,7 @@ from muster.worker.errors import SettingsError
 from muster.worker.launch import fork as launch_fork
 from muster.worker.launch import options as launch_options
 from muster.worker.launch.launcher import Launcher
-from muster.worker.launch.parsing import parse_numbers
+from muster.worker.launch.parsing import parse_addresses, parse_numbers
 from muster.worker.launch.plan import (
     CLIENT_PASSWORD,
     SERVER_PASSWORD,
@@ -36,33 +35,13 @@ from muster.worker.launch.plan import (
     plan_launch,
     with_file,
 )
+from muster.worker.launch.programs import script_of, with_agent
 from muster.worker.launch.screen import Screen, say
-from muster.worker.program_environment import JAX_PROGRAM
 
 NEEDED_MODULES = ("muster", "grpc", "numpy")
 """What every worker imports."""
 
-TORCH = frozenset(
-    [
-        "torch",
-        "accelerate",
-        "colossalai",
-        "composer",
-        "deepspeed",
-        "lightning",
-        "pytorch_lightning",
-        "torchtitan",
-        "transformers",
-        "trl",
-    ]
-)
-JAX = frozenset(("jax", "flax", "maxtext", "optax"))
-REBUILDS = "on_new_generation"
-"""A function whose callers get an agent although they import Muster."""
-
-SHELLS = frozenset(("bash", "dash", "ksh", "sh", "zsh"))
-LAUNCHERS = frozenset(("accelerate", "deepspeed"))
-PYTHON_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-OO", "-P", "-s", "-S")
+_NO_SUCH_NAME = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 HIDDEN_BY_SCRIPTS = ("google", "grpc", "numpy", "queue")
 """Modules that every worker imports and whose names scripts have, too."""
@@ -98,6 +77,8 @@ def plan_of(argv: Sequence[str], env: Mapping[str, str], held: contextlib.ExitSt
         SettingsError: something is asked for that cannot be.
     """
     options = launch_options.parse(argv)
+    if options.join is not None:
+        check_names(parse_addresses(options.join)[0].split(","))
     here = look(options, dict(env), held, count_gpus())
     plan = plan_launch(options, here)
     _check_python(_resolved(options.command, env), env)
@@ -129,7 +110,7 @@ def look(
     if any(env.get(name, "").strip() for name in TABLE_VARIABLES):
         table_of_devices = table_devices(env)
         by_table = functools.partial(with_table_ranks, env=env)
-    command = with_agent(_resolved(options.command, env), options.program)
+    command = with_agent(_resolved(options.command, env), options.program, env.get("PATH"))
     any_port = options.scheduler and options.join is None and not env.get("MS_SCHED_PORT")
     return Surroundings(
         env,
@@ -169,6 +150,30 @@ def _offered(
 def _free_port(held: contextlib.ExitStack) -> str:
     """Reserves a port of 127.0.0.1 until the launch is over: the scheduler takes seconds to bind it."""
     return str(held.enter_context(hold_port("127.0.0.1")).getsockname()[1])
+
+
+def check_names(hosts: Sequence[str]) -> None:
+    """Refuses schedulers' hosts of which the name service says that there is none of them.
+
+    What it cannot say now it may say later, and one of several is enough: the workers try for a while.
+
+    Raises:
+        SettingsError: no host has such a name.
+    """
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if error.errno in _NO_SUCH_NAME:
+                continue
+        except UnicodeError:  # no name service will ever know it
+            continue
+        return
+    names = ", ".join(map(repr, hosts))
+    raise SettingsError(
+        f"--join names {names}, and the name service knows no such host.",
+        remedy="Check the name; one that is known later goes into MS_SCHED_HOST, which is tried for a while.",
+    )
 
 
 def check_port(host: str, port: str) -> None:
@@ -235,7 +240,7 @@ def _check_neighbours(command: Sequence[str]) -> None:
     Raises:
         SettingsError: there is such a file.
     """
-    script = _script(command)
+    script = script_of(command)
     if script is None or "-m" in command or "-P" in command:
         return
     for name in HIDDEN_BY_SCRIPTS:
@@ -296,105 +301,6 @@ def shadowed_by(directory: Path) -> str:
         if origin and not Path(origin).resolve().is_relative_to(directory):
             return entry.name
     return ""
-
-
-# ---------------------------------------------------------------- torch programs
-
-
-def with_agent(command: Sequence[str], kind: str) -> tuple[str, ...]:
-    """Returns the command that a worker runs: a torch or JAX program gets an agent.
-
-    Args:
-        command: what the user wants to run.
-        kind: "muster", "torch", "jax", or "auto": looked up in the script.
-    """
-    if kind == "auto":
-        kind = program_kind(command)
-    if kind == "muster":
-        return tuple(command)
-    if kind == "jax":
-        command = _with_jax(command)
-    return (sys.executable, *launch_fork.own_flags(), "-m", "muster.worker.store.agent", "--", *command)
-
-
-_WORDS = re.compile(r"[\s'\";&|()]+")
-
-
-def program_kind(command: Sequence[str]) -> str:
-    """Classifies a Python script by its imports: "torch", "jax", or "muster" where neither or Muster.
-
-    Or what a shell script starts. Nothing else is looked into: there is ``--program``.
-    """
-    name = Path(command[0]).name
-    if name in LAUNCHERS:
-        return "torch"
-    if name in SHELLS and len(command) > 1:
-        return "torch" if _starts_torch_program(Path(command[1])) else "muster"
-    script = _script(command)
-    if script is None:
-        return "muster"
-    try:
-        names = set(_imported(ast.parse(script.read_bytes())))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return "muster"  # it will say so itself
-    if REBUILDS in names:
-        return "torch"
-    if names & {"muster", "worker"}:
-        return "muster"
-    return "torch" if names & TORCH else "jax" if names & JAX else "muster"
-
-
-def _with_jax(command: Sequence[str]) -> tuple[str, ...]:
-    """Changes a Python command so that ``jax.distributed.initialize()`` finds the job."""
-    if not Path(command[0]).name.startswith("python"):
-        return tuple(command)
-    at = 1
-    while at < len(command) and command[at] in PYTHON_FLAGS:
-        at += 1
-    return (*command[:at], "-m", JAX_PROGRAM, *command[at:])
-
-
-def _starts_torch_program(path: Path) -> bool:
-    """Whether a shell script's words name a torch program."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
-    for line in text.replace("\\\n", " ").splitlines():
-        words = [word for word in _WORDS.split(line.partition(" #")[0]) if word]
-        starts = (
-            n for n, word in enumerate(words) if Path(word).name.startswith("python") or word in LAUNCHERS
-        )
-        start = next(starts, None)
-        if start is not None and program_kind(words[start:]) == "torch":
-            return True
-    return False
-
-
-def _script(command: Sequence[str]) -> Path | None:
-    if not Path(command[0]).name.startswith("python") or len(command) < 2:
-        return Path(command[0]) if command[0].endswith(".py") else None
-    words = list(command[1:])
-    while words and words[0] in PYTHON_FLAGS:
-        del words[0]
-    if words[:1] == ["-m"] and len(words) > 1:
-        module = Path(*words[1].split("."))
-        found = [module.with_suffix(".py"), module / "__main__.py"]
-        return next((path for path in found if path.is_file()), None)
-    return Path(words[0]) if words and words[0].endswith(".py") else None
-
-
-def _imported(tree: ast.AST) -> list[str]:
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.append(node.module.partition(".")[0])
-            names += (alias.name for alias in node.names if alias.name == REBUILDS)
-        elif isinstance(node, ast.Attribute) and node.attr == REBUILDS:
-            names.append(REBUILDS)
-    return names
 
 
 # ---------------------------------------------------------------- this host: GPUs, cores, names and ports

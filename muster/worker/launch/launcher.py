@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import selectors
 import shlex
 import signal
@@ -23,6 +24,7 @@ from muster.worker.launch import fork
 from muster.worker.launch.door import INNER, OUTER, make_door, named
 from muster.worker.launch.plan import LaunchPlan, Recipe
 from muster.worker.launch.process import Child, Guardian, reap, spawn, timestamp
+from muster.worker.launch.programs import AGENT
 from muster.worker.launch.report import (
     SUSPENDED,
     Ending,
@@ -68,6 +70,11 @@ UPLINK_RESTARTS = 8
 OTHERS_SHOWN = 16
 """The end of so many workers is shown in a line each."""
 
+_NO_RANK = re.compile(
+    rb"environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
+)
+"""What torch says."""
+
 _OF_THIS_LAUNCH = ("MS_LEAVE_TIMEOUT", "MS_CLIENT_PASSWORD")
 """What a worker that is started by hand does not need, or is to ask for."""
 
@@ -101,6 +108,7 @@ class Launcher:
         self._straggling_at: float | None = None
         self._failed_at: float | None = None
         self._settled = False
+        self._told_replacement = False
         self._ended_count = 0
         self._replaced: frozenset[tuple[str, int]] = frozenset()
         self._generation = 0
@@ -143,7 +151,7 @@ class Launcher:
         plan = self._plan
         try:
             return LaunchDirectory.begin(
-                plan.job_id, plan.log_dir, shared=plan.layout.world_size > len(plan.workers)
+                plan.job_id, plan.log_dir, shared=plan.layout.world_size > plan.layout.local_size
             )
         except OSError as error:
             if plan.log_dir is not None:
@@ -372,13 +380,15 @@ class Launcher:
             min_workers=self._policy.min_workers,
             max_restarts=self._policy.max_restarts,
             workers=self._plan.layout.world_size,
+            spares=self._policy.spares,
             replacement=self._replacement() if phase == SUSPENDED else "",
         )
         self._screen.say(f"{sentence} {advice}".rstrip(), "warning")
 
-    def _replacement(self) -> str:
+    def _replacement(self, ended: Child | None = None) -> str:
         """The command line that starts a worker in the place of one of this launch that has ended."""
-        ended = next((each for each in self._workers if each.returncode is not None), None)
+        gone = (each for each in self._workers if each.returncode is not None)
+        ended = ended or next(gone, None)
         if ended is None or ended in self._again:
             return ""
         env = ended.recipe.env
@@ -389,6 +399,12 @@ class Launcher:
     def _say_how_it_ended(self, seconds: float) -> None:
         self._history.note("ended", code=self._status)
         after = f"after {duration(seconds)}; logs: {self._directory.path}"
+        if self._status and any(map(_lacked_ranks, self._workers)):
+            self._screen.say(
+                "this program of torch.distributed was not known to be one: muster run --program torch gives"
+                " it RANK and what else torchrun sets",
+                "warning",
+            )
         if self._status:
             self._screen.say(f"ended with exit code {self._status} {after}", "error")
             return
@@ -445,7 +461,7 @@ class Launcher:
             self._worker_failed(child, code)
         elif not self._stopping:
             if child.words().left and self._working():
-                self._screen.say(f"worker {child.label} left as it was asked to")
+                self._say_left(child)
             self._straggling_at = time.monotonic() + STRAGGLING_S
         if not self._working() and not self._again:
             self._workers_done()
@@ -492,17 +508,53 @@ class Launcher:
         over = self._scheduler is not None and self._has_ended_well()  # another one would find nobody
         if child.restarts < self._policy.max_restarts and not over:
             count = f"{child.restarts + 1} of {self._policy.max_restarts}"
-            self._screen.say(f"worker {child.label} {how}; starting it again ({count})")
+            self._screen.say(f"worker {child.label} {how}; starting it again ({count})", "warning")
             self._again.append(child)
             self._replaced |= child.words().places
             return
-        left = sum(worker.returncode in (None, 0) or worker.words().left for worker in self._workers)
-        if self._policy.min_workers and left >= self._policy.min_workers:
-            self._screen.say(f"worker {child.label} {how}; going on with {left}")
+        goes_on = self._why_it_goes_on(child, over=over)
+        if goes_on:
+            self._screen.say(f"worker {child.label} {how}; {goes_on}", "warning")
             return
         self._failed_at = time.monotonic()
         if self._working() and not self._stopping:
-            self._screen.say(f"worker {child.label} {how}; ending the others")
+            self._screen.say(f"worker {child.label} {how}; ending the others", "warning")
+
+    def _why_it_goes_on(self, child: Child, *, over: bool) -> str:
+        """Why the launch goes on without this worker, in words; empty: it does not.
+
+        Spares of other hosts count, too: whether they are used up the launcher of this host cannot know, and
+        the job waits for a replacement where they are.
+
+        Args:
+            child: has failed.
+            over: the job has ended well.
+        """
+        policy = self._policy
+        left = sum(worker.returncode in (None, 0) or worker.words().left for worker in self._workers)
+        lost = len(self._workers) - left
+        if lost <= policy.spares and self._working() and not over:
+            waited = self._is_spare(child) and not child.words().group
+            return "going on without this spare" if waited else "a spare takes its place"
+        dispensable = self._plan.layout.local_size - policy.min_workers
+        if policy.min_workers and lost <= policy.spares + dispensable:
+            return f"going on with {left}{self._how_to_replace(child)}"
+        return ""
+
+    def _is_spare(self, child: Child) -> bool:
+        return child.recipe.env.get("MS_WORKER_SPARE") == "1"
+
+    def _how_to_replace(self, child: Child) -> str:
+        """A sentence that says so, the first time; the lines for others differ in a number or two."""
+        line = "" if self._told_replacement or not self._working() else self._replacement(child)
+        self._told_replacement |= bool(line)
+        return f". To start another in its place: {line}" if line else ""
+
+    def _say_left(self, child: Child) -> None:
+        """Says that a worker has left as asked; where the others wait for another, they say so."""
+        staying = sum(worker.returncode is None for worker in self._workers)
+        more = self._how_to_replace(child) if 0 < self._policy.min_workers <= staying else ""
+        self._screen.say(f"worker {child.label} left as it was asked to{more}")
 
     def _settle(self) -> None:
         """Ends the remaining workers once it is known who failed first, and that one has ended.
@@ -526,7 +578,7 @@ class Launcher:
         if not code or self._stopping or not self._working():
             return
         if child.restarts < self._policy.max_restarts:
-            self._screen.say(f"the scheduler {_how(code)}; starting it again")
+            self._screen.say(f"the scheduler {_how(code)}; starting it again", "warning")
             self._again.append(child)
             return
         self._failed_at = self._failed_at or time.monotonic()
@@ -672,6 +724,13 @@ class Launcher:
         if self._policy.timestamps:
             head = timestamp() + b" " + head
         self._screen.show(head, lines)
+
+
+def _lacked_ranks(child: Child) -> bool:
+    """Whether a worker ended because torch found no ranks in its environment: it had no agent."""
+    if not child.returncode or AGENT in child.recipe.argv:
+        return False
+    return any(_NO_RANK.search(line) for line in child.last_lines)
 
 
 def _how(code: int) -> str:

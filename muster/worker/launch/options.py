@@ -137,6 +137,14 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         help=option_help("MS_WORKER_MIN"),
     )
     group.add_argument(
+        "--spares",
+        type=count,
+        default=0,
+        metavar="N",
+        help="start N more workers on each host, which wait and take the places of workers that are lost; "
+        "a scheduler that is not started here needs a place for each (MS_SPARES)",
+    )
+    group.add_argument(
         *_both_ways("--max-restarts"),
         type=int,
         default=0,
@@ -165,7 +173,8 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="torch: the command makes its process groups by torch.distributed and knows nothing of Muster; "
         "jax: it calls jax.distributed.initialize() and knows nothing of Muster; "
-        "muster: it calls muster.init(); auto (default): by what its script imports",
+        "muster: it calls muster.init(); auto (default): by what its script imports, "
+        "or modules beside it",
     )
     group.add_argument(
         "--uplink",
@@ -287,6 +296,7 @@ def request(options: argparse.Namespace, env: Mapping[str, str]) -> Request:
         meeting=_scheduler_host(options, env) if by_address else "",
         oversubscribe=options.oversubscribe,
         share_gpus=options.share_gpus,
+        spares=options.spares,
     )
 
 

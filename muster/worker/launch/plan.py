@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from muster.rendezvous.variables import default_of
+from muster.rendezvous.variables import TABLE, default_of
 from muster.worker.errors import SettingsError
 from muster.worker.launch.parsing import DEFAULT_PORT, HostShare, parse_addresses
 
@@ -28,10 +28,13 @@ SERVER_PASSWORD, CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
 UPLINK_FROM_WORKERS = 64
 """Workers from which on each host of a job has an uplink, unless the options say otherwise."""
 
+MOST_SPARES = int(TABLE["MS_SPARES"].high)
+"""Spares of a job, at most."""
+
 DOOR_VARIABLES = ("MS_UPLINK", "MS_UPLINK_DOOR")
 """See :mod:`muster.worker.launch.door`."""
 
-_OF_ONE_WORKER = ("MS_NODE_ID", "MS_LOCAL_INDEX", "DEVICE_ID", "RANK_ID")
+_OF_ONE_WORKER = ("MS_NODE_ID", "MS_LOCAL_INDEX", "DEVICE_ID", "RANK_ID", "MS_WORKER_SPARE")
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -50,6 +53,15 @@ class Layout:
 
     first_host: bool = True
 
+    spares: int = 0
+    """Workers of this host that wait for a place to come free, besides ``local_size``."""
+
+    all_spares: int = 0
+    """Those of all hosts."""
+
+    first_spare: int | None = 0
+    """Number of this host's first spare among all hosts'; None where hosts have no numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
@@ -60,15 +72,21 @@ class WorkerPlan:
     host: str
     env: Mapping[str, str]
     cores: tuple[int, ...] = ()
+    spare: str = ""
+    """Of a spare, what it is called; empty: it has a place from the beginning."""
 
     @property
     def label(self) -> str:
         """Names its log file and its lines on the terminal; hosts that share a directory differ in it."""
+        if self.spare:
+            return self.spare
         return f"{self.host}_{self.index}" if self.rank is None else str(self.rank)
 
     @property
     def number(self) -> str:
         """What ``--tail`` calls it: its rank, or its index on this host where the rank is not known."""
+        if self.spare:
+            return self.spare
         return str(self.index if self.rank is None else self.rank)
 
 
@@ -89,6 +107,9 @@ class Request:
 
     share_gpus: bool = False
     """More workers than GPUs are wanted."""
+
+    spares: int = 0
+    """Workers that each host starts besides, which wait for a place to come free."""
 
 
 # ---------------------------------------------------------------- who starts where
@@ -112,17 +133,22 @@ def plan_layout(request: Request, *, here: Collection[str], devices: int, cores:
         layout = _layout_of_nodes(request, here, devices)
     else:
         layout = _layout_of_one_host(request, devices)
-    if devices and layout.local_size > devices and not request.share_gpus:
+    asked = f"{layout.local_size} workers"
+    if layout.spares:
+        asked += f" and {layout.spares} {'spare' if layout.spares == 1 else 'spares'}"
+    count = layout.local_size + layout.spares
+    if devices and count > devices and not request.share_gpus:
+        fewer = f"-n {devices - layout.spares}" if layout.spares < devices else "--spares"
         raise SettingsError(
-            f"{layout.local_size} workers are asked for on this host, which offers {devices} "
+            f"{asked} are asked for on this host, which offers {devices} "
             f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own.",
-            remedy=f"Ask for fewer (-n {devices}), for CPU workers (--devices none), or, to try things out, "
+            remedy=f"Ask for fewer ({fewer}), for CPU workers (--devices none), or, to try things out, "
             "for several workers on a GPU (--share-gpus).",
         )
     most = max(WORKERS_ANYWHERE, WORKERS_PER_CORE * cores)
-    if cores and layout.local_size > most and not request.oversubscribe:
+    if cores and count > most and not request.oversubscribe:
         raise SettingsError(
-            f"{layout.local_size} workers are asked for on this host, whose {cores} "
+            f"{asked} are asked for on this host, whose {cores} "
             f"{'core' if cores == 1 else 'cores'} can carry {most}; "
             "ask for fewer, or add --oversubscribe if you mean it."
         )
@@ -140,7 +166,22 @@ def _layout_of_one_host(request: Request, devices: int) -> Layout:
     count = counts.pop() if counts else devices
     if not count:
         raise SettingsError("This host offers no GPU to count: say with -n how many workers to start.")
-    return Layout(count, count, 0)
+    return _with_spares(Layout(count, count, 0), request, 0, 1)
+
+
+def _with_spares(layout: Layout, request: Request, position: int | None, hosts: int) -> Layout:
+    """Adds the spares: each host starts as many, so that hosts without a number know theirs, too."""
+    each, total = request.spares, request.spares * hosts
+    if total > MOST_SPARES:
+        raise SettingsError(
+            f"--spares {each} on {hosts} {'host' if hosts == 1 else 'hosts'} makes {total} spares; a job has"
+            f" at most {MOST_SPARES}."
+        )
+    if not each:
+        return layout
+    return replace(
+        layout, spares=each, all_spares=total, first_spare=None if position is None else each * position
+    )
 
 
 def _layout_of_nodes(request: Request, here: Collection[str], devices: int) -> Layout:
@@ -158,7 +199,9 @@ def _layout_of_nodes(request: Request, here: Collection[str], devices: int) -> L
         )
     first = None if rank is None else rank * per_node
     meets_here = not request.meeting or request.meeting in here
-    return Layout(per_node * nodes, per_node, first, first_host=meets_here if rank is None else rank == 0)
+    first_host = meets_here if rank is None else rank == 0
+    layout = Layout(per_node * nodes, per_node, first, first_host=first_host)
+    return _with_spares(layout, request, rank, nodes)
 
 
 def _layout_of_hosts(request: Request, here: set[str]) -> Layout:
@@ -179,7 +222,9 @@ def _layout_of_hosts(request: Request, here: set[str]) -> Layout:
             f"-n {left} is used up by the hosts before {hosts[position].name}: nothing to start here."
         )
     several = len(hosts) > 1
-    return Layout(left, local, first, hosts[0].name if several else "", first_host=position == 0)
+    layout = Layout(left, local, first, hosts[0].name if several else "", first_host=position == 0)
+    begins = [sum(host.slots for host in hosts[:at]) for at in range(len(hosts))]
+    return _with_spares(layout, request, position, sum(begin < left for begin in begins))
 
 
 def _position(hosts: Sequence[HostShare], node_rank: int | None, here: set[str]) -> int:
@@ -226,25 +271,43 @@ def plan_workers(
         The workers; ``env`` of each holds only what differs from the launcher's.
     """
     plans = []
-    for index in range(layout.local_size):
-        rank = _own_rank(index, layout, env)
+    count = layout.local_size + layout.spares
+    for index in range(count):
+        spare = index - layout.local_size  # from 0; negative: none
+        rank = _own_rank(index, layout, env) if spare < 0 else None
         own = {
             **common,
-            **_thread_limits(layout.local_size, env),
+            **_thread_limits(count, env),
             "MS_ROLE": "MS_WORKER",
             "MS_WORKER_NUM": str(layout.world_size),
             "MS_LOCAL_INDEX": str(index),
-            **_node_id(index, rank, layout.local_size, env),
+            **_node_id(index, rank if spare < 0 else _number_of_spare(spare, layout), count, env),
         }
-        if devices and not (layout.local_size == 1 and env.get("DEVICE_ID")):
-            own["DEVICE_ID"] = str(index * devices // max(layout.local_size, devices))
-            if layout.local_size > devices:
+        if spare >= 0:
+            own["MS_WORKER_SPARE"] = "1"
+        if devices and not (count == 1 and env.get("DEVICE_ID")):
+            own["DEVICE_ID"] = str(index * devices // max(count, devices))
+            if count > devices:
                 own |= sharing_environment(f"{host}-{index}")
         elif index < len(device_ids) and not devices and not env.get("DEVICE_ID"):
             own["DEVICE_ID"] = str(device_ids[index])
-        part = _share(cores, index, layout.local_size)
-        plans.append(WorkerPlan(index, rank, _in_file_names(host), own, part))
+        part = _share(cores, index, count)
+        name = _in_file_names(host)
+        called = "" if spare < 0 else _name_of_spare(spare, layout, name)
+        plans.append(WorkerPlan(index, rank, name, own, part, called))
     return tuple(plans)
+
+
+def _number_of_spare(spare: int, layout: Layout) -> int | None:
+    """A node id behind those of the ranks, so that the rule of integer node ids holds; None: not known."""
+    known = layout.first_rank is not None and layout.first_spare is not None
+    return layout.world_size + (layout.first_spare or 0) + spare if known else None
+
+
+def _name_of_spare(spare: int, layout: Layout, host: str) -> str:
+    if layout.first_spare is None:
+        return f"{host}_spare_{spare}"
+    return f"spare_{layout.first_spare + spare}"
 
 
 def sharing_environment(name: str) -> dict[str, str]:
@@ -282,13 +345,13 @@ def _thread_limits(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
     return {name: "1" for name in THREAD_VARIABLES if name not in env}
 
 
-def _node_id(index: int, rank: int | None, local_size: int, env: Mapping[str, str]) -> dict[str, str]:
+def _node_id(index: int, number: int | None, local_size: int, env: Mapping[str, str]) -> dict[str, str]:
     given = env.get("MS_NODE_ID", "")
     if given:
         return {} if local_size == 1 else {"MS_NODE_ID": f"{given}-{index}"}
-    if rank is None or _has_table(env):
+    if number is None or _has_table(env):
         return {}
-    return {"MS_NODE_ID": str(rank)}
+    return {"MS_NODE_ID": str(number)}
 
 
 def _share(cores: Sequence[int], index: int, parts: int) -> tuple[int, ...]:
@@ -342,6 +405,9 @@ class Policy:
     max_restarts: int = 0
     min_workers: int = 0
     """Workers that are enough to go on with; 0: all of them."""
+
+    spares: int = 0
+    """Workers that wait for the place of one that is lost, on all hosts."""
 
     timestamps: bool = False
     whole: bool = False
@@ -443,6 +509,11 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
     Raises:
         SettingsError: something is asked for that cannot be.
     """
+    if options.spares and _has_table(here.env):
+        raise SettingsError(
+            "--spares has no meaning with a rank table, which gives each place to one device.",
+            remedy="Leave one of the two out.",
+        )
     count = len(here.devices or here.table_devices)
     layout = plan_layout(here.request, here=here.names, devices=count, cores=len(here.cores))
     address = _scheduler_address(options, layout, here)
@@ -488,7 +559,12 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
         uplink=_uplink_recipe(workers, options, here, layout, forked=forked),
         address=address,
         policy=Policy(
-            options.grace, options.max_restarts, options.min_workers, options.timestamps, bool(options.tail)
+            options.grace,
+            options.max_restarts,
+            options.min_workers,
+            layout.all_spares,
+            options.timestamps,
+            bool(options.tail),
         ),
         job_id=common.get("MS_JOB_ID") or here.env.get("MS_JOB_ID") or default_of("MS_JOB_ID"),
         config_path=common.get("MS_CONFIG_FILE") or here.env.get("MS_CONFIG_FILE", ""),
@@ -540,10 +616,18 @@ def _scheduler_recipe(
         **_password(SERVER_PASSWORD, options, here),
         "MS_ROLE": "MS_SCHED",
         "MS_WORKER_NUM": str(layout.world_size),
+        **_spare_places(layout, here.env),
     }
     hidden = _hidden(SERVER_PASSWORD, CLIENT_PASSWORD, options)
     argv = (here.python, *here.python_flags, "-m", "muster.scheduler")
     return Recipe("scheduler", argv, env, "scheduler.log", hidden, quiet="scheduler" not in shown)
+
+
+def _spare_places(layout: Layout, env: Mapping[str, str]) -> dict[str, str]:
+    """MS_SPARES for the scheduler: a place to wait for each spare, or as many more as the user has set."""
+    own = env.get("MS_SPARES", "").strip()
+    enough = own.isascii() and own.isdigit() and len(own) <= 9 and int(own) >= layout.all_spares
+    return {} if enough or not layout.all_spares else {"MS_SPARES": str(layout.all_spares)}
 
 
 def _uplink_recipe(
@@ -659,8 +743,9 @@ def parse_tail(text: str | None, workers: Sequence[WorkerPlan], world_size: int)
         return frozenset({"0"})
     if text in ("all", "none"):
         return frozenset(labels) if text == "all" else frozenset()
-    known = all(worker.rank is not None for worker in workers)
-    count = world_size if known else len(workers)
+    placed = [worker for worker in workers if not worker.spare]
+    known = all(worker.rank is not None for worker in placed)
+    count = world_size if known else len(placed)
     wanted = [item.strip() for item in text.split(",")]
     for item in wanted:
         if item.isascii() and item.isdigit() and len(item) <= 9:

@@ -228,7 +228,7 @@ _TRAINS = ("running", "building", "changing")
 
 
 def advice_on_wait(
-    phase: str, *, min_workers: int, max_restarts: int, workers: int, replacement: str = ""
+    phase: str, *, min_workers: int, max_restarts: int, workers: int, spares: int = 0, replacement: str = ""
 ) -> str:
     """Says what ends a wait, and which option of ``muster run`` would have; empty: nothing is known.
 
@@ -237,17 +237,21 @@ def advice_on_wait(
         min_workers: as the options say; 0: all workers are needed.
         max_restarts: likewise.
         workers: how many the job has.
+        spares: how many wait for a place in it, as the options say.
         replacement: the command line that starts a worker in the place of one that has ended.
     """
-    if phase in _TRAINS and workers > 1 and not min_workers:
-        return f"(muster run --min-workers {workers - 1} lets the others go on without it.)"
+    if phase in _TRAINS and workers > 1 and not min_workers and not spares:
+        return (
+            f"(muster run --min-workers {workers - 1} lets the others go on without it, "
+            "--spares 1 with another in its place.)"
+        )
     if phase != SUSPENDED:
         return ""
     said = []
     if not max_restarts and not min_workers:
         said.append(
             "The job waits for a replacement: --max-restarts N restarts workers that fail, "
-            "--min-workers N goes on with fewer."
+            "--min-workers N goes on with fewer, --spares N keeps others ready."
         )
     if replacement:
         said.append(f"To start one now: {replacement}")

@@ -14,7 +14,7 @@ from muster.worker.config import load_settings
 from muster.worker.errors import SettingsError
 from muster.worker.host import choose_device
 from muster.worker.launch import options as launch_options
-from muster.worker.launch.command import check_port, look, plan_of, with_table_ranks
+from muster.worker.launch.command import check_port, look, main, plan_of, with_table_ranks
 from muster.worker.launch.plan import LaunchPlan, WorkerPlan, plan_launch
 from tests.worker.test_host import machine
 
@@ -88,6 +88,18 @@ def test_scheduler_and_workers_get_the_job_they_were_named(tmp_path: Path) -> No
     assert [recipe.env["MS_JOB_ID"] for recipe in recipes] == ["night"] * 3
 
 
+@pytest.mark.parametrize(("own", "places"), [("", "2"), ("1", "2"), ("5", None)])
+def test_the_scheduler_has_a_place_for_each_spare_and_a_rank_table_has_none(
+    tmp_path: Path, own: str, places: str | None
+) -> None:
+    where = ("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "0", "--join", "127.0.0.1:7000")
+    made = launch(*where, "--spares", "1", "--scheduler", MS_SPARES=own)
+    assert made.scheduler is not None
+    assert made.scheduler.env.get("MS_SPARES") == places
+    with pytest.raises(SettingsError, match="--spares has no meaning with a rank table"):
+        launch("--spares", "1", "--join", "127.0.0.1:7000", RANK_TABLE_FILE=rank_table(tmp_path, 4, 5))
+
+
 @pytest.mark.parametrize(
     ("line", "env", "meeting"),
     [
@@ -135,6 +147,34 @@ def test_a_rank_table_is_read_as_the_scheduler_will(tmp_path: Path) -> None:
     ):
         ranked = with_table_ranks(plans, {**env, **change}, root)
         assert [worker.label for worker in ranked] == ["host_0", "host_1"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "refused"),
+    [
+        ({"a": socket.EAI_NONAME}, True),
+        ({"a": socket.EAI_AGAIN}, False),
+        ({"a": socket.EAI_NONAME, "b": socket.EAI_NONAME}, True),
+        ({"a": socket.EAI_NONAME, "b": 0}, False),
+    ],
+)
+def test_a_name_that_no_host_has_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], answers: dict[str, int], refused: bool
+) -> None:
+    """The command cannot be run, so that a launch that gets past the name ends, too."""
+
+    def ask(host: str, *_: object, **__: object) -> list[object]:
+        if answers.get(host):
+            raise socket.gaierror(answers[host], "as the name service says")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    join = ",".join(f"{host}:6667" for host in answers)
+    assert main(["-n", "1", "--join", join, "--", "no-such-program"]) == 2
+    said = capfd.readouterr().err
+    names = ", ".join(map(repr, answers))
+    assert (f"muster: --join names {names}, and the name service knows no such host." in said) is refused
+    assert ("'no-such-program' is not found" in said) is not refused
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from muster.web.past import load
 from tests.waiting import wait_for
 from tests.worker.launch.launching import Place, free_port, gone, place
 
@@ -421,7 +422,9 @@ def test_a_launch_is_found_shown_and_drained_without_its_address(here: Place) ->
     assert muster(here, "drain", "1").returncode == 0
     assert launch.stderr is not None
     said = next(line for line in launch.stderr if b"waits for a replacement" in line).decode()
-    assert "--max-restarts N restarts workers that fail, --min-workers N goes on with fewer" in said
+    assert (
+        "--max-restarts N restarts workers that fail, --min-workers N goes on with fewer, --spares N" in said
+    )
     line = said.rstrip().partition("To start one now: ")[2]
     typed = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     replacement = subprocess.Popen(f"exec {line}", shell=True, cwd=here.directory, env=typed)
@@ -431,6 +434,36 @@ def test_a_launch_is_found_shown_and_drained_without_its_address(here: Place) ->
     launch.send_signal(signal.SIGINT)
     launch.communicate(timeout=60)
     assert not list((runtime / "muster").iterdir())
+
+
+SPARED = """
+import os
+import numpy as np
+import muster
+from muster import ElasticLoop, ShardedSampler, TrainingState
+
+session = muster.init()
+state = TrainingState({"w": np.zeros(4)}, ShardedSampler(4 * 10**6, 4))
+for step in ElasticLoop(session, state, epochs=1):
+    with step:
+        replaced = muster.all_reduce(np.array([float(session.node_id == "2")]))[0]
+    if step.done and session.node_id == "1":
+        os.kill(os.getpid(), 9)
+    if replaced:
+        break
+"""
+
+
+def test_a_spare_takes_the_place_of_a_worker_that_is_lost(here: Place) -> None:
+    """The loss stands among the faults of the run's report, although the launch ends well."""
+    script = here.script(SPARED)
+    code, _, err = here.run("-n", "2", "--spares", "1", "--scheduler", command=(PYTHON, script))
+    assert code == 0, err + here.scheduler_log()
+    assert "muster: worker 1 was ended by SIGKILL; a spare takes its place\n" in err
+    assert "muster: generation 2: 2 workers on 1 host" in err
+    assert "rank 1 of 2 in generation 2" in here.log("spare_0")
+    faults = [each.text for each in load(here.directory / "muster-runs" / "latest").faults]
+    assert any(text.startswith("worker 1 was ended by SIGKILL") for text in faults), faults
 
 
 HANGING = """
@@ -466,7 +499,7 @@ def test_a_hang_is_shown_on_the_terminal_once_with_what_helps_and_that_it_is_ove
     said = next(line for line in launch.stderr if b"No progress" in line).decode()
     assert f"rank {rank} (node {rank} on host" in said and "lags in step 4 with 3 finished" in said
     assert f"rank {1 - rank} called collective 4 of group world" in said and f"rank {rank} did not" in said
-    assert "(muster run --min-workers 1 lets the others go on without it.)" in said
+    assert "(muster run --min-workers 1 lets the others go on without it, --spares 1 with another" in said
     assert "max-restarts" not in said, "nobody has failed"
     wait_for(lambda: here.scheduler_log().count("No progress for") >= 3)  # it is said again there
     (here.directory / "woken").touch()

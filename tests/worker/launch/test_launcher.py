@@ -301,11 +301,37 @@ def test_restarts_are_limited(here: Place) -> None:
     assert err.count("starting it again") == 2
 
 
-def test_enough_workers_go_on(here: Place) -> None:
-    script = here.script(HELPERS + "sys.exit(4) if ME == '2' else print('enough')")
-    code, _, err = here.run("-n", "3", "--min-workers", "2", command=(PYTHON, script))
-    assert code == 0
-    assert "worker 2 exited with code 4; going on with 2" in err
+@pytest.mark.parametrize("exits", ["raise ValueError(SAID)", "print(SAID, file=sys.stderr)"])
+def test_a_torch_program_that_was_not_known_to_be_one_is_told_which_option_it_needs(
+    here: Place, exits: str
+) -> None:
+    said = "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected"
+    script = here.script(f"{HELPERS}SAID = '{said}, but not set'\n{exits}")
+    code, _, err = here.run("-n", "2", command=(PYTHON, script))
+    last, *before = reversed(err.splitlines())
+    assert f"code {code}" in last or (not code and "ended well" in last)
+    assert ("muster run --program torch gives it RANK" in before[0]) is bool(code)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("sys.exit(4)", "exited with code 4; going on with 2"),
+        ("__import__('muster.worker.ending').worker.ending.note(left=True)", "left as it was asked to"),
+    ],
+)
+def test_enough_workers_go_on_and_it_is_said_how_to_start_another(here: Place, end: str, told: str) -> None:
+    script = here.script(
+        HELPERS + f"if ME == '2':\n    {end}\n"
+        "while ME != '2' and not os.path.exists('go'):\n    time.sleep(0.01)\nprint('enough')"
+    )
+    launch = here.start("-n", "3", "--min-workers", "2", command=(PYTHON, script))
+    assert launch.stderr is not None
+    said = next(line for line in launch.stderr if b"worker 2" in line).decode()
+    assert said.startswith(f"muster: worker 2 {told}. To start another in its place: env "), said
+    assert "MS_NODE_ID=2" in said and said.endswith(" script.py\n")
+    (here.directory / "go").touch()
+    assert launch.wait(timeout=60) == 0
     assert here.log("0") == "enough\n"
 
 
@@ -396,6 +422,7 @@ def test_a_bare_script_is_run_by_this_python(here: Place) -> None:
         (("-n", "1", "--grace", "-1"), ("true",), "--grace is -1"),
         (("-n", "1", "--devices", "900"), ("true",), "--devices asks for 900"),
         (("-n", "2", "--min-workers", "3"), ("true",), "--min-workers is 3"),
+        (("-n", "2", "--spares", "1025"), ("true",), "--spares 1025 on 1 host makes 1025 spares"),
         (("-n", "60000"), ("true",), "60000 workers are asked for on this host, whose "),
         (("--nnodes", "2", "--nproc-per-node", "1", "--scheduler"), ("true",), "--join HOST:PORT"),
         (("-H", "a..b:1"), ("true",), "not in the host list"),

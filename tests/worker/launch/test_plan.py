@@ -133,6 +133,38 @@ def test_unknown_ranks_leave_node_ids_to_the_worker() -> None:
     assert "MS_NODE_ID" not in first.env
 
 
+@pytest.mark.parametrize(
+    ("request_", "spares", "node_ids", "labels"),
+    [
+        (Request(workers=2, spares=2), (2, 2), ("2", "3"), ("spare_0", "spare_1")),
+        (Request(nodes=2, per_node=2, node_rank=1, spares=1), (1, 2), ("5",), ("spare_1",)),
+        (Request(nodes=2, per_node=2, spares=1), (1, 2), (None,), ("h_spare_0",)),
+        (Request(hosts=HOSTS, spares=1), (1, 2), ("7",), ("spare_1",)),
+        (Request(hosts=(HostShare("b", 2), *HOSTS[:1]), workers=2, spares=1), (1, 1), ("2",), ("spare_0",)),
+    ],
+)
+def test_each_host_starts_its_spares_behind_its_workers(
+    request_: Request, spares: tuple[int, int], node_ids: tuple[str | None, ...], labels: tuple[str, ...]
+) -> None:
+    made = layout(request_, here="b")
+    assert (made.spares, made.all_spares) == spares
+    workers = plan_workers(made, {}, common={}, host="h")
+    own = workers[made.local_size :]
+    assert [plan.env.get("MS_NODE_ID") for plan in own] == list(node_ids)
+    assert [plan.label for plan in own] == list(labels)
+    assert [plan.env.get("MS_WORKER_SPARE") for plan in workers] == [None] * made.local_size + ["1"] * spares[
+        0
+    ]
+    assert {plan.env["MS_WORKER_NUM"] for plan in workers} == {str(made.world_size)}
+
+
+def test_spares_have_devices_of_their_own() -> None:
+    with pytest.raises(SettingsError, match=r"4 workers and 1 spare are asked .* offers 4 .*-n 3"):
+        layout(Request(spares=1), devices=4)
+    made = layout(Request(workers=3, spares=1), devices=4)
+    assert [plan.env["DEVICE_ID"] for plan in plan_workers(made, {}, common={}, devices=4)] == list("0123")
+
+
 def test_a_rank_table_leaves_node_ids_to_the_worker() -> None:
     (first, _) = plan_workers(Layout(2, 2, 0), {"RANK_TABLE_FILE": "table.json"}, common={}, host="h")
     assert "MS_NODE_ID" not in first.env

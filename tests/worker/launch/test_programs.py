@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from muster.worker.errors import NotInitializedError
-from muster.worker.launch.command import with_agent
+from muster.worker.launch.programs import MOST_BYTES, MOST_FILES, program_kind, with_agent
 from muster.worker.program_environment import AGENT_VARIABLE, place_of, torch_variables
 from muster.worker.store.generations import on_new_generation
 from tests.scheduler.processes import ROOT
@@ -44,6 +44,96 @@ def test_a_script_that_imports_torch_and_not_muster_gets_an_agent(
     made = started(command, "auto")
     assert list(made[-len(command) :]) == command
     assert (made[1:4] == ("-m", "muster.worker.store.agent", "--")) is agent
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "kind"),
+    [
+        ({"train.py": "import model", "model.py": "import torch"}, "python train.py", "torch"),
+        ({"train.py": "import model", "model.py": "import torch"}, "python -u ./train.py -e 3", "torch"),
+        ({"train.py": "from a.b import c", "a/b/c.py": "import jax"}, "python train.py", "jax"),
+        (
+            {"train.py": "import a", "a/__init__.py": "from .b import c", "a/b.py": "import torch"},
+            "",
+            "torch",
+        ),
+        ({"train.py": "import a", "a/__init__.py": "from . import b", "a/b.py": "import torch"}, "", "torch"),
+        ({"a/b/train.py": "from ..c import d", "a/c.py": "import torch"}, "python -m a.b.train", "torch"),
+        ({"a/b/train.py": "from a import c", "a/c.py": "import torch"}, "python -m a.b.train", "torch"),
+        ({"train.py": "import one", "one.py": "import two", "two.py": "import torch, train"}, "", "torch"),
+        ({"train.py": "import torch, model", "model.py": "import muster"}, "", "muster"),
+        ({"train.py": "import model", "other.py": "import torch"}, "", "muster"),
+        ({"train.py": "import composer", "composer.py": "print()"}, "", "muster"),
+        ({"train.py": "import model", "model.py": "import torch this is no Python"}, "", "muster"),
+        ({"wrapper.py": "import runpy", "train.py": "import torch"}, "python wrapper.py train.py", "torch"),
+        ({"x/wrapper.py": "", "x/train.py": "import torch"}, "python x/wrapper.py train.py -n 3", "torch"),
+        ({"wrapper.py": "import muster", "train.py": "import torch"}, "python wrapper.py train.py", "muster"),
+        ({"wrapper.py": "", "train.py": "print()"}, "python wrapper.py train.py none.py", "muster"),
+        ({"train.py": "import torch"}, "numactl --cpunodebind 0 python train.py", "torch"),
+        ({"train.py": "import torch"}, "torchrun --nproc-per-node 2 train.py", "muster"),
+        ({"train.py": "import torch"}, "python -m torch.distributed.run train.py", "muster"),
+        ({"train.py": "import torch"}, "python -c pass train.py", "muster"),
+        ({"w.py": f"import {'m' * 300}"}, f"python w.py {'w' * 300}.py", "muster"),
+    ],
+)
+def test_imports_are_followed_to_what_lies_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], command: str, kind: str
+) -> None:
+    write(tmp_path, files)
+    monkeypatch.chdir(tmp_path)
+    assert program_kind((command or "python train.py").split()) == kind
+
+
+def write(directory: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text + "\n")
+
+
+ENTRY = "#!{python}\nimport re, sys\nfrom {package} import main\nsys.exit(main())"
+
+
+@pytest.mark.parametrize("where", ["in the command's environment", "where this Python finds it"])
+@pytest.mark.parametrize(
+    ("first", "source", "kind"),
+    [
+        ("/env/bin/python3", "import torch", "torch"),
+        ("/bin/sh\n'''exec' /very/long/python \"$0\" \"$@\"\n' '''", "import torch", "torch"),
+        ("/env/bin/python3", "import torch, muster", "muster"),
+        ("/env/bin/python3", "import nothing_known", "muster"),
+    ],
+)
+def test_an_installed_command_is_what_its_package_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, first: str, source: str, kind: str
+) -> None:
+    """No line of the package is run."""
+    site = "elsewhere" if where.startswith("where") else "lib/python3.12/site-packages"
+    write(
+        tmp_path,
+        {
+            "bin/trains": ENTRY.format(python=first, package="some_trainer.cli.entry"),
+            f"{site}/some_trainer/__init__.py": "raise SystemExit('it was run')",
+            f"{site}/some_trainer/cli/__init__.py": "raise SystemExit('it was run')",
+            f"{site}/some_trainer/cli/entry.py": "from ..loop import main",
+            f"{site}/some_trainer/loop.py": source,
+        },
+    )
+    (tmp_path / "bin/trains").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    assert program_kind(["trains", "--epochs", "3"], str(tmp_path / "bin")) == kind
+    assert program_kind([str(tmp_path / "bin/trains")]) == kind
+
+
+def test_of_a_large_program_no_more_is_read_than_that(tmp_path: Path) -> None:
+    """Its modules import one another in a row; the last is torch's."""
+    for number in range(5 * MOST_FILES):
+        (tmp_path / f"m{number}.py").write_text(f"import m{number + 1}\n")
+    (tmp_path / f"m{5 * MOST_FILES}.py").write_text("import torch\n")
+    assert program_kind(["python", str(tmp_path / f"m{5 * MOST_FILES - 20}.py")]) == "torch"
+    assert program_kind(["python", str(tmp_path / "m0.py")]) == "muster"
+    (tmp_path / "large.py").write_text("#" * MOST_BYTES + "\nimport torch\n")
+    assert program_kind(["python", str(tmp_path / "large.py")]) == "muster"
 
 
 def started(command: Sequence[str], kind: str) -> tuple[str, ...]:

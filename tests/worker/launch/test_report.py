@@ -181,7 +181,9 @@ def test_advice_names_what_would_help() -> None:
         facts = {"min_workers": 0, "max_restarts": 0, "workers": 4, "replacement": "", **changed}
         return advice_on_wait(phase, **facts)
 
-    assert advice("running") == "(muster run --min-workers 3 lets the others go on without it.)"
-    assert advice("running", min_workers=3) == advice("reconnecting") == ""
+    assert advice("running") == (
+        "(muster run --min-workers 3 lets the others go on without it, --spares 1 with another in its place.)"
+    )
+    assert advice("running", min_workers=3) == advice("running", spares=1) == advice("reconnecting") == ""
     assert advice("suspended", max_restarts=2, replacement="train") == "To start one now: train"
     assert "--max-restarts N restarts workers that fail" in advice("suspended")
