@@ -583,7 +583,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "expelled and taken in at once": Mutant(job.Rounds, "bars", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
-    "who stands still counts as cut off": Mutant(job, "TOGETHER_S", instead(1e9), 3761),
+    "who stands still counts as cut off": Mutant(job, "TOGETHER_S", instead(1e9), 1537),
     "busy ranks hang": Mutant(machine, "probed", busy_unheard),
     "long waits count beside their steps": Mutant(
         membership.Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
