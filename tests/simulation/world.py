@@ -32,7 +32,7 @@ class World:
     def __init__(self, seed: int, trace: list[str] | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.apart = random.Random(f"at fault {seed}")
+        self.apart = random.Random(f"ports {seed}")
         self.at_fault: set[str] = set()
         self.trace = trace
         self.scenario = make_scenario(self.rng)
