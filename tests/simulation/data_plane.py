@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,17 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Lie:
+    """For a while one worker says that it does not reach another (``accuses``), or refuses its probes."""
+
+    liar: str
+    victim: str
+    begun: float
+    until: float
+    accuses: bool
 
 
 class DataPlane:
@@ -84,6 +96,7 @@ class Cables:
         self.world = world
         self._cuts: list[tuple[str, str, float, float]] = []
         self._opens: set[tuple[str, str, float]] = set()
+        self._lies: list[Lie] = []
 
     def cut(self, one: str, other: str, until: float, *, one_way: bool = False) -> None:
         """Loses what goes from one host to the other, until a time.
@@ -98,12 +111,25 @@ class Cables:
         if one_way:
             self._opens.add((other, one, until))
 
+    def lie(self, lie: Lie) -> None:
+        """One worker does not go on with another, though nothing is between them."""
+        self._lies.append(lie)
+
     def is_cut(self, one: str, other: str, since: float | None = None) -> bool:
         """Whether two hosts cannot reach each other now, or could not for a while since a time."""
         now = self.world.loop.now
         since = now if since is None else since
         pair = {one, other}
-        return any({a, b} == pair and begun <= now and since < until for a, b, begun, until in self._cuts)
+        host = self.world.host
+        lies = ((host(lie.liar), host(lie.victim), lie.begun, lie.until) for lie in self._lies)
+        return any(
+            {a, b} == pair and begun <= now and since < until for a, b, begun, until in (*self._cuts, *lies)
+        )
+
+    def _lied(self, one: str, other: str) -> Lie | None:
+        now = self.world.loop.now
+        lies = (lie for lie in self._lies if {one, other} == {lie.liar, lie.victim})
+        return next((lie for lie in lies if lie.begun <= now < lie.until), None)
 
     def was_cut_throughout(self, one: str, other: str, since: float) -> bool:
         """Whether one cut has lasted from a time until now."""
@@ -118,12 +144,20 @@ class Cables:
         whole = [s for s in sets if not any(self.is_cut(*p, since) for p in itertools.combinations(s, 2))]
         return max(sum(host(node_id) in each for node_id in nodes) for each in whole)
 
+    def _cut_now(self, one: str, other: str) -> bool:
+        now = self.world.loop.now
+        return any({a, b} == {one, other} and begun <= now < until for a, b, begun, until in self._cuts)
+
     def broken_pair(self, workers: list[Worker]) -> tuple[Worker, Worker] | None:
         """Two of these that cannot reach each other; None: there are none."""
         host = self.world.host
         for one in workers:
             for other in workers:
-                if one is not other and self.is_cut(host(one.node_id), host(other.node_id)):
+                if one is other:
+                    continue
+                if self._cut_now(host(one.node_id), host(other.node_id)) or self._lied(
+                    one.node_id, other.node_id
+                ):
                     return one, other
         return None
 
@@ -135,6 +169,9 @@ class Cables:
             lasts = {a, b} == {here, there} and begun <= now < until
             if lasts and (here, there, until) not in self._opens:
                 return 3.0, "timed out"
+        lie = self._lied(worker.node_id, node_id)
+        if lie is not None and (lie.liar == worker.node_id) == lie.accuses:
+            return 0.02, "connection refused"
         for target in self.world.living():
             if (target.node_id, target.incarnation) == (node_id, int(incarnation)):
                 stopped = target.stopped_until > self.world.loop.now + 3.0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from muster.scheduler.core import events as se
+from tests.simulation.data_plane import Lie
 from tests.simulation.network import HUNG_S
 from tests.simulation.scenario import PAUSE_S, TOPO_TIMEOUT_S, WAITING_HEARTBEAT_S
 from tests.simulation.scheduler import FAILED_AND_WRITTEN
@@ -24,6 +25,16 @@ WAITING_PING_S = 2 * WAITING_HEARTBEAT_S + 0.5
 
 UPLINKS = 0.25
 """The share of seeds in which workers have an uplink that dies, or stands still."""
+
+APART = 0.35
+"""The share of seeds of the kind "cuts" in which, in place of its faults, one member or port is at fault, or
+two halves are apart."""
+
+APART_S = 12.0
+"""So much training such a seed has."""
+
+TURN_S = 9.0
+"""So long a liar, or a bad port, is after one victim: the others are late in 5 s and are asked."""
 
 Fault = Callable[["World", "Worker"], None]
 
@@ -106,6 +117,55 @@ def flap(world: World, worker: Worker) -> None:
         lasts = world.rng.choice((1.0, 3.0, 5.0))
         world.loop.at(at, lambda s=lasts: world.cables.cut(one, other, world.loop.now + s))
     world.judge.disturbed(world.loop.now + 40.0)
+
+
+def lying_member(world: World, worker: Worker) -> None:
+    """A member does not go on with another one, each time another; it accuses it, or refuses its probes."""
+    world.at_fault = {worker.node_id}
+    _take_turns(world, worker, world.apart.random() < 0.5)
+
+
+def flapping_port(world: World, worker: Worker) -> None:
+    """A host's port fails now and then, each time towards another host."""
+    host = world.host(worker.node_id)
+    world.at_fault = {world.node(n) for n in range(50) if world.host(world.node(n)) == host}
+    _take_turns(world, worker, None)
+
+
+def _take_turns(world: World, worker: Worker, accuses: bool | None) -> None:
+    """Between a worker and each of the others in turn something is wrong; ``accuses`` None: the cable."""
+    begun, host = world.loop.now, world.host(worker.node_id)
+    past: set[str] = set()
+
+    def turn() -> None:
+        others = sorted({each.node_id for each in world.living() if each.node_id in world.judge.claims})
+        others = [each for each in others if world.host(each) != host]
+        fresh = [each for each in others if each not in past]
+        now = world.loop.now
+        if not fresh or now > begun + 5 * TURN_S:
+            return
+        victim = world.apart.choice(fresh)
+        past.add(victim)
+        world.note(f"   {worker.node_id} and {victim} for {TURN_S:g} s")
+        if accuses is None:
+            world.cables.cut(host, world.host(victim), now + TURN_S)
+        else:
+            world.cables.lie(Lie(worker.node_id, victim, now, now + TURN_S, accuses))
+        world.judge.disturbed(now + TURN_S)
+        world.loop.after(TURN_S, turn)
+
+    turn()
+
+
+def cut_into_halves(world: World, worker: Worker) -> None:
+    """Every host of one side loses every host of the other, for a while."""
+    hosts = sorted({world.host(each.node_id) for each in world.living()})
+    world.apart.shuffle(hosts)
+    number, until = world.apart.randint(1, max(1, len(hosts) - 1)), world.loop.now + 25.0
+    for one in hosts[:number]:
+        for other in hosts[number:]:
+            world.cables.cut(one, other, until)
+    world.judge.disturbed(until)
 
 
 def cut(world: World, worker: Worker) -> None:
@@ -247,7 +307,12 @@ def plan_faults(world: World) -> None:
     kinds = BY_KIND[world.scenario.kind]
     for _ in range(world.scenario.faults if kinds else 0):
         fault = world.rng.choice(kinds)
-        world.loop.at(world.rng.uniform(0.0, world.scenario.fault_end), _happen, world, fault)
+        at = world.rng.uniform(0.0, world.scenario.fault_end)
+        if not world.is_apart:
+            world.loop.at(at, _happen, world, fault)
+    if world.is_apart:
+        fault = world.apart.choice((lying_member, flapping_port, cut_into_halves))
+        world.loop.at(world.apart.uniform(2.0, 4.0), _happen, world, fault)
     # By numbers of their own, so that all other seeds play as they did before there were uplinks.
     uplinks = random.Random(f"uplinks {world.seed}")
     if kinds and uplinks.random() < UPLINKS:

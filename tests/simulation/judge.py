@@ -81,6 +81,7 @@ class Judge:
         self.forgiven_at: dict[Process, float] = {}  # the end of its stream
         self.disturbed_at = 0.0
         self.barred: dict[str, float] = {}
+        self.lost_to_one: set[str] = set()  # hosts with honest members expelled while one alone was at fault
         self.torn = False  # too few workers reached each other when the job ended
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
@@ -101,6 +102,7 @@ class Judge:
     # ------------------------------------------------------------ records
 
     def committed(self, records: tuple[r.Record, ...]) -> None:
+        formed, newcomers = self.formed, self.newcomers
         for record in records:
             self.expect(self.outcome is None, "a record follows the end of the job")
             if isinstance(record, r.Admitted):
@@ -123,7 +125,7 @@ class Judge:
                 self._ended(record)
         removed = [each for each in records if isinstance(each, r.Removed) and "cannot reach" in each.reason]
         if removed:
-            self._check_most_stay(removed)
+            self._check_most_stay(removed, formed, newcomers)
 
     def _admitted(self, candidate: m.Candidate) -> None:
         node_id, incarnation = candidate.node_id, candidate.incarnation
@@ -184,16 +186,27 @@ class Judge:
         cut = any(world.cables.is_cut(host, other, ago) for other in others)
         self.expect(cut, f"{process} is expelled, and reaches all: {reason}")
         self.barred[host] = world.loop.now
+        if world.at_fault and process[0] not in world.at_fault:
+            self.lost_to_one.add(host)
+            lost = ", ".join(sorted(self.lost_to_one))
+            self.expect(len(self.lost_to_one) < 2, f"{lost} are lost to {sorted(world.at_fault)}")
 
-    def _check_most_stay(self, removed: list[r.Removed]) -> None:
-        """As many members stay as have reached each other; or those that hold the state."""
-        assert self.formed is not None
+    def _check_most_stay(
+        self, removed: list[r.Removed], formed: r.GenerationFormed | None, newcomers: set[Process]
+    ) -> None:
+        """As many members stay as have reached each other; or those that hold the state.
+
+        Unless one host, or worker, alone was at fault: it goes, whatever it has of workers.
+        """
+        assert formed is not None
+        if self.world.at_fault:
+            return
         world = self.world
         gone = {each.node_id for each in removed}
-        members = [each.candidate.node_id for each in self.formed.members]
+        members = [each.candidate.node_id for each in formed.members]
         here = [node for node in members if node in self.claims]
         most = world.cables.most_together([*here, *(gone & set(members))], world.loop.now - 20.0)
-        self.expect(bool(self.newcomers) or len(here) >= most, f"{len(here)} stay where {most} could")
+        self.expect(bool(newcomers) or len(here) >= most, f"{len(here)} stay where {most} could")
 
     def hung(self, worker: Worker, until: float) -> None:
         """A rank is about to wake up: had it hung for long, the others would have gone on without it."""
@@ -330,7 +343,8 @@ class Judge:
         if self.formed is not None:
             nodes = [each.candidate.node_id for each in self.formed.members]
             together = self.world.cables.most_together(nodes, self.world.loop.now - TWO_ROUNDS_S)
-            self.torn = together < self.world.scenario.worker_min
+            # Of two members nobody is expelled, whatever MS_WORKER_MIN is.
+            self.torn = together < max(self.world.scenario.worker_min, min(2, len(nodes)))
             # MS_TOPO_TIMEOUT bounds the building of a job that has not trained yet, over all generations that
             # it takes: two hangs, or a hang after a cut, may last as long as that. Seldom: the one that hung
             # must have done so until just now, else the others had the time to find by probes who cannot

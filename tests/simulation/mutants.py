@@ -461,8 +461,22 @@ def both_must_accuse(right: Any) -> Any:
     )
 
 
+def forgets_pairs_of_silent_members(right: Any) -> Any:
+    """Of a pair the one that accuses goes, whatever was before: who refuses probes gains by silence."""
+
+    def repeaters(parties: Any, accusations: Any, others: Any) -> frozenset[str]:
+        alone = probing.lone_pairs(accusations)
+        return frozenset(a for a, b in accusations if {a, b} in alone and (b, a) not in accusations)
+
+    return repeaters
+
+
+def lowest_rank_stays(right: Any) -> Any:
+    return lambda names, parties: (any(parties[n].holds_state for n in names), *right(names, parties)[3:])
+
+
 def smallest_stays(right: Any) -> Any:
-    return lambda names, parties, accusations: (False, -sum(parties[n].workers for n in names))
+    return lambda names, parties: (False, -sum(parties[n].workers for n in names))
 
 
 def all_save(right: Any) -> Any:
@@ -560,13 +574,16 @@ MUTANTS: dict[str, Mutant] = {
     "cuts ignored": Mutant(probing, "expel_unreachable", instead(lambda *a: False)),
     "all that are in a broken pair go": Mutant(probing, "best", everybody_broken_goes),
     "one direction is not enough": Mutant(probing, "leaving", both_must_accuse),
+    "broken pairs are not remembered": Mutant(probing, "lone_pairs", instead(lambda *a: frozenset())),
+    "of a pair the accuser goes": Mutant(probing, "repeaters", forgets_pairs_of_silent_members),
+    "the side of the lowest rank stays": Mutant(probing, "worth", lowest_rank_stays),
     "the smallest set stays": Mutant(probing, "worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(
         probing, "may_expel", instead(lambda *a: True), 148
     ),
     "expelled and taken in at once": Mutant(job.Rounds, "bars", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
-    "who stands still counts as cut off": Mutant(job, "TOGETHER_S", instead(1e9), 3761),
+    "who stands still counts as cut off": Mutant(job, "TOGETHER_S", instead(1e9), 1537),
     "busy ranks hang": Mutant(machine, "probed", busy_unheard),
     "long waits count beside their steps": Mutant(
         membership.Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),

@@ -43,6 +43,9 @@ QUICKLY_CAUGHT = (
     "hanging collectives are not aborted",
     "the end of a generation is not seen",
     "cuts ignored",
+    "broken pairs are not remembered",
+    "of a pair the accuser goes",
+    "the side of the lowest rank stays",
     "worker_min does not hold expulsions back",
     "expelled and taken in at once",
     "hanging ranks go at once",
@@ -71,7 +74,7 @@ def test_a_seed_decides_everything() -> None:
 FAULTS = {
     *("kill", "stop", "freeze", "flood", "pause", "cut", "blip", "drain", "request_leave", "twin", "extra"),
     *("scheduler", "cut_pair", "flap", "hang", "full_disk", "failing_write"),
-    *("uplink_dies", "uplink_stands_still"),
+    *("uplink_dies", "uplink_stands_still", "lying_member", "flapping_port", "cut_into_halves"),
 }
 
 

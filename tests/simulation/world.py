@@ -7,11 +7,12 @@ planted bugs (:mod:`tests.simulation.mutants`) prove that they bite.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from muster.rendezvous import messages as m
 from muster.worker.control import events as e
 from tests.simulation.data_plane import Cables, DataPlane
-from tests.simulation.faults import plan_faults
+from tests.simulation.faults import APART, APART_S, plan_faults
 from tests.simulation.judge import Judge, Violation
 from tests.simulation.loop import Loop
 from tests.simulation.network import Network
@@ -31,8 +32,15 @@ class World:
     def __init__(self, seed: int, trace: list[str] | None = None) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
+        self.apart = random.Random(f"ports {seed}")
+        self.at_fault: set[str] = set()
         self.trace = trace
         self.scenario = make_scenario(self.rng)
+        # By numbers of their own, so that seeds without them play as they did before.
+        self.is_apart = self.scenario.kind == "cuts" and self.apart.random() < APART
+        if self.is_apart:  # long enough for several victims, and with places to lose
+            steps, least = int(APART_S / self.scenario.step_s), self.apart.choice((1, 2))
+            self.scenario = replace(self.scenario, steps=steps, worker_min=least)
         self.loop = Loop()
         self.judge = Judge(self)
         self.network = Network(self)

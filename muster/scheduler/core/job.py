@@ -428,6 +428,12 @@ class Calm:
         return Calm(generation, now + pause_s, pause_s)
 
 
+PartyName = tuple[str, str]
+"""The id of a host, and the node id of a worker on it, or "" for all of them."""
+
+BrokenPair = frozenset[PartyName]
+
+
 @dataclass(slots=True)
 class Rounds:
     """The rounds of probes of a job and what they found; begins empty when the scheduler restarts.
@@ -441,6 +447,7 @@ class Rounds:
         hangs: the members that others wait for.
         awaited: those that were named as awaited, busy ones too, and in which step each was then.
         said: what was said last, so that it is not said at every round.
+        broken: pairs that could not reach each other while neither was apart from anyone else.
         barred: why, by the id of a host, or by a worker's node id.
         outside: joins of those that are barred.
         taken_in: those of them that have just been proven to be reached.
@@ -455,6 +462,7 @@ class Rounds:
     hangs: dict[str, Hang] = field(default_factory=dict)
     awaited: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     said: str = ""
+    broken: frozenset[BrokenPair] = frozenset()
     barred: dict[str, str] = field(default_factory=dict)
     outside: dict[e.SessionId, e.Joined] = field(default_factory=dict)
     taken_in: list[e.Joined] = field(default_factory=list)

@@ -6,6 +6,7 @@ accuses the other, because a group needs connections both ways.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ from muster.scheduler.core.job import (
     ROUND_PAUSE_S,
     ROUND_S,
     Asked,
+    BrokenPair,
     Calm,
     Hang,
     Job,
+    PartyName,
     Round,
 )
 from muster.scheduler.core.ledger import (
@@ -177,15 +180,24 @@ def expel_unreachable(job: Job, current: Round) -> bool:
     between, single = accusations(current, members)
     if not between and not single:
         return False
-    gone = (
-        leaving(_parties(job, members.values(), lambda one: one.host.id), between) if between else frozenset()
-    )
+    sentence = _broken_pairs(job, current, members)
+    gone, pairs = frozenset[str](), frozenset[BrokenPair]()
+    if between:
+        hosts = _parties(job, members.values(), lambda one: one.host.id)
+        gone, pairs = _leaving_by_memory(job, hosts, between)
     workers = _parties(
         job, (one for one in members.values() if one.host.id not in gone), lambda one: one.node_id
     )
     single = {pair for pair in single if set(pair) <= workers.keys()}
-    unreachable = leaving(workers, single) if single else frozenset()
-    sentence = _broken_pairs(job, current, members)
+    unreachable = frozenset[str]()
+    if single:
+        unreachable, more = _leaving_by_memory(job, workers, single)
+        pairs |= more
+    job.rounds.broken |= pairs
+    if job.ledger.living == 2:
+        why = "nobody is expelled, because of two members neither can be shown to be at fault"
+        _name_awaited(job, f"{upper_first(sentence)}; {why}.", ())
+        return True
     everybody = [claim.candidate for claim in seated_claims(job)]
     out = [c for c in everybody if c.host.id in gone or c.node_id in unreachable]
     if may_expel(job, out, sentence):
@@ -195,6 +207,27 @@ def expel_unreachable(job: Job, current: Round) -> bool:
             what = f"was expelled: {sentence}; all that stay reach each other"
             job.lose(candidate.node_id, what, m.RefusalCode.SUPERSEDED)
     return True
+
+
+def _leaving_by_memory(
+    job: Job, parties: Mapping[str, Party], accusations: Collection[Accusation]
+) -> tuple[frozenset[str], frozenset[BrokenPair]]:
+    """The parties that must leave by this round and those before, and the pairs to remember of it."""
+    names = {name: party.name for name, party in parties.items()}
+    seen = {frozenset(map(names.__getitem__, pair)) for pair in lone_pairs(accusations)}
+    known = job.rounds.broken | seen
+    others = {name: _others(one, known) for name, one in names.items()}
+    gone = leaving(parties, accusations, others)
+    stars = {frozenset(map(names.__getitem__, pair)) for pair in stars_of(gone, accusations)}
+    return gone, frozenset(seen | stars)
+
+
+def _others(name: PartyName, pairs: Collection[BrokenPair]) -> int:
+    """With how many different others one was broken; a worker also as its host, a host also as its worker."""
+    host, _ = name
+    peers = {peer for pair in pairs for peer in pair - {name, (host, "")} if pair & {name, (host, "")}}
+    named = {each for each, node in peers if node}
+    return sum(bool(node) or each not in named for each, node in peers)
 
 
 def _parties(
@@ -207,7 +240,10 @@ def _parties(
         name = name_of(one)
         rank, holds = ledger.rank_of(one.node_id), ledger.holds_state(one.node_id, stateless)
         known = parties.get(name, Party(0, holds_state=False, lowest_rank=rank))
-        parties[name] = Party(known.workers + 1, holds or known.holds_state, min(rank, known.lowest_rank))
+        # A host with one worker is remembered as that worker: soon another may be beside it.
+        place = one.host.id, "" if known.workers else one.node_id
+        lowest = min(rank, known.lowest_rank)
+        parties[name] = Party(known.workers + 1, holds or known.holds_state, lowest, place)
     return parties
 
 
@@ -409,7 +445,7 @@ EXACT_PARTIES = 16
 """Up to this number of parties the best set is searched exactly; beyond, by taking the worst away."""
 
 MANY = 2
-"""A party that alone accuses at least this many others is itself the one with the broken network."""
+"""A party that is broken with so many others, which are not with each other, is the one at fault."""
 
 Accusation = tuple[str, str]
 
@@ -422,24 +458,31 @@ class Party:
         workers: how many workers go if it goes.
         holds_state: one of them holds the training state.
         lowest_rank: the lowest of their ranks.
+        name: as what its broken pairs are remembered.
     """
 
     workers: int
     holds_state: bool
     lowest_rank: int
+    name: PartyName = ("", "")
 
 
-def leaving(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:
+def leaving(
+    parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int] | None = None
+) -> frozenset[str]:
     """The parties that must leave so that all that stay reach each other.
 
-    One that alone accuses many leaves itself. Of the rest the largest set stays that holds the training
-    state; of equals, the one that accused fewer others, then the one with the lowest ranks.
+    One that alone accuses many leaves itself, and so does one of a lone pair that was in other such pairs
+    before. Of the rest the largest set stays that holds the training state; of equals, the one with the
+    lowest ranks. Who of a pair accused whom counts for nothing: else one would gain by silence.
 
     Args:
         parties: all there are, by name.
         accusations: who could not reach whom.
+        others: with how many different others each has been in a lone pair, this round's among them.
     """
     alone = lone_accusers(parties, accusations)
+    alone |= repeaters(parties, accusations, others or {})
     rest = [name for name in parties if name not in alone]
     left = [(a, b) for a, b in accusations if a not in alone and b not in alone]
     involved = {name for pair in left for name in pair}
@@ -466,6 +509,34 @@ def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusati
     return frozenset() if hold and not others_hold else frozenset(found)
 
 
+def lone_pairs(accusations: Collection[Accusation]) -> frozenset[frozenset[str]]:
+    """The broken pairs of which neither is in another one: they do not say whose fault it is."""
+    pairs = {frozenset(pair) for pair in accusations}
+    degree = Counter(name for pair in pairs for name in pair)
+    return frozenset(pair for pair in pairs if all(degree[name] == 1 for name in pair))
+
+
+def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> frozenset[frozenset[str]]:
+    """The broken pairs of these with others that are in no other broken pair."""
+    pairs = {frozenset(pair) for pair in accusations}
+    degree = Counter(name for pair in pairs for name in pair)
+    return frozenset(p for p in pairs for c in p if c in centres and all(degree[x] == 1 for x in p - {c}))
+
+
+def repeaters(
+    parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int]
+) -> frozenset[str]:
+    """Of each lone pair the one that was in such pairs with many others, and with more than its peer."""
+    found = set()
+    for pair in lone_pairs(accusations):
+        less, more = sorted(pair, key=lambda name: others.get(name, 0))
+        if others.get(more, 0) >= MANY and others.get(more, 0) > others.get(less, 0):
+            found.add(more)
+    others_hold = any(party.holds_state for name, party in parties.items() if name not in found)
+    hold = any(parties[name].holds_state for name in found)
+    return frozenset() if hold and not others_hold else frozenset(found)
+
+
 def _broken(names: frozenset[str], accusations: Collection[Accusation]) -> dict[str, set[str]]:
     pairs: dict[str, set[str]] = {}
     for a, b in accusations:
@@ -475,16 +546,12 @@ def _broken(names: frozenset[str], accusations: Collection[Accusation]) -> dict[
     return pairs
 
 
-def worth(
-    names: frozenset[str], parties: Mapping[str, Party], accusations: Collection[Accusation]
-) -> tuple[bool, int, int, int, list[int]]:
+def worth(names: frozenset[str], parties: Mapping[str, Party]) -> tuple[bool, int, int, list[int]]:
     """The value by which sets of parties are compared; the greater one stays."""
-    accused = sum(a in names and b not in names for a, b in accusations)
     return (
         any(parties[name].holds_state for name in names),
         sum(parties[name].workers for name in names),
         len(names),
-        -accused,
         sorted((-parties[name].lowest_rank for name in names), reverse=True),
     )
 
@@ -499,7 +566,7 @@ def best(
     most = max(sorted(pairs), key=lambda name: len(pairs[name]))
     without = best(names - {most}, parties, accusations)
     with_it = best(names - pairs[most], parties, accusations)
-    return max(with_it, without, key=lambda found: worth(found, parties, accusations))
+    return max(with_it, without, key=lambda found: worth(found, parties))
 
 
 def _thinned_out(
@@ -560,6 +627,18 @@ def accusations(
 
 
 def _got_through(current: Round, members: dict[e.SessionId, m.Candidate], here: str, there: str) -> bool:
-    """Whether some member on the one host has reached one on the other."""
-    pairs = ((s, current.target(current.asked[s].place, there)) for s in current.hosts[here] if s in members)
-    return any(target in members and current.failed(session, target) == "" for session, target in pairs)
+    """Whether some member on the one host has reached one on the other.
+
+    Or the other way, where a single probe speaks for a host of many: one worker may refuse it, or lie.
+    """
+    forth, back = (_tried(current, members, *ends) for ends in ((here, there), (there, here)))
+    counts = forth + back if len(forth) == 1 < len(back) else forth
+    return any(current.failed(*pair) == "" for pair in counts)
+
+
+def _tried(
+    current: Round, members: dict[e.SessionId, m.Candidate], here: str, there: str
+) -> list[tuple[e.SessionId, e.SessionId]]:
+    """Which members on the one host were to probe which on the other."""
+    pairs = [(s, current.target(current.asked[s].place, there)) for s in current.hosts[here] if s in members]
+    return [pair for pair in pairs if pair[1] in members]

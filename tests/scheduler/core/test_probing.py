@@ -269,6 +269,72 @@ def test_a_worker_that_alone_of_its_host_is_not_reached_goes_alone() -> None:
     assert hosts.ranks() == ["a0", "a1", "b0", "c0", "c1"]
 
 
+def lies(hosts: Hosts, cut: str) -> list[str]:
+    """A round in which these pairs fail; returns who goes by it."""
+    before = hosts.ranks()
+    hosts.late(before[0])
+    hosts.answer(cut)
+    after = hosts.ranks()
+    if after != before:
+        hosts.stand()
+    return [name for name in before if name not in after]
+
+
+@pytest.mark.parametrize("lie", ["{victim}>{liar}", "{liar}>{victim}"])
+@pytest.mark.parametrize("liar", ["a0", "c0", "f0"])
+def test_who_is_broken_with_another_each_round_costs_one_other_at_most(lie: str, liar: str) -> None:
+    """It refuses the probes of one, or says that it does not reach it; the next round of another."""
+    hosts = Hosts("a0", "b0", "c0", "d0", "e0", "f0")
+    gone: list[str] = []
+    while liar in hosts.ranks() and len(gone) < 4:
+        victim = next(name for name in hosts.ranks() if name != liar)
+        gone += lies(hosts, lie.format(victim=victim, liar=liar))
+    assert len(gone) <= 2 and gone[-1] == liar
+
+
+def test_a_liar_among_many_workers_of_its_host_does_not_cost_their_places() -> None:
+    """The only worker of another host probes the liar alone; all others of its host reach that one."""
+    hosts = Hosts("a0", "a1", "a2", "b0", "c0", "d0")
+    assert lies(hosts, "b0>a0") == ["b0"]
+    assert lies(hosts, "c0>a0") == ["a0"]
+    assert hosts.ranks() == ["a1", "a2", "c0", "d0"]
+
+
+def test_who_lied_goes_at_once_when_it_does_so_again() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0")
+    assert [*lies(hosts, "b0>a0"), *lies(hosts, "c0>a0")] == ["b0", "a0"]
+    hosts.incarnation = 2
+    hosts.join("a0")
+    hosts.tick(ROUND_PAUSE_S)
+    hosts.answer(late=False)
+    for name in ("c0", "d0"):
+        hosts.feed(e.QuiescedReported(hosts.sessions[name], hosts.generation, 1))
+    hosts.stand()
+    assert hosts.ranks() == ["a0", "c0", "d0"]
+    assert lies(hosts, "d0>a0") == ["a0"]
+
+
+def test_a_pair_that_breaks_again_and_again_stays_a_pair() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0", worker_min=4)
+    for _ in range(3):
+        assert lies(hosts, "a0>b0") == []
+    hosts = Hosts("a0", "b0", "c0", "d0")
+    assert lies(hosts, "a0>b0 b0>a0") == ["b0"]
+
+
+def test_after_a_cut_between_sides_nobody_of_the_larger_is_under_suspicion() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0", "e0")
+    sides = [(x, y) for x in ("a0", "b0", "c0") for y in ("d0", "e0")]
+    assert lies(hosts, " ".join(f"{x}>{y} {y}>{x}" for x, y in sides)) == ["d0", "e0"]
+    assert lies(hosts, "a0>b0") == ["b0"]
+
+
+def test_of_two_members_nobody_is_expelled() -> None:
+    hosts = Hosts("a0", "b0")
+    assert lies(hosts, "a0>b0 b0>a0") == []
+    assert "of two members neither can be shown to be at fault" in hosts.last.reason
+
+
 def expelled() -> Hosts:
     hosts = Hosts("a0", "b0", "c0")
     hosts.late("c0")
@@ -524,8 +590,8 @@ def both_ways(*pairs: str) -> set[Accusation]:
         (parties(a=1, b=1, c=1, d=1), both_ways("ab", "ac", "ad"), "a"),
         # The largest set, not the first that comes: b is in most broken pairs.
         (parties(a=1, b=1, c=1, d=1), both_ways("ab", "bc", "bd", "cd"), "bd"),
-        # One direction is enough; in doubt the accuser goes.
-        (parties(a=1, b=1), {("a", "b")}, "a"),
+        # One direction is enough, and neither who accuses nor who is silent gains by it.
+        (parties(a=1, b=1), {("a", "b")}, "b"),
         (parties(a=1, b=1), {("b", "a")}, "b"),
         # One that alone accuses many goes, however many workers it has.
         (parties(a=8, b=1, c=1), {("a", "b"), ("a", "c")}, "a"),
