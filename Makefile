@@ -6,6 +6,7 @@ MODEL ?=
 ARGS ?=
 PYTEST_ARGS ?=
 TORCH ?= torch
+OLDEST_TORCH ?= torch==2.5.1
 FRAMEWORKS ?= accelerate==1.15.0 transformers==5.23.0 lightning==2.6.6 deepspeed==0.19.8
 JAX_PYTHON ?=
 
@@ -24,7 +25,7 @@ DEV_READY := $(VENV)/.ready-dev$(CUDA)
 TORCH_READY := $(VENV)/.ready-torch$(CUDA)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-torch run-test-torch test-torch-newest run-test-torch-newest test-frameworks run-test-frameworks test-jax test-system run-test-system test-newest run-test-newest docs run-docs lint format proto clean
+.PHONY: help train test test-torch run-test-torch test-torch-oldest run-test-torch-oldest test-frameworks run-test-frameworks test-jax test-system run-test-system test-newest run-test-newest docs run-docs lint format proto clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,14 +44,15 @@ test-torch: ## Run the tests that need torch, on the CPU where there is no GPU
 	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-torch
 
 run-test-torch: $(TORCH_READY)
+	@$(BIN)/python -c 'import torch; print("With torch", torch.__version__)'
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
 		tests/gpu tests/contracts tests/parallel tests/worker/pytorch tests/worker/communicators tests/worker/store tests/worker/process_group \
 		tests/examples tests/bench/training tests/bench/parallel tests/bench/test_torch_groups.py tests/end_to_end/test_readme.py
 
-test-torch-newest: ## Run a short set of them on the newest torch that the index has
-	@$(MAKE) --no-print-directory VENV=.venv-torch-newest run-test-torch-newest
+test-torch-oldest: ## Run a short set of them on the oldest torch that Muster takes
+	@$(MAKE) --no-print-directory VENV=.venv-torch-oldest TORCH='$(OLDEST_TORCH)' run-test-torch-oldest
 
-run-test-torch-newest: $(TORCH_READY)
+run-test-torch-oldest: $(TORCH_READY)
 	@$(BIN)/python -c 'import torch; print("With torch", torch.__version__)'
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
 		tests/worker/process_group tests/worker/store tests/worker/pytorch tests/worker/communicators
@@ -117,7 +119,7 @@ proto: $(DEV_READY) ## Generate muster/rendezvous/v1 from proto/
 		proto/muster/rendezvous/v1/*.proto
 
 clean: ## Remove what make and runs have written, certificates included
-	@rm -rf $(VENV) .venv-torch .venv-torch-newest .venv-newest .venv-docs .venv-frameworks .venv-jax $(KEYS) device muster-runs checkpoints build dist *.egg-info
+	@rm -rf $(VENV) .venv-torch .venv-torch-oldest .venv-newest .venv-docs .venv-frameworks .venv-jax $(KEYS) device muster-runs checkpoints build dist *.egg-info
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -13,8 +13,8 @@ import pytest
 from tests.scheduler.processes import ROOT
 
 MAKEFILE = """
-test test-torch test-system test-newest docs:
-\t@echo "$@ $(PYTEST_ARGS)" >> made
+test test-torch test-system test-newest docs .venv-torch-oldest/.ready-torch test-torch-oldest:
+\t@echo "$@ TORCH=$(TORCH) $(PYTEST_ARGS)" >> made
 \t@[ $@ != test-torch ] || ./play $(filter tests/attacks/ --last-failed,$(PYTEST_ARGS))
 """
 PLAY = """#!/bin/sh
@@ -33,23 +33,34 @@ def test_a_few_that_fail_are_run_once_more_alone(
     names = [f"tests/test_{i}.py::test_it[a b]" for i in range(failed)]
     ran, made = ci_of(tmp_path, names, passes)
     assert (ran.returncode == 0) == well, ran.stdout + ran.stderr
-    assert made.count("test-torch") == (2 if failed <= 3 else 1)
+    assert made.count("test-torch ") == (2 if failed <= 3 else 1)
     assert ("docs" in made) == well
     assert ("passed alone:\n" + "\n".join(names) in ran.stdout) == well
+
+
+def test_all_of_torch_s_tests_run_on_the_newest_and_a_short_set_on_the_oldest(tmp_path: Path) -> None:
+    ran, made = ci_of(tmp_path, ["tests/test_0.py::test_it"], passes=True, CI_TORCH="")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    asked = {line.split()[0]: line.split()[1] for line in made.splitlines()}
+    assert asked["test-torch"] == "TORCH=torch"
+    assert asked[".venv-torch-oldest/.ready-torch"] == "TORCH=torch==2.5.1"
+    assert "tests/skips/torch-oldest.txt" in made
 
 
 def test_of_the_attacks_all_are_run_once_more(tmp_path: Path) -> None:
     names = ["tests/attacks/test_5_the_job_went_on.py::test_it", "tests/test_0.py::test_it"]
     ran, made = ci_of(tmp_path, names, passes=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    first, attacks, others = [line for line in made.splitlines() if line.startswith("test-torch")]
+    first, attacks, others = [line for line in made.splitlines() if line.startswith("test-torch ")]
     assert "tests/attacks/" not in first
     assert "tests/attacks/" in attacks
     assert "--last-failed" not in attacks
     assert "--last-failed" in others
 
 
-def ci_of(tmp_path: Path, names: list[str], passes: bool) -> tuple[subprocess.CompletedProcess[str], str]:
+def ci_of(
+    tmp_path: Path, names: list[str], passes: bool, **env: str
+) -> tuple[subprocess.CompletedProcess[str], str]:
     """Runs ``.ci/run`` where torch fails at first; returns how it ended, and what was made."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
@@ -62,7 +73,7 @@ def ci_of(tmp_path: Path, names: list[str], passes: bool) -> tuple[subprocess.Co
         (tmp_path / "passes").touch()
     ran = subprocess.run(
         [tmp_path / ".ci" / "run"],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MAKEFLAGS": ""},
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MAKEFLAGS": "", **env},
         capture_output=True,
         text=True,
         check=False,

@@ -165,14 +165,14 @@ def test_continuous_integration_runs_all_parts_and_allows_only_listed_skips(chec
     (tools / "id").write_text("#!/bin/sh\necho 1000\n")  # an ordinary user: no packages are installed
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    torch, frameworks = "VENV=.venv-torch-newest", "VENV=.venv-frameworks"
-    parts = ["test", "test-newest", "test-torch", torch, "test-torch-newest", "test-system"]
+    torch, frameworks = "VENV=.venv-torch-oldest", "VENV=.venv-frameworks"
+    parts = ["test", "test-newest", "test-torch", torch, "test-torch-oldest", "test-system"]
     parts += [frameworks, "test-frameworks", "docs"]
-    needs = {torch: "test-torch-newest", frameworks: "test-frameworks"}
+    needs = {torch: "test-torch-oldest", frameworks: "test-frameworks"}
     for fails, run_parts in (
         ("", parts),
         ("test-torch", parts[:3]),
-        ("test-torch-newest", parts[:5]),
+        ("test-torch-oldest", parts[:5]),
         ("test-frameworks", parts[:8]),
         *((each, [part for part in parts if part != needs[each]]) for each in needs),
     ):

@@ -174,8 +174,9 @@ def _refused() -> Iterator[None]:
     before = [(place, name, vars(place)[name]) for place, name, _ in _REFUSED if name in vars(place)]
     words = {(place, name): text for place, name, text in _REFUSED}
     for place, name, original in before:
-        if isinstance(original, classmethod):
-            setattr(place, name, classmethod(refusing(original.__func__, words[place, name])))
+        if isinstance(original, (classmethod, types.ClassMethodDescriptorType)):  # C's since torch 2.14
+            called: Any = getattr(original, "__func__", original)
+            setattr(place, name, classmethod(refusing(called, words[place, name])))
         else:
             setattr(place, name, refusing(original, words[place, name]))
     try:

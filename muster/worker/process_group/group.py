@@ -166,6 +166,10 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         """See torch."""
         self._group_desc = text
 
+    # Before torch 2.6 C++ knows no name of a group without backends.
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
     def getRank(self) -> int:  # noqa: N802
         """See torch."""
         return self.membership.rank
@@ -645,6 +649,8 @@ class GroupNamedGloo(MusterProcessGroup):
 
     class _Options:
         """What torch sets here is of no effect."""
+
+    options: Any = None  # of torch's own class it cannot be set before torch 2.6
 
     def __init__(
         self,

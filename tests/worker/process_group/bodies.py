@@ -90,10 +90,12 @@ def _reduce(me: int, members: list[int], size: int, dtype: torch.dtype, op: str)
 
 def _reduce_scatter(me: int, n: int, size: int, dtype: torch.dtype, op: str) -> Body:
     def run(group: Any) -> list[torch.Tensor]:
+        if torch.__version__ < (2, 6) and op != "SUM":  # Gloo sums, whatever the operation
+            return []
         single, listed = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)
         whole = given(me, size * n, dtype)
         dist.reduce_scatter_tensor(single, whole, getattr(dist.ReduceOp, op), group)
-        if op == "SUM":
+        if op == "SUM" and torch.__version__ >= (2, 6):  # before it Gloo has none of lists
             dist.reduce_scatter(listed, list(whole.clone().chunk(n)), dist.ReduceOp.SUM, group)
         return [single, listed]
 

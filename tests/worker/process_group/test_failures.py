@@ -51,23 +51,23 @@ def collectives(n: int) -> dict[str, Callable[[Any], Any]]:
         "all_reduce": lambda g: dist.all_reduce(some(4), group=g),
         "all_reduce, large": lambda g: dist.all_reduce(some(big), group=g),
         "all_reduce, async": lambda g: dist.all_reduce(some(4), group=g, async_op=True).wait(),
-        "reduce": lambda g: dist.reduce(some(4), group_dst=0, group=g),
-        "broadcast": lambda g: dist.broadcast(some(big), group_src=0, group=g),
+        "reduce": lambda g: dist.reduce(some(4), dst=0, group=g),
+        "broadcast": lambda g: dist.broadcast(some(big), src=0, group=g),
         "all_gather": lambda g: dist.all_gather([some(4) for _ in range(n)], some(4), group=g),
         "all_gather_single": lambda g: g.all_gather_single(some(big * n), some(big)).wait(),
         "reduce_scatter_single": lambda g: g.reduce_scatter_single(some(big), some(big * n)).wait(),
         "gather": lambda g: dist.gather(
-            some(4), [some(4) for _ in range(n)] if g.rank() == 0 else None, group_dst=0, group=g
+            some(4), [some(4) for _ in range(n)] if g.rank() == 0 else None, dst=0, group=g
         ),
         "scatter": lambda g: dist.scatter(
-            some(4), [some(4) for _ in range(n)] if g.rank() == 0 else None, group_src=0, group=g
+            some(4), [some(4) for _ in range(n)] if g.rank() == 0 else None, src=0, group=g
         ),
         "all_to_all_single": lambda g: dist.all_to_all_single(some(4 * n), some(4 * n), group=g),
         "barrier": lambda g: dist.barrier(group=g),
         "objects": lambda g: dist.all_gather_object([None] * n, {"a": 1}, group=g),
-        "recv": lambda g: dist.recv(some(4), group_src=n - 1, group=g),
+        "recv": lambda g: dist.recv(some(4), src=n - 1, group=g),
         "recv of anybody": lambda g: dist.recv(some(4), group=g),
-        "send": lambda g: dist.send(some(big), group_dst=n - 1, group=g),
+        "send": lambda g: dist.send(some(big), dst=n - 1, group=g),
         "monitored_barrier": lambda g: g.monitored_barrier(timedelta(seconds=50)),
     }
 
@@ -102,24 +102,22 @@ MISMATCHES: dict[str, Callable[[int, Any], Any]] = {
         torch.ones(4), dist.ReduceOp.MAX if r else dist.ReduceOp.MIN, g
     ),
     "collective": lambda r, g: dist.barrier(group=g) if r else dist.all_reduce(torch.ones(4), group=g),
-    "root": lambda r, g: dist.broadcast(torch.ones(4), group_src=r, group=g),
+    "root": lambda r, g: dist.broadcast(torch.ones(4), src=r, group=g),
     "split sizes": lambda r, g: dist.all_to_all_single(
         torch.ones(3), torch.ones(4), [1, 2], [1, 3] if r else [2, 2], group=g
     ),
     "size of a message": lambda r, g: (
-        dist.send(torch.ones(5), group_dst=0, group=g)
-        if r
-        else dist.recv(torch.ones(4), group_src=1, group=g)
+        dist.send(torch.ones(5), dst=0, group=g) if r else dist.recv(torch.ones(4), src=1, group=g)
     ),
     "size of a large message": lambda r, g: (
-        dist.send(torch.ones(1 << 20), group_dst=0, group=g)
+        dist.send(torch.ones(1 << 20), dst=0, group=g)
         if r
-        else dist.recv(torch.ones(1 << 19), group_src=1, group=g)
+        else dist.recv(torch.ones(1 << 19), src=1, group=g)
     ),
     "dtype of a message": lambda r, g: (
-        dist.send(torch.ones(4), group_dst=0, group=g)
+        dist.send(torch.ones(4), dst=0, group=g)
         if r
-        else dist.recv(torch.ones(4, dtype=torch.int32), group_src=1, group=g)
+        else dist.recv(torch.ones(4, dtype=torch.int32), src=1, group=g)
     ),
 }
 
@@ -173,8 +171,9 @@ def mistakes(rank: int) -> dict[str, tuple[str, str, float]]:
     dist.all_reduce(truth)  # any of them
     assert truth.item() is True
     dist.destroy_process_group()
-    kind, text, _ = outcome(lambda: world.barrier().wait())
-    assert kind == "CommunicatorAbortedError", text
+    if torch.__version__ >= (2, 6):  # before it torch ends no group of Python's
+        kind, text, _ = outcome(lambda: world.barrier().wait())
+        assert kind == "CommunicatorAbortedError", text
     return found
 
 
@@ -258,9 +257,9 @@ def alike(rank: int) -> list[float]:
     for number, group in enumerate((third, first, world, second)):
         sent = torch.full((1,), float(number))
         if rank == 0:
-            dist.send(sent, group_dst=1, group=group)
+            dist.send(sent, dst=1, group=group)
         else:
-            dist.recv(sent.zero_(), group_src=0, group=group)
+            dist.recv(sent.zero_(), src=0, group=group)
         found.append(sent.item())
         if group is third:
             dist.destroy_process_group(group)

