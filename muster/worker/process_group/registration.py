@@ -5,6 +5,7 @@ What a group needs is imported when one is made: most programs that torch is imp
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ def register(said: str) -> None:
 
         c10d.ProcessGroupGloo = dist.ProcessGroupGloo = GroupNamedGloo
         c10d._GLOO_AVAILABLE = True
+    _serve_hooks(c10d)
     c10d._new_process_group_helper = _checked(c10d._new_process_group_helper, {NAME, said and GLOO})
 
 
@@ -47,6 +49,43 @@ def _create(options: Any, _backend_options: Any = None) -> Any:
     return MusterProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, name=options.group_id
     )
+
+
+def _serve_hooks(c10d: Any) -> None:
+    """Lets DDP take those of its hooks that a group made in Python cannot serve as they are.
+
+    The builtin one that compresses to 16 bits wants a list of C++'s, which Python cannot give: its twin in
+    Python computes the same. Those that quantize read results in NCCL's form, and fail with Gloo, too.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    builtin = DistributedDataParallel._register_builtin_comm_hook
+    register = DistributedDataParallel.register_comm_hook
+
+    def is_ours(model: Any) -> bool:
+        return type(model.process_group).__module__.startswith(__package__)
+
+    @functools.wraps(builtin)
+    def register_builtin(model: Any, comm_hook_type: Any) -> None:
+        if comm_hook_type != dist.BuiltinCommHookType.FP16_COMPRESS or not is_ours(model):
+            builtin(model, comm_hook_type)
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        register(model, model.process_group, fp16_compress_hook)
+
+    @functools.wraps(register)
+    def register_python(model: Any, state: object, hook: Callable[..., Any]) -> None:
+        if getattr(hook, "__module__", "").endswith(".quantization_hooks") and is_ours(model):
+            raise SettingsError(
+                f"{hook.__name__} takes tensors of GPUs, and results in NCCL's form: the backend {NAME!r} has"
+                " none, and with Gloo it fails, too.",
+                remedy="Take fp16_compress_hook, bf16_compress_hook or PowerSGD.",
+            )
+        register(model, state, hook)
+
+    DistributedDataParallel._register_builtin_comm_hook = register_builtin
+    DistributedDataParallel.register_comm_hook = register_python
 
 
 def _checked(helper: Callable[..., Any], ours: set[str]) -> Callable[..., Any]:
