@@ -17,6 +17,7 @@ from muster.worker.errors import SettingsError
 NAME = "muster"
 GLOO = "gloo"
 VARIABLE = "MS_TORCH_GLOO"
+BUILTIN_HOOK = "_register_builtin_comm_hook"
 
 
 def register(said: str) -> None:
@@ -59,7 +60,7 @@ def _serve_hooks(c10d: Any) -> None:
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    builtin = DistributedDataParallel._register_builtin_comm_hook
+    builtin = getattr(DistributedDataParallel, BUILTIN_HOOK)
     register = DistributedDataParallel.register_comm_hook
 
     def is_ours(model: Any) -> bool:
@@ -84,7 +85,7 @@ def _serve_hooks(c10d: Any) -> None:
             )
         register(model, state, hook)
 
-    DistributedDataParallel._register_builtin_comm_hook = register_builtin
+    setattr(DistributedDataParallel, BUILTIN_HOOK, register_builtin)
     DistributedDataParallel.register_comm_hook = register_python
 
 
