@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -46,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watches the skips of the whole run: with xdist in the process that hears of all of them."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").startswith("2.5."):  # where two threads cannot load it at once
+            importlib.import_module("torch._dynamo")
     name = config.getoption("--allowed-skips")
     if name and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipGate(Path(name).read_text()), "skip-gate")

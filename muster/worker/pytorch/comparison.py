@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -79,12 +79,11 @@ class RankComparison:
         self._sent = row, mine, settings  # whose memory must stay until the row has gone
         self._table = table.view(communicator.world_size, -1)
 
-    def arrival(self) -> Callable[[], None] | None:
-        """Waits for the rows that were sent last; None: there are none, or the host has to wait for a GPU.
-
-        The call may raise MembershipChanged.
-        """
-        return None if self._work is None or self._stream is not None else self.arrive
+    @property
+    def under_way(self) -> bool:
+        """Whether generators are on their way to hosts, so that a rank may be lost before its own arrive."""
+        on_host = self._work is not None and self._stream is None
+        return on_host and self._table.shape[1] > _HEAD
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

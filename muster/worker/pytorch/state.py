@@ -6,8 +6,8 @@ broke is undone from that copy. Whether it broke the host learns while the GPU i
 which is undone with it: there are two copies, in turns. What only the update changes (parameters, the
 optimizer's state) is copied beside the other passes of a captured step, and the update waits for that.
 
-A CPU needs both copies for a rank that is lost after a step, before the others know where its random
-generators are: they go back to before that step, for which they know.
+On a CPU the second copy is for a rank that is lost before the others know where its random generators were
+after a step: to give them to a newcomer they go back to before that step.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class TorchTrainingState(TrainingState):
         self._copies: list[_Before] = []
         self._began: _Before | None = None
         self._committed: _Before | None = None
+        self._unknown: _Before | None = None  # before a step after which not all know all generators yet
         self._room = True  # for two copies
         self._stream: Any = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._beside: Any = None  # the end of a copy that may be under way
@@ -154,7 +155,7 @@ class TorchTrainingState(TrainingState):
         """The state as it is now, in the copies that no step may have to go back to any more."""
         self._await_copy()
         for each in self._copies:
-            if each is not self._committed:
+            if each is not self._committed and each is not self._unknown:
                 self._take(each)
                 return each
         if self._copies and not self._has_room():
@@ -229,7 +230,8 @@ class TorchTrainingState(TrainingState):
         self._comparison.receive()
         self._comparison.send(self.step + 1, self._random.now())
         with self._comparison.beside():
-            wait = self._model.communicator.mark() or self._comparison.arrival()
+            wait = self._model.communicator.mark()
+        self._unknown = self._began if self._comparison.under_way else None
         if wait is not None and self._began is not None:
             self._began.wait, self._committed = wait, self._began
             if not self._room:
@@ -275,6 +277,11 @@ class TorchTrainingState(TrainingState):
         if not self._confirm_or_undo() and began is not None:
             self._undo(began)
 
+    def before_newcomers(self) -> None:
+        """Goes back a step if a lost rank's generators are not known after it; see :class:`TrainingState`."""
+        if self._unknown is not None and self._comparison.generators(self.step) is None:
+            self._undo(self._unknown)
+
     def _undo(self, before: _Before) -> None:
         """Goes back to before a step."""
         if before.is_torn:
@@ -283,6 +290,8 @@ class TorchTrainingState(TrainingState):
                 remedy="Change them within that part, or between steps; go on from a checkpoint.",
             )
         self._committed = None
+        if before is self._unknown:
+            self._unknown = None
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         before.updated.put_back()
@@ -351,6 +360,7 @@ class TorchTrainingState(TrainingState):
         self._parameter_count = _parameter_count(self._optimizer)
         self._await_copy()  # their memory may be reused at once
         self._copies.clear()
+        self._unknown = None
         if self._began is not None and self.in_step:  # what it goes back to if it breaks
             self._began.updated, self._began.rest = self._copy()
             self._copies.append(self._began)

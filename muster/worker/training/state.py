@@ -126,6 +126,9 @@ class TrainingState:
             self.rng.bit_generator.state = self._rng_before  # to draw the same again
         self.in_step = False
 
+    def before_newcomers(self) -> None:
+        """Goes back a step where newcomers need what is not known after the last; after :meth:`roll_back`."""
+
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Begins to go through a DataLoader whose ``batch_sampler`` is the sampler."""
         return iter(loader)
@@ -262,6 +265,8 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
         return state.share(session)
     communicator = session.communicator
     state.roll_back()
+    if session.newcomer_ranks:
+        state.before_newcomers()
     rank, anew = communicator.rank, session.state_source_rank < 0
     carrier = state.carrier(communicator)
     description = state.describe().encode()
