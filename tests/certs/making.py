@@ -89,6 +89,32 @@ def p12(
     return path
 
 
+def as_ber(der: bytes) -> bytes:
+    """The same values as Firefox's tools write them: without lengths, and strings of octets in pieces."""
+    result, at = b"", 0
+    while at < len(der):
+        tag, length, start = der[at], der[at + 1], at + 2
+        if length > 0x80:
+            start += length & 0x7F
+            length = int.from_bytes(der[at + 2 : start], "big")
+        content, at = der[start : start + length], start + length
+        if tag & 0x20:
+            result += bytes([tag, 0x80]) + as_ber(content) + b"\0\0"
+        elif tag == 0x04 and content[:1] == b"\x30":
+            pieces = [content[each : each + 7] for each in range(0, length, 7)]
+            inner = b"".join(b"\x04" + bytes([len(each)]) + each for each in pieces)
+            result += b"\x24\x80" + inner + b"\0\0"
+        else:
+            result += _primitive(tag, content)
+    return result
+
+
+def _primitive(tag: int, content: bytes) -> bytes:
+    size = len(content)
+    length = bytes([size]) if size < 0x80 else b"\x84" + size.to_bytes(4, "big")
+    return bytes([tag]) + length + content
+
+
 def openssl_p12(path: Path, leaf: x509.Certificate, *options: str, key: Any = KEY) -> Path:
     """A PKCS#12 file as the openssl program makes it."""
     (path.parent / "leaf.pem").write_bytes(pem(leaf))

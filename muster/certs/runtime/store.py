@@ -47,10 +47,13 @@ from muster.certs.pki.certificates import (
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.peer import Peer, peer_of_pem
 from muster.certs.pki.revocation import Revocations, load_revocations
+from muster.certs.pki.rounds import MalformedError, most_rounds
 from muster.certs.runtime.passwords import password_for as password_for
 from muster.certs.runtime.passwords import prompt_on_terminal
 
 MAX_P12_BYTES = 1 << 20
+MAX_ROUNDS = 2_000_000
+"""How often a file may have its password hashed: a second's work, and 1,000 times what openssl asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,7 @@ def read_p12(
     data = read_secret(path, "The PKCS#12 file", limit=MAX_P12_BYTES)
     shown = f"The PKCS#12 file {os.fspath(path)!r}"
     _check_envelope(data, shown)
+    _check_rounds(data, shown)
     try:
         key, leaf, extra = pkcs12.load_key_and_certificates(data, password)
     except UnsupportedAlgorithm as error:
@@ -303,3 +307,17 @@ def _check_envelope(data: bytes, shown: str) -> None:
         expected = 2 + octets + int.from_bytes(data[2 : 2 + octets], "big")
     if len(data) < expected:
         raise TruncatedError(f"{shown} is cut off: {len(data)} of {expected} bytes.", remedy="Copy it again.")
+
+
+def _check_rounds(data: bytes, shown: str) -> None:
+    """Refuses a file that would keep the parser, and with it all threads of the process, at work for long."""
+    try:
+        rounds = most_rounds(data)
+    except MalformedError as error:
+        raise FileError(f"{shown} is damaged, or not PKCS#12: {error}.", remedy=_REMAKE) from None
+    if rounds > MAX_ROUNDS:
+        shown_rounds = f"{rounds:,}" if rounds < 10**12 else "endlessly many"
+        raise FileError(
+            f"{shown} wants its password hashed {shown_rounds} times, and at most {MAX_ROUNDS:,} are taken.",
+            remedy=_REMAKE,
+        )

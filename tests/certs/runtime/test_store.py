@@ -22,8 +22,10 @@ from muster.certs.config import load_config
 from muster.certs.pki.authority import create_authority
 from muster.certs.pki.certificates import fingerprint, parse_certificates
 from muster.certs.pki.identity import Identity
+from muster.certs.pki.rounds import most_rounds
+from muster.certs.runtime import store
 from muster.certs.runtime.store import Credentials, load_configured, load_credentials
-from tests.certs.making import DAY, KEY, NOW, PASSWORD, Pki, certificate, openssl_p12, p12, pem
+from tests.certs.making import DAY, KEY, NOW, PASSWORD, Pki, as_ber, certificate, openssl_p12, p12, pem
 
 RSA_KEY = rsa.generate_private_key(65537, 2048)
 
@@ -70,6 +72,55 @@ def test_files_made_by_openssl_load_old_ones_included(
     assert load(file, pki).identity == Identity("job", "worker")
     with pytest.raises(errors.PasswordError):
         load(file, pki, b"wrong")
+
+
+_MAC, _KEY, _CERTIFICATE = (
+    ("-keypbe", "NONE", "-certpbe", "NONE"),
+    ("-certpbe", "NONE", "-nomac"),
+    ("-nokeys", "-nomaciter"),
+)
+
+
+@pytest.mark.parametrize("part", [_MAC, _KEY, _CERTIFICATE], ids=["MAC", "key", "certificate"])
+@pytest.mark.parametrize("legacy", [(), ("-legacy", "-macalg", "sha1")], ids=["", "legacy"])
+@pytest.mark.parametrize("encoding", ["DER", "BER"])
+def test_a_file_that_wants_too_many_rounds_is_refused_before_it_gets_them(
+    pki: Pki,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: tuple[str, ...],
+    legacy: tuple[str, ...],
+    encoding: str,
+) -> None:
+    file = openssl_p12(tmp_path / "x.p12", certificate(pki.authority), "-iter", "3000", *legacy, *part)
+    if encoding == "BER":
+        file.write_bytes(as_ber(file.read_bytes()))
+    assert most_rounds(file.read_bytes()) == 3000
+    monkeypatch.setattr(store, "MAX_ROUNDS", 2999)
+    with pytest.raises(errors.FileError, match=r"hashed 3,000 times, and at most 2,999 are taken\..*Make it"):
+        load(file, pki)
+
+
+def test_millions_of_rounds_are_refused_whatever_the_password(pki: Pki, tmp_path: Path) -> None:
+    file = openssl_p12(tmp_path / "x.p12", certificate(pki.authority), "-iter", "65536", *_MAC)
+    assert load(file, pki).identity == Identity("job", "worker")
+    whole = file.read_bytes()
+    assert whole.count(b"\x02\x03\x01\x00\x00") == 1
+    file.write_bytes(whole.replace(b"\x02\x03\x01\x00\x00", b"\x02\x03\x7f\xff\xff"))
+    with pytest.raises(errors.FileError, match="hashed 8,388,607 times, and at most 2,000,000 are taken"):
+        load(file, pki, b"wrong")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\x30\x80" * 5000, b"\x30\x83\x0f\x42\x40" + b"\x05\x00" * 500_000, b"\x30\x80\x02\x01\x03"],
+    ids=["deep", "many", "endless"],
+)
+def test_what_is_no_end_of_values_is_damaged(pki: Pki, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "x.p12"
+    file.write_bytes(content)
+    with pytest.raises(errors.FileError, match="is damaged, or not PKCS#12: "):
+        load(file, pki)
 
 
 def test_rsa_and_legacy_certificates_without_extensions_load_where_allowed(pki: Pki, tmp_path: Path) -> None:

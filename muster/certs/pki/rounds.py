@@ -1,0 +1,104 @@
+"""Reads from a PKCS#12 file how often its password is to be hashed, before anything hashes it.
+
+The file says that itself, and the parser obeys while it holds the interpreter's lock: 60 million rounds in a
+file that somebody has put in the place of a renewed one would stop a scheduler for minutes.
+
+In all schemes (RFC 7292 for the MAC and its own encryption, RFC 8018 for PBES1 and PBES2, RFC 7914 for
+scrypt) the number is the INTEGER that follows the salt, an OCTET STRING. That pair is looked for, at every
+depth, in DER and in BER, which Firefox's tools write.
+"""
+
+from __future__ import annotations
+
+MAX_DEPTH = 40
+MAX_VALUES = 100_000
+_INTEGER, _OCTETS, _SEQUENCE = 0x02, 0x04, 0x30
+_CONSTRUCTED = 0x20
+
+
+class MalformedError(ValueError):
+    """The bytes are no ASN.1, or too many or too deep values of it."""
+
+
+def most_rounds(data: bytes) -> int:
+    """The highest number of rounds in a PKCS#12 file, 0 where it has none. What is encrypted stays unread.
+
+    Raises:
+        MalformedError: as said there.
+    """
+    reader = _Reader()
+    reader.read(memoryview(data), 0, len(data), 0)
+    return reader.most
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.most = 0
+        self._values = 0
+        self._pieces: list[memoryview] | None = None
+
+    def read(self, data: memoryview, at: int, end: int, depth: int, *, until_marked: bool = False) -> int:
+        """Reads values one after the other; returns where they end."""
+        if depth > MAX_DEPTH:
+            raise MalformedError(f"values are nested deeper than {MAX_DEPTH}")
+        after_octets = False
+        while at < end:
+            tag, start, stop = _header(data, at, end)
+            if until_marked and tag == 0 and stop == start:
+                return start
+            self._values += 1
+            if self._values > MAX_VALUES:
+                raise MalformedError(f"there are more than {MAX_VALUES} values")
+            if tag == _INTEGER and after_octets:
+                self.most = max(self.most, int.from_bytes(data[start:stop], "big"))
+            after_octets = tag & ~_CONSTRUCTED == _OCTETS
+            if tag & _CONSTRUCTED:
+                outer, self._pieces = self._pieces, [] if tag & ~_CONSTRUCTED == _OCTETS else None
+                ends_by_mark = stop < 0
+                stop = self.read(
+                    data, start, end if ends_by_mark else stop, depth + 1, until_marked=ends_by_mark
+                )
+                pieces, self._pieces = self._pieces, outer
+                octets = memoryview(b"".join(pieces)) if pieces is not None else None
+            else:
+                octets = data[start:stop] if tag == _OCTETS else None
+            if octets is not None and self._pieces is not None:
+                self._pieces.append(octets)  # of an OCTET STRING in pieces, which counts as a whole
+            elif octets is not None:
+                self._read_within(octets, depth)
+            at = stop
+        if until_marked:
+            raise MalformedError("a value has no end")
+        return at
+
+    def _read_within(self, octets: memoryview, depth: int) -> None:
+        """Reads what an OCTET STRING holds, if that is one value; most hold anything else."""
+        try:
+            if octets[:1] != bytes([_SEQUENCE]) or _header(octets, 0, len(octets))[2] not in (
+                -1,
+                len(octets),
+            ):
+                return
+        except MalformedError:
+            return
+        self.read(octets, 0, len(octets), depth + 1)
+
+
+def _header(data: memoryview, at: int, end: int) -> tuple[int, int, int]:
+    """Tag, begin and end of a value's content; the end is -1 where a mark says it."""
+    if end - at < 2:
+        raise MalformedError("a value is cut off")
+    tag, length, start = data[at], data[at + 1], at + 2
+    if tag & 0x1F == 0x1F:
+        raise MalformedError("a tag of several bytes")  # PKCS#12 has none
+    if length == 0x80:
+        if not tag & _CONSTRUCTED:
+            raise MalformedError("a value without parts has no length")
+        return tag, start, -1
+    if length > 0x80:
+        count = length & 0x7F
+        length = int.from_bytes(data[start : start + count], "big")
+        start += count
+    if start + length > end:
+        raise MalformedError("a value is cut off")
+    return tag, start, start + length
