@@ -212,6 +212,16 @@ FOREIGN = ("'torch", "'cupy", "'numpy", "loaded_library", "library", "name")
 """What begins the argument of import_module where it loads somebody else's library."""
 
 
+def test_threads_are_started_where_their_failure_is_told() -> None:
+    """A thread that cannot be started leaves a process half alive: start_thread ends it in a sentence."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "muster").rglob("*.py")
+        if "threading.Thread(" in path.read_text() and "bench" not in path.parts
+    }
+    assert found == {"muster/rendezvous/threads.py"}
+
+
 def test_nothing_hides_an_import() -> None:
     """Modules are imported by statements; only what loads by name does it by name."""
     by_name = {

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 from muster.rendezvous.log_lines import OTHERS, Budget, one_line
+from muster.rendezvous.threads import start_thread
 
 MAX_WRITE_BYTES = 32 * 1024
 """What is longer is cut."""
@@ -86,8 +87,7 @@ class NativeStderr:
         # Should C code abort, its last line may stay unread; faulthandler says where it was all the same.
         self._traced_crashes = faulthandler.is_enabled()
         faulthandler.enable(file=self.real)
-        self.thread = threading.Thread(target=self._run, name="native-stderr", daemon=True)
-        self.thread.start()
+        self.thread = start_thread(self._run, name="native-stderr")
 
     def drain(self, *, gather: bool = False) -> bool:
         """Reads what is there now; returns whether there can be more. The caller holds the lock.

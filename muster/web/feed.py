@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from muster.certs.errors import CertificateError
+from muster.rendezvous.threads import start_thread
 from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.scheduler.cli.client import Client, RefusedByScheduler, UnreachableError
 from muster.scheduler.errors import SchedulerError
@@ -67,7 +68,7 @@ class Feed:
     def _follow(self, job_id: str) -> None:
         stream = _Stream(job_id, self._connect, self._post)
         self._streams[job_id] = stream
-        threading.Thread(target=stream.run, name=f"watch {job_id or 'all'}", daemon=True).start()
+        start_thread(stream.run, name=f"watch {job_id or 'all'}")
 
     def _post(self, stream: _Stream, news: pb.WatchReply | SchedulerError | CertificateError | None) -> None:
         try:

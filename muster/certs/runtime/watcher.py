@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from muster.certs.config import SecurityConfig, config_warnings, load_config, settings_changes
@@ -17,6 +18,7 @@ from muster.certs.errors import CertificateError, FileError, IdentityError, Revo
 from muster.certs.pki.revocation import ListKey, RevocationList, Revocations, keep_newest, lists_by_key
 from muster.certs.runtime.passwords import password_for
 from muster.certs.runtime.store import Credentials, load_credentials, load_for_etcd, revocations_for
+from muster.rendezvous.threads import start_thread
 
 POLL_TIMEOUT_S = 5.0
 OLD_STAYS = "New certificates are not used, the old ones stay in force"
@@ -155,9 +157,7 @@ class _Look:
     def begin(self) -> None:
         """Looks; what it finds is yet to be taken."""
         if self._thread is None or not self._thread.is_alive():  # a fork leaves threads behind
-            served = (self._asked, self._found)
-            self._thread = threading.Thread(target=_serve, args=served, name="muster-files", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(partial(_serve, self._asked, self._found), name="muster-files")
         self._asked.put(self._look)
 
     def take(self, timeout_s: float) -> Change | None:

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from muster.rendezvous.threads import start_thread
 from muster.worker.communicators.array_library import loaded_library
 from muster.worker.errors import ArrayError, CommunicatorError
 
@@ -232,8 +233,7 @@ class WorkQueue:
             self._pending += 1
             self.idle = False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._serve, name=self._name)
             self._queue.put(work)
         return work
 

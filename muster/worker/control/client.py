@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.codec import encode
+from muster.rendezvous.threads import start_thread
 from muster.worker import ending
 from muster.worker.communicators.base import Communicator
 from muster.worker.control import events as e
@@ -745,9 +746,7 @@ class Threads:
 
     def start(self, name: str, body: Callable[[], None]) -> threading.Thread:
         """Starts a thread that does not keep the process alive."""
-        thread = threading.Thread(target=body, name=name, daemon=True)
-        thread.start()
-        return thread
+        return start_thread(body, name=name)
 
     def loop(
         self, name: str, turn: Callable[[], float | None], take: Callable[[Any], None] = lambda _: None

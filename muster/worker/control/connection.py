@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,7 @@ from muster.rendezvous import messages as m
 from muster.rendezvous.codec import WireError, decode_scheduler_message
 from muster.rendezvous.grpc_stderr import NativeStderr, Sayings, record_of, write_all
 from muster.rendezvous.patience import TRY_S
+from muster.rendezvous.threads import start_thread
 from muster.worker.config import Settings
 from muster.worker.control import events as e
 from muster.worker.errors import SecurityError, SettingsError
@@ -387,12 +389,8 @@ class Connection:
         with self._lock:
             if self._closed:
                 return
-            thread = threading.Thread(
-                target=self._run, args=(number, outbox), name="muster-stream", daemon=True
-            )
             self._threads = [each for each in self._threads if each.is_alive()]
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(start_thread(partial(self._run, number, outbox), name="muster-stream"))
 
     def close(self, number: int) -> None:
         """Ends this stream, if it is open."""

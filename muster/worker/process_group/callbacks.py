@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from muster.rendezvous.threads import start_thread
+
 log = logging.getLogger("muster.worker")
 
 PROGRAM = ""
@@ -85,15 +87,14 @@ class Callbacks:
 
         with self._changed:
             self._completing += 1
-        threading.Thread(target=run, name=self._name, daemon=True).start()
+        start_thread(run, name=self._name)
 
     def put(self, future: CallbackFuture, run: Callable[[], None]) -> None:
         """Adds what is to run when a future is done, and all that was added before has run."""
         with self._changed:
             self._waiting.append((future, run))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._serve, name=self._name)
             self._changed.notify_all()
 
     def help(self, future: CallbackFuture) -> None:

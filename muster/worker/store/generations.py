@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from muster.rendezvous.threads import start_thread
 from muster.worker.adopted import line_to_agent
 from muster.worker.errors import NotInitializedError
 from muster.worker.program_environment import GENERATION_VARIABLE
@@ -78,7 +79,7 @@ class _Agent:
         self._first = False
         self._gone = False
         self._next: dict[str, str] | None = None
-        threading.Thread(target=self._listen, name="muster-agent", daemon=True).start()
+        start_thread(self._listen, name="muster-agent")
         self._line.sendall(b"rebuilds\n")
 
     def failed_first(self) -> bool:

@@ -247,7 +247,7 @@ def share_state(session: StateHolder, state: TrainingState) -> int:
     """Makes the state of all ranks that of the furthest one, and the sampler fit the new world.
 
     A change of members may catch some ranks just before, others just after a step: the most steps win, so
-    that no finished step is redone. When all start anew, a rank that resumed from a checkpoint is the
+    that a finished step is redone only for a newcomer that would not know what all others do. When all start anew, a rank that resumed from a checkpoint is the
     furthest. Should it die before any other has its state, the rest start anew once more: its replacement
     may have the checkpoint, too. Where nobody lacks anything, one small collective is all that happens.
 

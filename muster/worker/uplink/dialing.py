@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 
+from muster.rendezvous.threads import start_thread
 from muster.worker.config import Settings
 from muster.worker.control.connection import Dial, Stream
 from muster.worker.forking import not_for_children
@@ -127,7 +128,7 @@ class _Dialing:
             if taken.acquire(blocking=False):
                 end.close()
 
-        threading.Thread(target=send, name="muster-send", daemon=True).start()
+        start_thread(send, name="muster-send")
         return replies(), close
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.rendezvous.log_lines import BoundedFormatter
+from muster.rendezvous.threads import start_thread
 from muster.rendezvous.v1 import host_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2
 from muster.worker.config import load_settings
@@ -209,7 +210,7 @@ class HostStream:
         self._changed = threading.Condition()
         self._held_up: set[Carried] = set()
         self._closed = False
-        threading.Thread(target=self._run, name="muster-host-stream", daemon=True).start()
+        start_thread(self._run, name="muster-host-stream")
 
     # ------------------------------------------------------------ on the loop
 

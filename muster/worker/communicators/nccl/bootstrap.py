@@ -11,8 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
+from muster.rendezvous.threads import start_thread
 from muster.version import how_to_install
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.errors import CommunicatorError, FormationTimeoutError
@@ -186,11 +188,8 @@ def abort_in_background(nccl: Any, comms: Iterable[Any]) -> list[threading.Threa
 
     Kernels get the signal at once; most of an abort is waiting for NCCL's own threads.
     """
-    threads = [
-        threading.Thread(target=abort, args=(nccl, comm), name="muster-nccl-abort", daemon=True)
+    return [
+        start_thread(partial(abort, nccl, comm), name="muster-nccl-abort")
         for comm in comms
         if comm is not None
     ]
-    for thread in threads:
-        thread.start()
-    return threads

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from muster.rendezvous.threads import start_thread
 from muster.worker.communicators.array_library import loaded_library
 from muster.worker.communicators.nccl.streams import use_device
 
@@ -40,8 +41,7 @@ class WarmUp:
         self._wanted = threading.Event()
         self._loads = False
         # A daemon, because a driver that hangs must not keep a process that was refused.
-        self._thread = threading.Thread(target=self._run, name="muster-nccl-warm-up", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="muster-nccl-warm-up")
         atexit.register(self.end, _EXIT_WAIT_S)  # a process that ends inside the driver could crash
 
     def load(self) -> None:

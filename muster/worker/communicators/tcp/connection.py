@@ -28,6 +28,7 @@ from functools import partial
 from typing import cast
 
 from muster.rendezvous.log_lines import one_line
+from muster.rendezvous.threads import start_thread
 from muster.worker.communicators.tcp.records import RECORD_BYTES, RecordLayer, RecordLayerError
 from muster.worker.errors import CommunicatorError
 from muster.worker.forking import not_for_children
@@ -620,7 +621,7 @@ class _Sender:
     def __init__(self) -> None:
         self._begin: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="muster-tcp-send", daemon=True).start()
+        start_thread(self._serve, name="muster-tcp-send")
 
     def begin(self, stream: Outgoing) -> None:
         """Lets it send what goes."""

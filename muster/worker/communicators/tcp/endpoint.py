@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from muster.rendezvous.log_lines import OTHERS, Budget, one_line
+from muster.rendezvous.threads import start_thread
 from muster.worker.communicators.base import Membership, Peer
 from muster.worker.communicators.tcp.connection import Connection
 from muster.worker.communicators.tcp.records import RecordLayer, application_traffic_secrets
@@ -679,8 +680,7 @@ class Endpoint:
     def _start(self) -> None:
         """Starts the thread if there is none; the caller holds the lock."""
         if self._thread is None and not self._closing.is_set():
-            self._thread = threading.Thread(target=self._run, name="muster-tcp-endpoint", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, name="muster-tcp-endpoint")
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

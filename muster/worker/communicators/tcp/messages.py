@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from muster.rendezvous.log_lines import one_line
+from muster.rendezvous.threads import start_thread
 from muster.worker.communicators.base import Membership
 from muster.worker.communicators.tcp.connection import (
     DTYPES,
@@ -246,8 +247,7 @@ class Messages:
                 raise self._error.with_traceback(None)
             self._posted.append(message)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="muster-messages", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, name="muster-messages")
         self._wake()
         return message
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 from muster.rendezvous.settings import is_loopback
+from muster.rendezvous.threads import start_thread
 from muster.worker.communicators.tcp.endpoint import (
     HELLO,
     PROBE,
@@ -68,12 +68,7 @@ class Prober:
                     if why := self._reach(node_id, address):
                         unreached[node_id] = why
 
-        threads = [
-            threading.Thread(target=work, name="muster-probe", daemon=True)
-            for _ in range(min(AT_ONCE, len(waiting)))
-        ]
-        for thread in threads:
-            thread.start()
+        threads = [start_thread(work, name="muster-probe") for _ in range(min(AT_ONCE, len(waiting)))]
         for thread in threads:
             thread.join()
         return unreached
