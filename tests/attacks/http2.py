@@ -29,6 +29,11 @@ class Frame:
     stream: int
     body: bytes
 
+    @property
+    def ends_stream(self) -> bool:
+        """Whether it is the last of its stream: a reset, or headers of the call's status."""
+        return self.kind == RST_STREAM or (self.kind == HEADERS and bool(self.flags & END_STREAM))
+
 
 def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
     """One frame's bytes."""

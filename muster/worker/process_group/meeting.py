@@ -121,12 +121,12 @@ def meet(
         CommunicatorError: the ranks are of different generations or jobs, or one said what is no address.
     """
     mine = [handover.generation, handover.member, station.data_address, station.incarnation]
-    store.set(f"muster/{rank}", json.dumps(mine))
+    _set_new(store, f"muster/{rank}", json.dumps(mine))
     try:
         if rank == 0:
             said = store.multi_get([f"muster/{each}" for each in range(size)])
             # The same processes may make many groups, whose tables are the same but for this number.
-            store.set("muster/all", json.dumps([os.urandom(16).hex(), *map(json.loads, said)]))
+            _set_new(store, "muster/all", json.dumps([os.urandom(16).hex(), *map(json.loads, said)]))
         table = store.get("muster/all")
         _, *rows = json.loads(table)
         peers = tuple(_peer(handover, each, *row) for each, row in enumerate(rows))
@@ -140,6 +140,15 @@ def meet(
         )
     membership = Membership(handover.job_id, handover.generation, name, rank, peers, handover.unique_ids)
     return membership, hashlib.sha256(table).hexdigest()
+
+
+def _set_new(store: Any, key: str, value: str) -> None:
+    """Sets a key that has no older value, which somebody might read still: so it need not wait for the store.
+
+    The plug-in for torch lets other writes wait, see ``worker/store/plugin.py``.
+    """
+    write = type(store).set
+    getattr(write, "__wrapped__", write)(store, key, value)
 
 
 def _peer(
