@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.errors import SettingsError, WorkerError
 from muster.worker.pytorch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
+from muster.worker.pytorch.functional_call import let_functional_call_know
 from muster.worker.pytorch.passes import RankNumbers, UnfinishedPasses
 from muster.worker.pytorch.sparse_gradients import SparseGradients
 from muster.worker.pytorch.sync_batch_norm import adopt
@@ -611,3 +612,6 @@ class DataParallel(ModuleWrapper):
 
 def _nothing() -> None:
     return None
+
+
+let_functional_call_know()

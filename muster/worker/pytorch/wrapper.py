@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter, is_
 from types import FunctionType, MethodType
@@ -102,6 +104,19 @@ SHARDED: Any = WeakIdKeyDictionary()
 """Weakly, the ShardedOptimizer of each parameter that has one: it averages the gradient by itself."""
 
 
+_LENT: ContextVar[bool] = ContextVar("parameters are lent", default=False)
+
+
+@contextlib.contextmanager
+def parameters_are_lent() -> Iterator[None]:
+    """Context of a call in which modules have other parameters for its time, by whoever asks for it."""
+    token = _LENT.set(True)
+    try:
+        yield
+    finally:
+        _LENT.reset(token)
+
+
 _trains = attrgetter("requires_grad")
 
 
@@ -139,7 +154,10 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._without_hook: list[Any] = []
         if not self._named:
-            raise WorkerError("this module has no parameter that requires a gradient")
+            raise WorkerError(
+                "this module has no parameter that requires a gradient",
+                remedy="Unfreeze what is trained, and add adapters (LoRA, say), before you wrap it.",
+            )
         self._wrapped = dict(module.named_parameters())
         self._masters: MasterWeights | None = None
         self._structure = Structure(module)
@@ -274,7 +292,7 @@ class ModuleWrapper(torch.nn.Module):  # type: ignore[misc]
                 "some of these parameters were wrapped again, in a DataParallel that lacks the others",
                 remedy="Let one DataParallel wrap one module that holds all that is trained together.",
             )
-        if self._structure.changed():
+        if not _LENT.get() and self._structure.changed():
             self._refuse_others()
             self._structure = Structure(self.module)
             self._follow_structure()

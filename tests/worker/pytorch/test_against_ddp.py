@@ -863,6 +863,35 @@ def a_copy(side: Side) -> None:
     train(side, copy.deepcopy(module), floats(5, 6))
 
 
+def called_with_its_own(model: Any, optimizer: Any, x: Any) -> Any:
+    """By the names that the wrapper gives, some halved on the way."""
+    parameters = {
+        name: each * 0.5 if name.endswith("bias") else each for name, each in model.named_parameters()
+    }
+    loss = loss_of(torch.func.functional_call(model, parameters, (x,)))
+    loss.backward()
+    return loss
+
+
+def called_with_others(side: Side) -> None:
+    """Tensors of the caller's own have each rank's own gradients; afterwards the module's count again."""
+    module = net()
+    model = side.wrap(module)
+    others = {  # by DDP's names, which ours takes, too
+        f"module.{name}": (each.detach() + 1).requires_grad_() for name, each in module.named_parameters()
+    }
+    x = floats(4, 6)(side, 0)
+    loss_of(torch.func.functional_call(model, others, (x,))).backward()
+    for name, each in others.items():
+        side.note(name, each.grad)
+    side.note("untouched", module)
+    taken = torch.func.grad(lambda given: loss_of(torch.func.functional_call(model, given, (x,))))
+    for name, gradient in taken({name: each.detach() for name, each in others.items()}).items():
+        side.note(f"{name} by torch.func.grad", gradient)
+    loss_of(model(x)).backward()
+    side.note("afterwards", module)
+
+
 def partly_cleared(model: Any, optimizer: Any, x: Any) -> Any:
     back(model(x))
     for parameter in list(model.parameters())[::2]:
@@ -950,6 +979,8 @@ WAYS: dict[str, Callable[[Side], Any]] = {
     "state of the wrapper": state_of_the_wrapper,
     "evaluated between": evaluated_between,
     "a part in eval mode": a_part_in_eval_mode,
+    "called with its own parameters": stepping(called_with_its_own),
+    "called with other parameters": called_with_others,
     "wrapped again": wrapped_again,
     "a copy of what was wrapped": a_copy,
 }
