@@ -78,7 +78,8 @@ def launched(row: Row, folder: Path) -> Outcome:
     launch = subprocess.run(
         [*run, "--", sys.executable, str(Path(__file__)), json.dumps(vars(row)), str(folder)],
         cwd=folder,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), MARK: name},
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join([str(ROOT), *sys.path]), MARK: name},
         capture_output=True,
         text=True,
         timeout=110,
