@@ -362,10 +362,12 @@ TABLE = {
     "MS_RECONNECT_TIMEOUT": Variable(
         "seconds",
         WORKER,
-        "How long to look for a lost scheduler before the worker gives up.",
+        "How long to look for a lost scheduler before the worker gives up. Where `MS_SCHED_HOST`"
+        " names several and this is not set, without limit.",
         120.0,
         1.0,
         LONGEST_S,
+        shown="120; with several schedulers no limit",
     ),
     "MS_LAST_CALL_TIMEOUT": Variable(
         "seconds",

@@ -170,6 +170,7 @@ class Settings(Value):
     """A worker's settings, as read at its start. Times in seconds.
 
     ``scheduler_hosts`` are those of all schedulers of the job, of which one leads, and is to be found.
+    ``waits_without_limit``: however long none leads; there are several, and MS_RECONNECT_TIMEOUT is not set.
     ``visible_devices`` None: all there are. ``device_id``, ``local_index`` and ``rank_id`` -1: not said.
     ``node_id``, ``host_id``, ``worker_address``, ``interface``, ``backend``, ``topology`` may be empty.
     """
@@ -188,6 +189,7 @@ class Settings(Value):
     node_timeout_s: float = default_of("MS_NODE_TIMEOUT")
     collective_timeout_s: float = default_of("MS_COLLECTIVE_TIMEOUT")
     reconnect_timeout_s: float = default_of("MS_RECONNECT_TIMEOUT")
+    waits_without_limit: bool = False
     leave_timeout_s: float = default_of("MS_LEAVE_TIMEOUT")
     host_id: str = ""
     topology: str = ""
@@ -222,11 +224,12 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
     read = Environment({**env, **translate(env)}, SettingsError)
     shared = shared_settings(read, "MS_WORKER")
     worker_num, worker_min = read.worker_counts()
+    hosts = read.hosts("MS_SCHED_HOST")
     config_path, password = _security(read, context or SecurityContext())
     settings = Settings(
         worker_num=worker_num,
         worker_min=worker_min,
-        scheduler_hosts=read.hosts("MS_SCHED_HOST"),
+        scheduler_hosts=hosts,
         scheduler_port=read.integer("MS_SCHED_PORT"),
         **shared,
         node_id=_node_id(read),
@@ -234,6 +237,7 @@ def load_settings(env: Mapping[str, str], context: SecurityContext | None = None
         last_call_s=read.seconds("MS_LAST_CALL_TIMEOUT"),
         collective_timeout_s=read.seconds("MS_COLLECTIVE_TIMEOUT"),
         reconnect_timeout_s=read.seconds("MS_RECONNECT_TIMEOUT"),
+        waits_without_limit=len(hosts) > 1 and not read.text("MS_RECONNECT_TIMEOUT"),
         leave_timeout_s=read.seconds("MS_LEAVE_TIMEOUT"),
         host_id=read.name("MS_HOST_ID"),
         topology=read.name("MS_TOPOLOGY", blanks=True),

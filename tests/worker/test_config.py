@@ -68,6 +68,17 @@ def test_legal_values(variable: str, value: str, field: str, expected: object) -
 
 
 @pytest.mark.parametrize(
+    ("hosts", "timeout", "without_limit"),
+    [("a", "", False), ("a,b,c", "", True), ("a,b,c", "120", False), ("a", "120", False)],
+)
+def test_several_schedulers_are_waited_for_without_limit_unless_a_time_is_set(
+    hosts: str, timeout: str, without_limit: bool
+) -> None:
+    settings = load(MS_SCHED_HOST=hosts, MS_RECONNECT_TIMEOUT=timeout, MS_ALLOW_INSECURE="1")
+    assert settings.waits_without_limit is without_limit
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "legal"),
     [
         ("MS_ROLE", "", "a job with muster run -n N --scheduler -- python train.py"),

@@ -140,14 +140,19 @@ def check_period(
     """As :func:`check_dates`, for dates already read."""
     if now > not_after:
         raise ExpiredError(
-            f"{what} expired at {not_after:%Y-%m-%d %H:%M} UTC.",
+            f"{what} expired at {not_after:%Y-%m-%d %H:%M} UTC; {clock_here(now)}.",
             remedy="Issue a new one: `muster certs renew FILE`, or check this host's clock.",
         )
     if now < not_before:
         raise NotYetValidError(
-            f"{what} is not valid before {not_before:%Y-%m-%d %H:%M} UTC; here it is {now:%Y-%m-%d %H:%M}.",
+            f"{what} is not valid before {not_before:%Y-%m-%d %H:%M} UTC; {clock_here(now)}.",
             remedy="Check the clocks of this host and of the one that issued it.",
         )
+
+
+def clock_here(now: datetime.datetime | None = None) -> str:
+    """What this host's clock says, for a refusal beside the dates that another's clock gave."""
+    return f"here it is {now or utc_now():%Y-%m-%d %H:%M} UTC"
 
 
 def check_strength(certificate: x509.Certificate, what: str) -> None:

@@ -15,6 +15,7 @@ from muster.certs.pki.certificates import (
     UNREADABLE,
     WEAK_HASHES,
     Link,
+    clock_here,
     extension,
     link_of,
     list_number,
@@ -245,11 +246,13 @@ def _covers(each: RevocationList, link: Link) -> bool:
 def _check_list_dates(each: RevocationList, now: datetime.datetime) -> None:
     if now > each.next_update:
         raise RevocationListError(
-            f"The revocation list of {each.name} went out of date at {each.next_update:%Y-%m-%d %H:%M} UTC.",
+            f"The revocation list of {each.name} went out of date at {each.next_update:%Y-%m-%d %H:%M} UTC;"
+            f" {clock_here(now)}.",
             remedy=f"{_REMEDY} `muster certs revoke` without a certificate renews it.",
         )
     if now < each.this_update:
         raise RevocationListError(
-            f"The revocation list of {each.name} is from the future ({each.this_update:%Y-%m-%d %H:%M} UTC).",
+            f"The revocation list of {each.name} is from the future ({each.this_update:%Y-%m-%d %H:%M} UTC);"
+            f" {clock_here(now)}.",
             remedy=f"{_REMEDY} Check this host's clock.",
         )

@@ -16,7 +16,8 @@ from muster.certs.errors import ConfigError
 from muster.certs.pki.certificates import extension
 from muster.certs.pki.identity import ANY_JOB, Identity
 
-CLOCK_SKEW = datetime.timedelta(minutes=5)
+CLOCK_SKEW = datetime.timedelta(days=1)
+"""How far behind the issuer's clock another host's may be: certificates and lists are dated back by it."""
 MAX_DAYS = 36500
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.ASCII)
 

@@ -25,7 +25,7 @@ from muster.certs.errors import (
     UsageError,
     WeakCertificateError,
 )
-from muster.certs.pki.certificates import fingerprint, name_of, parse_certificates, printable
+from muster.certs.pki.certificates import clock_here, fingerprint, name_of, parse_certificates, printable
 from muster.certs.pki.peer import Peer
 from muster.certs.runtime.probe import SILENT, trusting_context
 from muster.certs.runtime.store import Credentials
@@ -125,7 +125,7 @@ def _shown_certificate(host: str, port: int, deadline: float) -> str:
         return ""
     return (
         f"It shows {name_of(leaf)}, issued by {printable(leaf.issuer.rfc4514_string())}, valid from "
-        f"{leaf.not_valid_before_utc:%Y-%m-%d} to {leaf.not_valid_after_utc:%Y-%m-%d}, "
+        f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M} to {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, "
         f"SHA-256 {fingerprint(leaf)}."
     )
 
@@ -236,12 +236,13 @@ def verification_error(error: ssl.SSLCertVerificationError, where: str, shown: s
 def _verdict(code: int, words: str, where: str) -> CertificateError:
     if code == 10:
         return ExpiredError(
-            f"The certificate of the server at {where}, or its authority's, has expired.",
+            f"The certificate of the server at {where}, or its authority's, has expired; {clock_here()}.",
             remedy="Renew it (`muster certs renew`), or check this host's clock.",
         )
     if code == 9:
         return NotYetValidError(
-            f"The certificate of the server at {where}, or its authority's, is not valid yet.",
+            f"The certificate of the server at {where}, or its authority's, is not valid yet; "
+            f"{clock_here()}.",
             remedy="Check the clocks of both hosts.",
         )
     if code in _UNTRUSTED:

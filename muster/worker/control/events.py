@@ -24,6 +24,9 @@ class Timing(Value):
         topo_timeout_s: how long a worker without a place goes on looking for the scheduler.
         reconnect_timeout_s: how long a change of members may wait for a scheduler that is away, or a worker
             that has lost its place may look for one that gives it a new one.
+        waits_without_limit: a member waits for a scheduler however long it is away: one of several leads
+            again when etcd has a majority. ``reconnect_timeout_s`` then bounds only what one that is there
+            owes, and a worker that has lost its place looks for ``topo_timeout_s``.
         verdict_margin_s: how long past the scheduler's node time-out a worker whose collective failed, it
             cannot say on whom, waits to hear that the membership changed. One that names a peer waits
             for ``reconnect_timeout_s``: the scheduler then forms a generation in any case, which takes one
@@ -39,6 +42,7 @@ class Timing(Value):
 
     topo_timeout_s: float = 1800.0
     reconnect_timeout_s: float = 120.0
+    waits_without_limit: bool = False
     verdict_margin_s: float = 2.0
     goodbye_timeout_s: float = 15.0
     late_again_s: float = 10.0

@@ -417,10 +417,12 @@ class Membership:
             return None
         if self._seen == 0:
             looks_s = self._timing.topo_timeout_s
-            if self._renewed:  # the scheduler was there: it need not be waited for as one that is to start
+            if (
+                self._renewed and not self._timing.waits_without_limit
+            ):  # the scheduler was there: it need not be waited for as one that is to start
                 looks_s = min(looks_s, self._timing.reconnect_timeout_s)
             return away + looks_s
-        if self._need_since is None:
+        if self._need_since is None or self._timing.waits_without_limit:
             return None
         return max(away, self._need_since) + self._timing.reconnect_timeout_s
 
@@ -436,7 +438,12 @@ class Membership:
         since = self._now - (self._link.away_since or self._now)
         detail = f" ({self._link.detail})" if self._link.detail else ""
         give_up_at = self._give_up_at()
-        until = "training goes on" if give_up_at is None else f"for {give_up_at - self._now:.0f} s more"
+        if give_up_at is not None:
+            until = f"for {give_up_at - self._now:.0f} s more"
+        elif self._need_since is None:
+            until = "training goes on"
+        else:
+            until = "without limit, as MS_RECONNECT_TIMEOUT is not set; training waits"
         return f"{self._scheduler} has not answered for {since:.0f} s{detail}; trying again, {until}."
 
     def _give_up(self) -> None:

@@ -177,7 +177,9 @@ class Session:
         self._release_lock = threading.Lock()
         self._rejoin_lock = threading.Lock()
         timing = (timing or e.Timing()).replaced(
-            topo_timeout_s=settings.topo_timeout_s, reconnect_timeout_s=settings.reconnect_timeout_s
+            topo_timeout_s=settings.topo_timeout_s,
+            reconnect_timeout_s=settings.reconnect_timeout_s,
+            waits_without_limit=settings.waits_without_limit,
         )
         if len(settings.scheduler_hosts) > 1:  # while nobody leads there is no verdict
             timing = timing.replaced(

@@ -70,9 +70,9 @@ def test_lists_out_of_date_let_nobody_in(pki: Pki) -> None:
     revocations = load(signed(pki.authority), pki.authority)
     good = certificate(pki.authority, start=NOW - 9 * DAY, end=NOW + 9 * DAY)
     check(revocations, good)
-    with pytest.raises(RevocationListError, match=r"went out of date at .*nobody is let in"):
+    with pytest.raises(RevocationListError, match=r"went out of date at .*here it is .*nobody is let in"):
         check(revocations, good, now=NOW + 2 * DAY)
-    with pytest.raises(RevocationListError, match="from the future"):
+    with pytest.raises(RevocationListError, match=r"from the future .*here it is"):
         check(revocations, good, now=NOW - 2 * DAY)
     assert revocations.next_update() == NOW + DAY
 

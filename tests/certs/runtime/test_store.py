@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 from pathlib import Path
@@ -217,9 +218,10 @@ def test_an_authoritys_own_certificate_is_no_leaf(pki: Pki, tmp_path: Path) -> N
 def test_expired_and_not_yet_valid(pki: Pki, tmp_path: Path) -> None:
     old = p12(tmp_path / "old.p12", certificate(pki.authority, start=NOW - 3 * DAY, end=NOW - DAY))
     new = p12(tmp_path / "new.p12", certificate(pki.authority, start=NOW + DAY, end=NOW + 3 * DAY))
-    with pytest.raises(errors.ExpiredError, match=f"expired at {NOW - DAY:%Y-%m-%d}"):
+    here = f"here it is {NOW:%Y-%m-%d}"
+    with pytest.raises(errors.ExpiredError, match=f"expired at {NOW - DAY:%Y-%m-%d} .*; {here}"):
         load(old, pki)
-    with pytest.raises(errors.NotYetValidError, match="not valid before"):
+    with pytest.raises(errors.NotYetValidError, match=f"not valid before {NOW + DAY:%Y-%m-%d} .*; {here}"):
         load(new, pki)
     assert load(new, pki, now=NOW + 2 * DAY)
 
@@ -364,6 +366,19 @@ def test_a_configuration_picks_file_password_and_rules_by_role(own_pki: Pki, tmp
     with pytest.raises(errors.PasswordError):
         load_configured(config, "worker", env)
     assert load_configured(config, "worker", env, password=PASSWORD).identity.role == "worker"
+
+
+def test_a_host_whose_clock_is_an_hour_behind_the_authoritys_takes_its_certificates_and_lists(
+    own_pki: Pki, tmp_path: Path
+) -> None:
+    own_pki.authority.write_revocations()
+    behind = NOW - datetime.timedelta(hours=1)
+    file = tmp_path / "new.p12"
+    file.write_bytes(own_pki.authority.issue(Identity("job", "scheduler"), now=NOW).p12(PASSWORD))
+    lists = own_pki.path("crl.pem")
+    own = load_credentials(file, PASSWORD, own_pki.ca, crl_path=lists, now=behind)
+    issued = own_pki.authority.issue(Identity("job", "worker"), now=NOW).certificate
+    assert own.peer(pem(issued), now=behind).identity == Identity("job", "worker")
 
 
 def test_a_peer_is_judged_by_dates_and_identity(pki: Pki, server: Credentials) -> None:

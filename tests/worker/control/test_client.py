@@ -6,6 +6,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def client(
     mint: Mint | None = None,
     hanging: Hanging | None = None,
     threads: Threads | None = None,
-    **timing: float,
+    **timing: Any,
 ) -> Client:
     """A client that waits for nobody once it is to leave."""
     core = Membership(profile(), e.Timing(**timing), lambda: 0.5)

@@ -336,6 +336,18 @@ class TestReconnecting:
             w.feed(e.StreamLost(w.stream, "connection refused"))
         assert w.now == 520.0
 
+    def test_of_several_schedulers_the_next_leader_is_waited_for_without_limit(self) -> None:
+        w = Machine(e.Timing(reconnect_timeout_s=20.0, waits_without_limit=True)).running()
+        w.feed(e.StreamLost(1, "cut"))
+        w.feed(e.CommunicatorFailed(1, 0, "reset"))
+        said: list[str] = []
+        while w.now < 5000.0:
+            w.tick_at_deadline()
+            said += [notice.sentence for notice in w.last.notices if isinstance(notice, e.LogLine)]
+            w.feed(e.StreamLost(w.stream, "connection refused"))
+            assert w.core.phase == "reconnecting"
+        assert "without limit" in said[-1] and "training goes on" not in said[-1]
+
     def test_join_tells_the_place_held(self) -> None:
         w = Machine().running(generation=3, rank=1)
         w.feed(e.Progress(41, 10.0))
@@ -427,8 +439,12 @@ class TestUnplannedChange:
             w.tick_at_deadline()
         assert w.now == 107.0  # node time-out 5 s and the margin
 
-    def test_who_names_a_peer_is_answered_also_by_a_scheduler_that_is_far_behind(self) -> None:
-        w = Machine(e.Timing(verdict_margin_s=2.0, reconnect_timeout_s=60.0)).running()
+    @pytest.mark.parametrize("without_limit", [False, True])  # it is a matter of schedulers that are away
+    def test_who_names_a_peer_is_answered_also_by_a_scheduler_that_is_far_behind(
+        self, without_limit: bool
+    ) -> None:
+        timing = e.Timing(verdict_margin_s=2.0, reconnect_timeout_s=60.0, waits_without_limit=without_limit)
+        w = Machine(timing).running()
         w.feed(e.CommunicatorFailed(1, 0, "reset"))
         assert w.last.messages == (m.SuspectPeer(1, 0, "reset"),)
         while not any(isinstance(notice, e.NoVerdict) for notice in w.last.notices):
