@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.scheduler.processes import ROOT, environment
 
 PAGES = {
@@ -280,12 +280,6 @@ with muster.init() as session:
             break
         time.sleep(0.05)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_the_readme_s_commands_start_its_job(shell: Shell) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from muster.certs.pki.identity import Identity
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.proxy import Proxy
+from tests.ports import free_port
 from tests.scheduler.processes import PASSWORD, Pki, Scheduler, Stream, channel, environment, scheduler
 
 WORKERS = 3
@@ -120,14 +120,6 @@ def _sockets(pid: int) -> set[str]:
         with contextlib.suppress(OSError):
             found.add(str(each.readlink()).removeprefix("socket:[").removesuffix("]"))
     return found
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def make_pki(directory: Path) -> Pki:

@@ -28,8 +28,9 @@ from muster.worker.training import checkpoint
 from muster.worker.training.checkpoint import CheckpointError
 from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import TrainingState
-from tests.attacks.field import environment_of, free_port, make_pki, start_victims
+from tests.attacks.field import environment_of, make_pki, start_victims
 from tests.attacks.test_2_identity import join
+from tests.ports import free_port
 from tests.scheduler.processes import ROOT, WAIT_S, Pki, Stream, channel, environment, scheduler
 from tests.waiting import wait_for
 

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from tests.ports import free_port
 from tests.scheduler.processes import ROOT, WAIT_S, Pki, channel, form, scheduler
-from tests.scheduler.serve.test_metrics import free_port
 from tests.web.launch import launch
 
 MONITORING = ROOT / "deploy" / "monitoring"

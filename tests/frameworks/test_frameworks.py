@@ -40,7 +40,9 @@ def said(output: str) -> list[str]:
     return sorted(re.findall(r"said (\d .*?)\s*$", output, re.MULTILINE))
 
 
-def run(command: list[str], folder: Path, env: dict[str, str], script: str = SCRIPT) -> list[str]:
+def run(
+    command: list[str], folder: Path, env: dict[str, str], script: str = SCRIPT, *, peer: bool = False
+) -> list[str]:
     folder.mkdir()
     with subprocess.Popen(
         [*command, script, folder.name.split("-")[0], str(folder)],
@@ -54,7 +56,9 @@ def run(command: list[str], folder: Path, env: dict[str, str], script: str = SCR
         stop.start()
         out, errors = launched.communicate()
         stop.cancel()
-    assert launched.returncode == 0, out[-4000:] + errors[-4000:]
+    # Plain torch aborts now and then as a process of Gloo's ends (docs/torch.md); what it had to say it has said.
+    aborted = peer and "terminate called without an active exception" in errors
+    assert launched.returncode == 0 or aborted, out[-4000:] + errors[-4000:]
     return said(out)
 
 
@@ -64,7 +68,9 @@ def test_losses_are_torchruns_and_the_traffic_is_encrypted(name: str, pki: Pki, 
         pytest.skip(f"{NEEDS[name]} is not installed: make test-frameworks installs it")
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
     assert torchrun is not None
-    theirs = run([torchrun, "--nproc-per-node=2", "--standalone"], tmp_path / f"{name}-torchrun", {})
+    theirs = run(
+        [torchrun, "--nproc-per-node=2", "--standalone"], tmp_path / f"{name}-torchrun", {}, peer=True
+    )
     launch = [sys.executable, "-m", "muster", "run", "-n", "2", "--scheduler", "--tail", "all", "--"]
     env = {**pki.env(), "MS_TORCH_GLOO": "muster"}
     ours = run([*launch, sys.executable], tmp_path / f"{name}-muster", env)

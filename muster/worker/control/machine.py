@@ -417,9 +417,8 @@ class Membership:
             return None
         if self._seen == 0:
             looks_s = self._timing.topo_timeout_s
-            if (
-                self._renewed and not self._timing.waits_without_limit
-            ):  # the scheduler was there: it need not be waited for as one that is to start
+            # The scheduler was there: it need not be waited for as one that is to start.
+            if self._renewed and not self._timing.waits_without_limit:
                 looks_s = min(looks_s, self._timing.reconnect_timeout_s)
             return away + looks_s
         if self._need_since is None or self._timing.waits_without_limit:

@@ -44,11 +44,11 @@ from muster.worker.training.state import TrainingState
 from tests.attacks.defences.attack import Attack, check
 from tests.attacks.defences.test_connections import ATTACKS as ON_CONNECTIONS
 from tests.attacks.test_1_transport import FORGED
+from tests.ports import free_port
 from tests.scheduler.fakes import FakeClock
 from tests.scheduler.jobs.test_adoption import SETTINGS, A, B, C, D, adopting, joined
 from tests.scheduler.jobs.test_adoption import journal as journal_of
 from tests.scheduler.jobs.test_jobs import Rig
-from tests.scheduler.serve.test_metrics import free_port
 
 # ---------------------------------------------------------------- files
 

@@ -18,8 +18,9 @@ from muster.certs.runtime.tls import client_ssl_context
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.certs.making import DAY, NOW, certificate, key_pem, pem
+from tests.ports import free_port
 from tests.scheduler.processes import Pki, Scheduler, channel, environment, run_scheduler, scheduler
-from tests.scheduler.serve.test_metrics import free_port, read
+from tests.scheduler.serve.test_metrics import read
 from tests.waiting import wait_for
 
 WAIT_S = 30.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from pathlib import Path
 
 import grpc
 
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from tests.ports import free_port
 from tests.scheduler.processes import (
     Pki,
     Stream,
@@ -142,9 +142,7 @@ def test_two_schedulers_never_share_a_journal(tmp_path: Path) -> None:
 
 
 def test_the_port_is_free_again_after_a_kill() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     with scheduler(port=port) as running, channel(running.target) as over:
         streams = form(over)
         running.signal(signal.SIGKILL)

@@ -13,14 +13,8 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from muster.scheduler.serve import metrics
+from tests.ports import free_port
 from tests.scheduler.processes import Pki, Stream, channel, environment, form, join, run_scheduler, scheduler
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def read(port: int) -> dict[str, float]:

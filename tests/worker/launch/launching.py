@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from muster.worker.launch.command import hold_port
+from tests import ports
 from tests.waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -88,9 +88,8 @@ def place(directory: Path) -> Iterator[Place]:
 
 
 def free_port(host: str) -> str:
-    """A port on which nothing listens right now; another process may be faster."""
-    with hold_port(host) as held:
-        return str(held.getsockname()[1])
+    """See :func:`tests.ports.free_port`."""
+    return str(ports.free_port(host))
 
 
 def gone(pid: int) -> bool:
