@@ -56,7 +56,7 @@ def run(
         stop.start()
         out, errors = launched.communicate()
         stop.cancel()
-    # Plain torch aborts now and then as a process of Gloo's ends (docs/torch.md); what it had to say it has said.
+    # Plain torch aborts now and then at a process's end (docs/torch.md); all is said by then.
     aborted = peer and "terminate called without an active exception" in errors
     assert launched.returncode == 0 or aborted, out[-4000:] + errors[-4000:]
     return said(out)
