@@ -124,6 +124,8 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers[name] = value
+                if scope.get("muster.browser") is None and not self._by_certificate:
+                    headers["Connection"] = "close"  # strangers have one request a connection
             await send(message)
 
         refusal = self._refusal(scope)

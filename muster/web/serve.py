@@ -212,33 +212,45 @@ class _Bounded(H11Protocol):
     """HTTP for a bounded number of connections, each of which must bring a request soon."""
 
     _patience: asyncio.TimerHandle | None = None
+    _silent_since: float | None = None
     _is_answered_early = False
 
     def connection_made(self, transport: Any) -> None:
         """Takes a connection; of too many the one goes that has been without a request longest."""
         super().connection_made(transport)
+        self._silent_since = self.loop.time()
         self._await_request()
-        waiting = [each for each in self.connections if isinstance(each, _Bounded) and each._patience]
-        if len(self.connections) >= CONNECTIONS and waiting:
-            min(waiting, key=lambda each: each._patience.when() if each._patience else 0).give_up()
+        silent = [
+            (each._silent_since, id(each), each)
+            for each in self.connections
+            if isinstance(each, _Bounded) and each._silent_since is not None
+        ]
+        if len(self.connections) >= CONNECTIONS and silent:
+            min(silent)[-1].give_up()
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes; a part of a request gives no more time for the rest."""
         super().data_received(data)
         if self._is_answered_early:
             return
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        if self._has_request():
+            self._silent_since = None
             self._stop_awaiting()
         elif self._patience is None and not self.transport.is_closing():
             self._await_request()
 
     def on_response_complete(self) -> None:
         """The answer is sent; who has not sent the whole request, and need not any more, is hung up on."""
+        self._silent_since = self.loop.time()
         if self.conn.their_state is h11.SEND_BODY:
             self._is_answered_early = True
             self._stop_awaiting()
             self._patience = self.loop.call_later(REST_S, self.give_up)
+            if self.conn.our_state is h11.MUST_CLOSE:  # closed at once, the answer would be lost
+                return
         super().on_response_complete()
+        if not self._is_answered_early and self._has_request():  # the next one was there already
+            self._silent_since = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
@@ -249,6 +261,10 @@ class _Bounded(H11Protocol):
         """Hangs up."""
         self._stop_awaiting()
         self.transport.abort()
+
+    def _has_request(self) -> bool:
+        """Whether a whole request is here that is not answered yet."""
+        return self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
 
     def _await_request(self) -> None:
         self._patience = self.loop.call_later(REQUEST_S, self.give_up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import select
 import shutil
 import socket
 import ssl
@@ -266,6 +267,27 @@ def test_half_requests_keep_nobody_out(page: Web, inside: Visitor) -> None:
         assert halves[0].recv(1) == b""
     for half in halves:
         half.close()
+
+
+@pytest.mark.parametrize("who", ["strangers", "strangers who do not read", "the owner's windows"])
+def test_connections_that_were_answered_keep_nobody_out(page: Web, inside: Visitor, who: str) -> None:
+    """Position: any user of this host. They were kept for 20 s, and new ones were hung up on instead."""
+    parts = urlsplit(page.origin)
+    cookie = f"Cookie: {inside.cookie}\r\n" if who == "the owner's windows" else ""
+    request = f"GET {page.place}/jobs HTTP/1.1\r\nHost: {parts.netloc}\r\n{cookie}\r\n"
+    times = 10_000 if who == "strangers who do not read" else 1
+    held = []
+    for _ in range(2 * CONNECTIONS):
+        held.append(socket.create_connection((parts.hostname, parts.port), WAIT_S))
+        held[-1].setblocking(False)
+        with contextlib.suppress(OSError):
+            held[-1].sendall(request.encode() * times)
+    wait_for(lambda: select.select(held[-1:], (), (), 0)[0])  # the last one has its answer
+    assert (b"connection: close" in held[-1].recv(1000)) == (who != "the owner's windows")
+    for _ in range(5):
+        assert inside.ask("jobs").status == 200
+    for each in held:
+        each.close()
 
 
 @pytest.mark.parametrize("where", ["refused", "read"])

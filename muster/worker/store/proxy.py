@@ -1,7 +1,8 @@
 """What torch's own TCPStore clients connect to: a listener on loopback that speaks their protocol.
 
 Torch's client is C++: it needs no interpreter's lock, and nothing of it runs while an interpreter ends. Only
-processes of this user are served: the kernel is asked whose the other end of each connection is. What they
+processes of this user are served: the kernel is asked whose the other end of each connection is, before
+anything else is done with it; one that no process holds any more is nobody's. What they
 ask for goes over mutual TLS to the store of the generation. Torch's protocol has no room for errors, so a
 connection ends where the store refuses something, and the log says why.
 """
@@ -13,10 +14,12 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from muster.rendezvous.log_lines import Budget
 from muster.rendezvous.v1 import store_pb2 as pb
 from muster.worker.store.link import StoreEndedError, StoreLink
 
@@ -32,6 +35,15 @@ WINDOW = 1024
 """So many changes of all connections may be under way before one of them waits for its own."""
 
 GREETING_TIMEOUT_S = 30.0
+BACKLOG = 1024
+AT_ONCE = 64
+"""So many connections are taken before what else there is to do has a turn."""
+
+REST_S = 0.2
+"""The pause after the process or the host had no descriptor left for a connection."""
+
+LINES, WINDOW_S = 3, 10.0
+"""So many lines about another user's connections are logged in so many seconds."""
 
 (
     _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _NUM_KEYS, _DELETE, _APPEND, _MULTI_GET,
@@ -69,29 +81,60 @@ class Proxy:
         self._prefix = prefix
         self._own = {prefix + key: value for key, value in (own or {}).items()}
         self._owner = owner or peer_uid
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._refused = Budget[str](lines=LINES, window_s=WINDOW_S, max_callers=16)
 
     async def open(self) -> int:
         """Begins to listen; returns the port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=1024)
-        port: int = self._server.sockets[0].getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self._listener.setblocking(False)
+        port: int = self._listener.getsockname()[1]
+        self._listen()
         return port
 
     async def close(self) -> None:
         """Ends the listener and all connections."""
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._take, self._listener)
+
+    def _take(self, listener: socket.socket) -> None:
+        """Takes connections; those of others are closed before the next, so that many cost one descriptor."""
+        for _ in range(AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionError, InterruptedError):
+                return
+            except OSError as error:  # no descriptor is left; asked at once, it would be so again
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                loop.call_later(REST_S, self._listen)
+                self._say_refused("", f"{error.strerror}.")
+                return
+            try:
+                self._check_owner(connection)
+            except RefusedError as error:
+                connection.close()
+                self._say_refused(str(error), str(error))
+                continue
+            task = asyncio.ensure_future(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        writer = None
         try:
-            self._check_owner(writer.get_extra_info("socket"))
+            reader, writer = await asyncio.open_connection(sock=connection)
             await _Connection(self._link, self._prefix, self._own, reader, writer).serve()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass  # it went, or this goes
@@ -102,16 +145,23 @@ class Proxy:
         except Exception:
             log.exception("fault in a connection to the store")
         finally:
-            self._connections.discard(task)
-            writer.close()
+            (writer or connection).close()
 
     def _check_owner(self, connection: socket.socket) -> None:
-        if len(self._connections) > MAX_CONNECTIONS:
-            raise RefusedError(f"there are {MAX_CONNECTIONS} already.")
         uid = self._owner(connection)
         if uid != os.getuid():
             whose = "nobody that the kernel knows" if uid is None else f"user {uid}"
             raise RefusedError(f"it came from {whose}, and this store is of user {os.getuid()}.")
+        if len(self._connections) >= MAX_CONNECTIONS:
+            raise RefusedError(f"there are {MAX_CONNECTIONS} already.")
+
+    def _say_refused(self, kind: str, why: str) -> None:
+        """Says why a connection was not taken, or counts it: who is no user of it must not fill its log."""
+        now = time.monotonic()
+        for more in self._refused.due(now):
+            log.error("%d more connections to the store were closed: %s", more.codes.total(), more.last)
+        if self._refused.take(kind, "", why, now):
+            log.error("a connection to the store was closed: %s", why)
 
 
 class _Connection:
@@ -334,17 +384,26 @@ LARGEST_CHANGE_BYTES = 800 * 1024
 _NETLINK_SOCK_DIAG = 4
 _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBxI2s2s16s16sIII")
-_ANSWER = struct.Struct("=4x48x4x4x4xII")  # the other end's uid and inode
+_ANSWER = struct.Struct("=4x4s44x4x4x4xII")  # the ports, the other end's uid and inode
 _BY_FAMILY, _REQUEST_FLAG, _ERROR = 20, 1, 2
 _ANY_COOKIE = 0xFFFFFFFF
+
+
+def owner_of(uid: int, inode: int) -> int | None:
+    """Whose a socket is, by what the kernel says of it: one that no process holds seems to be root's."""
+    return uid if inode else None
 
 
 def peer_uid(connection: socket.socket) -> int | None:
     """The user whose process holds the other end of a connection over IPv4 loopback; None: not known."""
     try:
-        return _ask_kernel(connection.getpeername(), connection.getsockname())
+        theirs, ours = connection.getpeername(), connection.getsockname()
+    except OSError:  # it is gone
+        return None
+    try:
+        return _ask_kernel(theirs, ours)
     except OSError:
-        return _look_up(connection.getpeername(), connection.getsockname())
+        return _look_up(theirs, ours)
 
 
 def _ask_kernel(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
@@ -362,8 +421,10 @@ def _ask_kernel(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
     _, kind, *_ = _HEADER.unpack_from(data)
     if kind == _ERROR or len(data) < _HEADER.size + _ANSWER.size:
         raise OSError("the kernel does not know this connection")
-    uid, _ = _ANSWER.unpack_from(data, _HEADER.size)
-    return int(uid)
+    found, uid, inode = _ANSWER.unpack_from(data, _HEADER.size)
+    if found != b"".join(ports):  # a listener at the port from which it came
+        return None
+    return owner_of(uid, inode)
 
 
 def _look_up(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
@@ -376,5 +437,5 @@ def _look_up(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
             continue
         for fields in map(str.split, lines):
             if fields[1:3] == [lead + ends[0], lead + ends[1]]:
-                return int(fields[7])
+                return owner_of(int(fields[7]), int(fields[9]))
     return None
