@@ -10,7 +10,8 @@ import pytest
 DELAY_S = 0.2
 
 READS = """
-import os, sys, threading
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
 variable, slow, quick = sys.argv[1:]
 os.environ[variable] = f"127.0.0.1:{slow}"
 import torch, torch.distributed as dist
@@ -36,6 +37,24 @@ if hasattr(writer, "queue_push"):  # since torch 2.8
     print("queue_push", reader.queue_len("queue"))
 else:
     print("queue_push 1")
+
+from muster.worker.communicators.tcp.communicator import TcpBackend
+from muster.worker.process_group import meeting
+from muster.worker.process_group.assignment import Handover, HeldPlace
+
+def meet(rank):
+    places = tuple(HeldPlace(f"node-{each}", "h", "h") for each in range(2))
+    handover = Handover("job", 3, rank, places, "127.0.0.1", "", False, (b"u" * 128,))
+    station = meeting.Station(1, TcpBackend(tls=None), f"127.0.0.1:{4 + rank}", 10 + rank)
+    return meeting.meet((writer, reader)[rank], handover, station, "world", rank, 2)
+
+waits, check = [], dist.Store.check
+dist.Store.check = lambda store, keys: waits.append(keys) or check(store, keys)
+writer.set("set", "c")
+print("a write waits", len(waits))
+with ThreadPoolExecutor(2) as ranks:
+    (group, name), (same, also) = ranks.map(meet, range(2))
+print("a meeting waits", len(waits) - 1, group.peers == same.peers, name == also)
 own = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 own.set("of the program's own", "a")
 print("own", own.get("of the program's own").decode())
@@ -44,6 +63,7 @@ print("own", own.get("of the program's own").decode())
 
 @pytest.mark.parametrize("variable", ["MUSTER_STORE", "MUSTER_TORCHRUN_STORE"])
 def test_what_python_writes_is_there_when_the_write_returns(variable: str) -> None:
+    """All but a meeting's: nobody has written its keys before, and who reads them waits for them."""
     pytest.importorskip("torch.distributed")
     rig = [sys.executable, "-m", "tests.scheduler.store.rig", "2", str(DELAY_S)]
     with subprocess.Popen(rig, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stands:
@@ -59,5 +79,7 @@ def test_what_python_writes_is_there_when_the_write_returns(variable: str) -> No
         "multi_set a b",
         "clone a b",
         "queue_push 1",
+        "a write waits 1",
+        "a meeting waits 0 True True",
         "own a",
     ], said.stderr
