@@ -20,20 +20,20 @@ class MalformedError(ValueError):
     """The bytes are no ASN.1, or too many or too deep values of it."""
 
 
-def most_rounds(data: bytes) -> int:
-    """The highest number of rounds in a PKCS#12 file, 0 where it has none. What is encrypted stays unread.
+def count_rounds(data: bytes) -> int:
+    """The sum of all rounds in a PKCS#12 file, 0 where it has none. What is encrypted stays unread.
 
     Raises:
         MalformedError: as said there.
     """
     reader = _Reader()
     reader.read(memoryview(data), 0, len(data), 0)
-    return reader.most
+    return reader.rounds
 
 
 class _Reader:
     def __init__(self) -> None:
-        self.most = 0
+        self.rounds = 0
         self._values = 0
         self._pieces: list[memoryview] | None = None
 
@@ -50,7 +50,7 @@ class _Reader:
             if self._values > MAX_VALUES:
                 raise MalformedError(f"there are more than {MAX_VALUES} values")
             if tag == _INTEGER and after_octets:
-                self.most = max(self.most, int.from_bytes(data[start:stop], "big"))
+                self.rounds += int.from_bytes(data[start:stop], "big")
             after_octets = tag & ~_CONSTRUCTED == _OCTETS
             if tag & _CONSTRUCTED:
                 outer, self._pieces = self._pieces, [] if tag & ~_CONSTRUCTED == _OCTETS else None
@@ -74,14 +74,11 @@ class _Reader:
     def _read_within(self, octets: memoryview, depth: int) -> None:
         """Reads what an OCTET STRING holds, if that is one value; most hold anything else."""
         try:
-            if octets[:1] != bytes([_SEQUENCE]) or _header(octets, 0, len(octets))[2] not in (
-                -1,
-                len(octets),
-            ):
-                return
+            _, _, stop = _header(octets, 0, len(octets))
         except MalformedError:
             return
-        self.read(octets, 0, len(octets), depth + 1)
+        if octets[0] == _SEQUENCE and stop in (-1, len(octets)):
+            self.read(octets, 0, len(octets), depth + 1)
 
 
 def _header(data: memoryview, at: int, end: int) -> tuple[int, int, int]:

@@ -47,13 +47,14 @@ from muster.certs.pki.certificates import (
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.peer import Peer, peer_of_pem
 from muster.certs.pki.revocation import Revocations, load_revocations
-from muster.certs.pki.rounds import MalformedError, most_rounds
+from muster.certs.pki.rounds import MalformedError, count_rounds
 from muster.certs.runtime.passwords import password_for as password_for
 from muster.certs.runtime.passwords import prompt_on_terminal
 
 MAX_P12_BYTES = 1 << 20
 MAX_ROUNDS = 2_000_000
-"""How often a file may have its password hashed: a second's work, and 1,000 times what openssl asks for."""
+"""How often a file may have its password hashed, its parts together: a second's work, and 300 times what
+openssl asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +313,7 @@ def _check_envelope(data: bytes, shown: str) -> None:
 def _check_rounds(data: bytes, shown: str) -> None:
     """Refuses a file that would keep the parser, and with it all threads of the process, at work for long."""
     try:
-        rounds = most_rounds(data)
+        rounds = count_rounds(data)
     except MalformedError as error:
         raise FileError(f"{shown} is damaged, or not PKCS#12: {error}.", remedy=_REMAKE) from None
     if rounds > MAX_ROUNDS:

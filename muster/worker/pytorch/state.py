@@ -279,7 +279,7 @@ class TorchTrainingState(TrainingState):
 
     def before_newcomers(self) -> None:
         """Goes back a step if a lost rank's generators are not known after it; see :class:`TrainingState`."""
-        if self._unknown is not None and self._comparison.generators(self.step) is None:
+        if self._unknown is not None and not self._generator_rows():
             self._undo(self._unknown)
 
     def _undo(self, before: _Before) -> None:
@@ -327,6 +327,7 @@ class TorchTrainingState(TrainingState):
                 self._random.begin(rank, self.step)
         self._takes_up = self._restored = False
         self._generators_at = (self.step, rows if known else [])  # the first step may have to go back to it
+        self._unknown = None
 
     def _tensors(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from muster.certs.config import load_config
 from muster.certs.pki.authority import create_authority
 from muster.certs.pki.certificates import fingerprint, parse_certificates
 from muster.certs.pki.identity import Identity
-from muster.certs.pki.rounds import most_rounds
+from muster.certs.pki.rounds import count_rounds
 from muster.certs.runtime import store
 from muster.certs.runtime.store import Credentials, load_configured, load_credentials
 from tests.certs.making import DAY, KEY, NOW, PASSWORD, Pki, as_ber, certificate, openssl_p12, p12, pem
@@ -96,9 +96,18 @@ def test_a_file_that_wants_too_many_rounds_is_refused_before_it_gets_them(
     file = openssl_p12(tmp_path / "x.p12", certificate(pki.authority), "-iter", "3000", *legacy, *part)
     if encoding == "BER":
         file.write_bytes(as_ber(file.read_bytes()))
-    assert most_rounds(file.read_bytes()) == 3000
+    assert count_rounds(file.read_bytes()) == 3000
     monkeypatch.setattr(store, "MAX_ROUNDS", 2999)
     with pytest.raises(errors.FileError, match=r"hashed 3,000 times, and at most 2,999 are taken\..*Make it"):
+        load(file, pki)
+
+
+def test_the_rounds_of_all_parts_count_together(
+    pki: Pki, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = openssl_p12(tmp_path / "x.p12", certificate(pki.authority), "-iter", "3000")
+    monkeypatch.setattr(store, "MAX_ROUNDS", 8999)
+    with pytest.raises(errors.FileError, match=r"hashed 9,000 times, and at most 8,999 are taken"):
         load(file, pki)
 
 

@@ -129,6 +129,21 @@ def test_a_newcomer_gets_all_and_trains_on_with_the_others() -> None:
     assert third.state.step == 5
 
 
+def test_newcomers_twice_without_a_step_between_go_back_no_step() -> None:
+    first, *others = (Member(seed) for seed in (1, 2, 3, 4))
+
+    def two_steps(communicator: ThreadCommunicator) -> None:
+        member = (first, others[0])[communicator.rank]
+        member.enter(communicator)
+        member.train(2)
+        member.state.settle()  # all know the generators of all
+
+    run_ranks(2, two_steps)
+    for newcomer in others[1:]:
+        generation([first, newcomer], 0, source=0, newcomers=(1,))
+        assert (first.state.step, newcomer.state.step) == (2, 2)
+
+
 def test_a_broken_step_leaves_nothing_behind() -> None:
     members = [Member(1), Member(2)]
     generation(members, 2)
