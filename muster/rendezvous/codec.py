@@ -441,6 +441,7 @@ _RULES: dict[type[Value], dict[str, Rule]] = {
         "needed": _as_is,
         "sentence": _line,
         "finished_ranks": _each(_RANK, "finished rank", 0, MAX_COUNT),
+        "undecided": _as_is,
     },
     m.FirstLoss: {"node_id": _line, "incarnation": _as_is, "sentence": _line, "exit_code": _EXIT_CODE},
     m.UniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},

@@ -322,13 +322,15 @@ class Welcome(Value):
 class Waiting(Value):
     """The group is formed or built: who is awaited.
 
-    Or it stands, and ``finished_ranks`` have finished while the receiver still waits for them.
+    Or it stands, and ``finished_ranks`` have finished while the receiver still waits for them. Or all wait
+    for the scheduler: it is ``undecided``, which it says again every second until it can decide.
     """
 
     present: int
     needed: int
     sentence: str
     finished_ranks: tuple[int, ...] = ()
+    undecided: bool = False
 
 
 class FirstLoss(Value):

@@ -44,6 +44,10 @@ class JournalUnavailableError(SchedulerError):
     """A decision could not be made durable, so nothing of it may be sent."""
 
 
+class NoSpaceError(SchedulerError):
+    """What the journal is kept on has no space left: to be tried again, for space comes back."""
+
+
 class DeposedError(SchedulerError):
     """Another scheduler leads, or may: nothing may be written, and no final word be said.
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -30,8 +30,10 @@ from muster.worker.training.sampler import ShardedSampler
 from muster.worker.training.state import TrainingState
 from tests.attacks.field import environment_of, make_pki, start_victims
 from tests.attacks.test_2_identity import join
+from tests.disks import small_disk
 from tests.ports import free_port
 from tests.scheduler.processes import ROOT, WAIT_S, Pki, Stream, channel, environment, scheduler
+from tests.scheduler.serve.test_metrics import read
 from tests.waiting import wait_for
 
 DAY_S = 86_400.0
@@ -141,34 +143,46 @@ def asked_to_join(over: grpc.Channel) -> bool:
 
 
 @pytest.mark.system
-def test_a_disk_that_fills_under_the_journal_ends_no_training(pki: Pki, tmp_path: Path) -> None:
+@pytest.mark.parametrize("serve", [(), ("--serve",)], ids=["one job", "--serve"])
+def test_a_disk_that_fills_under_the_journal_ends_no_training(
+    pki: Pki, tmp_path: Path, serve: tuple[str, ...]
+) -> None:
     """Asset: the membership; position: fills the disk, amid a record.
 
-    What is not durable is promised to nobody: the scheduler says so and ends, the members train on, and the
-    next one finds them as they were. Taken away: the journal. The newcomer is let in, and forgotten.
+    What is not durable is promised to nobody: the scheduler says so, to workers, health and metrics, and
+    waits for space; the members train on, and the newcomer is let in when there is some. Taken away: the
+    journal. The newcomer is let in at once, and would be forgotten.
     """
     full, room = (1000, resource.RLIM_INFINITY), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    metrics = free_port()
     env = {**environment_of(tmp_path, pki), "MS_SPARES": "1", "MS_NODE_TIMEOUT": "20"}
     journal = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path / "journal")}
     victims: list[subprocess.Popen[bytes]] = []
     try:
-        with scheduler(**env, **journal) as running:
-            port = running.port
-            victims += start_victims(tmp_path, env, port, 1_000_000, 0.02)
+        with scheduler(*serve, **env, **journal, MS_METRICS_PORT=str(metrics)) as running:
+            victims += start_victims(tmp_path, env, running.port, 1_000_000, 0.02)
             running.await_log("Generation 1 stands with 3 members")
+            assert running.command("health").stdout == "SERVING\n"
             resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, full)
             with channel(running.target, pki.credentials("client")) as over:
-                assert not asked_to_join(over)
-            assert running.wait() == 1
-            running.await_log("cannot be kept safe")
-        with scheduler(port=str(port), **env, **journal) as again:
-            for index in range(len(victims)):
-                again.await_log(f"victim-{index}")
-            with channel(again.target, pki.credentials("client")) as over:
-                assert asked_to_join(over)
+                newcomer = Stream(over)
+                newcomer.put(join("spare-0", spare=True))
+                told = newcomer.next("waiting").waiting
+                assert told.undecided and "cannot be written" in told.sentence
+                assert read(metrics)["muster_journal_unwritable"] == 1.0
+                wait_for(lambda: running.command("health").stdout == "NOT_SERVING\n")
+                reached = steps(metrics)
+                assert "cannot be written" in running.command("status").stdout
+                resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, room)
+                assert newcomer.next("welcome").welcome.spare
+                newcomer.call.cancel()
+                newcomer.half_close()
+            wait_for(lambda: running.command("health").stdout == "SERVING\n")
+            assert read(metrics)["muster_journal_unwritable"] == 0.0
+            wait_for(lambda: steps(metrics) > reached)
             (tmp_path / "stop").touch()
             assert [victim.wait(WAIT_S) for victim in victims] == [0] * len(victims)
-            assert "generation 1" in again.log and "Generation 2" not in again.log
+            assert "Generation 1 is over" not in running.log and "Traceback" not in running.log
     finally:
         for victim in victims:
             victim.kill()
@@ -183,18 +197,6 @@ def state(value: float, step: int = 0) -> TrainingState:
     made = TrainingState({"w": np.full(20_000, value)}, ShardedSampler(8, 8))
     made.step = step
     return made
-
-
-@contextlib.contextmanager
-def small_disk(size_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_half_a_checkpoint_takes_no_whole_ones_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,9 +89,7 @@ def test_every_mounted_secret_and_config_is_made_somewhere() -> None:
 def test_the_commands_take_only_options_that_the_scheduler_has() -> None:
     container = named("Deployment", "muster-scheduler")["spec"]["template"]["spec"]["containers"][0]
     compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]["scheduler"]
-    probes = [
-        container[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")
-    ]
+    probes = [container[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe")]
     for command in (*probes, compose["healthcheck"]["test"][1:]):
         assert command[:4] == ["python", "-m", "scheduler", "health"]
         assert status_parser().parse_args(command[3:]).host == "127.0.0.1"

@@ -57,3 +57,13 @@ def test_a_leader_that_comes_back_is_refused_by_the_fence_alone(tmp_path: Path) 
     assert summary["late_decisions_refused"] == 2
     assert summary["steps_lost_or_doubled"] == 0
     assert summary["group_changes"] == 0
+
+
+def test_a_worker_that_dies_while_the_journal_finds_no_space_is_gone_soon_after_there_is_some(
+    tmp_path: Path,
+) -> None:
+    summary = measured(tmp_path, "--only", "space", "--shortages", "4", "--serve", "with")["space, --serve"]
+    assert summary["within_limit"] == 1
+    assert summary["same_schedulers"]
+    assert summary["given_up"] == 0
+    assert summary["steps_until_the_death"][0] > 0

@@ -44,7 +44,7 @@ MESSAGES = (
     m.RequestLeave(2, "SIGTERM"),
     m.Leave(2, True, "done", True, 3),
     m.Welcome(1.0, 5.0, 60.0, True, 1.5),
-    m.Waiting(1, 2, "b is missing", (1, 3)),
+    m.Waiting(1, 2, "b is missing", (1, 3), undecided=True),
     m.Assignment(2, 1, MEMBERS, 1, (0,), 1, "b replaces c", 12, ("c was lost",), 2**64 - 1, LOST),
     m.UniqueIds(2, (b"a", b"b")),
     m.GroupBuilt(2),

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,13 @@ from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
+from muster.scheduler.core.shortage import LONGEST_PAUSE_S
 from muster.scheduler.errors import DeposedError
 from muster.scheduler.etcd import journal as journal_module
 from muster.scheduler.etcd.api import EtcdRefusedError, EtcdUnreachableError, delete
 from muster.scheduler.etcd.journal import EtcdJournal
 from muster.scheduler.etcd.leadership import Leadership
+from muster.scheduler.jobs.storage import Storage
 from muster.worker.control import connection
 from muster.worker.control import events as we
 from tests.scheduler.etcd.store import Store
@@ -47,6 +49,10 @@ FAULTS = (
     *("kill", "kill", "stop", "stop", "stop", "replace", "outage", "part", "kill and lose", "lose"),
     "delete the key",
 )
+FULL = "fill etcd"
+"""Drawn apart from the other faults, so that their seeds play as they did."""
+
+FULLS = 0.3
 COMPACT_RECORDS = 12
 OUT_S = MS_NODE_TIMEOUT_S + 2.5
 LEASE_LATE_S = 0.5
@@ -219,10 +225,8 @@ class Member(Scheduler):
         if not task.cancelled() and task.exception() is not None:
             self.process.error = task.exception()
 
-    async def _write(self, records: Sequence[r.Record]) -> None:
-        self.writing = True
-        await self.journal.append("job", records)
-        self.writing = False
+    def _storage(self) -> Storage:
+        return self.journal
 
     def feed(self, event: e.Event) -> None:
         if self.up:
@@ -280,9 +284,10 @@ class Cluster:
     def __init__(self, world: ClusterWorld) -> None:
         self.world = world
         self.unanswered = 0.0
-        self.outage_until = 0.0
+        self.outage_until = self.full_until = 0.0
         self.store = Store(lambda: world.loop.now - world.lease_late_s)
         self.store.on_put = self._put
+        self.store.is_full = lambda: world.loop.now < self.full_until
         self.members: list[Member] = []
         self.ghosts: list[Member] = []
         self._past: list[Member] = []  # what is left of the dead stays quiet
@@ -388,6 +393,19 @@ class Cluster:
 
     deaf_until = 0.0
 
+    @property
+    def held_up_at(self) -> float:
+        """When it last went on after it could write nothing."""
+        return self.leading.held_up_at if self.leading is not None else 0.0
+
+    def held_up_s(self) -> float:
+        """How long the one that leads has tried to write what it decided last."""
+        return self.leading.held_up_s() if self.leading is not None else 0.0
+
+    def lacked_space(self) -> bool:
+        """Whether etcd had no space, ever."""
+        return self.full_until > 0.0
+
     def forgives(self) -> bool:
         """Whether a stream that ends now may have broken because of its scheduler."""
         every = [*self.members, *self.ghosts]
@@ -435,6 +453,17 @@ class Cluster:
                 member.crash("by SIGKILL")
             if len(living) > 1:
                 world.loop.after(rng.uniform(0.0, 1.0), rng.choice(living).kill)
+
+    def fill(self, seconds: float) -> None:
+        """etcd reaches its quota, for so long."""
+        world = self.world
+        if world.judge.outcome is not None:
+            return
+        world.note(f"!! {FULL} for {seconds:g} s")
+        self.full_until, over = world.loop.now + seconds, world.loop.now + seconds + LONGEST_PAUSE_S
+        world.judge.disturbed(over)
+        for at in (world.loop.now, over):
+            world.loop.at(at, self.disturb)
 
     def _ask_late(self, member: Member) -> None:
         """An operator asked for something while it stood still; it may not write that down any more."""
@@ -535,6 +564,9 @@ class ClusterWorld(World):
         for _ in range(rng.randint(1, 4)):
             self.loop.at(at, self.cluster.harm, rng.choice(FAULTS))
             at += rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.5)
+        space = random.Random(f"cluster journal {self.seed}")
+        if space.random() < FULLS:
+            self.loop.at(space.uniform(1.0, at), self.cluster.fill, space.choice((2.0, 6.0, 20.0)))
         try:
             self.loop.run(at + 6 * TOPO_TIMEOUT_S, self._over)
             self.note(f"ended: {self.judge.outcome}")

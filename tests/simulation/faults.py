@@ -26,6 +26,11 @@ WAITING_PING_S = 2 * WAITING_HEARTBEAT_S + 0.5
 UPLINKS = 0.25
 """The share of seeds in which workers have an uplink that dies, or stands still."""
 
+FULL_DISKS = 0.25
+"""The share of seeds in which the journal finds no space for a while."""
+
+FULL_S = (1.0, 8.0, 30.0)
+
 APART = 0.35
 """The share of seeds of the kind "cuts" in which, in place of its faults, one member or port is at fault, or
 two halves are apart."""
@@ -222,9 +227,16 @@ def pause(world: World, worker: Worker) -> None:
         world.scheduler.pause(world.rng.choice((1.0, 8.0, 9.0)))
 
 
-def full_disk(world: World, worker: Worker) -> None:
-    """The scheduler's disk is full for a while: it ends with its first write, as often as it is started."""
-    world.scheduler.fill_disk(world.rng.choice((0.3, 2.0, 5.0)))
+def broken_disk(world: World, worker: Worker) -> None:
+    """The scheduler's disk fails for a while: it ends with its first write, as often as it is started."""
+    world.scheduler.break_disk(world.rng.choice((0.3, 2.0, 5.0)))
+
+
+def full_disk(world: World, seconds: float) -> None:
+    """There is no space for a while: the scheduler waits, and all that it says is that it does."""
+    if world.judge.outcome is None:
+        world.note(f"!! full_disk for {seconds:g} s")
+        world.scheduler.fill_disk(seconds)
 
 
 def failing_write(world: World, worker: Worker) -> None:
@@ -287,12 +299,12 @@ EVERYTHING: tuple[Fault, ...] = (
     flap,
     freeze,
     flood,
-    full_disk,
+    broken_disk,
     failing_write,
 )  # fmt: skip
 BY_KIND: dict[str, tuple[Fault, ...]] = {
     "calm": (),
-    "crashes": (crash, pause, pause, full_disk, failing_write),
+    "crashes": (crash, pause, pause, broken_disk, failing_write),
     "pauses": (freeze, freeze, flood),
     "elastic": (drain, request_leave, drain, request_leave, evict, extra),
     "trouble": (peer_trouble,),
@@ -318,6 +330,10 @@ def plan_faults(world: World) -> None:
     if kinds and uplinks.random() < UPLINKS:
         fault = uplinks.choice((uplink_dies, uplink_stands_still))
         world.loop.at(uplinks.uniform(0.0, world.scenario.fault_end), _happen, world, fault)
+    space = random.Random(f"full disks {world.seed}")  # likewise
+    if kinds and space.random() < FULL_DISKS:
+        at, seconds = space.uniform(0.0, world.scenario.fault_end), space.choice(FULL_S)
+        world.loop.at(at, full_disk, world, seconds)
     world.loop.at(world.scenario.fault_end, _calm_down, world)
 
 

@@ -181,7 +181,7 @@ class Judge:
             self.expect(world.loop.now >= since + HANG_TIMEOUT_S, f"{process} has hung for too short a time")
             self.expect(not worker.busy, f"{process} is expelled while it is busy")
             return
-        host, ago = world.host(process[0]), world.loop.now - 20.0
+        host, ago = world.host(process[0]), world.loop.now - 20.0 - world.scheduler.held_up_s()
         others = {world.host(node_id) for node_id in members} - {host}
         cut = any(world.cables.is_cut(host, other, ago) for other in others)
         self.expect(cut, f"{process} is expelled, and reaches all: {reason}")
@@ -205,7 +205,8 @@ class Judge:
         gone = {each.node_id for each in removed}
         members = [each.candidate.node_id for each in formed.members]
         here = [node for node in members if node in self.claims]
-        most = world.cables.most_together([*here, *(gone & set(members))], world.loop.now - 20.0)
+        ago = world.loop.now - 20.0 - world.scheduler.held_up_s()
+        most = world.cables.most_together([*here, *(gone & set(members))], ago)
         self.expect(bool(newcomers) or len(here) >= most, f"{len(here)} stay where {most} could")
 
     def hung(self, worker: Worker, until: float) -> None:
@@ -255,7 +256,8 @@ class Judge:
             in_step = self.established or self.formed.switch_after_step >= 0
             abrupt = in_step and record.switch_after_step < 0
             # A member that went between two steps broke none; whether one is redone is judged at the end.
-            self.expect(not abrupt or self.went, f"a step is broken without need: {record.reason}")
+            needed = self.went or self.world.scheduler.lacked_space()  # who waits too long for a change goes
+            self.expect(not abrupt or needed, f"a step is broken without need: {record.reason}")
         self.went = False
         self.anew = self.anew or (record.state_source_rank < 0 and self.formed is not None)
         self.formed, self.finished = record, set()
@@ -278,7 +280,8 @@ class Judge:
     def _check_member(self, process: Process) -> None:
         self.expect(process not in self.retired, f"{process} was superseded, and is ranked")
         self.expect(self.claims.get(process[0]) == process[1], f"{process} is ranked without a claim")
-        dead_for, settings = self.world.dead_for(process), self.world.scenario.settings
+        settings = self.world.scenario.settings
+        dead_for = self.world.dead_for(process) - self.world.scheduler.held_up_s()  # as it was decided
         # After a takeover silence counts only when workers have had time to find the new leader.
         grace_s = max(0.0, (settings.recovered_timeout_s or 0.0) - settings.node_timeout_s)
         self.expect(
@@ -445,7 +448,8 @@ class Judge:
         if formed is None or formed.switch_after_step < 0 or self.established or self.suspended:
             return
         if self.outcome is None:
-            held_up_for = self.world.loop.now - max(self.formed_at, self.world.scheduler.up_since)
+            scheduler = self.world.scheduler
+            held_up_for = self.world.loop.now - max(self.formed_at, scheduler.up_since, scheduler.held_up_at)
             limit = self.world.scenario.settings.stall_timeout_s + 3.0
             self.expect(held_up_for < limit, f"a planned change is held up for {held_up_for:.1f} s")
 
@@ -540,15 +544,16 @@ class Judge:
             why = "while the others finished" in self.outcome.reason or self.torn or self.held_up
             why = why or (self.stuck and "No group could be formed again in time" in self.outcome.reason)
             self.expect(why, f"ended: {self.outcome.reason}")
+        lacked_space = world.scheduler.lacked_space()  # a goodbye may have waited until its sender was gone
         if scenario.kind in ("calm", "crashes", "pauses", "elastic"):
             # A scheduler that is away for as long as a goodbye is tried takes its sender for lost.
-            unheard = any(worker.finished and worker.unheard for worker in world.processes)
+            unheard = any(worker.finished and worker.unheard for worker in world.processes) or lacked_space
             self.expect(self.outcome.ok or unheard, f"ended without need: {self.outcome.reason}")
             self.expect(self.redone == 0, f"{self.redone} steps were redone without need")
-        if scenario.kind == "trouble":
+        if scenario.kind == "trouble" and not lacked_space:
             reasons = {worker.ended_by for worker in world.processes}
             self.expect(reasons == {"left"}, f"workers ended without need: {reasons}")
             self.expect(all(worker.finished for worker in world.processes), "a worker gave up")
-        if scenario.kind in ("calm", "crashes", "pauses"):
+        if scenario.kind in ("calm", "crashes", "pauses") and not lacked_space:
             assert self.formed is not None
             self.expect(self.formed.generation == 1, f"{self.formed.generation} generations without need")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from muster.scheduler.core import job, ledger, machine, probing
 from muster.scheduler.core import records as r
 from muster.scheduler.errors import JournalUnavailableError
 from muster.scheduler.jobs.driver import JobDriver, Stepped
+from muster.scheduler.jobs.storage import WaitingStorage
 from muster.worker.control import client
 from muster.worker.control import machine as membership
 from tests.simulation import network
@@ -111,6 +112,13 @@ def passes_failures_over(right: Any) -> Any:
             await right(self, stepped)
 
     return persist
+
+
+def gives_up_without_space(right: Any) -> Any:
+    async def once(self: WaitingStorage, write: Callable[[], Awaitable[Any]]) -> Any:
+        return await write()
+
+    return once
 
 
 def writes_one(right: Any) -> Any:
@@ -505,6 +513,7 @@ MUTANTS: dict[str, Mutant] = {
     "generations not recorded": Mutant(Job, "commit", unrecorded(r.GenerationFormed)),
     "leave planned beside the records": Mutant(machine, "plan_leave", unapplied_unless_running, 128),
     "messages before records": Mutant(JobDriver, "persist", sends_first),
+    "a scheduler without space gives up": Mutant(WaitingStorage, "_in_time", gives_up_without_space),
     "a write that failed is passed over": Mutant(JobDriver, "persist", passes_failures_over),
     "of several decisions one is written": Mutant(JobDriver, "persist", writes_one, 0),
     "not looked before silence is judged": Mutant(

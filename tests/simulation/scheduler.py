@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from muster.rendezvous import codec
@@ -15,9 +15,11 @@ from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import JobView
 from muster.scheduler.core.machine import Machine
 from muster.scheduler.core.records import decode_record, encode_record
-from muster.scheduler.errors import JournalUnavailableError, SchedulerError
+from muster.scheduler.core.shortage import LONGEST_PAUSE_S
+from muster.scheduler.errors import JournalUnavailableError, NoSpaceError, SchedulerError
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import JobDriver
+from muster.scheduler.jobs.storage import Storage, WaitingStorage
 from tests.scheduler.core.transcript import show_record
 from tests.simulation.loop import Process
 from tests.simulation.network import Stream
@@ -38,6 +40,9 @@ may be silent."""
 
 LATE_TURN_S = 1.0
 """How long each turn of the event loop takes in a flood; alone it is too short to break a stream."""
+
+LATE_WRITE_S = 0.5
+"""What was written so late was decided on what may be true no more."""
 
 FAILED_AND_WRITTEN = "the disk says no, and has it"
 
@@ -106,6 +111,25 @@ class Watched:
         return self.job.view(now)
 
 
+class Disk:
+    """The storage of the process of this moment, on the disk that survives it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    async def load(self) -> Mapping[str, Sequence[r.Record]]:
+        return {"job": self._scheduler.disk}
+
+    async def append(self, job_id: str, records: Sequence[r.Record]) -> None:
+        await self._scheduler.write(records)
+
+    async def forget(self, job_id: str) -> None:
+        self._scheduler.disk.clear()
+
+    async def close(self) -> None:
+        pass
+
+
 class Scheduler:
     """A process with the driver of one job, and what survives it: the disk."""
 
@@ -124,7 +148,10 @@ class Scheduler:
         self.is_late = False
         self.forgave_at = 0.0
         self.quiet = False
-        self.full_until = 0.0
+        self.broken_until = 0.0
+        self.no_space_until = 0.0
+        self.held_up_at = self.held_up_for_s = 0.0
+        self.writing, self.writing_since = False, 0.0
         self.next_write = ""
         self._dies_after: int | None = None
         self._tasks: list[asyncio.Task[None]] = []  # of the dead as well: what is left of them stays quiet
@@ -145,12 +172,14 @@ class Scheduler:
         """Starts the driver of a job with these records, in this process."""
         job = AdoptingJob("job", self.world.scenario.settings, records, self.world.loop.now, adopt=False)
         self.job = self.watched(self, job)
+        storage = WaitingStorage(self._storage(), self.process.time)
         self.driver = JobDriver(
             "job",
             self.job,
             self.process,
-            self._write,
+            lambda records: self._make_durable(storage, records),
             lambda note: None,
+            unwritable=lambda: storage.unwritable,
             unread=self._unread,
             encoder=codec.AssignmentEncoder(delta_from=1),
         )
@@ -189,26 +218,48 @@ class Scheduler:
 
     # ------------------------------------------------------------ the disk
 
-    async def _write(self, records: Sequence[r.Record]) -> None:
+    def _storage(self) -> Storage:
+        return Disk(self)
+
+    async def _make_durable(self, storage: WaitingStorage, records: Sequence[r.Record]) -> None:
+        self.writing, self.writing_since = True, self.world.loop.now
+        await storage.append("job", records)
+        self.writing = False
+        now = self.world.loop.now
+        if now > self.writing_since + LATE_WRITE_S:
+            self.held_up_at, self.held_up_for_s = now, now - self.writing_since
+
+    def held_up_s(self) -> float:
+        """How old what it decided last may be: it has tried to write that, or heard late what it rests on."""
+        now = self.world.loop.now
+        late_s = self.held_up_for_s if now < self.held_up_at + 1.0 else 0.0
+        return late_s + (now - self.writing_since if self.writing else 0.0)
+
+    def lacked_space(self) -> bool:
+        """Whether there was no space for the journal, ever."""
+        return self.no_space_until > 0.0
+
+    async def write(self, records: Sequence[r.Record]) -> None:
+        """One try to write records to the disk."""
         world, process = self.world, self.process
         if not records:  # one scheduler need not make sure that it leads
             return
         crash = self._crash_point()
-        self.writing = True
         if crash == "before the commit":
             self.crash(crash)
         await asyncio.sleep(world.network.delay())
         if not process.alive:
             return
+        if world.loop.now < self.no_space_until:
+            raise NoSpaceError("The disk is full.")
         failure, self.next_write = self.next_write, ""
-        if world.loop.now < self.full_until:
-            failure = "the disk is full"
+        if world.loop.now < self.broken_until:
+            failure = "the disk fails"
         if not failure or failure == FAILED_AND_WRITTEN:
             self.disk += records
             world.judge.committed(tuple(records))
         if failure:
             raise JournalUnavailableError(failure)
-        self.writing = False
         if crash == "after the commit":
             self.crash(crash)
         elif crash:
@@ -220,14 +271,21 @@ class Scheduler:
             return ""
         return rng.choice(("before the commit", "after the commit", "between two messages"))
 
+    def break_disk(self, seconds: float) -> None:
+        """Whatever is written fails for so long."""
+        self.broken_until = max(self.broken_until, self.world.loop.now + seconds)
+        self.world.judge.disturbed(self.broken_until)
+
     def fill_disk(self, seconds: float) -> None:
-        """Nothing can be written for so long."""
-        self.full_until = max(self.full_until, self.world.loop.now + seconds)
-        self.world.judge.disturbed(self.full_until)
+        """There is no space for so long."""
+        self.no_space_until = max(self.no_space_until, self.world.loop.now + seconds)
+        self.world.judge.disturbed(self.no_space_until + LONGEST_PAUSE_S)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         """The driver has ended: without a journal the process goes; a fault of its own is one of ours."""
         error = None if task.cancelled() else task.exception()
+        if isinstance(error, NoSpaceError):
+            self.world.judge.fault("a scheduler gives up for want of space")
         if isinstance(error, SchedulerError):
             self._die(f"because {error}", check=False)
         elif error is not None:

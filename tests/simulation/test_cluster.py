@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulation.cluster import FAULTS, play_cluster
+from tests.simulation.cluster import FAULTS, FULL, play_cluster
 from tests.simulation.cluster_mutants import CLUSTER_MUTANTS
 from tests.simulation.mutants import hunt
 
@@ -35,8 +35,9 @@ def test_all_faults_and_takeovers_are_played() -> None:
         play_cluster(seed, trace)
         lines = [line.split("!! ")[1] for line in trace if "!! " in line]
         seen.update(fault for fault in set(FAULTS) for line in lines if line.startswith(f"{fault} scheduler"))
+        seen[FULL] += any(line.startswith(FULL) for line in lines)
         seen["takeovers"] += max(0, sum(line.endswith(" leads") for line in lines) - 1)
-    assert set(FAULTS) <= set(seen)
+    assert {FULL, *FAULTS} <= set(+seen)
     assert seen["takeovers"] >= 20
 
 

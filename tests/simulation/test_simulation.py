@@ -16,6 +16,7 @@ QUICKLY_CAUGHT = (
     "node id taken while the holder lives",
     "removals not recorded",
     "messages before records",
+    "a scheduler without space gives up",
     "a write that failed is passed over",
     "of several decisions one is written",
     "no grace after a restart",
@@ -73,7 +74,7 @@ def test_a_seed_decides_everything() -> None:
 
 FAULTS = {
     *("kill", "stop", "freeze", "flood", "pause", "cut", "blip", "drain", "request_leave", "twin", "extra"),
-    *("scheduler", "cut_pair", "flap", "hang", "full_disk", "failing_write"),
+    *("scheduler", "cut_pair", "flap", "hang", "full_disk", "broken_disk", "failing_write"),
     *("uplink_dies", "uplink_stands_still", "lying_member", "flapping_port", "cut_into_halves"),
 }
 

@@ -7,6 +7,8 @@ muster bench failover --only quorum --outage-s 30      # two of etcd's three mem
 muster bench failover --only worker --times 3          # a worker killed while nobody leads
 muster bench failover --only stopped --stops 10        # stopped beyond its lease, with its self-check off
 muster bench failover --only leader quorum             # several, on one job
+muster bench failover --only space --shortages 10 60   # no space in etcd, by turns; a worker dies meanwhile
+muster bench failover --only disk --shortages 10 60    # the same of one scheduler's disk; as root
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from muster.bench.failover import space
 from muster.bench.failover.job import DEPOSED, SeveralSchedulers
 from muster.bench.recovery.job import longest_pause
 
 NODE_TIMEOUT_S = 5.0
 SCHEDULER, UNGUARDED = "scheduler", "muster.bench.failover.unguarded"
+SPACE = ("space", "disk")
+"""Parts with jobs of their own."""
+
 PARTS = {
     "leader": SCHEDULER,
     "etcd": SCHEDULER,
@@ -34,19 +40,30 @@ PARTS = {
     "stopped": UNGUARDED,
 }
 """Which module runs as a scheduler; of parts with the same one all are on one job."""
+
 Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    option("--only", choices=PARTS, nargs="+", metavar="PART", help=f"of {', '.join(PARTS)}: these alone")
+    parts = (*PARTS, *SPACE)
+    option("--only", choices=parts, nargs="+", metavar="PART", help=f"of {', '.join(parts)}: these alone")
     option("--workers", type=int, default=6, metavar="N", help="workers of the job (6)")
     option("--kills", type=int, default=20, metavar="N", help="leaders to kill (20)")
     option("--stops", type=int, default=10, metavar="N", help="leaders to stop and continue (10)")
     option("--times", type=int, default=3, metavar="N", help="workers to kill while nobody leads (3)")
     option("--etcd-kills", type=int, default=3, metavar="N", help="leaders of etcd's to kill (3)")
     option("--outage-s", type=float, default=30.0, metavar="S", help="how long etcd has no quorum (30)")
+    option(
+        "--shortages",
+        type=float,
+        nargs="+",
+        default=[10.0],
+        metavar="S",
+        help="how long there is no space for the journal, once each (10)",
+    )
+    option("--serve", choices=("with", "without", "both"), default="both", help="of space and disk (both)")
     option("--pace-ms", type=float, default=50.0, help="least time of a step (50)")
 
 
@@ -65,7 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     results["load_at_start"] = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="muster-failover-") as scratch:
         for module in (SCHEDULER, UNGUARDED):
-            parts = [part for part in options.only or PARTS if PARTS[part] == module]
+            parts = [part for part in options.only or PARTS if PARTS.get(part) == module]
             if not parts:
                 continue
             with SeveralSchedulers(
@@ -80,8 +97,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for part in parts:
                     say(f"{part}: {options.workers} workers train")
                     results[part] = _MEASURES[part](job, options)
+        for part in (part for part in SPACE if part in (options.only or ())):
+            for serve in (False, True):
+                if options.serve not in ("both", "with" if serve else "without"):
+                    continue
+                name = f"{part}, --serve" if serve else part
+                with space.job_without_much_space(
+                    part,
+                    Path(scratch) / name.replace(", ", ""),
+                    workers=options.workers,
+                    pace_s=options.pace_ms / 1000,
+                    say=say,
+                    serve=serve,
+                ) as tight:
+                    say(f"{name}: {options.workers} workers train")
+                    results[name] = space.measure(tight, options.shortages)
     results["load_at_end"] = os.getloadavg()
-    results["summary"] = {part: results[part]["summary"] for part in PARTS if part in results}
+    measured = {part: each for part, each in results.items() if isinstance(each, dict)}
+    results["summary"] = {part: each["summary"] for part, each in measured.items()}
     return results
 
 

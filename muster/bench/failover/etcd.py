@@ -14,6 +14,8 @@ from muster.bench.launches import MUSTER, ROOT, environment
 
 START_TIMEOUT_S = 30.0
 POLL_S = 0.05
+FILL_BYTES = 1_000_000
+FILL_LIMIT = 200
 
 
 def make_keys(directory: Path, hosts: str, *, job: str = "default") -> Path:
@@ -37,15 +39,17 @@ class EtcdCluster:
         directory: for data and logs.
         keys: the folder that ``muster certs etcd`` made.
         size: how many members.
+        quota_bytes: so large its database may be; 0: as etcd has it.
 
     Raises:
         RuntimeError: etcd is not installed.
     """
 
-    def __init__(self, directory: Path, keys: Path, size: int = 3) -> None:
+    def __init__(self, directory: Path, keys: Path, size: int = 3, *, quota_bytes: int = 0) -> None:
         if shutil.which("etcd") is None or shutil.which("etcdctl") is None:
             raise RuntimeError("etcd is not installed: apt-get install etcd-server etcd-client")
         self.directory, self.keys, self.size = directory, keys, size
+        self._quota_bytes = quota_bytes
         directory.mkdir(parents=True, exist_ok=True)
         ports = _free_ports(2 * size)
         self.endpoints = [f"127.0.0.1:{port}" for port in ports[:size]]
@@ -71,6 +75,7 @@ class EtcdCluster:
             *("--listen-client-urls", own, "--advertise-client-urls", own),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", cluster, "--logger", "zap", "--log-level", "warn"),
+            *("--quota-backend-bytes", str(self._quota_bytes)),
         ]
         for prefix in ("", "peer-"):
             command += [
@@ -91,6 +96,22 @@ class EtcdCluster:
         assert member is not None
         member.send_signal(signal.SIGKILL)
         member.wait()
+
+    def fill(self) -> None:
+        """Writes until it has no space: to its quota, which must be small."""
+        for number in range(FILL_LIMIT):
+            done = self.ctl("put", f"/filler/{number}", stdin="x" * FILL_BYTES, check=False)
+            if "database space exceeded" in done.stderr:
+                return
+        raise RuntimeError(f"etcd took {FILL_LIMIT} values, and has space left: {done.stderr}")
+
+    def make_space(self) -> None:
+        """Deletes what :meth:`fill` has written, as an administrator does."""
+        self.ctl("del", "--prefix", "/filler/")
+        (status, *_) = json.loads(self.ctl("endpoint", "status", "-w", "json").stdout)
+        self.ctl("compact", str(status["Status"]["header"]["revision"]))
+        self.ctl("defrag")
+        self.ctl("alarm", "disarm")
 
     def leader(self) -> int:
         """The number of the member that leads."""

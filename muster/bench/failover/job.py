@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from muster.bench.failover.etcd import EtcdCluster, make_keys
@@ -42,7 +42,7 @@ class Scheduler:
         """Starts the process."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.job.module, "--bind", self.host],
+                [sys.executable, *self.job.command_of_schedulers, "--bind", self.host],
                 env={**self.job.env, "MS_ROLE": "MS_SCHED", "MS_METRICS_HOST": self.host},
                 cwd=self.job.directory,
                 stdin=subprocess.DEVNULL,
@@ -91,6 +91,8 @@ class SeveralSchedulers(Job):
         pace_s: least time of a step.
         say: shows progress.
         module: what runs as a scheduler.
+        arguments: of the schedulers.
+        quota_bytes: so large etcd's database may be; 0: as etcd has it.
     """
 
     def __init__(
@@ -102,11 +104,14 @@ class SeveralSchedulers(Job):
         pace_s: float,
         say: Callable[[str], None],
         module: str = "scheduler",
+        arguments: Sequence[str] = (),
+        quota_bytes: int = 0,
     ) -> None:
         directory.mkdir(parents=True)
         make_keys(directory / "keys", ",".join(HOSTS))
-        self.etcd = EtcdCluster(directory / "etcd", directory / "keys" / "etcd")
-        self.module = module
+        keys = directory / "keys" / "etcd"
+        self.etcd = EtcdCluster(directory / "etcd", keys, quota_bytes=quota_bytes)
+        self.command_of_schedulers = ("-m", module, *arguments)
         self.schedulers: list[Scheduler] = []
         pace = directory / "pace"
         pace.write_text(str(pace_s))

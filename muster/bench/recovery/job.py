@@ -131,11 +131,11 @@ class Job:
 
     # ------------------------------------------------------------ processes
 
-    def start_scheduler(self) -> None:
+    def start_scheduler(self, *arguments: str) -> None:
         """Starts the scheduler, for the first time or on the journal of the one before."""
         with (self.directory / "scheduler.log").open("ab") as log:
             self.scheduler = subprocess.Popen(
-                [sys.executable, "-m", "scheduler"],
+                [sys.executable, "-m", "scheduler", *arguments],
                 env={**self.env, "MS_ROLE": "MS_SCHED"},
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,

@@ -330,16 +330,18 @@ class Welcome(_message.Message):
     def __init__(self, heartbeat_interval_s: _Optional[float] = ..., node_timeout_s: _Optional[float] = ..., topo_timeout_s: _Optional[float] = ..., spare: bool = ..., waiting_interval_s: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("present", "needed", "sentence", "finished_ranks")
+    __slots__ = ("present", "needed", "sentence", "finished_ranks", "undecided")
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    UNDECIDED_FIELD_NUMBER: _ClassVar[int]
     present: int
     needed: int
     sentence: str
     finished_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, present: _Optional[int] = ..., needed: _Optional[int] = ..., sentence: _Optional[str] = ..., finished_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    undecided: bool
+    def __init__(self, present: _Optional[int] = ..., needed: _Optional[int] = ..., sentence: _Optional[str] = ..., finished_ranks: _Optional[_Iterable[int]] = ..., undecided: bool = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("generation", "rank", "members", "state_source_rank", "newcomer_ranks", "unique_id_count", "reason", "switch_after_step", "lost", "hosts", "launch", "first_loss", "packed", "base", "kept")

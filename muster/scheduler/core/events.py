@@ -134,7 +134,16 @@ class Tick(Value):
 
 
 class StoodStill(Value):
-    """The scheduler's own process did not run for ``seconds``: stopped, frozen, or held up by the disk.
+    """The scheduler's own process did not run for ``seconds``: stopped, or frozen.
+
+    It goes before whatever came meanwhile.
+    """
+
+    seconds: float
+
+
+class HeldUp(Value):
+    """Nothing could be written for ``seconds``, so nothing was stepped; streams were served meanwhile.
 
     It goes before whatever came meanwhile.
     """
@@ -165,6 +174,7 @@ Event = (
     | Expel
     | Tick
     | StoodStill
+    | HeldUp
     | FellBehind
 )
 

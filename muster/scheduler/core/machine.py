@@ -12,9 +12,10 @@ driver of a job has to do this, in this order, for each event:
 4. Log ``reason``, if there is one.
 5. Ask :meth:`Machine.deadline`, and step a ``Tick`` at that time at the latest.
 
-A driver says the truth about time: ``StoodStill`` goes before what came while it was stopped, and
-``FellBehind`` before a ``Tick`` that would declare workers lost (:meth:`Machine.overdue`) whose bytes have
-arrived unread. After a crash :meth:`Machine.recover` makes the machine again from all durable records.
+A driver says the truth about time: ``StoodStill`` goes before what came while it was stopped, ``HeldUp``
+before what came while nothing could be written, and ``FellBehind`` before a ``Tick`` that would declare
+workers lost (:meth:`Machine.overdue`) whose bytes have arrived unread. After a crash :meth:`Machine.recover`
+makes the machine again from all durable records.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Machine:
             e.Expel: _expel,
             e.Tick: tick,
             e.StoodStill: stood_still,
+            e.HeldUp: held_up,
             e.FellBehind: fell_behind,
         }
 
@@ -676,6 +678,13 @@ def stood_still(job: Job, event: e.StoodStill, now: float) -> None:
             f"The scheduler itself stood still for {job.deadlines.late_s:.1f} s; "
             f"its workers have {node_timeout_s:g} s to be heard again."
         )
+
+
+def held_up(job: Job, event: e.HeldUp, now: float) -> None:
+    """Handles a time without a journal: what was said meanwhile comes now. Who is gone is gone."""
+    if job.phase is not Phase.ENDED:
+        job.members.excuse(event.seconds, now)
+        job.deadlines.excuse(event.seconds)
 
 
 def fell_behind(job: Job, event: e.FellBehind, now: float) -> None:

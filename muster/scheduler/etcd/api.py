@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from muster.rendezvous.v1 import etcd_pb2 as pb
-from muster.scheduler.errors import SchedulerError
+from muster.scheduler.errors import NoSpaceError, SchedulerError
 
 
 class EtcdError(SchedulerError):
@@ -24,11 +24,16 @@ class EtcdRefusedError(EtcdError):
         self.code = code
 
 
+class EtcdFullError(EtcdRefusedError, NoSpaceError):
+    """etcd's database has reached its quota: it reads, deletes and renews leases, and writes nothing."""
+
+
 class Etcd(Protocol):
     """etcd's public API, as far as it is used. Each call is one try.
 
     Raises:
         EtcdUnreachableError: there was no answer.
+        EtcdFullError: etcd has no space.
         EtcdRefusedError: etcd says no.
     """
 

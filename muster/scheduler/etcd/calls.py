@@ -12,7 +12,7 @@ import grpc.aio
 
 from muster.rendezvous.settings import show_address
 from muster.rendezvous.v1 import etcd_pb2 as pb
-from muster.scheduler.etcd.api import EtcdRefusedError, EtcdUnreachableError
+from muster.scheduler.etcd.api import EtcdFullError, EtcdRefusedError, EtcdUnreachableError
 
 if TYPE_CHECKING:
     from muster.certs.runtime.store import Credentials
@@ -36,6 +36,7 @@ _UNANSWERED = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.ABORTED,
 )
+_NO_SPACE = "database space exceeded"
 _FOR_NOW = ("revision of auth store is old", "too many requests")
 """Refusals that do not last: a role was changed just then, or etcd has too much to do."""
 
@@ -52,7 +53,7 @@ _OPTIONS = (
 _REMEDIES = {
     "PERMISSION_DENIED": "Give the scheduler's certificate its role: muster certs etcd prints the commands.",
     "UNAUTHENTICATED": "Give the scheduler's certificate its role: muster certs etcd prints the commands.",
-    "RESOURCE_EXHAUSTED": "See to etcd's space: etcdctl alarm list, compact, defrag.",
+    "RESOURCE_EXHAUSTED": "See to etcd's space: etcdctl compact, defrag, and then alarm disarm.",
 }
 
 
@@ -225,7 +226,8 @@ class EtcdCalls:
     ) -> EtcdUnreachableError | EtcdRefusedError:
         answer = (details or "").rpartition("remote host: ")[2][:300]
         if code not in _UNANSWERED and not (details or "").endswith(_FOR_NOW):
-            return EtcdRefusedError(
+            full = (details or "").endswith(_NO_SPACE)
+            return (EtcdFullError if full else EtcdRefusedError)(
                 f"etcd at {line.where} refuses: {answer or code.name}.",
                 code=code.name,
                 remedy=_REMEDIES.get(code.name, ""),

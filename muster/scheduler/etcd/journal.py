@@ -13,6 +13,7 @@ a snapshot in the place of them all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,7 +23,16 @@ from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
 from muster.scheduler.errors import SchedulerError
-from muster.scheduler.etcd.api import EtcdUnreachableError, delete, end_of, get, modified_in, put
+from muster.scheduler.etcd.api import (
+    EtcdError,
+    EtcdFullError,
+    EtcdRefusedError,
+    delete,
+    end_of,
+    get,
+    modified_in,
+    put,
+)
 from muster.scheduler.etcd.leadership import RETRY_S, Leadership, parse_leader
 
 PART_BYTES = 1_000_000
@@ -102,14 +112,16 @@ class EtcdJournal:
         Returns when etcd has answered, however long that takes.
 
         Raises:
+            EtcdFullError: etcd has no space; to be called again with the same records.
             DeposedError: this process does not lead any more; what it has decided may not be sent.
         """
         if not records:
             await self._commit([])
             return
+        await self._compact(job_id)  # which was put off, and may be carried out nevertheless
         await self._write(job_id, records)
         self._note(job_id, records)
-        if self._kept[job_id] >= COMPACT_RECORDS:
+        with contextlib.suppress(EtcdFullError):  # these records are written
             await self._compact(job_id)
 
     async def forget(self, job_id: str) -> None:
@@ -210,13 +222,18 @@ class EtcdJournal:
         while True:
             try:
                 return await self._etcd.transact(request)
-            except EtcdUnreachableError as error:
+            except EtcdError as error:
                 await self._pause(error)
 
-    async def _pause(self, error: EtcdUnreachableError) -> None:
+    async def _pause(self, error: EtcdError) -> None:
+        """Waits for etcd to answer; gives the lead up where it refuses this process."""
         leader = self._leadership
         if leader.deposed.done():
             raise leader.depose(leader.deposed.result()) from error
+        if isinstance(error, EtcdFullError):
+            raise error
+        if isinstance(error, EtcdRefusedError):
+            raise leader.depose(error.message.rstrip("."), remedy=error.remedy) from error
         await asyncio.sleep(RETRY_S)
 
     def _note(self, job_id: str, records: Sequence[Record]) -> None:
@@ -229,11 +246,13 @@ class EtcdJournal:
             self._ledgers[job_id] = None  # recovery says so; nothing may be lost here
 
     async def _compact(self, job_id: str) -> None:
-        """Puts one snapshot in the place of a job's records, if its generation stands."""
+        """Puts one snapshot in the place of a job's many records, if its generation stands."""
+        if self._kept.get(job_id, 0) < COMPACT_RECORDS:
+            return
         ledger = self._ledgers[job_id]
-        self._kept[job_id] = 0
         if ledger is not None and ledger.established and ledger.outcome is None:
             await self._write(job_id, [ledger.snapshot()], alone=True)
+        self._kept[job_id] = 0
 
     # ------------------------------------------------------------ reading
 
@@ -253,7 +272,7 @@ class EtcdJournal:
         while True:
             try:
                 return await self._etcd.read(request)
-            except EtcdUnreachableError as error:
+            except EtcdError as error:
                 await self._pause(error)
 
     def _parsed(self, job_id: str, pair: pb.KeyValue) -> _Head:

@@ -21,10 +21,12 @@ from typing import Protocol
 
 from muster.rendezvous.messages import is_later_series
 from muster.rendezvous.v1 import etcd_pb2 as pb
+from muster.scheduler.core.shortage import pause_s
 from muster.scheduler.errors import DeposedError, SchedulerError, SettingsError
 from muster.scheduler.etcd.api import (
     Etcd,
     EtcdError,
+    EtcdFullError,
     EtcdRefusedError,
     EtcdUnreachableError,
     created_in,
@@ -115,6 +117,8 @@ class Leadership:
         self._seen = ""
         self._before = ""
         self._silent_since: float | None = None
+        self._tries = 0
+        self._remedy = ""
 
     async def campaign(self) -> None:
         """Returns once this process leads.
@@ -160,11 +164,12 @@ class Leadership:
         """
         return created_in(self.key, self.token)
 
-    def depose(self, why: str) -> DeposedError:
+    def depose(self, why: str, *, remedy: str = "") -> DeposedError:
         """Notes that this process does not lead any more; returns what to raise."""
         if not self.deposed.done():
             self.deposed.set_result(why)
-        return DeposedError(f"This scheduler leads no more: {why}.")
+            self._remedy = remedy
+        return DeposedError(f"This scheduler leads no more: {why}.", remedy=self._remedy)
 
     async def resign(self) -> None:
         """Lets the next one lead at once; without an answer from etcd when the lease is over."""
@@ -177,7 +182,8 @@ class Leadership:
     async def _tried(self) -> bool:
         try:
             reply = await self.etcd.read(pb.RangeRequest(key=self.key, range_end=end_of(self.key)))
-            self._answered()
+            if not self._tries:  # reads are answered without space as well
+                self._answered()
             found = {pair.key: pair for pair in reply.kvs}
             version = found.get(self.version_key, pb.KeyValue())
             self._check_version(version.value.decode(errors="replace"))
@@ -187,6 +193,11 @@ class Leadership:
         except EtcdUnreachableError as error:
             self._complain(error)
             await asyncio.sleep(RETRY_S)
+            return False
+        except EtcdFullError as error:  # nobody can lead before there is space, however often it is started
+            self._complain(error)
+            self._tries += 1
+            await asyncio.sleep(pause_s(self._tries))
             return False
 
     async def _follow(self, leader: pb.KeyValue, revision: int) -> bool:
@@ -241,6 +252,7 @@ class Leadership:
                 raise
             self._lease = 0  # it was over before etcd came to this
             return False
+        self._tries = 0
         if reply.succeeded:
             self.token = reply.header.revision
         return reply.succeeded
@@ -251,14 +263,14 @@ class Leadership:
         try:
             ttl_s = await self.etcd.keep_alive(self._lease)
             key_stands = ttl_s > 0 and await self._key_stands()
-        except EtcdRefusedError as error:
-            self.depose(error.message)
-            return 0.0
-        except EtcdUnreachableError as error:
+        except (EtcdUnreachableError, EtcdFullError) as error:
             silent_s = self._clock.time() - self._renewed_at
             if silent_s > STEP_DOWN_S:
                 self.depose(f"its lease could not be renewed for {silent_s:.1f} s ({error.message})")
             return RETRY_S
+        except EtcdRefusedError as error:
+            self.depose(error.message.rstrip("."), remedy=error.remedy)
+            return 0.0
         if ttl_s <= 0:
             self.depose("its lease has ended")
         elif not key_stands:
@@ -271,11 +283,12 @@ class Leadership:
         reply = await self.etcd.read(pb.RangeRequest(key=self.key))
         return any(pair.create_revision == self.token for pair in reply.kvs)
 
-    def _complain(self, error: EtcdUnreachableError) -> None:
+    def _complain(self, error: EtcdError) -> None:
         now = self._clock.time()
         if self._silent_since is None or now > self._silent_since + SILENCE_REPORTED_S:
             self._silent_since = now
-            LOG.warning("%s Standing by until it answers.", error.message)
+            until = "there is space" if isinstance(error, EtcdFullError) else "it answers"
+            LOG.warning("%s Standing by until %s.", error.message, until)
 
     def _answered(self) -> None:
         self._silent_since = None

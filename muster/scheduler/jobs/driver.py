@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from muster.rendezvous import messages as m
@@ -32,6 +32,7 @@ from muster.scheduler.errors import (
     StoppingError,
     TooSlowError,
 )
+from muster.scheduler.jobs.storage import Storage, WaitingStorage
 from muster.scheduler.jobs.unread import unread_peers
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ DOUBT_S = 0.25
 LOSS_SETTLE_TIMES = 4
 """How many times in a row the driver waits for more losses: survivors must hear within 100 ms."""
 
+
+PUT_OFF_S = 1.0
+"""How often workers hear that nothing can be written for now, so that they wait on for what is decided."""
 
 MAX_WAITING_MESSAGES = 256
 MAX_WAITING_BYTES = 16 * 1024 * 1024
@@ -255,6 +259,7 @@ class JobDriver:
         clock: the event loop, or a test's clock.
         make_durable: writes records down; returns once they would survive a crash.
         note: called with everything worth a log line.
+        unwritable: why nothing can be made durable for now; empty: nothing is known to be in the way.
         unread: of these addresses of peers, those whose bytes have arrived and are not read yet.
         formed: the newest generation.
         formed_here: this process has formed it, and not one before a restart.
@@ -274,13 +279,19 @@ class JobDriver:
     formed_here: bool = False
     generation_over: str = ""
     on_ended: Callable[[JobDriver], None] = lambda driver: None
+    unwritable: Callable[[], str] = lambda: ""
     unread: Callable[[Collection[str]], Collection[str]] = unread_peers
     encoder: AssignmentEncoder = field(default_factory=AssignmentEncoder)
     _queue: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
     _timer: Timer | None = None
+    _pulse: Timer | None = None
     _reason: str = ""
     _over: bool = False
     _awake_at: float = 0.0
+    _stood_s: float = 0.0
+    _held_up_s: float = 0.0
+    _put_off: str = ""
+    _put_off_at: float = 0.0
     _doubted: set[e.SessionId] = field(default_factory=set)
     _doubt_until: float = 0.0
     _watchers: list[Callable[[r.Record], None]] = field(default_factory=list)
@@ -318,7 +329,7 @@ class JobDriver:
         return await done
 
     async def run(self) -> None:
-        """Handles events until cancelled; an error that it raises (disk full, a fault) ends the job."""
+        """Handles events until cancelled; an error that it raises (a broken disk, a fault) ends the job."""
         self._awake_at = self.clock.time()
         self._arm()
         batch: list[_Item] = []
@@ -333,7 +344,8 @@ class JobDriver:
 
     def view(self) -> JobView:
         """The job as it is now."""
-        return self.job.view(self.clock.time())
+        view = self.job.view(self.clock.time())
+        return replace(view, reason=self._put_off) if self._put_off else view
 
     # ------------------------------------------------------------ inside
 
@@ -361,12 +373,12 @@ class JobDriver:
 
     def decide(self, batch: list[_Item], now: float) -> list[Stepped]:
         """Steps the machine with each event; records and messages are still to be written and sent."""
-        turn_s, self._awake_at = now - self._awake_at, now
-        late_s = turn_s - PULSE_S
-        if late_s > LATE_S:  # goes first: what waits here may be the consequence
-            # One that is busy was there for most of the time; one that was stopped perhaps for none of it.
-            stood_s = turn_s if late_s > PULSE_S / 2 else late_s
+        stood_s, held_up_s = self._stood_s + self._late(now), self._held_up_s
+        self._stood_s = self._held_up_s = 0.0
+        if stood_s:  # goes first: what waits here may be the consequence
             batch.insert(0, _Item(e.StoodStill(stood_s)))
+        if held_up_s:
+            batch.insert(0, _Item(e.HeldUp(held_up_s)))
         stepped: list[Stepped] = []
         over: set[e.SessionId] = set()
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
@@ -397,7 +409,47 @@ class JobDriver:
             for _, message in decision.messages
         )
         if records or last_words:  # of several schedulers only the one that leads may send a worker away
-            await self.make_durable(records)
+            self._pulse = self.clock.call_at(self._awake_at + PULSE_S, self._still_writing)
+            try:
+                await self.make_durable(records)
+            finally:
+                self._pulse.cancel()
+            self._written()
+
+    def _still_writing(self) -> None:
+        """Takes the time, and tells workers why nothing comes."""
+        now, before = self.clock.time(), self._awake_at
+        late_s = self._late(now)
+        self._stood_s += late_s
+        self._held_up_s += now - before - late_s
+        self._pulse = self.clock.call_at(now + PULSE_S, self._still_writing)
+        why = self.unwritable()
+        if why and now >= self._put_off_at:
+            self._put_off_at = now + PUT_OFF_S
+            self._put_off = (
+                f"The scheduler's journal cannot be written: {why} Joins and losses wait for that."
+            )
+            self._tell(self._put_off, undecided=True)
+
+    def _written(self) -> None:
+        if self._put_off:
+            self._put_off = ""
+            self._tell("The scheduler's journal can be written again.", undecided=False)
+
+    def _tell(self, sentence: str, *, undecided: bool) -> None:
+        here = len(self.sessions)
+        message = m.Waiting(here, here, sentence, undecided=undecided)
+        for session in self.sessions.values():
+            session.send(*self.encoder.encode_parts(message, 0))
+
+    def _late(self, now: float) -> float:
+        """How long this process was not there since it last looked; it was there until now."""
+        turn_s, self._awake_at = now - self._awake_at, now
+        late_s = turn_s - PULSE_S
+        if late_s <= LATE_S:
+            return 0.0
+        # One that is busy was there for most of the time; one that was stopped perhaps for none of it.
+        return turn_s if late_s > PULSE_S / 2 else late_s
 
     def carry_out(self, stepped: Sequence[Stepped], now: float) -> None:
         """Sends and logs what was decided, and answers the callers that wait for it."""
@@ -525,6 +577,7 @@ class JobDriver:
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
+        self._put_off = ""
         while not self._queue.empty():
             batch.append(self._queue.get_nowait())
         for item in batch:
@@ -551,22 +604,6 @@ def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
 MAX_JOBS = 256
 
 LOG = logging.getLogger("scheduler")
-
-
-class Storage(Protocol):
-    """A journal: that of :mod:`muster.scheduler.jobs.journal`, or of :mod:`muster.scheduler.etcd.journal`."""
-
-    async def load(self) -> Mapping[str, Sequence[r.Record]]:
-        """All records of each job, oldest first."""
-
-    async def append(self, job_id: str, records: Sequence[r.Record]) -> None:
-        """Makes records durable, all or none; with none, makes sure that nobody else writes here."""
-
-    async def forget(self, job_id: str) -> None:
-        """Deletes a job's records."""
-
-    async def close(self) -> None:
-        """Lets the next process write here."""
 
 
 class UnknownJobError(RequestError):
@@ -607,11 +644,18 @@ class Jobs:
         self._note = note
         self._new_machine = new_machine
         self._recover_machine = recover_machine
-        self._storage = storage
+        self._storage = WaitingStorage(storage, clock.time) if storage is not None else None
+        self._opening = asyncio.Lock()
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._followers: list[Callable[[JobDriver], None]] = []
         self.own_job_over: asyncio.Future[r.JobEnded] = asyncio.get_running_loop().create_future()
+        self.journal_lost: asyncio.Future[SchedulerError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def unwritable(self) -> str:
+        """Why the journal cannot be written for now, in a sentence; empty: it can, for all that is known."""
+        return self._storage.unwritable if self._storage is not None else ""
 
     async def open(self) -> None:
         """Opens the journal and takes up the jobs that it holds; opens the own job, unless it serves several.
@@ -638,19 +682,26 @@ class Jobs:
             LimitError: it holds as many jobs as it can.
         """
         driver = self._drivers.get(job_id)
-        if driver is not None and driver.ended and fresh and self._settings.serve and not driver.sessions:
-            await self._forget(job_id)
-            driver = None
-        if driver is not None:
+        if driver is not None and not self._is_to_begin_anew(driver, fresh):
             return driver
+        async with self._opening:  # what is forgotten has to be gone from the journal before it begins anew
+            return await self._for_join(job_id, fresh)
+
+    def _is_to_begin_anew(self, driver: JobDriver, fresh: bool) -> bool:
+        return bool(driver.ended and fresh and self._settings.serve and not driver.sessions)
+
+    async def _for_join(self, job_id: str, fresh: bool) -> JobDriver:
+        driver = self._drivers.get(job_id)
+        if driver is not None and not self._is_to_begin_anew(driver, fresh):
+            return driver  # another stream has opened it meanwhile
+        if driver is not None:
+            await self._forget(job_id)
         if job_id != self._settings.job_id and not self._settings.serve:
             raise UnknownJobError(
                 f"This scheduler serves the job {self._settings.job_id!r} alone, not {job_id!r}.",
                 remedy="Set the same MS_JOB_ID everywhere, or start the scheduler with --serve.",
             )
         await self._make_room()
-        if job_id in self._drivers:  # another stream may have opened it meanwhile
-            return self._drivers[job_id]
         settings = self._settings.core(own_job=job_id == self._settings.job_id)
         return self._start(job_id, self._new_machine(job_id, settings))
 
@@ -696,6 +747,7 @@ class Jobs:
             self._clock,
             make_durable=lambda records: self._make_durable(job_id, records),
             note=self._note,
+            unwritable=lambda: self.unwritable,
             on_ended=self._ended,
         )
         self._drivers[job_id] = driver
@@ -706,7 +758,7 @@ class Jobs:
         self._tasks[job_id] = task
         return driver
 
-    async def _recover_all(self, storage: Storage) -> None:
+    async def _recover_all(self, storage: WaitingStorage) -> None:
         try:
             jobs = await storage.load()
         except DeposedError:
@@ -716,7 +768,7 @@ class Jobs:
         for job_id, records in jobs.items():
             await self._recover(storage, job_id, records)
 
-    async def _recover(self, storage: Storage, job_id: str, records: Sequence[r.Record]) -> None:
+    async def _recover(self, storage: WaitingStorage, job_id: str, records: Sequence[r.Record]) -> None:
         own = job_id == self._settings.job_id
         if not own and not self._settings.serve:
             LOG.warning("the journal also holds job %s, which this scheduler leaves alone", job_id)
@@ -783,6 +835,8 @@ class Jobs:
             return
         text = str(error) if isinstance(error, SchedulerError) else f"fault in the scheduler: {error!r}"
         LOG.error("job %s stopped: %s", driver.job_id, text, exc_info=error)
+        if isinstance(error, JournalUnavailableError | DeposedError) and not self.journal_lost.done():
+            self.journal_lost.set_result(error)  # all other jobs' as well
         if driver.job_id == self._settings.job_id and not self.own_job_over.done():
             fault = (
                 error if isinstance(error, SchedulerError) else SchedulerError(f"Job {driver.job_id}: {text}")

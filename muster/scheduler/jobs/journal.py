@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -38,7 +39,7 @@ from muster.rendezvous.files import beside, open_regular, remove_left
 from muster.rendezvous.messages import BEFORE_VERSIONS, is_later_series
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
-from muster.scheduler.errors import SchedulerError
+from muster.scheduler.errors import NoSpaceError, SchedulerError
 from muster.version import __version__
 
 LOG = logging.getLogger("scheduler")
@@ -54,6 +55,11 @@ OLD_VERSION = 1
 
 COMPACT_RECORDS = 256
 """Number of a job's records after which one snapshot replaces them."""
+
+PROBE_BYTES = 64 * 1024
+"""As much is written to find out whether there is space: more than what SQLite wants for a few records."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum TEXT NOT NULL) WITHOUT ROWID;
@@ -87,6 +93,10 @@ class JournalError(SchedulerError):
 
 class JournalUnreadableError(JournalError):
     """The file cannot be opened, read or written."""
+
+
+class JournalFullError(JournalUnreadableError, NoSpaceError):
+    """Its disk is full, or a quota is: nothing was written."""
 
 
 class JournalBusyError(JournalError):
@@ -138,7 +148,9 @@ class InThread:
 
     async def load(self) -> Mapping[str, Sequence[Record]]:
         """See :class:`muster.scheduler.jobs.driver.Storage`."""
-        self._files = files = await self._run(self._open_files)
+        if self._files is None:
+            self._files = await self._run(self._open_files)
+        files = self._files
         return {job_id: await self._run(files.load, job_id) for job_id in await self._run(files.job_ids)}
 
     async def append(self, job_id: str, records: Sequence[Record]) -> None:
@@ -186,8 +198,13 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                     self._upgrade(owner)
                 self._inspect(owner)
                 self._connection = self._open()
-                self._note_version()
-                self._appended = {job_id: len(kept) for job_id, kept in self._read(self._connection).items()}
+                try:
+                    self._note_version()
+                    kept = self._read(self._connection)
+                except BaseException:
+                    self._connection.close()
+                    raise
+                self._appended = {job_id: len(records) for job_id, records in kept.items()}
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -196,15 +213,17 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         """Writes records down in one commit; they survive a crash once this returns.
 
         Raises:
-            JournalError: nothing of them was written (disk full, say).
+            JournalFullError: nothing of them was written; they may be appended again when there is space.
+            JournalError: nothing of them was written.
         """
         texts = [_text(record) for record in records]
         with self._as_journal_errors():
             with self._transaction() as connection:
                 _insert(connection, job_id, texts)
             self._appended[job_id] = self._appended.get(job_id, 0) + len(texts)
-            if self._appended[job_id] >= COMPACT_RECORDS:
-                self._compact(job_id)
+        if self._appended[job_id] >= COMPACT_RECORDS:
+            with contextlib.suppress(JournalFullError), self._as_journal_errors():
+                self._compact(job_id)  # else with the next record: these are written
 
     def load(self, job_id: str) -> list[Record]:
         """All records of a job, in the order in which they were appended.
@@ -441,17 +460,18 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def _compact(self, job_id: str) -> None:
         """Puts one snapshot in the place of a job's records, if its generation stands and they make sense."""
-        self._appended[job_id] = 0
         ledger = Ledger()
         try:
             for record in self._read(self._connection)[job_id]:
                 ledger.apply(record)
         except (KeyError, AttributeError, TypeError):
+            self._appended[job_id] = 0
             return  # recovery says so; nothing may be lost here
         if ledger.established and ledger.outcome is None:
             with self._transaction() as connection:
                 _delete(connection, job_id)
                 _insert(connection, job_id, [_text(ledger.snapshot())])
+        self._appended[job_id] = 0
 
     def _damaged(self, what: str) -> JournalDamagedError:
         return JournalDamagedError(
@@ -466,16 +486,39 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             yield
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
-                raise self._unreadable(str(error)) from error
+                raise self._unreadable(str(error), full=self._is_full(error)) from error
             raise self._damaged(str(error)) from error
         except OSError as error:
-            raise self._unreadable(error.strerror or str(error)) from error
+            raise self._unreadable(error.strerror or str(error), full=error.errno in _NO_SPACE) from error
 
-    def _unreadable(self, what: str) -> JournalUnreadableError:
-        return JournalUnreadableError(
+    def _is_full(self, error: sqlite3.OperationalError) -> bool:
+        """Whether it is space that SQLite lacks. Of a quota it only says that writing failed."""
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+            return code == sqlite3.SQLITE_FULL
+        name = beside(self.path)
+        try:
+            probe = open_regular(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                left = PROBE_BYTES
+                while left:
+                    left -= os.write(probe, bytes(left))
+                os.fsync(probe)
+            finally:
+                os.close(probe)
+                name.unlink(missing_ok=True)
+        except OSError as obstacle:
+            return obstacle.errno in _NO_SPACE
+        return False
+
+    def _unreadable(self, what: str, *, full: bool = False) -> JournalUnreadableError:
+        kind = JournalFullError if full else JournalUnreadableError
+        return kind(
             self.path,
             f"cannot be used: {what}",
-            "See to permissions and free space, or choose another MS_RECOVERY_PATH.",
+            "Make space on its disk."
+            if full
+            else "See to permissions and free space, or choose another MS_RECOVERY_PATH.",
         )
 
 

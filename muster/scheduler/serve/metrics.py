@@ -75,6 +75,11 @@ class SchedulerCollector:
         yield GaugeMetricFamily(
             "muster_leader", "1 if this scheduler leads, 0 if it stands by for another.", float(self._leads())
         )
+        yield GaugeMetricFamily(
+            "muster_journal_unwritable",
+            "1 while no record can be written for want of space: joins and losses wait.",
+            float(bool(self._jobs.unwritable)),
+        )
         yield GaugeMetricFamily("muster_sessions", "Open worker streams.", len(self._sessions.all))
         for name, meaning, label, counts in (
             ("muster_refusals", "Workers and calls turned away.", "code", self._recorder.refusals),

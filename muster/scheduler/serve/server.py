@@ -33,7 +33,8 @@ from muster.scheduler.core import records as r
 from muster.scheduler.core.ledger import count
 from muster.scheduler.errors import BindError, JobFailedError
 from muster.scheduler.jobs.adoption import AdoptingJob
-from muster.scheduler.jobs.driver import Jobs, Storage
+from muster.scheduler.jobs.driver import Jobs
+from muster.scheduler.jobs.storage import Storage
 from muster.scheduler.serve import listen
 from muster.scheduler.serve.credentials import check_may_listen
 from muster.scheduler.serve.health import GuardedHealth
@@ -52,6 +53,7 @@ all of them finds nothing. With 5,000 workers the collector's own took 7 % of th
 
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
+HEALTH_INTERVAL_S = 0.25
 EXIT_LIMIT_S = 60
 """How long the shutdown may take, in seconds: tens of seconds on a busy machine."""
 
@@ -215,7 +217,8 @@ async def _serve(
             if not await _stand_by(leadership, security, stop):
                 return 0 if settings.serve else 128 + stop.result()
             at_end.callback(asyncio.ensure_future(leadership.keep()).cancel)
-        await jobs.open()
+        if not await _opened(jobs, stop):
+            return 0 if settings.serve else 128 + stop.result()
         server = grpc.aio.server(options=grpc_options(settings.node_timeout_s))
         at_end.push_async_callback(server.stop, 0.1)
         store = StoreService(jobs, access, recorder)
@@ -227,7 +230,7 @@ async def _serve(
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         port = _bind(server, addresses, settings.port, tls)
         await server.start()
-        await health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        at_end.callback(asyncio.ensure_future(_keep_health_true(health_servicer, jobs)).cancel)
         at_end.push_async_callback(_say_goodbye, health_servicer, jobs, sessions)
         at_end.push_async_callback(watching.close)
         if security is not None and tls is not None:
@@ -252,6 +255,26 @@ async def _stand_by(leadership: Leadership, security: Follower | None, stop: asy
     return False
 
 
+async def _opened(jobs: Jobs, stop: asyncio.Future[int]) -> bool:
+    """Opens the jobs, for which the journal may want space; False: it was asked to stop before."""
+    opening = asyncio.ensure_future(jobs.open())
+    waits: set[asyncio.Future[Any]] = {opening, stop}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if opening.done():
+        opening.result()
+        return True
+    opening.cancel()
+    return False
+
+
+async def _keep_health_true(health_servicer: GuardedHealth, jobs: Jobs) -> None:
+    """Says that it serves while it can write what it decides, and not otherwise."""
+    while True:
+        status = health_pb2.HealthCheckResponse
+        await health_servicer.set(SERVICE, status.NOT_SERVING if jobs.unwritable else status.SERVING)
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
 async def _say_goodbye(health_servicer: GuardedHealth, jobs: Jobs, sessions: Sessions) -> None:
     """Notifies systemd, health checkers and workers that the scheduler is stopping."""
     systemd.notify(systemd.STOPPING, os.environ)
@@ -268,7 +291,7 @@ async def _until_over(
     stop: asyncio.Future[int],
     leadership: Leadership | None,
 ) -> int:
-    waits: set[asyncio.Future[Any]] = {stop} if settings.serve else {stop, jobs.own_job_over}
+    waits: set[asyncio.Future[Any]] = {stop, jobs.journal_lost if settings.serve else jobs.own_job_over}
     if leadership is not None:
         waits.add(leadership.deposed)
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -283,6 +306,8 @@ async def _until_over(
         return 0
     if leadership is not None and leadership.deposed.done():
         raise leadership.depose(leadership.deposed.result())
+    if settings.serve and jobs.journal_lost.done() and not stop.done():
+        raise jobs.journal_lost.result()
     number = stop.result()
     LOG.info("stopping on %s; workers that train go on by themselves", signal.Signals(number).name)
     return 0 if settings.serve else 128 + number

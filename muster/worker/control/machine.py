@@ -205,6 +205,12 @@ class Link:
         self._report_interval_s = min(2 * self._report_interval_s, self._timing.report_last_s)
         self.report_at = now + self._report_interval_s
 
+    def put_off(self, now: float) -> None:
+        """Notes that the scheduler is there, and can neither welcome nor refuse anybody for now."""
+        if self.away_since is not None:
+            self.away_since = now
+            self.reported(now)
+
     def close(self) -> None:
         """No further attempts."""
         self.open = self.settled = False
@@ -596,6 +602,10 @@ class Membership:
             self._waiting_sentence = message.sentence
             over = self._running and message.present >= message.needed
             self._notices.append(e.LogLine(message.sentence, waits=not over))
+        if message.undecided:  # what it has not said yet means nothing
+            self._link.put_off(self._now)
+            if self._suspicion_since is not None:
+                self._suspicion_since = self._now
         if message.finished_ranks and self._suspicion_since is not None and self._suspicion is None:
             self._end_suspicion(message.finished_ranks[0], message.sentence)
 

@@ -431,6 +431,23 @@ def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> 
     assert decision.records == () and "No progress" not in decision.reason
 
 
+def test_while_nothing_can_be_written_no_silence_counts_and_no_wait_runs_out() -> None:
+    job = Machine("red", SETTINGS)
+    history(job, join(1, "a"))
+    job.step(e.HeldUp(300.0), 300.0)
+    assert job.step(e.Tick(), 302.0).records == ()  # MS_TOPO_TIMEOUT, 30 s, has not run meanwhile
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    job.step(e.HeldUp(300.0), 300.0)
+    assert not is_removed(job.step(e.Tick(), 304.9))
+    assert is_removed(job.step(e.Tick(), 305.0))
+
+
+def test_a_stream_that_ended_while_nothing_could_be_written_was_that_of_one_that_died() -> None:
+    job, _ = running(replace(SETTINGS, worker_min=1))
+    job.step(e.HeldUp(300.0), 300.0)
+    assert is_removed(job.step(e.SessionLost(2, "reset"), 300.0))
+
+
 def test_what_the_scheduler_did_not_read_costs_the_group_no_time_to_be_built() -> None:
     job = Machine("red", SETTINGS)
     history(job, join(1, "a"), join(2, "b"))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from muster.rendezvous.v1 import etcd_pb2 as pb
-from muster.scheduler.etcd.api import EtcdRefusedError, EtcdUnreachableError
+from muster.scheduler.etcd.api import EtcdFullError, EtcdRefusedError, EtcdUnreachableError
 
 COMPARED = {0: "version", 1: "create_revision", 2: "mod_revision", 3: "value", 4: "lease"}
 
@@ -19,6 +19,7 @@ class Store:
 
     Attributes:
         on_put: called with each key and value that is written.
+        is_full: whether its quota is reached: then it writes nothing, and grants no lease.
         members_behind: state that a read without a quorum would be answered from.
     """
 
@@ -27,6 +28,7 @@ class Store:
         self.revision = 1
         self.pairs: dict[bytes, pb.KeyValue] = {}
         self.leases: dict[int, float] = {}
+        self.is_full: Callable[[], bool] = lambda: False
         self.on_put: Callable[[bytes, bytes], None] = lambda key, value: None
         self.deletions: list[tuple[bytes, int]] = []
         self._lasts: dict[int, int] = {}
@@ -67,6 +69,8 @@ class Store:
 
     def transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
         self.expire()
+        if any(op.HasField("request_put") for op in (*request.success, *request.failure)):
+            self._check_space()
         held = all(map(self._holds, request.compare))
         operations = request.success if held else request.failure
         changes = any(op.WhichOneof("request") != "request_range" for op in operations)
@@ -105,7 +109,13 @@ class Store:
             self._drop(key)
         return pb.ResponseOp(response_delete_range=pb.DeleteRangeResponse(deleted=len(keys)))
 
+    def _check_space(self) -> None:
+        if self.is_full():
+            text = "etcd at e:2379 refuses: etcdserver: mvcc: database space exceeded."
+            raise EtcdFullError(text, code="RESOURCE_EXHAUSTED")
+
     def grant(self, ttl_s: int) -> int:
+        self._check_space()
         lease = 7_000 + self.revision * 1_000 + len(self._lasts)
         self._lasts[lease] = ttl_s
         self.leases[lease] = self.now() + ttl_s

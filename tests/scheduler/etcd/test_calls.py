@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from muster.rendezvous.v1 import etcd_pb2 as pb
-from muster.scheduler.etcd.api import EtcdRefusedError, EtcdUnreachableError
+from muster.scheduler.etcd.api import EtcdError, EtcdFullError, EtcdRefusedError, EtcdUnreachableError
 from muster.scheduler.etcd.calls import EtcdCalls
 from tests.waiting import go
 
@@ -118,15 +118,18 @@ def test_the_next_member_is_asked_after_one_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "lasts"),
+    ("code", "text", "kind"),
     [
-        (grpc.StatusCode.PERMISSION_DENIED, "etcdserver: permission denied", True),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", True),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: too many requests", False),
-        (grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: revision of auth store is old", False),
+        (grpc.StatusCode.PERMISSION_DENIED, "etcdserver: permission denied", EtcdRefusedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "grpc: received message larger than max", EtcdRefusedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", EtcdFullError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: too many requests", EtcdUnreachableError),
+        (grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: revision of auth store is old", EtcdUnreachableError),
     ],
 )
-def test_what_etcd_refuses_for_now_is_tried_again(code: grpc.StatusCode, text: str, lasts: bool) -> None:
+def test_what_etcd_refuses_for_now_is_told_from_what_it_refuses(
+    code: grpc.StatusCode, text: str, kind: type[EtcdError]
+) -> None:
     """Its administrator may give another job a role at any moment; no leader falls for that."""
 
     async def test() -> None:
@@ -134,8 +137,9 @@ def test_what_etcd_refuses_for_now_is_tried_again(code: grpc.StatusCode, text: s
         member.refuses = (code, text)
         async with member.serving() as port:
             calls = EtcdCalls([("127.0.0.1", port)], None)
-            with pytest.raises(EtcdRefusedError if lasts else EtcdUnreachableError):
+            with pytest.raises(EtcdError) as raised:
                 await calls.transact(pb.TxnRequest())
+            assert type(raised.value) is kind
             await calls.close()
 
     go(test())

@@ -14,6 +14,7 @@ from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.errors import DeposedError
 from muster.scheduler.etcd import journal as module
 from muster.scheduler.etcd import leadership
+from muster.scheduler.etcd.api import EtcdFullError, EtcdRefusedError
 from muster.scheduler.etcd.journal import COMPACT_RECORDS, EtcdJournal, EtcdJournalDamagedError
 from tests.scheduler.etcd.store import Direct
 from tests.scheduler.etcd.test_leadership import Rig
@@ -105,6 +106,114 @@ def test_a_batch_whose_answer_does_not_come_is_written_once(how: str) -> None:
         assert len(api.asked) == 8
         assert api.asked[0] == api.asked[1] == api.asked[3]
         assert list(await what_stands(rig)) == [record for batch in BATCHES for record in batch]
+
+    go(test())
+
+
+@pytest.mark.parametrize("how", ["", "lost"])
+@pytest.mark.parametrize("length", [3, 2 * COMPACT_RECORDS])
+def test_what_finds_no_space_is_written_once_when_there_is_some(how: str, length: int) -> None:
+    """Snapshots as well, and where the answer to an earlier try was lost."""
+
+    async def test() -> None:
+        rig = Rig()
+        journal, api = await leader(rig)
+        records = history(length + 1) if length > 3 else [record for batch in BATCHES for record in batch]
+        transact = api.transact
+
+        async def carried_out_unheard(request: Any) -> Any:
+            api.transact = transact  # type: ignore[method-assign]
+            api.lost = 1
+            try:
+                return await transact(request)
+            finally:
+                rig.store.is_full = lambda: True
+
+        for record in records:
+            if how:
+                api.transact = carried_out_unheard  # type: ignore[method-assign]
+            else:
+                rig.store.is_full = lambda: True
+            with pytest.raises(EtcdFullError, match="space exceeded"):
+                await journal.append(JOB, [record])
+            rig.store.is_full = lambda: False
+            await journal.append(JOB, [record])
+        wanted, got = Ledger(), Ledger()
+        for record in records:
+            wanted.apply(record)
+        found = await what_stands(rig)
+        for record in found:
+            got.apply(record)
+        assert got == wanted
+        assert len(found) <= COMPACT_RECORDS
+
+    go(test())
+
+
+def test_a_snapshot_that_was_written_unheard_when_space_ran_out_is_not_taken_for_anothers() -> None:
+    async def test() -> None:
+        rig = Rig()
+        journal, api = await leader(rig)
+        records = history(COMPACT_RECORDS)
+        for record in records[:-1]:
+            await journal.append(JOB, [record])
+        transact, begun = api.transact, len(api.asked)
+
+        async def full_after_the_snapshot(request: Any) -> Any:
+            api.lost = int(len(api.asked) == begun + 1)
+            try:
+                return await transact(request)
+            finally:
+                full = len(api.asked) > begun + 1
+                rig.store.is_full = lambda: full
+
+        api.transact = full_after_the_snapshot  # type: ignore[method-assign]
+        await journal.append(JOB, records[-1:])
+        api.transact = transact  # type: ignore[method-assign]
+        assert len(rig.store.pairs) == 4  # it was written
+        more = r.Admitted(candidate("late"))
+        with pytest.raises(EtcdFullError):
+            await journal.append(JOB, [more])
+        rig.store.is_full = lambda: False
+        await journal.append(JOB, [more])
+        assert (await what_stands(rig))[1:] == [more]
+
+    go(test())
+
+
+@pytest.mark.parametrize("way", ["write", "speak", "read"])
+def test_who_is_refused_alone_gives_the_lead_up(way: str) -> None:
+    async def test() -> None:
+        rig = Rig()
+        journal, api = await leader(rig)
+        remedy = "Give it its role."
+
+        async def refuse(_: Any) -> Any:
+            raise EtcdRefusedError(
+                "etcd at a:2379 refuses: permission denied.", code="PERMISSION_DENIED", remedy=remedy
+            )
+
+        api.transact = api.read = refuse  # type: ignore[method-assign, assignment]
+        with pytest.raises(DeposedError, match=r"permission denied\. Give it its role\.") as raised:
+            if way == "read":
+                await journal.load()
+            else:
+                await journal.append(JOB, BATCHES[0] if way == "write" else ())
+        assert raised.value.exit_code == 75
+
+    go(test())
+
+
+def test_who_leads_no_more_does_not_wait_for_space() -> None:
+    async def test() -> None:
+        rig = Rig()
+        claim, _ = rig.process("one")
+        await claim.campaign()
+        journal = EtcdJournal(claim)
+        rig.store.is_full = lambda: True
+        claim.depose("its lease has ended")
+        with pytest.raises(DeposedError, match="its lease has ended"):
+            await journal.append(JOB, BATCHES[0])
 
     go(test())
 

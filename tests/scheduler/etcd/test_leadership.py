@@ -11,7 +11,7 @@ from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.errors import DeposedError, SettingsError
 from muster.scheduler.etcd import leadership as module
 from muster.scheduler.etcd.api import EtcdRefusedError, delete, put
-from muster.scheduler.etcd.leadership import LEASE_S, STEP_DOWN_S, LaterVersionError, Leadership
+from muster.scheduler.etcd.leadership import LEASE_S, RENEW_S, STEP_DOWN_S, LaterVersionError, Leadership
 from muster.version import __version__
 from tests.scheduler.etcd.store import Direct, Store
 from tests.waiting import go, until
@@ -304,5 +304,31 @@ def test_who_is_not_allowed_says_so_instead_of_standing_by() -> None:
         one = Leadership(Forbidden(rig.store), b"/muster/job", "one", rig.clock)
         with pytest.raises(EtcdRefusedError, match="permission denied"):
             await one.campaign()
+
+    go(test())
+
+
+def test_a_standby_waits_for_space_and_leads_then(caplog: pytest.LogCaptureFixture) -> None:
+    """However often it were started, nobody could lead; systemd would give it up."""
+
+    async def test() -> None:
+        rig = Rig()
+        (one, _), (other, _) = rig.process("one"), rig.process("other")
+        await one.campaign()
+        waiting = asyncio.ensure_future(other.campaign())
+        await until(lambda: other.stood_by)
+        rig.store.is_full = lambda: True
+        keeping = asyncio.ensure_future(one.keep())  # for which etcd needs no space
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+            rig.clock.now += RENEW_S
+        assert one.leads
+        keeping.cancel()
+        rig.clock.now += LEASE_S + 0.1
+        await until(lambda: "Standing by until there is space." in caplog.text)
+        assert not waiting.done()
+        rig.store.is_full = lambda: False
+        await waiting
+        assert other.leads
 
     go(test())

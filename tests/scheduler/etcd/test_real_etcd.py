@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from muster.bench.failover.etcd import EtcdCluster, make_keys
+from muster.bench.failover.space import QUOTA_BYTES
 from muster.bench.launches import MUSTER, ROOT, environment
 from muster.certs.runtime.store import Credentials, load_credentials
 from muster.rendezvous.v1 import etcd_pb2 as pb
@@ -24,8 +25,9 @@ from muster.scheduler.etcd.api import EtcdRefusedError, EtcdUnreachableError, de
 from muster.scheduler.etcd.calls import EtcdCalls
 from muster.scheduler.etcd.journal import COMPACT_RECORDS, EtcdJournal
 from muster.scheduler.etcd.leadership import LEASE_S, RENEW_S, Leadership
+from muster.scheduler.jobs.storage import WaitingStorage
 from tests.scheduler.etcd.test_journal import BATCHES, JOB, history, noise
-from tests.waiting import go
+from tests.waiting import go, until
 
 pytestmark = [
     pytest.mark.system,
@@ -251,6 +253,68 @@ def test_a_scheduler_says_that_a_later_version_has_led_and_ends(rig: Rig) -> Non
         go(set_version(delete(key, end_of(key))))
     assert done.returncode == 2
     assert f"Muster 99.0.0 has led under /muster/{WORKER_JOB} in etcd" in done.stderr
+
+
+def test_a_leader_that_may_not_write_its_records_gives_the_lead_up(rig: Rig) -> None:
+    """Its lease it could renew for ever, and nobody else would lead."""
+
+    def permit(verb: str, *what: str) -> None:
+        role = f"muster-{WORKER_JOB}"
+        rig.cluster.ctl("--user", "root:for-root", "role", f"{verb}-permission", "--prefix=true", role, *what)
+
+    async def test() -> None:
+        claim = rig.process("one")
+        journal = await leads(claim)
+        keeping = asyncio.ensure_future(claim.keep())
+        permit("grant", "readwrite", f"{claim.prefix.decode()}/leader")
+        permit("revoke", f"{claim.prefix.decode()}/")
+        try:
+            with pytest.raises(DeposedError, match=r"permission denied.*muster certs etcd"):
+                await journal.append(JOB, BATCHES[0])
+        finally:
+            permit("grant", "readwrite", f"{claim.prefix.decode()}/")
+        await keeping
+        assert not claim.leads
+        await journal.close()
+
+    go(test())
+
+
+def test_a_journal_waits_for_space_under_its_lease_and_a_standby_for_both(tmp_path: Path) -> None:
+    """A quota that is reached, and what an administrator does about it."""
+    keys = tmp_path / "keys"
+    make_keys(keys, "127.0.0.1", job=WORKER_JOB)
+    with EtcdCluster(tmp_path / "data", keys / "etcd", size=1, quota_bytes=QUOTA_BYTES) as cluster:
+
+        async def test() -> None:
+            small = Rig(cluster, keys)
+            one, other = small.process("one"), small.process("other")
+            storage = WaitingStorage(await leads(one), asyncio.get_running_loop().time)
+            keeping = asyncio.ensure_future(one.keep())
+            following = asyncio.ensure_future(leads(other))
+            await until(lambda: other.stood_by)
+            await asyncio.to_thread(cluster.fill)
+            writing = asyncio.ensure_future(storage.append(JOB, BATCHES[0]))
+            await until(lambda: "space exceeded" in storage.unwritable)
+            await asyncio.sleep(LEASE_S + 2 * RENEW_S)  # as long as the lease would last
+            assert one.leads and not writing.done()
+            await asyncio.to_thread(cluster.make_space)
+            await writing
+            assert storage.unwritable == ""
+            await asyncio.to_thread(cluster.fill)
+            keeping.cancel()
+            await one.resign()
+            await asyncio.sleep(2 * RENEW_S)
+            assert not following.done()  # nobody can lead, and none gives up
+            await asyncio.to_thread(cluster.make_space)
+            await following
+            await other.resign()
+            last = small.process("last")
+            found = await (await leads(last)).load()
+            assert list(found[JOB]) == list(BATCHES[0])
+            await last.resign()
+
+        go(test())
 
 
 def _scheduler(rig: Rig, job: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import DeposedError, SchedulerError, StoppingError, TooSlowError
 from muster.scheduler.jobs.driver import DOUBT_S, MAX_WAITING_MESSAGES, PULSE_S, JobDriver, Note, Session
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
-from tests.waiting import go
+from tests.waiting import go, until
 
 
 class Rig:
@@ -30,7 +30,15 @@ class Rig:
         self.disk = asyncio.Event()
         self.disk.set()
         self.disk_error: Exception | None = None
-        self.driver = JobDriver("job", self.job, self.clock, self.make_durable, self.notes.append)
+        self.unwritable = ""
+        self.driver = JobDriver(
+            "job",
+            self.job,
+            self.clock,
+            self.make_durable,
+            self.notes.append,
+            unwritable=lambda: self.unwritable,
+        )
         self.task = asyncio.ensure_future(self.driver.run())
 
     async def make_durable(self, records: Sequence[r.Record]) -> None:
@@ -109,6 +117,58 @@ def test_a_disk_that_fails_lets_nothing_out_and_ends_the_streams() -> None:
             await rig.task
         with pytest.raises(StoppingError):
             await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+
+    go(test())
+
+
+def test_workers_hear_each_second_why_nothing_comes_and_the_machine_how_long_that_took() -> None:
+    async def test() -> None:
+        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate()), reason="welcome"))
+        session = rig.session(1)
+        rig.disk.clear()
+        rig.unwritable = "its disk is full."
+        joining = asyncio.ensure_future(rig.driver.submit(e.Joined(1, candidate())))
+        await until(lambda: rig.job.seen)
+        waiting = asyncio.ensure_future(rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0)))
+        told = []
+        for _ in range(600):
+            await asyncio.sleep(0)
+            rig.clock.advance(PULSE_S)
+            while session.next_size():
+                told.append(pb.SchedulerMessage.FromString(await session.next() or b"").waiting)
+        assert len(told) == 300
+        assert all(each.undecided and "its disk is full" in each.sentence for each in told)
+        assert all(each.present >= each.needed for each in told)  # nobody is awaited
+        assert not joining.done() and len(rig.job.seen) == 1
+        assert "its disk is full" in rig.driver.view().reason
+        rig.unwritable = ""
+        rig.disk.set()
+        await joining
+        await waiting
+        over = pb.SchedulerMessage.FromString(await session.next() or b"").waiting
+        assert over.sentence and not over.undecided
+        assert kind(await session.next()) == "welcome"
+        assert rig.job.events()[1:] == [e.HeldUp(300.0), e.Heard(1, 0, 0, 0, 0.0)]
+        assert "its disk is full" not in rig.driver.view().reason
+        await rig.close()
+
+    go(test())
+
+
+def test_a_process_that_stood_still_while_it_wrote_says_that_and_not_that_it_waited() -> None:
+    async def test() -> None:
+        rig = Rig(reply(m.Welcome(1, 5, 60), r.Admitted(candidate())))
+        rig.session(1)
+        rig.disk.clear()
+        joining = asyncio.ensure_future(rig.driver.submit(e.Joined(1, candidate())))
+        await until(lambda: rig.job.seen)
+        rig.clock.advance(PULSE_S)
+        rig.clock.advance(8.0)
+        rig.disk.set()
+        await joining
+        await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
+        assert rig.job.events()[1:3] == [e.HeldUp(PULSE_S), e.StoodStill(8.0)]
+        await rig.close()
 
     go(test())
 

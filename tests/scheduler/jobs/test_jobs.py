@@ -13,12 +13,12 @@ from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.ledger import Ledger
-from muster.scheduler.errors import JournalUnavailableError, LimitError, NotFoundError
+from muster.scheduler.errors import JournalUnavailableError, LimitError, NoSpaceError, NotFoundError
 from muster.scheduler.jobs import driver as jobs_module
 from muster.scheduler.jobs.driver import Jobs, Note, Session, UnknownJobError
 from muster.scheduler.jobs.journal import InThread
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
-from tests.waiting import go
+from tests.waiting import go, until
 
 
 class MemoryStorage:
@@ -30,18 +30,23 @@ class MemoryStorage:
         self.error: Exception | None = None
 
     def append(self, job_id: str, records: Sequence[r.Record]) -> None:
-        if self.error is not None:
-            raise self.error
+        self._check()
         self.records.setdefault(job_id, []).extend(records)
 
     def load(self, job_id: str) -> Sequence[r.Record]:
+        self._check()
         return self.records[job_id]
 
     def job_ids(self) -> Sequence[str]:
         return list(self.records)
 
     def forget(self, job_id: str) -> None:
+        self._check()
         del self.records[job_id]
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def close(self) -> None:
         self.closed = True
@@ -273,6 +278,86 @@ def test_a_journal_that_fails_later_ends_the_own_job() -> None:
             await rig.jobs.get("default").submit(e.Joined(1, candidate()))
         with pytest.raises(JournalUnavailableError, match="disk full"):
             await rig.jobs.own_job_over
+        await rig.jobs.close()
+
+    go(test())
+
+
+@pytest.mark.parametrize("serve", [False, True], ids=["one job", "--serve"])
+def test_a_job_waits_for_space_and_goes_on(serve: bool) -> None:
+    async def test() -> None:
+        storage = MemoryStorage()
+        rig = Rig(storage, serve=serve)
+        await rig.jobs.open()
+        storage.error = NoSpaceError("The disk is full.")
+        driver = await rig.jobs.for_join("default", fresh=True)
+        driver.admit(Session(1, Caller("x")))
+        joining = asyncio.ensure_future(driver.submit(e.Joined(1, candidate())))
+        await until(lambda: rig.jobs.unwritable)
+        assert rig.jobs.unwritable == "The disk is full."
+        assert storage.records == {}
+        storage.error = None
+        await joining
+        assert rig.jobs.unwritable == ""
+        assert storage.records == {"default": [r.Admitted(candidate())]}
+        assert not rig.jobs.own_job_over.done() and not rig.jobs.journal_lost.done()
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_without_space_the_start_waits_and_can_be_given_up() -> None:
+    async def test() -> None:
+        storage = MemoryStorage(default=[r.JobOpened("default", 2, 2)])
+        storage.error = NoSpaceError("The disk is full.")
+        rig = Rig(storage)
+        opening = asyncio.ensure_future(rig.jobs.open())
+        await until(lambda: rig.jobs.unwritable)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert rig.jobs.unwritable == ""
+        storage.error = None
+        await rig.jobs.open()
+        assert rig.recovered == [("default", 1)]
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_a_job_begins_anew_only_once_the_old_one_is_gone_from_the_journal() -> None:
+    async def test() -> None:
+        storage = MemoryStorage()
+        rig = Rig(storage, serve=True)
+        await rig.jobs.open()
+        old = await rig.jobs.for_join("red", fresh=True)
+        await old.submit(e.LeftCleanly(1, 0, True, "done"))
+        storage.error = NoSpaceError("The disk is full.")
+        joins = [asyncio.ensure_future(rig.jobs.for_join("red", fresh=True)) for _ in range(2)]
+        await until(lambda: rig.jobs.unwritable)
+        assert not any(each.done() for each in joins)
+        storage.error = None
+        one, other = [await each for each in joins]
+        assert one is other is not old
+        assert storage.records == {}
+        await rig.jobs.close()
+
+    go(test())
+
+
+@pytest.mark.parametrize("serve", [False, True], ids=["one job", "--serve"])
+def test_a_journal_that_is_lost_for_another_reason_is_told(serve: bool) -> None:
+    async def test() -> None:
+        storage = MemoryStorage()
+        rig = Rig(storage, serve=serve)
+        await rig.jobs.open()
+        storage.error = PermissionError("not allowed.")
+        driver = await rig.jobs.for_join("default", fresh=True)
+        driver.admit(Session(1, Caller("x")))
+        with pytest.raises(Exception, match="stopping"):
+            await driver.submit(e.Joined(1, candidate()))
+        assert "not allowed" in str(await rig.jobs.journal_lost)
+        assert rig.jobs.unwritable == ""
         await rig.jobs.close()
 
     go(test())

@@ -10,7 +10,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,13 @@ from muster.scheduler.jobs.journal import (
     JournalBusyError,
     JournalDamagedError,
     JournalError,
+    JournalFullError,
     JournalOwnerError,
     JournalUnreadableError,
     JournalVersionError,
 )
 from muster.version import __version__
+from tests.disks import filled, mounted_disk, small_disk
 
 CANDIDATE = m.Candidate(
     node_id="knoten-ü7",
@@ -133,6 +136,74 @@ def test_a_failed_append_leaves_nothing_of_it(tmp_path: Path) -> None:
         with pytest.raises(TypeError):
             journal.append("default", [RECORDS[1], object()])  # type: ignore[list-item]
         assert journal.load("default") == [RECORDS[0]]
+
+
+@contextlib.contextmanager
+def no_space(disk: str, folder: Path) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """A folder on a disk, and what takes its space away."""
+    if disk == "mounted":
+        with mounted_disk(folder) as at:
+            yield lambda: filled(at)
+    else:
+        folder.mkdir()
+        yield lambda: small_disk(1000)
+
+
+@pytest.mark.parametrize("disk", ["mounted", "limited"])
+def test_what_finds_no_space_is_appended_once_when_there_is_some(
+    disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "COMPACT_RECORDS", 20)
+    steps = generations(range(20))
+    with no_space(disk, tmp_path / "disk") as taken:
+        with Journal(tmp_path / "disk" / "j") as journal:
+            for number, step in enumerate(steps):
+                if number % 5 == 0:
+                    with taken():
+                        for _ in range(3):
+                            with pytest.raises(JournalFullError, match="cannot be used"):
+                                journal.append("default", step)
+                journal.append("default", step)
+        with Journal(tmp_path / "disk" / "j") as journal:
+            assert folded(journal.load("default")) == folded(record for step in steps for record in step)
+
+
+@pytest.mark.parametrize("disk", ["mounted", "limited"])
+def test_a_start_that_finds_no_space_can_be_tried_again(disk: str, tmp_path: Path) -> None:
+    path = tmp_path / "disk" / "j"
+    with no_space(disk, tmp_path / "disk") as taken:
+        with taken(), pytest.raises(JournalFullError):
+            Journal(path)
+        with Journal(path) as journal:
+            journal.append("default", RECORDS[:1])
+        set_writer(path, "0.1.9")  # which is noted, and takes a write
+        with taken(), pytest.raises(JournalFullError):
+            Journal(path)
+        with Journal(path) as journal:
+            assert journal.load("default") == [RECORDS[0]]
+
+
+def test_records_are_not_refused_because_their_snapshot_finds_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would be appended twice."""
+    monkeypatch.setattr(journals, "COMPACT_RECORDS", 81)
+    *steps, last = [*generations(range(20)), [r.GenerationEnded(20, "x")]]
+    refused = []
+    with mounted_disk(tmp_path / "disk") as disk:
+        for pages_left in range(0, 24, 2):
+            path = disk / f"{pages_left}.j"
+            with Journal(path) as journal:
+                for step in steps:
+                    journal.append("default", step)
+                with filled(disk, 4096 * pages_left):
+                    try:
+                        journal.append("default", last)
+                    except JournalFullError:
+                        refused.append(pages_left)
+                assert bool(journal.load("default")[-1] == last[0]) != (pages_left in refused)
+            path.unlink()
+    assert refused and len(refused) < 12
 
 
 def test_a_second_scheduler_is_turned_away_and_the_first_goes_on(tmp_path: Path) -> None:

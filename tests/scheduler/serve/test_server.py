@@ -21,6 +21,7 @@ from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.scheduler.serve import listen
 from muster.scheduler.serve.server import grpc_options
 from tests.scheduler.processes import (
+    WAIT_S,
     Pki,
     Scheduler,
     Stream,
@@ -125,6 +126,40 @@ def test_serving_several_jobs_each_at_its_own_size() -> None:
         assert running.wait() == 0
         for stream in (*second, *again, *first):
             stream.end()
+
+
+@pytest.mark.parametrize("serve", [(), ("--serve",)], ids=["one job", "--serve"])
+def test_a_journal_that_breaks_ends_the_scheduler_to_be_started_again(
+    tmp_path: Path, serve: tuple[str, ...]
+) -> None:
+    journal = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path)}
+    with scheduler(*serve, **journal) as running, channel(running.target) as over:
+        (tmp_path / "scheduler-default.sqlite-journal").mkdir()  # SQLite writes a file of that name first
+        stream = Stream(over)
+        stream.put(join())
+        error = stream.end()
+        assert error is not None and error.code() is grpc.StatusCode.UNAVAILABLE
+        assert running.wait() == 1
+    assert "Job default cannot be kept safe." in running.log.strip().splitlines()[-1]
+
+
+def test_a_start_without_space_waits_and_can_be_stopped(tmp_path: Path) -> None:
+    journal = {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path / "journal")}
+    program = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
+    program += "runpy.run_module('scheduler', run_name='__main__')"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "--port", "0"],
+        env=environment(MS_WORKER_NUM="2", MS_ROLE="MS_SCHED", **journal),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert "the journal cannot be written" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "ready" not in out
 
 
 def test_another_job_is_refused_where_one_is_served() -> None:

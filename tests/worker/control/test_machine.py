@@ -451,6 +451,33 @@ class TestUnplannedChange:
             w.tick_at_deadline()
         assert w.now == 160.0
 
+    def test_a_scheduler_that_cannot_decide_is_waited_for_as_long_as_it_says_so(self) -> None:
+        w = Machine(e.Timing(verdict_margin_s=2.0, reconnect_timeout_s=60.0)).running()
+        w.feed(e.CommunicatorFailed(1, -1, "closed"))
+        sentence = "The scheduler's journal cannot be written: its disk is full."
+        for second in range(300):
+            w.now = 101.0 + second
+            w.hear(m.Waiting(3, 3, sentence, undecided=True))
+            assert w.last.notices == (() if second else (e.LogLine(sentence, waits=False),))
+            assert not any(isinstance(notice, e.NoVerdict) for notice in w.feed(e.Tick()).notices)
+        while not any(isinstance(notice, e.NoVerdict) for notice in w.last.notices):
+            w.tick_at_deadline()
+        assert w.now == 407.0
+
+    def test_who_returns_to_a_scheduler_that_cannot_decide_does_not_take_it_for_away(self) -> None:
+        w = Machine(e.Timing(verdict_margin_s=2.0, reconnect_timeout_s=60.0)).running()
+        w.feed(e.CommunicatorFailed(1, -1, "closed"))
+        w.feed(e.StreamLost(1, "cut"))
+        w.tick_at_deadline()
+        w.feed(e.StreamOpened(2))
+        began = w.now
+        for second in range(300):
+            w.now = began + second
+            w.hear(m.Waiting(3, 3, "No space.", undecided=True))
+        while not any(isinstance(notice, e.Failed) for notice in w.last.notices):
+            w.tick_at_deadline()
+        assert w.now == began + 299.0 + 60.0
+
     def test_whoever_cannot_say_on_whom_it_failed_asks_and_learns_who_has_finished(self) -> None:
         w = Machine().running()
         w.feed(e.CommunicatorFailed(1, -1, "connection closed"))

@@ -1,0 +1,251 @@
+"""A journal without space: a worker dies meanwhile, and training goes on when there is space again.
+
+On etcd, whose database reaches its quota, and on a disk of its own (a tmpfs, which takes root to mount), each
+with ``--serve`` and without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from muster.bench.failover.job import SeveralSchedulers
+from muster.bench.launches import MUSTER
+from muster.bench.recovery.job import Job, Worker
+from muster.bench.recovery.loop import PACE_VARIABLE
+
+QUOTA_BYTES = 8 << 20
+DISK_BYTES = 1 << 20
+LIMIT_S = 10.0
+"""So soon after there is space again the survivors train."""
+
+_GAUGE = re.compile(r"^muster_journal_unwritable (\S+)$", re.M)
+
+
+class Tight(Protocol):
+    """A job whose journal's space can be taken away."""
+
+    def fill(self) -> None:
+        """Takes it away."""
+
+    def make_space(self) -> None:
+        """Gives it back."""
+
+    def lives(self) -> list[int]:
+        """The processes of all schedulers."""
+
+    def metrics_at(self) -> tuple[str, int]:
+        """Where the scheduler that leads serves its metrics."""
+
+
+class OnEtcd(SeveralSchedulers):
+    """Three schedulers on an etcd with a small quota."""
+
+    def fill(self) -> None:
+        """See :class:`Tight`."""
+        self.etcd.fill()
+
+    def make_space(self) -> None:
+        """See :class:`Tight`."""
+        self.etcd.make_space()
+
+    def lives(self) -> list[int]:
+        """See :class:`Tight`."""
+        return [each.process.pid for each in self.schedulers]
+
+    def metrics_at(self) -> tuple[str, int]:
+        """See :class:`Tight`."""
+        leader = self.leader()
+        return (leader.host if leader is not None else "127.0.0.1"), self.metrics_port
+
+
+class OnDisk(Job):
+    """One scheduler whose journal has a disk of its own."""
+
+    def __init__(
+        self, directory: Path, *, workers: int, pace_s: float, say: Callable[[str], None], serve: bool
+    ) -> None:
+        directory.mkdir(parents=True)
+        self._disk = directory / "disk"
+        self._disk.mkdir()
+        self._filler = self._disk / "filler"
+        self._arguments = ("--serve",) if serve else ()
+        pace = directory / "pace"
+        pace.write_text(str(pace_s))
+        self._metrics_port = 0
+        super().__init__(
+            directory,
+            workers=workers,
+            worker_min=2,
+            command=["-m", "muster.bench.recovery.digits", "--epochs=1000000", "--checkpoint-dir="],
+            env={PACE_VARIABLE: str(pace), "MS_RECOVERY_PATH": str(self._disk / "journal")},
+            say=say,
+        )
+        self._metrics_port = self.port + 1 if self.port < 65_535 else self.port - 1
+        self.env["MS_METRICS_PORT"] = str(self._metrics_port)
+
+    def begin(self) -> None:
+        """Mounts the disk, starts everything, and waits until all train.
+
+        Raises:
+            RuntimeError: nothing may be mounted here.
+        """
+        size = f"size={DISK_BYTES}"
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", size, "muster-bench", str(self._disk)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"a small disk cannot be mounted, which takes root: {done.stderr.strip()}")
+        self.start_scheduler(*self._arguments)
+        for number in range(self.size):
+            self.start_worker(str(number))
+        self.wait("all train", lambda: self.training(self.size, 3), 120)
+
+    def fill(self) -> None:
+        """See :class:`Tight`."""
+        with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    def make_space(self) -> None:
+        """See :class:`Tight`."""
+        self._filler.unlink()
+
+    def lives(self) -> list[int]:
+        """See :class:`Tight`."""
+        assert self.scheduler is not None
+        return [self.scheduler.pid] if self.scheduler.poll() is None else []
+
+    def metrics_at(self) -> tuple[str, int]:
+        """See :class:`Tight`."""
+        return "127.0.0.1", self._metrics_port
+
+    def __exit__(self, *error: object) -> None:
+        """Kills everything, and takes the disk away."""
+        super().__exit__(*error)
+        subprocess.run(["umount", str(self._disk)], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def job_without_much_space(
+    part: str, directory: Path, *, workers: int, pace_s: float, say: Callable[[str], None], serve: bool
+) -> Iterator[Any]:
+    """A job that trains, on ``etcd`` or a ``disk``."""
+    if part == "disk":
+        with OnDisk(directory, workers=workers, pace_s=pace_s, say=say, serve=serve) as on_disk:
+            on_disk.begin()
+            yield on_disk
+        return
+    with OnEtcd(
+        directory,
+        workers=workers,
+        worker_min=2,
+        pace_s=pace_s,
+        say=say,
+        arguments=("--serve",) if serve else (),
+        quota_bytes=QUOTA_BYTES,
+    ) as on_etcd:
+        on_etcd.begin()
+        on_etcd.settled()
+        yield on_etcd
+
+
+def measure(job: Any, shortages_s: list[float]) -> dict[str, Any]:
+    """Takes the space away for each of these times; a worker dies in the middle.
+
+    Raises:
+        RuntimeError: the job did not behave; says how.
+    """
+    rows = []
+    for number, seconds in enumerate(shortages_s):
+        rows.append(_shortage(job, seconds, job.living()[number % job.size]))
+        row = rows[-1]
+        job.say(
+            f"no space for {seconds:g} s: the survivors' next step {row['next_step_s']} s after it: {row}"
+        )
+        job.start_worker(f"r{len(job.workers)}")
+        job.wait("all train again", lambda: job.training(job.size, 3), 60)
+    return {
+        "shortages": rows,
+        "summary": {
+            "shortages_s": list(shortages_s),
+            "next_step_s": [row["next_step_s"] for row in rows],
+            "within_limit": sum(row["next_step_s"] <= LIMIT_S for row in rows),
+            "same_schedulers": all(row["same_schedulers"] for row in rows),
+            "steps_until_the_death": [row["steps_until_the_death"] for row in rows],
+            "given_up": sum(len(each.codes) for each in getattr(job, "schedulers", ())),
+        },
+    }
+
+
+def _shortage(job: Any, seconds: float, victim: Worker) -> dict[str, Any]:
+    schedulers, steps = job.lives(), _steps(job)
+    job.fill()
+    began = time.monotonic()
+    _sit_out(job, began + 0.3 * seconds)
+    trained = _steps(job) - steps
+    died = victim.kill()
+    job.wait("the metric says so", lambda: _unwritable(job) == 1.0, 30)
+    job.wait("the health says so", lambda: _health(job) == "NOT_SERVING", 30)
+    _sit_out(job, began + seconds)
+    job.make_space()
+    freed = time.monotonic()
+    world = job.size - 1
+    job.wait("the survivors train", lambda: job.training(world), 120)
+    first = max(
+        next(step["t"] for step in worker.steps() if step["t"] > died and step["world"] == world)
+        for worker in job.living()
+    )
+    job.wait("the metric says that it is over", lambda: _unwritable(job) == 0.0, 30)
+    job.wait("the health says that it is over", lambda: _health(job) == "SERVING", 30)
+    return {
+        "seconds": seconds,
+        "next_step_s": round(first - freed, 2),
+        "steps_until_the_death": trained,
+        "same_schedulers": job.lives() == schedulers,
+    }
+
+
+def _sit_out(job: Any, until: float) -> None:
+    while time.monotonic() < until:
+        job.check()
+        time.sleep(0.05)
+
+
+def _steps(job: Any) -> int:
+    return sum(len(worker.steps()) for worker in job.workers)
+
+
+def _unwritable(job: Any) -> float | None:
+    host, port = job.metrics_at()
+    with contextlib.suppress(OSError):
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5.0) as reply:
+            found = _GAUGE.search(reply.read().decode())
+        return float(found[1]) if found else None
+    return None
+
+
+def _health(job: Any) -> str:
+    """What ``muster health`` says of the scheduler that leads."""
+    host, _ = job.metrics_at()
+    command = [*MUSTER, "health", "--host", host]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **job.env},
+        cwd=job.directory,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout.strip() or done.stderr.strip()

@@ -1,0 +1,89 @@
+"""What jobs need of a journal; and a journal without space, which is tried again until it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from muster.scheduler.core.records import Record
+from muster.scheduler.core.shortage import Shortage
+from muster.scheduler.errors import NoSpaceError
+
+LOG = logging.getLogger("scheduler")
+T = TypeVar("T")
+
+
+class Storage(Protocol):
+    """A journal: that of :mod:`muster.scheduler.jobs.journal`, or of :mod:`muster.scheduler.etcd.journal`.
+
+    A call that raises :class:`NoSpaceError` may be made again as it was, and is carried out once then.
+    """
+
+    async def load(self) -> Mapping[str, Sequence[Record]]:
+        """All records of each job, oldest first."""
+
+    async def append(self, job_id: str, records: Sequence[Record]) -> None:
+        """Makes records durable, all or none; with none, makes sure that nobody else writes here."""
+
+    async def forget(self, job_id: str) -> None:
+        """Deletes a job's records."""
+
+    async def close(self) -> None:
+        """Lets the next process write here."""
+
+
+class WaitingStorage:
+    """A journal whose calls wait for space, however long that takes. Others' errors it passes on.
+
+    Args:
+        storage: the journal.
+        now: seconds on a monotonic clock.
+    """
+
+    def __init__(self, storage: Storage, now: Callable[[], float]) -> None:
+        self._storage = storage
+        self._now = now
+        self._shortage = Shortage()
+
+    @property
+    def unwritable(self) -> str:
+        """Why nothing can be written for now, in a sentence; empty: nothing is known to be in the way."""
+        return self._shortage.why
+
+    async def load(self) -> Mapping[str, Sequence[Record]]:
+        """See :class:`Storage`."""
+        return await self._in_time(self._storage.load)
+
+    async def append(self, job_id: str, records: Sequence[Record]) -> None:
+        """See :class:`Storage`."""
+        await self._in_time(lambda: self._storage.append(job_id, records))
+
+    async def forget(self, job_id: str) -> None:
+        """See :class:`Storage`."""
+        await self._in_time(lambda: self._storage.forget(job_id))
+
+    async def close(self) -> None:
+        """See :class:`Storage`."""
+        await self._storage.close()
+
+    async def _in_time(self, write: Callable[[], Awaitable[T]]) -> T:
+        shortage, call = self._shortage, object()
+        try:
+            while True:
+                try:
+                    return await write()
+                except NoSpaceError as error:
+                    pause_s = shortage.refused(call, error.message, self._now())
+                    if shortage.report_due(self._now()):
+                        LOG.error(
+                            "the journal cannot be written: %s Training goes on; joins and losses wait until"
+                            " it can be.",
+                            error,
+                        )
+                await asyncio.sleep(pause_s)
+        finally:
+            since = shortage.since
+            if shortage.over(call):
+                LOG.warning("no write to the journal waits any more, after %.1f s", self._now() - since)
