@@ -484,6 +484,11 @@ class Rounds:
         """The time at which the first member has been waited for too long."""
         return min(hang.since for hang in self.hangs.values()) + hang_timeout_s
 
+    def repeat(self) -> None:
+        """Has the round under way asked again: what was answered in it may be true no more."""
+        current, self.current = self.current, None
+        self.wanted = self.wanted or (current is not None and current.among_members)
+
     def forget_waits(self) -> None:
         """Training goes on: what is waited for next is something new."""
         self.awaited, self.said, self.calm = {}, "", Calm()

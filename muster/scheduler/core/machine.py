@@ -31,7 +31,7 @@ from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import probing
 from muster.scheduler.core import records as r
-from muster.scheduler.core.job import Job, JobView, Outbox, Suspicion, worker_view
+from muster.scheduler.core.job import ROUND_PAUSE_S, Job, JobView, Outbox, Suspicion, worker_view
 from muster.scheduler.core.ledger import (
     STATELESS,
     UNSET,
@@ -685,6 +685,8 @@ def held_up(job: Job, event: e.HeldUp, now: float) -> None:
     if job.phase is not Phase.ENDED:
         job.members.excuse(event.seconds, now)
         job.deadlines.excuse(event.seconds)
+        if event.seconds >= ROUND_PAUSE_S:
+            job.rounds.repeat()
 
 
 def fell_behind(job: Job, event: e.FellBehind, now: float) -> None:

@@ -284,7 +284,7 @@ class Client:
             hanging_s=self._peers_late_s,
             waits=self._waits_for_others,
             busy=lambda: ", ".join(self._busy),
-            broken=lambda: self._change,
+            broken=lambda: (self._change, self._core.times_put_off),
             probe_all=probe_all,
             post=self.post,
             threads=self._threads,
@@ -772,7 +772,8 @@ class Watcher:
             0: it does not wait.
         waits: whether the training thread can do nothing without others.
         busy: what it does alone; empty: nothing.
-        broken: the last change of members: a wait that one has ended has not ended well.
+        broken: differs after a change of members, or once the scheduler could decide nothing: how long a wait
+            was in which that happened says nothing of the steps.
         probe_all: takes addresses by node id, returns why some cannot be reached.
         post: feeds the membership machine.
         threads: starts threads.
@@ -832,7 +833,7 @@ class Watcher:
             self._late_s, self._late_in = hanging_s, self._broken()
             self._post(e.PeersLate(hanging_s))
         elif self._late_s:
-            if self._late_in is self._broken():
+            if self._late_in == self._broken():
                 self._pace.note_wait(self._late_s)
             self._late_s = 0.0
 

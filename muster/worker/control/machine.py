@@ -282,6 +282,7 @@ class Membership:
         self._renewed = False  # and not welcomed since
         self._heartbeat_at: float | None = None
         self._waiting_sentence = ""
+        self.times_put_off = 0  # how often the scheduler has said that it can decide nothing
         self._absent = False  # the scheduler's absence was logged
         self._seen = 0  # highest generation heard of
         self._over = 0  # generations up to this one are over
@@ -603,6 +604,7 @@ class Membership:
             over = self._running and message.present >= message.needed
             self._notices.append(e.LogLine(message.sentence, waits=not over))
         if message.undecided:  # what it has not said yet means nothing
+            self.times_put_off += 1
             self._link.put_off(self._now)
             if self._suspicion_since is not None:
                 self._suspicion_since = self._now

@@ -144,6 +144,20 @@ def test_a_cut_between_hosts_costs_the_smaller_one_its_place() -> None:
     assert "was expelled: hosts host-a and host-b cannot reach each other (timed out)" in told.sentence
 
 
+def test_a_round_in_which_the_scheduler_could_not_decide_for_long_is_asked_again() -> None:
+    hosts = Hosts("a0", "a1", "b0", "c0")
+    asked, number = hosts.late("a0"), hosts.number()
+    hosts.now += ROUND_PAUSE_S
+    hosts.feed(e.HeldUp(ROUND_PAUSE_S))
+    for name in asked:  # what was true then, and came too late to be written down
+        unreached = (("b0", "timed out"),) if name[0] == "a" else ()
+        hosts.feed(e.Probed(hosts.sessions[name], number, unreached, True, True))
+    assert hosts.ranks() == ["a0", "a1", "b0", "c0"]
+    hosts.now += ROUND_PAUSE_S
+    hosts.feed(e.Tick())
+    assert hosts.asked() == asked
+
+
 def test_one_direction_is_enough() -> None:
     hosts = Hosts("a0", "a1", "b0", "c0")
     hosts.late("c0")

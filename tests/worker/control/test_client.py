@@ -16,7 +16,7 @@ from muster.worker.communicators.base import Communicator
 from muster.worker.control import events as e
 from muster.worker.control.client import HANG_S, Client, Threads
 from muster.worker.control.connection import Connection
-from muster.worker.control.machine import LoneLeave, Membership
+from muster.worker.control.machine import LoneLeave, Membership, Pace
 from muster.worker.errors import (
     CommunicatorError,
     LeaveGranted,
@@ -58,6 +58,8 @@ def client(
     mint: Mint | None = None,
     hanging: Hanging | None = None,
     threads: Threads | None = None,
+    late_s: Callable[[], float] = lambda: 0.0,
+    pace: Pace | None = None,
     **timing: Any,
 ) -> Client:
     """A client that waits for nobody once it is to leave."""
@@ -68,6 +70,8 @@ def client(
         threads=threads,
         mint=mint or Mint(),
         hanging_s=hanging or Hanging(),
+        late_s=late_s,
+        pace=pace,
         lone_leave=LoneLeave(unreachable_s=0.0, unformed_s=0.0, unfinished_s=0.0),
     )
 
@@ -86,6 +90,13 @@ def hanging() -> Hanging:
 def running(connector: ScriptedConnector, hanging: Hanging) -> Iterator[Client]:
     """A client in generation 1, whose goodbye nobody answers."""
     made = client(connector, hanging=hanging, goodbye_timeout_s=0.01)
+    run(made, connector)
+    yield made
+    made.close()
+
+
+def run(made: Client, connector: ScriptedConnector) -> None:
+    """Brings a client into generation 1."""
     made.start()
     line = connector.next_line()
     line.welcome()
@@ -97,8 +108,6 @@ def running(connector: ScriptedConnector, hanging: Hanging) -> Iterator[Client]:
     line.hear("built")
     line.say(group_built=pb.GroupBuilt(generation=1))
     assert building.result()
-    yield made
-    made.close()
 
 
 def test_no_thread_is_left_after_close(connector: ScriptedConnector) -> None:
@@ -288,6 +297,39 @@ def test_a_failure_that_blames_nobody_is_put_down_to_the_rank_that_has_finished(
     error = asking.result()
     assert isinstance(error, PeerFinishedError) and error.rank == 1
     assert str(error).startswith("Rank 1 has finished. Let all ranks make as many steps")
+
+
+class Fast(Threads):
+    """A clock that runs twenty times as fast."""
+
+    def now(self) -> float:
+        return 20.0 * super().now()
+
+
+@pytest.mark.parametrize("undecided", [False, True])
+def test_a_wait_says_nothing_of_the_steps_once_the_scheduler_could_decide_nothing(
+    connector: ScriptedConnector, undecided: bool
+) -> None:
+    """Else the next wait would be late after five times as long as there was no space."""
+    late, pace, looks = 30.0, Pace(), 0
+
+    def late_s() -> float:
+        nonlocal looks
+        looks += 1
+        return late
+
+    def look_twice() -> None:
+        before = looks
+        wait_for(lambda: looks >= before + 2)
+
+    made = client(connector, threads=Fast(), late_s=late_s, pace=pace, goodbye_timeout_s=0.01)
+    run(made, connector)
+    look_twice()
+    made.post(e.Received(1, Waiting(1, 1, "There is no space.", undecided=undecided)))
+    late = 0.0
+    look_twice()
+    made.close()
+    assert pace.limit_s == (Pace().limit_s if undecided else 150.0)
 
 
 def test_who_is_to_leave_a_lost_scheduler_goes_without_its_consent(running: Client) -> None:
