@@ -20,6 +20,10 @@ class MalformedError(ValueError):
     """The bytes are no ASN.1, or too many or too deep values of it."""
 
 
+class _LimitError(MalformedError):
+    """There are too many or too deep values."""
+
+
 def count_rounds(data: bytes) -> int:
     """The sum of all rounds in a PKCS#12 file, 0 where it has none. What is encrypted stays unread.
 
@@ -40,7 +44,7 @@ class _Reader:
     def read(self, data: memoryview, at: int, end: int, depth: int, *, until_marked: bool = False) -> int:
         """Reads values one after the other; returns where they end."""
         if depth > MAX_DEPTH:
-            raise MalformedError(f"values are nested deeper than {MAX_DEPTH}")
+            raise _LimitError(f"values are nested deeper than {MAX_DEPTH}")
         after_octets = False
         while at < end:
             tag, start, stop = _header(data, at, end)
@@ -48,7 +52,7 @@ class _Reader:
                 return start
             self._values += 1
             if self._values > MAX_VALUES:
-                raise MalformedError(f"there are more than {MAX_VALUES} values")
+                raise _LimitError(f"there are more than {MAX_VALUES} values")
             if tag == _INTEGER and after_octets:
                 self.rounds += int.from_bytes(data[start:stop], "big")
             after_octets = tag & ~_CONSTRUCTED == _OCTETS
@@ -72,13 +76,18 @@ class _Reader:
         return at
 
     def _read_within(self, octets: memoryview, depth: int) -> None:
-        """Reads what an OCTET STRING holds, if that is one value; most hold anything else."""
+        """Reads what an OCTET STRING holds, if that is one value.
+
+        Most hold anything else: one salt in 65,536 begins like a value of its length, and is none.
+        """
         try:
             _, _, stop = _header(octets, 0, len(octets))
+            if octets[0] == _SEQUENCE and stop in (-1, len(octets)):
+                self.read(octets, 0, len(octets), depth + 1)
+        except _LimitError:
+            raise
         except MalformedError:
-            return
-        if octets[0] == _SEQUENCE and stop in (-1, len(octets)):
-            self.read(octets, 0, len(octets), depth + 1)
+            self._pieces = None  # as it was before: what was read of it is no OCTET STRING in pieces
 
 
 def _header(data: memoryview, at: int, end: int) -> tuple[int, int, int]:

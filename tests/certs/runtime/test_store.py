@@ -102,6 +102,12 @@ def test_a_file_that_wants_too_many_rounds_is_refused_before_it_gets_them(
         load(file, pki)
 
 
+@pytest.mark.parametrize("salt", [b"\x30\x06\x02\x05salt", b"\x30\x80salty!", b"\x30\x06\x3f\x04salt"])
+def test_a_salt_that_looks_like_a_value_of_its_own_is_a_salt(salt: bytes) -> None:
+    parameters = b"\x04\x08" + salt + b"\x02\x02\x08\x00"
+    assert count_rounds(b"\x30" + bytes([len(parameters)]) + parameters) == 2048
+
+
 def test_the_rounds_of_all_parts_count_together(
     pki: Pki, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
