@@ -2,7 +2,7 @@
 
 It shares the scheduler's event loop, and each stream has one message under way. Between two of its messages,
 and every few milliseconds amid one, everybody else has a turn, so no flood of one member, or of all, keeps
-heartbeats waiting.
+heartbeats waiting. Nor does one question: those about all keys, and long answers, take several turns.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from muster.scheduler.errors import (
 from muster.scheduler.jobs.driver import JobDriver, Jobs
 from muster.scheduler.store import wire
 from muster.scheduler.store.space import (
+    VALUE_BYTES,
     Answer,
     Budget,
     EndedError,
@@ -121,11 +122,12 @@ class _Link:
 
 @dataclass
 class _Served:
-    """A namespace with the streams of its members and the timer of its waits."""
+    """A namespace with the streams of its members, the timer of its waits, and its next turn."""
 
     space: Space
     links: dict[Member, _Link] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
+    turn: asyncio.Handle | None = None
 
 
 @dataclass
@@ -189,6 +191,7 @@ class StoreService:
         finally:
             if served.links.get(link.member) is link:
                 del served.links[link.member]
+                served.space.drop_looks(link.member)
         if reason is not None:
             await self._turn_away(context, caller, reason)
 
@@ -251,6 +254,7 @@ class StoreService:
                 turn_ends = now + TURN_S
                 for operation in wire.operations(request):
                     space.execute(link.member, operation, now)
+                    self._take_turns(served)
                     if loop.time() > turn_ends:
                         await asyncio.sleep(0)
                         turn_ends = loop.time() + TURN_S
@@ -275,13 +279,28 @@ class StoreService:
             if link.closed is not None:
                 return
             while link.waiting:
+                if len(link.waiting[0].values) > self._limits.quotas.turn_keys:
+                    await self._write_long(served, link, context)
+                    continue
                 answers, size = [], 0
                 while link.waiting and size < REPLY_BYTES:
+                    if len(link.waiting[0].values) > self._limits.quotas.turn_keys:
+                        break
                     answer = link.waiting.popleft()
                     answers.append(answer)
                     size += _size(answer)
                 link.waiting_bytes -= size
                 await context.write(wire.encode_answers(answers, served.space.number))
+
+    async def _write_long(self, served: _Served, link: _Link, context: Context) -> None:
+        """Writes one answer, which is encoded in turns."""
+        answer, step = link.waiting.popleft(), self._limits.quotas.turn_keys
+        link.waiting_bytes -= _size(answer)
+        parts = []
+        for at in range(0, len(answer.values), step):
+            parts.append(wire.encode_values(answer.values[at : at + step]))
+            await asyncio.sleep(0)
+        await context.write(wire.encode_long(answer, parts, served.space.number))
 
     # ------------------------------------------------------------ namespaces
 
@@ -306,6 +325,7 @@ class StoreService:
         if served.space.restoring:
             try:
                 served.space.excuse(_present(driver), asyncio.get_running_loop().time())
+                self._arm(served)
             except EndedError as error:
                 self._end(served, str(error))
                 raise _end_of(served.space) from None
@@ -383,6 +403,7 @@ class StoreService:
             if served.space.restoring:
                 try:
                     served.space.excuse(_present(of_job.driver), asyncio.get_running_loop().time())
+                    self._arm(served)
                 except EndedError as error:
                     self._end(served, str(error))
 
@@ -390,10 +411,23 @@ class StoreService:
         served.space.end(reason)
         if served.timer is not None:
             served.timer.cancel()
+        if served.turn is not None:
+            served.turn.cancel()
         for link in list(served.links.values()):
             link.close(_end_of(served.space))
 
+    def _take_turns(self, served: _Served) -> None:
+        """Gives questions about all keys their turns, between all that others do."""
+        if served.turn is None and served.space.looking:
+            served.turn = asyncio.get_running_loop().call_soon(self._turn, served)
+
+    def _turn(self, served: _Served) -> None:
+        served.turn = None
+        served.space.turn()
+        self._take_turns(served)
+
     def _arm(self, served: _Served) -> None:
+        self._take_turns(served)
         if served.timer is not None:
             served.timer.cancel()
             served.timer = None
@@ -438,7 +472,7 @@ def _identity(caller: Caller) -> object:
 
 
 def _size(answer: Answer) -> int:
-    return 64 + sum(map(len, answer.values)) + 8 * len(answer.values)
+    return 64 + (answer.size_bytes or sum(map(len, answer.values)) + VALUE_BYTES * len(answer.values))
 
 
 def _error_of(task: asyncio.Future[None]) -> BaseException | None:

@@ -2,7 +2,9 @@
 
 Every operation is answered at once, or when what it waits for is there, or at its deadline. Changes are
 numbered. A member that comes back on a new stream repeats what was not answered: changes are carried out
-once. A namespace of a generation that formed before this scheduler started is put together from what all
+once. What asks about all keys takes several turns where they are many, and is answered as if it took one: a
+list has the keys of the moment when its first turn began, a count is that of the moment when it is answered.
+A namespace of a generation that formed before this scheduler started is put together from what all
 members hand in.
 """
 
@@ -13,7 +15,16 @@ import heapq
 import itertools
 import re
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 
 Member = tuple[str, int]
@@ -26,6 +37,12 @@ PUSHED_BYTES = 64 * 1024
 
 OVERHEAD_BYTES = 128
 """What a key costs beside its own bytes."""
+
+VALUE_BYTES = 8
+"""What a value of an answer costs beside its own bytes."""
+
+COUNTS_KEPT = 8
+"""Of so many prefixes, those asked for last, the number of keys is kept."""
 
 WAITED_BYTES = 512
 """What a key that is waited for costs beside its own bytes."""
@@ -90,11 +107,13 @@ class Answer:
 
     id: int
     status: Status = Status.OK
-    values: tuple[bytes, ...] = field(default=(), repr=False)
+    values: Sequence[bytes] = field(default=(), repr=False)
     amount: int = 0
     number: int = 0
     popped: int = 0
     sentence: str = ""
+    size_bytes: int = field(default=0, compare=False)
+    """What the values cost, where that was counted in turns; 0: it was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +171,12 @@ class Quotas:
     kept_bytes: int = 64 << 20
     """What a member's waits and those answers take."""
 
+    answer_bytes: int = 32 << 20
+    """What a list of keys takes."""
+
+    turn_keys: int = 4096
+    """So many keys are looked at before all others have a turn."""
+
 
 class QuotaError(Exception):
     """An operation is refused; says which bound it breaks, and no key."""
@@ -176,6 +201,9 @@ class _Attendance:
 
     done: dict[int, Answer] = field(default_factory=dict)
     waits: dict[int, _Wait] = field(default_factory=dict)
+    looks: dict[int, Operation] = field(default_factory=dict)
+    """Questions about all keys that take several turns."""
+
     held: dict[int, Operation] = field(default_factory=dict)
     held_bytes: int = 0
     kept_bytes: int = 0
@@ -218,6 +246,10 @@ class Space:
         self._wait_ids = itertools.count()
         self._deadlines: list[tuple[float, int, _Wait]] = []
         self._over_early = 0
+        self._counts: dict[bytes, int] = {}
+        self._counting: dict[bytes, int] = {}
+        self._lookers: dict[Member, None] = {}
+        self._under_way: Iterator[None] | None = None
         self._attendance: dict[Member, _Attendance] = {}
         self._awaited: set[Member] = set(members)
         self._returned: list[Returned] = []
@@ -277,6 +309,7 @@ class Space:
         for member in gone[: max(0, len(gone) - keep)]:
             for wait in list(self._attendance[member].waits.values()):
                 self._close(wait)
+            self.drop_looks(member)
             del self._attendance[member]
 
     def end(self, reason: str) -> None:
@@ -284,8 +317,10 @@ class Space:
         self.ended = self.ended or reason
         self._budget.used_bytes -= self._size_bytes
         self._size_bytes = 0
+        self._under_way = None
         for held in (
-            self._values, self._queues, self._waits, self._deadlines, self._attendance, self._awaited
+            self._values, self._queues, self._waits, self._deadlines, self._counts, self._counting,
+            self._lookers, self._attendance, self._awaited,
         ):  # fmt: skip
             held.clear()
 
@@ -307,7 +342,7 @@ class Space:
                 raise QuotaError(f"A member may have operations of {limit} under way after a restart.")
             attendance.held[operation.id], attendance.held_bytes = operation, size_bytes
             return
-        if operation.id in attendance.waits:
+        if operation.id in attendance.waits or operation.id in attendance.looks:
             return
         answer = attendance.done.get(operation.id)
         if answer is None:
@@ -333,9 +368,33 @@ class Space:
         held = attendance.held.pop(operation_id, None)
         if held is not None:
             attendance.held_bytes -= _length(held)
+        attendance.looks.pop(operation_id, None)
         wait = attendance.waits.get(operation_id)
         if wait is not None:
             self._close(wait)
+
+    def drop_looks(self, member: Member) -> None:
+        """The member's stream is gone, and nobody hears the answers: on its next one it asks again."""
+        attendance = self._attendance.get(member)
+        if attendance is not None:
+            attendance.looks.clear()
+
+    @property
+    def looking(self) -> bool:
+        """Whether questions about all keys want a turn."""
+        return self._under_way is not None or bool(self._lookers)
+
+    def turn(self) -> None:
+        """Takes one turn, of few milliseconds, for a question about all keys.
+
+        One question comes after the other, so that one copy of all keys is held, and members come in turns.
+        """
+        if self._under_way is None and self._lookers:
+            member = next(iter(self._lookers))
+            del self._lookers[member]
+            self._under_way = self._look_through(member)
+        if self._under_way is not None and next(self._under_way, self) is self:
+            self._under_way = None
 
     def deadline(self) -> float | None:
         """When the next wait is over."""
@@ -359,6 +418,8 @@ class Space:
         kind, keys, values, at = operation.kind, operation.keys, operation.values, operation.id
         if kind is Kind.WAIT:
             return self._wait(member, operation, now)
+        if kind in (Kind.NUM_KEYS, Kind.LIST_KEYS):
+            return self._look_at_all(member, operation)
         if kind is Kind.GET:
             value = self._values.get(keys[0])
             return Answer(at, values=() if value is None else (value,))
@@ -388,11 +449,102 @@ class Space:
             return Answer(at, amount=int(all(self._has(key) for key in keys)))
         if kind is Kind.MULTI_GET:
             return Answer(at, values=tuple(self._values.get(key, b"") for key in keys))
-        if kind is Kind.QUEUE_LEN:
-            return Answer(at, amount=len(self._queues.get(keys[0], ())))
-        prefix = keys[0] if keys else b""
-        found = [key for key in self._values if key.startswith(prefix)]
-        return Answer(at, values=tuple(found) if kind is Kind.LIST_KEYS else (), amount=len(found))
+        return Answer(at, amount=len(self._queues.get(keys[0], ())))
+
+    # ------------------------------------------------------------ questions about all keys
+
+    def _look_at_all(self, member: Member, operation: Operation) -> Answer | None:
+        """Answers at once what one turn is enough for; what takes more waits for its turns."""
+        prefix = _prefix(operation)
+        if len(prefix) > MAX_KEY_BYTES:  # of no key, and it would be kept
+            return Answer(operation.id)
+        known = self._counted(operation)
+        if known is not None:
+            return known
+        if len(self._values) <= self._quotas.turn_keys:
+            found, size_bytes = _begin_with(prefix, self._values)
+            return self._looked(operation, found, len(found), size_bytes)
+        attendance = self._attend(member)
+        self._check_waits(attendance)
+        attendance.looks[operation.id] = operation
+        self._lookers.setdefault(member)
+        return None
+
+    def _look_through(self, member: Member) -> Iterator[None]:
+        """Answers a member's first question, in as many turns as it has steps."""
+        attendance = self._attendance.get(member)
+        if attendance is None or not attendance.looks:
+            return
+        looks = attendance.looks
+        operation = next(iter(looks.values()))
+        answer = self._counted(operation)  # it may have become known while this one waited
+        if answer is None:
+            answer = yield from self._look_in_turns(operation, looks)
+        if looks.get(operation.id) is operation:
+            del looks[operation.id]
+            self._answer(member, answer)
+        if looks:
+            self._lookers.setdefault(member)
+
+    def _look_in_turns(
+        self, operation: Operation, looks: Mapping[int, Operation]
+    ) -> Generator[None, None, Answer]:
+        prefix, lists, step = _prefix(operation), operation.kind is Kind.LIST_KEYS, self._quotas.turn_keys
+        keys = list(self._values)  # as they are now: a turn of its own, 3 ms for a million
+        self._counting = {prefix: 0}
+        found: list[bytes] = []
+        count = size_bytes = 0
+        yield
+        try:
+            for at in range(0, len(keys), step):
+                if looks.get(operation.id) is not operation:  # nobody wants to know any more
+                    return Answer(operation.id)
+                some, some_bytes = _begin_with(prefix, keys[at : at + step])
+                count += len(some)
+                if lists:
+                    found += some
+                    size_bytes += some_bytes
+                    if size_bytes > self._quotas.answer_bytes:
+                        break
+                yield
+            else:
+                self._keep_count(prefix, count + self._counting[prefix])
+        finally:
+            self._counting = {}
+        return self._looked(operation, found, count if lists else self._counts[prefix], size_bytes)
+
+    def _looked(self, operation: Operation, found: list[bytes], count: int, size_bytes: int) -> Answer:
+        if operation.kind is Kind.NUM_KEYS:
+            return Answer(operation.id, amount=count)
+        limit = self._quotas.answer_bytes
+        if size_bytes > limit:
+            sentence = f"A list of keys takes at most {limit >> 20} MiB, and this one takes more."
+            return Answer(operation.id, Status.REFUSED, sentence=sentence)
+        return Answer(operation.id, values=found, amount=count, size_bytes=size_bytes)
+
+    def _counted(self, operation: Operation) -> Answer | None:
+        """The answer to a question for a number that is known."""
+        prefix = _prefix(operation)
+        if operation.kind is not Kind.NUM_KEYS or (prefix and prefix not in self._counts):
+            return None
+        if not prefix:
+            return Answer(operation.id, amount=len(self._values))
+        self._keep_count(prefix, self._counts[prefix])
+        return Answer(operation.id, amount=self._counts[prefix])
+
+    def _keep_count(self, prefix: bytes, count: int) -> None:
+        """Keeps how many keys begin so; the count that was asked for longest ago makes room."""
+        self._counts.pop(prefix, None)
+        self._counts[prefix] = count
+        if len(self._counts) > COUNTS_KEPT:
+            del self._counts[next(iter(self._counts))]
+
+    def _count(self, key: bytes, change: int) -> None:
+        """A key has come, 1, or gone, -1."""
+        for counts in (self._counts, self._counting):
+            for prefix in counts:
+                if key.startswith(prefix):
+                    counts[prefix] += change
 
     def _has(self, key: bytes) -> bool:
         return key in self._values or bool(self._queues.get(key))
@@ -408,6 +560,8 @@ class Space:
         self._reserve(sum(sizes.values()), new_keys=sum(key not in self._values for key in sizes))
         self.number += 1
         for key, value in zip(keys, values, strict=True):
+            if key not in self._values:
+                self._count(key, 1)
             self._values[key] = value
         for key in sizes:
             self._wake(key)
@@ -432,6 +586,7 @@ class Space:
         value = self._values.pop(key, None)
         if value is None:
             return Answer(at)
+        self._count(key, -1)
         self._reserve(-_cost(key, value))
         self.number += 1
         return Answer(at, amount=1, number=self.number)
@@ -473,20 +628,22 @@ class Space:
         if not missing:
             return self._found(operation)
         attendance = self._attend(member)
-        waits = attendance.waits
-        if len(waits) >= self._quotas.waits:
-            raise QuotaError(f"A member may wait for {self._quotas.waits} things at once.")
+        self._check_waits(attendance)
         size_bytes = _waited(operation)
         if attendance.kept_bytes + size_bytes > self._quotas.kept_bytes:
             raise QuotaError(f"A member may wait for keys of {self._quotas.kept_bytes >> 20} MiB at once.")
         attendance.kept_bytes += size_bytes
         wait = _Wait(member, operation, missing, next(self._wait_ids))
-        waits[operation.id] = wait
+        attendance.waits[operation.id] = wait
         for key in missing:
             self._waits.setdefault(key, {})[wait.number] = wait
         if operation.timeout_s > 0:
             heapq.heappush(self._deadlines, (now + operation.timeout_s, wait.number, wait))
         return None
+
+    def _check_waits(self, attendance: _Attendance) -> None:
+        if len(attendance.waits) + len(attendance.looks) >= self._quotas.waits:
+            raise QuotaError(f"A member may wait for {self._quotas.waits} things at once.")
 
     def _found(self, operation: Operation) -> Answer:
         """A value that somebody waited for, because it is asked for next."""
@@ -587,6 +744,16 @@ class Space:
 
 def _by_number(effect: Effect) -> int:
     return effect.number
+
+
+def _prefix(operation: Operation) -> bytes:
+    return operation.keys[0] if operation.keys else b""
+
+
+def _begin_with(prefix: bytes, keys: Collection[bytes]) -> tuple[list[bytes], int]:
+    """The keys with this prefix, and what they cost in an answer."""
+    found = [key for key in keys if key.startswith(prefix)]
+    return found, sum(map(len, found)) + VALUE_BYTES * len(found)
 
 
 def _length(operation: Operation) -> int:

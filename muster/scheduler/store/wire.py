@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -121,3 +121,29 @@ def encode_answers(answers: Iterable[Answer], seen: int) -> bytes:
             said.status = int(answer.status)  # type: ignore[assignment]
             said.sentence = answer.sentence
     return reply.SerializeToString()
+
+
+def encode_values(values: Sequence[bytes]) -> bytes:
+    """A part of an answer's values, for :func:`encode_long`."""
+    return pb.StoreAnswer(values=values).SerializeToString()
+
+
+def encode_long(answer: Answer, parts: Sequence[bytes], seen: int) -> bytes:
+    """One answer in one message, of values that were encoded in parts, each in a turn of its own.
+
+    Encoded messages of one type, one after the other, are to protobuf one message with all their values.
+    """
+    head = pb.StoreAnswer(id=answer.id, amount=answer.amount, number=answer.number).SerializeToString()
+    length = len(head) + sum(map(len, parts))
+    begin = bytes((pb.StoreReply.ANSWERS_FIELD_NUMBER << 3 | 2,)) + _varint(length)
+    return b"".join((pb.StoreReply(seen=seen).SerializeToString(), begin, head, *parts))
+
+
+def _varint(number: int) -> bytes:
+    """A number as protobuf has it: seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while number >= 0x80:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

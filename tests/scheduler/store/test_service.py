@@ -329,6 +329,62 @@ def test_a_message_of_endless_work_lets_others_have_their_turns() -> None:
     go(test())
 
 
+class Conversation:
+    """A member's stream without a network, so that only what is done on the loop decides who comes first."""
+
+    def __init__(self, rig: Rig, node_id: str) -> None:
+        self._requests: asyncio.Queue[bytes] = asyncio.Queue()
+        self.replies: asyncio.Queue[pb.StoreReply] = asyncio.Queue()
+        self.say(open=pb.StoreOpen(job_id="default", node_id=node_id, incarnation=7, generation=1))
+        self.task = asyncio.ensure_future(rig.service.open(None, self))  # type: ignore[arg-type]
+
+    def say(self, **fields: Any) -> None:
+        self._requests.put_nowait(pb.StoreRequest(**fields).SerializeToString())
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def read(self) -> bytes:
+        return await self._requests.get()
+
+    async def write(self, data: bytes) -> None:
+        self.replies.put_nowait(pb.StoreReply.FromString(data))
+
+
+@pytest.mark.parametrize(("kind", "turns"), [(pb.STORE_KIND_LIST_KEYS, 400), (pb.STORE_KIND_NUM_KEYS, 200)])
+def test_others_are_answered_amid_one_question_about_all_keys(kind: pb.StoreKind, turns: int) -> None:
+    """Of 10 keys at a time: they are looked at, and a list of them is encoded."""
+    keys = [b"k%d" % number for number in range(2000)]
+
+    async def test() -> None:
+        async with served("a", "b", limits=StoreLimits(quotas=Quotas(turn_keys=10))) as rig:
+            asker, other = Conversation(rig, "a"), Conversation(rig, "b")
+            for each in (asker, other):
+                assert (await each.replies.get()).HasField("opened")
+            await ask_all(
+                other, pb.StoreOperation(id=1, kind=pb.STORE_KIND_MULTI_SET, keys=keys, values=keys)
+            )
+            asker.say(operations=[pb.StoreOperation(id=1, kind=kind, keys=[b"k"])])
+            answered = 1
+            while asker.replies.empty():
+                answered += 1
+                await ask_all(other, pb.StoreOperation(id=answered, kind=GET, keys=[b"k1"]))
+            [answer] = asker.replies.get_nowait().answers
+            assert (answer.id, answer.amount) == (1, len(keys))
+            assert list(answer.values) == (keys if kind == pb.STORE_KIND_LIST_KEYS else [])
+            assert answered > turns / 4  # a question and its answer take three turns of the loop
+            for each in (asker, other):
+                each.task.cancel()
+            await asyncio.gather(asker.task, other.task, return_exceptions=True)
+
+    go(test())
+
+
+async def ask_all(by: Conversation, operation: pb.StoreOperation) -> None:
+    by.say(operations=[operation])
+    assert [answer.id for answer in (await by.replies.get()).answers] == [operation.id]
+
+
 def test_agents_that_come_and_go_are_not_kept_for_ever() -> None:
     async def test() -> None:
         async with served("a") as rig:

@@ -193,6 +193,70 @@ def test_namespaces_share_a_budget_and_give_it_back() -> None:
     assert second.ask(A, Kind.SET, [b"k"], bytes(800)).status is Status.OK
 
 
+def _asked(rig: Rig, member: Member, kind: Kind, prefix: bytes = b"") -> Callable[[], Answer | None]:
+    """Asks about all keys; returns what gives the answer once it is there."""
+    operation = rig.begin(member, kind, [prefix])
+    return lambda: next((each for to, each in rig.answers if (to, each.id) == (member, operation.id)), None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_asked_about_all_keys_in_turns_is_answered_as_of_one_moment(seed: int) -> None:
+    rig, rng = Rig(quotas=Quotas(turn_keys=3)), random.Random(seed)
+    keys = [b"%s%d" % (prefix, number) for prefix in (b"x/", b"y/") for number in range(15)]
+    held = set(rng.sample(keys, 20))
+    rig.ask(A, Kind.MULTI_SET, sorted(held), *[b""] * len(held))
+    for _ in range(3):
+        listed, counted = _asked(rig, A, Kind.LIST_KEYS, b"x/"), _asked(rig, B, Kind.NUM_KEYS, b"x/")
+        moments = [{key for key in held if key.startswith(b"x/")}]
+        while rig.space.looking:
+            rig.space.turn()
+            for key in rng.sample(keys, 2):
+                held ^= {key}
+                rig.ask(A, Kind.SET if key in held else Kind.DELETE, [key], *[b""] * (key in held))
+                moments.append({key for key in held if key.startswith(b"x/")})
+        list_, count = listed(), counted()
+        assert list_ is not None and count is not None
+        assert len(list_.values) == list_.amount and set(list_.values) in moments
+        assert count.amount in map(len, moments)
+        # From now on the number is known: it is answered without a turn, and follows the keys.
+        assert rig.ask(A, Kind.NUM_KEYS, [b"x/"]).amount == len(moments[-1])
+        assert rig.ask(A, Kind.NUM_KEYS).amount == len(held)
+
+
+def test_questions_about_all_keys_come_in_turns_and_who_has_gone_gets_none() -> None:
+    rig = Rig(quotas=Quotas(turn_keys=2, waits=3))
+    rig.ask(A, Kind.MULTI_SET, [b"1", b"2", b"3"], b"", b"", b"")
+    first, second, cancelled = (_asked(rig, A, Kind.LIST_KEYS) for _ in range(3))
+    assert "for 3 things" in rig.ask(A, Kind.LIST_KEYS).sentence
+    rig.space.cancel(A, rig.ids[A] - 1)
+    others = _asked(rig, B, Kind.LIST_KEYS)
+    while not others():
+        rig.space.turn()
+    assert first() and not second()
+    rig.space.turn()
+    rig.space.drop_looks(A)
+    again = _asked(rig, A, Kind.LIST_KEYS)
+    while rig.space.looking:
+        rig.space.turn()
+    assert again() and not second() and not cancelled()
+
+
+@pytest.mark.parametrize("turn_keys", [2, 1000])
+def test_a_list_of_keys_that_is_too_large_is_refused_in_words_and_a_shorter_one_is_not(
+    turn_keys: int,
+) -> None:
+    rig = Rig(quotas=Quotas(turn_keys=turn_keys, answer_bytes=1 << 20))
+    for number in range(300):
+        rig.ask(A, Kind.SET, [b"%d/" % (number % 2) + b"%d" % number + bytes(4000)], b"")
+    every, half = _asked(rig, A, Kind.LIST_KEYS), _asked(rig, A, Kind.LIST_KEYS, b"0/")
+    while rig.space.looking:
+        rig.space.turn()
+    refused, answer = every(), half()
+    assert refused is not None and answer is not None
+    assert refused.status is Status.REFUSED and "at most 1 MiB" in refused.sentence
+    assert not refused.values and len(answer.values) == 150
+
+
 @pytest.mark.parametrize(("key", "value"), [(bytes(5000), b""), (b"k", bytes(800_000))])
 def test_what_is_too_large_is_refused_without_being_shown(key: bytes, value: bytes) -> None:
     answer = Rig().ask(A, Kind.SET, [key], value)
