@@ -13,6 +13,7 @@ import pytest
 from muster.certs.pki.identity import Identity
 from muster.rendezvous.v1 import store_pb2 as pb
 from muster.scheduler.access import Caller
+from muster.scheduler.core import records as r
 from muster.scheduler.store.service import GONE_KEPT, StoreLimits
 from muster.scheduler.store.space import Quotas
 from muster.worker.store.link import StoreEndedError, StoreLink, StoreLostError
@@ -376,6 +377,34 @@ def test_others_are_answered_amid_one_question_about_all_keys(kind: pb.StoreKind
             for each in (asker, other):
                 each.task.cancel()
             await asyncio.gather(asker.task, other.task, return_exceptions=True)
+
+    go(test())
+
+
+def test_what_was_asked_before_a_member_was_lost_is_answered_without_another_word() -> None:
+    """After a restart all is put together when the last member that is waited for is gone."""
+    keys = [b"k%d" % number for number in range(30)]
+    effects = [pb.StoreEffect(number=1, kind=pb.StoreEffect.KIND_SET, key=key) for key in keys]
+
+    async def test() -> None:
+        async with served("a", "b", limits=StoreLimits(quotas=Quotas(turn_keys=10))) as rig:
+            await restarted(rig, "a", "b")
+            asker = Conversation(rig, "a")
+            assert (await asker.replies.get()).opened.replay
+            looks = pb.StoreOperation(id=1, kind=pb.STORE_KIND_LIST_KEYS)
+            waits = pb.StoreOperation(id=2, kind=WAIT, keys=[b"none"], timeout_s=0.01)
+            asker.say(replay=pb.StoreReplay(effects=effects, count=1, seen=1, last=True))
+            asker.say(operations=[looks, waits])
+            await asyncio.sleep(0)
+            rig.jobs.machine.members.pop()
+            rig.jobs.driver.observe(r.Removed("b", 7, "it has finished", finished=True), 0.0)
+            answers = {}
+            while len(answers) < 2:
+                answers.update({answer.id: answer for answer in (await asker.replies.get()).answers})
+            assert sorted(answers[1].values) == sorted(keys)
+            assert answers[2].status == pb.STORE_STATUS_TIMEOUT
+            asker.task.cancel()
+            await asyncio.gather(asker.task, return_exceptions=True)
 
     go(test())
 
