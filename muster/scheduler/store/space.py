@@ -490,7 +490,7 @@ class Space:
         self, operation: Operation, looks: Mapping[int, Operation]
     ) -> Generator[None, None, Answer]:
         prefix, lists, step = _prefix(operation), operation.kind is Kind.LIST_KEYS, self._quotas.turn_keys
-        keys = list(self._values)  # as they are now: a turn of its own, 3 ms for a million
+        keys = list(self._values)  # as they are now: a turn of its own, 3 to 8 ms for a million
         self._counting = {prefix: 0}
         found: list[bytes] = []
         count = size_bytes = 0

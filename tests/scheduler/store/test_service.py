@@ -398,7 +398,7 @@ def test_what_was_asked_before_a_member_was_lost_is_answered_without_another_wor
             await asyncio.sleep(0)
             rig.jobs.machine.members.pop()
             rig.jobs.driver.observe(r.Removed("b", 7, "it has finished", finished=True), 0.0)
-            answers = {}
+            answers: dict[int, pb.StoreAnswer] = {}
             while len(answers) < 2:
                 answers.update({answer.id: answer for answer in (await asker.replies.get()).answers})
             assert sorted(answers[1].values) == sorted(keys)

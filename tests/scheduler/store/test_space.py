@@ -232,17 +232,17 @@ def test_questions_about_all_keys_come_in_turns_and_who_has_gone_gets_none() -> 
     others = _asked(rig, B, Kind.LIST_KEYS)
     while not others():
         rig.space.turn()
-    assert first() and not last()
+    assert first() is not None and last() is None
     while rig.space.looking:
         rig.space.turn()
-    assert last() and not cancelled()
+    assert last() is not None and cancelled() is None
     dropped = _asked(rig, A, Kind.LIST_KEYS)
     rig.space.turn()
     rig.space.drop_looks(A)
     again = _asked(rig, A, Kind.LIST_KEYS)
     while rig.space.looking:
         rig.space.turn()
-    assert again() and not dropped()
+    assert again() is not None and dropped() is None
 
 
 @pytest.mark.parametrize("turn_keys", [2, 1000])
