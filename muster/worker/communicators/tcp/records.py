@@ -243,6 +243,7 @@ class RecordLayer:
         self._content_in = _room(self._most_encrypted)
         self._plain = memoryview(b"")
         self._idle_records = 0
+        self._failure: AlertDescription | None = None
 
     def close(self) -> None:
         """Gives the buffers back; nothing is read or written any more.
@@ -305,9 +306,18 @@ class RecordLayer:
 
         Raises:
             BlockingIOError: no whole record is there.
-            RecordLayerError: the record does not open, or is not one that may come.
+            RecordLayerError: the record does not open, or is not one that may come; or an earlier one was so.
             OSError: the connection is broken.
         """
+        if self._failure is not None:  # the next record would open, as if this one had never been sent
+            raise RecordLayerError(self._failure)
+        try:
+            return self._read(view)
+        except RecordLayerError as error:
+            self._failure = error.description
+            raise
+
+    def _read(self, view: memoryview) -> int:
         while not self._plain:
             record = self._next_record()
             if record is None:
