@@ -675,6 +675,23 @@ def decode_drain_request(data: bytes) -> tuple[str, str, str]:
     return job_id, _name()("node_id", request.node_id), _text("reason", request.reason)
 
 
+def decode_process_ended_request(data: bytes) -> tuple[str, str, int, str]:
+    """Returns the job ("" for the scheduler's own), the node, its incarnation, and how that ended.
+
+    Raises:
+        WireError: not protobuf, or a field out of bounds.
+    """
+    request = _parse(pb.ProcessEndedRequest, data)
+    job_id = _name(empty=True)("job_id", request.job_id)
+    node_id, detail = _name()("node_id", request.node_id), _text("detail", request.detail)
+    return job_id, node_id, request.incarnation, detail or "has ended"
+
+
+def encode_process_ended_reply(*, gone: bool) -> bytes:
+    """Encodes the answer to a launcher's ProcessEnded."""
+    return pb.ProcessEndedReply(gone=gone).SerializeToString()
+
+
 def decode_end_job_request(data: bytes) -> tuple[str, str]:
     """Returns the job ("" for the scheduler's own) that is to end, and why.
 

@@ -420,7 +420,7 @@ TABLE = {
 }
 """All variables by name."""
 
-INTERNAL = frozenset(("MS_UPLINK", "MS_UPLINK_DOOR"))
+INTERNAL = frozenset(("MS_UPLINK", "MS_UPLINK_DOOR", "MS_PROCESSES_ENDED"))
 """Variables that a launch sets for its own processes; users do not."""
 
 

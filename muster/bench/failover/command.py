@@ -5,6 +5,7 @@ muster bench failover --only leader --kills 20         # the leader killed: who 
 muster bench failover --only etcd --etcd-kills 3       # etcd's own leader killed
 muster bench failover --only quorum --outage-s 30      # two of etcd's three members gone
 muster bench failover --only worker --times 3          # a worker killed while nobody leads
+muster bench failover --only together --times 10       # the leader and a launcher's worker in one moment
 muster bench failover --only stopped --stops 10        # stopped beyond its lease, with its self-check off
 muster bench failover --only leader quorum             # several, on one job
 muster bench failover --only space --shortages 10 60   # no space in etcd, by turns; a worker dies meanwhile
@@ -29,6 +30,9 @@ from muster.bench.recovery.job import longest_pause
 
 NODE_TIMEOUT_S = 5.0
 SCHEDULER, UNGUARDED = "scheduler", "muster.bench.failover.unguarded"
+TOGETHER = "together"
+"""On a job of its own, whose workers run under launchers."""
+
 SPACE = ("space", "disk")
 """Parts with jobs of their own."""
 
@@ -47,12 +51,18 @@ Say = Callable[[str], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    parts = (*PARTS, *SPACE)
+    parts = (*PARTS, TOGETHER, *SPACE)
     option("--only", choices=parts, nargs="+", metavar="PART", help=f"of {', '.join(parts)}: these alone")
     option("--workers", type=int, default=6, metavar="N", help="workers of the job (6)")
     option("--kills", type=int, default=20, metavar="N", help="leaders to kill (20)")
     option("--stops", type=int, default=10, metavar="N", help="leaders to stop and continue (10)")
-    option("--times", type=int, default=3, metavar="N", help="workers to kill while nobody leads (3)")
+    option(
+        "--times",
+        type=int,
+        default=3,
+        metavar="N",
+        help="workers to kill while nobody leads, or with the leader (3)",
+    )
     option("--etcd-kills", type=int, default=3, metavar="N", help="leaders of etcd's to kill (3)")
     option("--outage-s", type=float, default=30.0, metavar="S", help="how long etcd has no quorum (30)")
     option(
@@ -97,6 +107,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for part in parts:
                     say(f"{part}: {options.workers} workers train")
                     results[part] = _MEASURES[part](job, options)
+        if TOGETHER in (options.only or ()):
+            with SeveralSchedulers(
+                Path(scratch) / TOGETHER,
+                workers=options.workers,
+                worker_min=2,
+                pace_s=options.pace_ms / 1000,
+                say=say,
+                launched=True,
+            ) as job:
+                job.begin()
+                say(f"{TOGETHER}: {options.workers} workers train, each under a launcher")
+                results[TOGETHER] = _both_killed(job, options)
         for part in (part for part in SPACE if part in (options.only or ())):
             for serve in (False, True):
                 if options.serve not in ("both", "with" if serve else "without"):
@@ -217,6 +239,32 @@ def _worker_kills(job: SeveralSchedulers, options: argparse.Namespace) -> dict[s
         "kills": rows,
         "summary": {"times": len(rows), "within_limit": within, "worst_after_takeover_s": round(worst, 2)},
     }
+
+
+def _both_killed(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for number in range(options.times):
+        old = job.settled()
+        time.sleep(1.0 + 0.07 * number)  # any place between two renewals
+        victim = job.living()[number % job.size]
+        began, leader = job.kill_leader(old)
+        victim.kill()
+        _, led_s, _ = job.takeover(leader, began)
+        job.wait("the others train", lambda: job.training(job.size - 1), 60)
+        firsts = [
+            next(step["t"] for step in worker.steps() if step["t"] > began and step["world"] == job.size - 1)
+            for worker in job.living()
+        ]
+        rows.append({"takeover_s": led_s, "next_step_s": round(max(firsts) - began, 2)})
+        job.say(f"worker {victim.name} and the leader: {rows[-1]}")
+        job.start_worker(victim.name)
+        job.wait("all train again", lambda: job.training(job.size, 3), 60)
+    summary = {
+        "times": len(rows),
+        "takeover_s": _worst_and_median([row["takeover_s"] for row in rows]),
+        "next_step_s": _worst_and_median([row["next_step_s"] for row in rows]),
+    }
+    return {"kills": rows, "summary": summary}
 
 
 def _etcd_leader(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class SeveralSchedulers(Job):
         say: shows progress.
         module: what runs as a scheduler.
         arguments: of the schedulers.
+        launched: each worker runs under a launcher of its own, as on a host of its own.
         quota_bytes: so large etcd's database may be; 0: as etcd has it.
     """
 
@@ -105,6 +106,7 @@ class SeveralSchedulers(Job):
         say: Callable[[str], None],
         module: str = "scheduler",
         arguments: Sequence[str] = (),
+        launched: bool = False,
         quota_bytes: int = 0,
     ) -> None:
         directory.mkdir(parents=True)
@@ -118,11 +120,16 @@ class SeveralSchedulers(Job):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.metrics_port = probe.getsockname()[1]
+        command = ["-m", "muster.bench.recovery.digits", "--epochs=1000000", "--checkpoint-dir="]
+        if launched:
+            shape = ("--nnodes", str(workers), "--nproc-per-node", "1", "--start", "exec")
+            command = ["-m", "muster", "run", *shape, "--", sys.executable, *command]
         super().__init__(
             directory,
             workers=workers,
             worker_min=worker_min,
-            command=["-m", "muster.bench.recovery.digits", "--epochs=1000000", "--checkpoint-dir="],
+            command=command,
+            launched=launched,
             env={
                 PACE_VARIABLE: str(pace),
                 "MS_TOPO_TIMEOUT": "120",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import socket
 import statistics
@@ -25,18 +26,22 @@ J = TypeVar("J", bound="Job")
 class Worker:
     """One worker process, and the events that it has noted so far."""
 
-    def __init__(self, name: str, process: subprocess.Popen[Any], record: Path, log: Path) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[Any], record: Path, log: Path, *, launched: bool = False
+    ) -> None:
         self.name = name
         self.process = process
         self.log = log
+        self.killed = False
+        self._launched = launched
         self.events: list[dict[str, Any]] = []
         self._record = record
         self._read = 0
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self.process.poll() is None
+        """Whether the process runs, and nobody has killed it."""
+        return not self.killed and self.process.poll() is None
 
     def follow(self) -> list[dict[str, Any]]:
         """Reads what was noted since; returns all events."""
@@ -54,10 +59,15 @@ class Worker:
         return [event for event in self.follow() if event["what"] == "step"]
 
     def kill(self) -> float:
-        """SIGKILL; returns when, on the monotonic clock."""
+        """SIGKILL of the worker, not of its launcher; returns when, on the monotonic clock."""
+        self.killed = True
+        pid = next(event["pid"] for event in self.follow() if event["what"] == "joined")
         now = time.monotonic()
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        if self._launched:
+            os.kill(pid, signal.SIGKILL)
+        else:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
         return now
 
 
@@ -87,6 +97,7 @@ class Job:
         command: what a worker runs, after the interpreter.
         env: variables besides, for all processes.
         say: shows progress.
+        launched: that is a launcher, which starts the worker.
     """
 
     def __init__(
@@ -96,6 +107,7 @@ class Job:
         workers: int,
         worker_min: int,
         command: Sequence[str],
+        launched: bool = False,
         env: Mapping[str, str] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -105,6 +117,7 @@ class Job:
         self.workers: list[Worker] = []
         self.scheduler: subprocess.Popen[bytes] | None = None
         self._command = list(command)
+        self._launched = launched
         self.config, password = make_keys(directory / "keys")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -170,7 +183,7 @@ class Job:
                 stdout=out,
                 stderr=out,
             )
-        worker = Worker(name, process, record, log)
+        worker = Worker(name, process, record, log, launched=self._launched)
         self.workers.append(worker)
         return worker
 
@@ -196,7 +209,7 @@ class Job:
         """Raises RuntimeError if a worker that nobody killed has ended before its time."""
         for worker in self.workers:
             code = worker.process.poll()
-            if code not in (None, -signal.SIGKILL) and not (may_end and code == 0):
+            if code not in (None, -signal.SIGKILL) and not worker.killed and not (may_end and code == 0):
                 raise RuntimeError(f"worker {worker.name} ended with code {code}\n{self.tails()}")
 
     def living(self) -> list[Worker]:

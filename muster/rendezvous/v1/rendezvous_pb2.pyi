@@ -558,3 +558,21 @@ class DrainReply(_message.Message):
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
     sentence: str
     def __init__(self, sentence: _Optional[str] = ...) -> None: ...
+
+class ProcessEndedRequest(_message.Message):
+    __slots__ = ("job_id", "node_id", "incarnation", "detail")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    node_id: str
+    incarnation: int
+    detail: str
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class ProcessEndedReply(_message.Message):
+    __slots__ = ("gone",)
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    gone: bool
+    def __init__(self, gone: bool = ...) -> None: ...

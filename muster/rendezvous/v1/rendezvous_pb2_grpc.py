@@ -49,6 +49,11 @@ class RendezvousStub(object):
                 request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
                 response_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.ProcessEnded = channel.unary_unary(
+                '/rendezvous.v1.Rendezvous/ProcessEnded',
+                request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.ProcessEndedRequest.SerializeToString,
+                response_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.ProcessEndedReply.FromString,
+                _registered_method=True)
         self.Jobs = channel.unary_unary(
                 '/rendezvous.v1.Rendezvous/Jobs',
                 request_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.JobsRequest.SerializeToString,
@@ -87,6 +92,16 @@ class RendezvousServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProcessEnded(self, request, context):
+        """The word of a launcher: it has collected (waitpid) the process of this incarnation, which is never heard again.
+        Counts at once where that worker has no stream, as after a takeover; else the end of its stream says more.
+        Role: worker of that job, as that node. Answered when the loss is durable; to be said again until `gone`.
+        Errors: PERMISSION_DENIED, NOT_FOUND (no such job), INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Jobs(self, request, context):
         """The jobs of this scheduler that the caller may see, in short. Roles: as Status.
         """
@@ -111,6 +126,11 @@ def add_RendezvousServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.FromString,
                     response_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.SerializeToString,
+            ),
+            'ProcessEnded': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProcessEnded,
+                    request_deserializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.ProcessEndedRequest.FromString,
+                    response_serializer=muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.ProcessEndedReply.SerializeToString,
             ),
             'Jobs': grpc.unary_unary_rpc_method_handler(
                     servicer.Jobs,
@@ -199,6 +219,33 @@ class Rendezvous(object):
             '/rendezvous.v1.Rendezvous/Drain',
             muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainRequest.SerializeToString,
             muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProcessEnded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rendezvous.v1.Rendezvous/ProcessEnded',
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.ProcessEndedRequest.SerializeToString,
+            muster_dot_rendezvous_dot_v1_dot_rendezvous__pb2.ProcessEndedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -129,6 +129,17 @@ class Expel(Value):
     reason: str
 
 
+class ProcessEnded(Value):
+    """The launcher of this incarnation has collected its process; ``detail`` says how it ended.
+
+    Whose word it was the adapter has checked: the certificate allows this node.
+    """
+
+    node_id: str
+    incarnation: int
+    detail: str
+
+
 class Tick(Value):
     """Time has passed: the deadline that the machine asked for has come, or the driver's pulse."""
 
@@ -172,6 +183,7 @@ Event = (
     | DrainRequested
     | EndRequested
     | Expel
+    | ProcessEnded
     | Tick
     | StoodStill
     | HeldUp

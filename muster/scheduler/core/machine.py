@@ -99,6 +99,7 @@ class Machine:
             e.DrainRequested: _drain_requested,
             e.EndRequested: _end_requested,
             e.Expel: _expel,
+            e.ProcessEnded: process_ended,
             e.Tick: tick,
             e.StoodStill: stood_still,
             e.HeldUp: held_up,
@@ -638,6 +639,19 @@ def session_lost(job: Job, event: e.SessionLost, now: float) -> None:
     else:
         detail = f"not heard for {silent_s:.1f} s, until its stream ended ({event.detail})"
         job.lose(node_id, f"is lost: {detail}")
+
+
+def process_ended(job: Job, event: e.ProcessEnded, now: float) -> None:
+    """Handles a launcher's word that a process has ended, which the scheduler before this one may have known.
+
+    A word alone expels nobody: it counts for that very incarnation, and only where that is not here. Of who
+    has a stream the kernel says more, and in order with what it has still sent.
+    """
+    claim = job.ledger.claims.get(event.node_id)
+    if claim is None or claim.candidate.incarnation != event.incarnation or job.phase is Phase.ENDED:
+        return
+    if job.members.session_of(event.node_id) is None:
+        job.lose(event.node_id, f"is lost: its launcher says that it {event.detail}")
 
 
 # ---------------------------------------------------------------- time

@@ -65,6 +65,8 @@ class AdoptingJob:
             return self._decide(now) or self._wait(event)
         if self._held and isinstance(event, e.Tick):
             return Decision()  # nobody is lost before it is clear which generation counts
+        if isinstance(event, e.ProcessEnded) and not self._anybody_is_here:
+            return Decision()  # likewise: it is said again
         session = getattr(event, "session", None)
         if session in self._held:
             if isinstance(event, e.SessionLost | e.LeftCleanly):
@@ -96,6 +98,11 @@ class AdoptingJob:
     def _keep(self, records: Iterable[r.Record]) -> None:
         for record in records:
             self._ledger.apply(record)
+
+    @property
+    def _anybody_is_here(self) -> bool:
+        """Whether a worker has come whose generation is that of the journal, and none that is ahead of it."""
+        return bool(self.machine.job.members.nodes) and not self._held
 
     def _is_ahead(self, event: e.Joined) -> bool:
         return event.held_generation > self._ledger.generation

@@ -357,7 +357,7 @@ class JobDriver:
         """Waits while losses keep coming, so that those of one cause make one generation."""
         seen = 0
         for _ in range(LOSS_SETTLE_TIMES):
-            losses = sum(isinstance(item.event, e.SessionLost) for item in batch)
+            losses = sum(isinstance(item.event, e.SessionLost | e.ProcessEnded) for item in batch)
             if losses == seen:
                 return
             seen = losses
@@ -592,7 +592,7 @@ def _losses_to_come(batch: Sequence[_Item]) -> list[bool]:
     marks: list[bool] = []
     follows = False
     for item in reversed(batch):
-        lost = isinstance(item.event, e.SessionLost | e.LeftCleanly)
+        lost = isinstance(item.event, e.SessionLost | e.LeftCleanly | e.ProcessEnded)
         marks.append(lost and follows)
         if not isinstance(item.event, e.Heard):
             follows = lost

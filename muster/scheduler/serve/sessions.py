@@ -270,6 +270,7 @@ class Service:
                 "Status": grpc.unary_unary_rpc_method_handler(self.status),
                 "Drain": grpc.unary_unary_rpc_method_handler(self.drain),
                 "Jobs": grpc.unary_unary_rpc_method_handler(self.jobs),
+                "ProcessEnded": grpc.unary_unary_rpc_method_handler(self.process_ended),
             },
         )
 
@@ -318,6 +319,21 @@ class Service:
             return codec.encode_drain_reply(done or f"Node {node_id} of job {job_id} is asked to leave.")
 
         return await self._answer("Drain", context, answer)
+
+    async def process_ended(self, data: bytes, context: Context) -> bytes:
+        """Answers ProcessEnded, once what follows is durable."""
+
+        async def answer(caller: Caller) -> bytes:
+            named, node_id, incarnation, detail = decoded(codec.decode_process_ended_request, data)
+            job_id = named or self._own_job
+            self._access.allow(caller, roles=("worker",), job=job_id, node=node_id)
+            driver = self._jobs.get(job_id)
+            await driver.submit(e.ProcessEnded(node_id, incarnation, detail))
+            who = (node_id, incarnation)
+            places = ((w.candidate.node_id, w.candidate.incarnation) for w in driver.view().workers)
+            return codec.encode_process_ended_reply(gone=who not in places)
+
+        return await self._answer("ProcessEnded", context, answer)
 
     async def _answer(
         self, call: str, context: Context, answer: Callable[[Caller], Awaitable[bytes]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import selectors
@@ -22,7 +23,7 @@ from muster.rendezvous.launches import RUNS, LaunchDirectory, RunRecord
 from muster.worker.errors import SIGTERM_EXIT_CODE, SettingsError
 from muster.worker.launch import fork
 from muster.worker.launch.door import INNER, OUTER, make_door, named
-from muster.worker.launch.plan import LaunchPlan, Recipe
+from muster.worker.launch.plan import ENDED_VARIABLE, LaunchPlan, Recipe
 from muster.worker.launch.process import Child, Guardian, reap, spawn, timestamp
 from muster.worker.launch.programs import AGENT
 from muster.worker.launch.report import (
@@ -67,6 +68,9 @@ STRAGGLING_S = 5.0
 UPLINK_RESTARTS = 8
 """How often an uplink is started again."""
 
+LAST_WORD_S = 12.0
+"""How long after the last worker it is said which have ended: then the next scheduler knows anyway."""
+
 OTHERS_SHOWN = 16
 """The end of so many workers is shown in a line each."""
 
@@ -97,6 +101,8 @@ class Launcher:
         self._workers: list[Child] = []
         self._scheduler: Child | None = None
         self._uplink: Child | None = None
+        self._last_words: list[Child] = []
+        self._last_words_until: float | None = None
         self._door: tuple[socket.socket, ...] = ()
         self._inherits = -1
         self._again: list[Child] = []
@@ -252,6 +258,8 @@ class Launcher:
                 self._overdue()
             if self._straggling_at is not None and now_s >= self._straggling_at:
                 self._show_stragglers()
+            if self._last_words_until is not None and now_s >= self._last_words_until:
+                self._end_last_words()
             if self._failed_at is not None and not self._settled:
                 self._settle()
             self._follow()
@@ -287,7 +295,8 @@ class Launcher:
         """Seconds until the loop has to run again without an event; None: for ever."""
         if self._failed_at is not None and not self._settled:
             return LOOK_S
-        ends = [end for end in (self._deadline, self._straggling_at) if end is not None]
+        dues = (self._deadline, self._straggling_at, self._last_words_until)
+        ends = [end for end in dues if end is not None]
         patience_s = max(0.0, min(ends) - time.monotonic()) if ends else None
         if self._stopping or not self._workers:
             return patience_s
@@ -415,7 +424,8 @@ class Launcher:
     # ------------------------------------------------------------ processes
 
     def _all(self) -> list[Child]:
-        return self._workers + [each for each in (self._uplink, self._scheduler) if each is not None]
+        others = [each for each in (self._uplink, self._scheduler) if each is not None]
+        return [*self._workers, *self._last_words, *others]
 
     def _alive(self) -> list[Child]:
         return [child for child in self._all() if child.returncode is None]
@@ -440,6 +450,7 @@ class Launcher:
         return more
 
     def _reap(self) -> None:
+        ended: list[Child] = []
         for child in reap(self._all(), self._guardian):
             while self._pump(child):
                 pass
@@ -447,11 +458,41 @@ class Launcher:
                 self._selector.unregister(child.output)
                 child.close()
             self._ended(child)
+            ended.append(child)
+        self._say_last_words([child for child in ended if child in self._workers])
+
+    def _say_last_words(self, ended: Sequence[Child]) -> None:
+        """Has several schedulers told of workers that did not go by their own word; a process does it."""
+        recipe = self._plan.last_word
+        words = [
+            (*place, _how(child.returncode or 0))
+            for child in ended
+            if child.returncode and not child.stopped and not child.words().left
+            for place in sorted(child.words().places)
+        ]
+        if recipe is not None and words and not self._interrupted:
+            env = {**recipe.env, ENDED_VARIABLE: json.dumps(words)}
+            child = self._start(replace(recipe, env=env), again=True)
+            assert child is not None  # it is no fork
+            self._last_words.append(child)
+        if self._last_words and not self._working() and self._last_words_until is None:
+            self._last_words_until = time.monotonic() + LAST_WORD_S
+
+    def _end_last_words(self) -> None:
+        """Ends those that nobody has listened to, unless workers were started again meanwhile."""
+        self._last_words_until = None
+        if not self._working():
+            for child in self._last_words:
+                child.signal(signal.SIGKILL)
 
     def _ended(self, child: Child) -> None:
         code = child.returncode or 0
         child.order = self._ended_count = self._ended_count + 1
         self._history.note("process_ended", name=self._name(child), code=code, how=_how(code))
+        if child in self._last_words:
+            self._last_words.remove(child)
+            child.forget()
+            return
         if child is self._uplink:
             self._uplink_ended(child, code)
             return
@@ -669,6 +710,8 @@ class Launcher:
     def _name(self, child: Child) -> str:
         if child is self._uplink:
             return "the uplink"
+        if child in self._last_words:
+            return "the process that tells the schedulers who has ended"
         return "the scheduler" if child is self._scheduler else f"worker {child.label}"
 
     def _stop(self, number: int) -> None:
@@ -687,6 +730,7 @@ class Launcher:
         """Handles the deadline; scheduler and uplink are asked to end once no worker is left."""
         number = self._next_signal
         late = [child for child in self._alive() if child in self._workers or not self._working()]
+        late = [child for child in late if child not in self._last_words]
         for child in late:
             if number == signal.SIGKILL:
                 waited = f"did not end within {self._policy.grace_s:g} s; killed"
@@ -713,6 +757,8 @@ class Launcher:
                 child.signal(signal.SIGKILL)
             return
         self._interrupted = True
+        for child in self._last_words:
+            child.signal(signal.SIGKILL)
         self._screen.say(f"{number.name}: ending the workers; once more kills them at once")
         self._stop(number)
         if not self._working():

@@ -34,6 +34,9 @@ MOST_SPARES = int(TABLE["MS_SPARES"].high)
 DOOR_VARIABLES = ("MS_UPLINK", "MS_UPLINK_DOOR")
 """See :mod:`muster.worker.launch.door`."""
 
+ENDED_VARIABLE = "MS_PROCESSES_ENDED"
+"""See :mod:`muster.worker.uplink.last_word`: JSON, a list of node id, incarnation and how it ended."""
+
 _OF_ONE_WORKER = ("MS_NODE_ID", "MS_LOCAL_INDEX", "DEVICE_ID", "RANK_ID", "MS_WORKER_SPARE")
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -471,6 +474,8 @@ class LaunchPlan:
         log_dir: where the logs go; None: a new directory of this launch.
         notes: what the user should know before anything starts.
         start: how the workers are to be started, as the options say.
+        last_word: how to start the process that tells several schedulers which workers have ended; None:
+            there is one scheduler, which sees that by itself.
     """
 
     layout: Layout
@@ -486,6 +491,7 @@ class LaunchPlan:
     log_dir: Path | None = None
     notes: tuple[str, ...] = ()
     start: str = "auto"
+    last_word: Recipe | None = None
 
     @property
     def forks(self) -> bool:
@@ -572,6 +578,7 @@ def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
         log_dir=options.log_dir,
         notes=tuple(notes),
         start=options.start,
+        last_word=_last_word_recipe(workers, options, here) if "," in address[0] else None,
     )
 
 
@@ -643,17 +650,38 @@ def _uplink_recipe(
     wanted = several and layout.world_size >= UPLINK_FROM_WORKERS
     if options.uplink == "off" or (options.uplink == "auto" and not wanted):
         return None
-    first = workers[0]
-    own = {name: value for name, value in first.env.items() if name not in _OF_ONE_WORKER}
-    label = f"uplink_{first.host}" if layout.world_size > layout.local_size else "uplink"
+    label = f"uplink_{workers[0].host}" if layout.world_size > layout.local_size else "uplink"
+    recipe = _own_recipe(label, "muster.worker.uplink", workers, options, here)
+    return replace(recipe, forked=forked, last=True)
+
+
+def _last_word_recipe(
+    workers: Sequence[WorkerPlan], options: argparse.Namespace, here: Surroundings
+) -> Recipe | None:
+    if not workers:
+        return None
+    return _own_recipe(
+        f"last_word_{workers[0].label}", "muster.worker.uplink.last_word", workers, options, here
+    )
+
+
+def _own_recipe(
+    label: str,
+    module: str,
+    workers: Sequence[WorkerPlan],
+    options: argparse.Namespace,
+    here: Surroundings,
+) -> Recipe:
+    """The recipe of a process that speaks for the workers of this launch, with their certificate."""
     return Recipe(
         label,
-        (here.python, *here.python_flags, "-m", "muster.worker.uplink"),
-        {**own, **_password(CLIENT_PASSWORD, options, here)},
+        (here.python, *here.python_flags, "-m", module),
+        {
+            **{name: value for name, value in workers[0].env.items() if name not in _OF_ONE_WORKER},
+            **_password(CLIENT_PASSWORD, options, here),
+        },
         f"{label}.log",
         _hidden(CLIENT_PASSWORD, SERVER_PASSWORD, options),
-        forked=forked,
-        last=True,
     )
 
 
