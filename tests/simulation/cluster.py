@@ -55,6 +55,7 @@ FULL = "fill etcd"
 FULLS = 0.3
 COMPACT_RECORDS = 12
 OUT_S = MS_NODE_TIMEOUT_S + 2.5
+TOLD_S = 3.0
 LEASE_LATE_S = 0.5
 """So late etcd may find that a lease is over."""
 
@@ -321,7 +322,9 @@ class Cluster:
         self.changes += 1
         self.calm_since = self.world.loop.now
         self.world.note(f"!! {member} leads")
-        for limit_s, check in ((self.world.back_s, self._check_back), (OUT_S, self._check_out)):
+        self.world.launchers.led()
+        checks = ((self.world.back_s, self._check_back), (OUT_S, self._check_out), (TOLD_S, self._check_told))
+        for limit_s, check in checks:
             self.world.loop.after(limit_s, self._check_if_calm, check, member, self.changes, self.calm_since)
 
     def disturb(self) -> None:
@@ -345,6 +348,18 @@ class Cluster:
             member_then = max(died_at, judge.placed_at.get(process, since)) < since
             out = not member_then or judge.claims.get(node_id) != incarnation
             judge.expect(out, f"{node_id} is dead, and a member {OUT_S:.1f} s after {member} began to lead")
+
+    def _check_told(self, member: Member, since: float) -> None:
+        """Of whom a launcher says that it died nobody waits until its time to come back is over."""
+        judge = self.world.judge
+        others = any(stream.came_at < since + TOLD_S / 2 for stream in member.streams.values())
+        if self.unanswered or not others:
+            return
+        for node_id, incarnation in self.world.launchers.waiting:
+            late = (
+                self.world.died_at[node_id, incarnation] < since and judge.claims.get(node_id) == incarnation
+            )
+            judge.expect(not late, f"{node_id} is dead, its launcher says so, and {member} waits for it")
 
     def _check_back(self, member: Member, since: float) -> None:
         """Workers that lived through a takeover are back with the next leader."""
@@ -564,6 +579,7 @@ class ClusterWorld(World):
         for _ in range(rng.randint(1, 4)):
             self.loop.at(at, self.cluster.harm, rng.choice(FAULTS))
             at += rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.5)
+        self.launchers.begin()
         space = random.Random(f"cluster journal {self.seed}")
         if space.random() < FULLS:
             self.loop.at(space.uniform(1.0, at), self.cluster.fill, space.choice((2.0, 6.0, 20.0)))

@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 from muster.rendezvous.v1 import etcd_pb2 as pb
+from muster.scheduler.core import events as e
 from muster.scheduler.core import machine
 from muster.scheduler.etcd.api import EtcdUnreachableError, created_in
 from muster.scheduler.etcd.journal import EtcdJournal
 from muster.scheduler.etcd.leadership import Leadership
 from muster.scheduler.jobs.driver import JobDriver
 from muster.worker.control.connection import Turns
-from tests.simulation.mutants import Mutant, instead, no_grace, sends_first
+from tests.simulation.mutants import Mutant, instead, no_grace, nothing, sends_first
 
 
 def always(self: Leadership) -> pb.Compare:
@@ -76,6 +77,18 @@ def waits_too_long(right: Any) -> Any:
     return classmethod(recover)
 
 
+def expels_who_is_heard(job: Any, event: e.ProcessEnded, now: float) -> None:
+    claim = job.ledger.claims.get(event.node_id)
+    if claim is not None and claim.candidate.incarnation == event.incarnation and job.phase.value != "ended":
+        job.lose(event.node_id, f"is lost: its launcher says that it {event.detail}")
+
+
+def expels_any_incarnation(job: Any, event: e.ProcessEnded, now: float) -> None:
+    claim = job.ledger.claims.get(event.node_id)
+    if claim is not None and job.phase.value != "ended" and job.members.session_of(event.node_id) is None:
+        job.lose(event.node_id, f"is lost: its launcher says that it {event.detail}")
+
+
 CLUSTER_MUTANTS: dict[str, Mutant] = {
     "no fence": Mutant(Leadership, "fence", instead(always)),
     "fence by name": Mutant(Leadership, "fence", instead(by_name), seed=110),
@@ -86,5 +99,10 @@ CLUSTER_MUTANTS: dict[str, Mutant] = {
     "too much grace after a takeover": Mutant(machine.Machine, "recover", waits_too_long),
     "a leader whose key is gone stays": Mutant(Leadership, "_key_stands", instead(believes_in_its_key)),
     "stale address first": Mutant(Turns, "order", instead(the_last_one_first)),
+    "a launcher's word is not taken": Mutant(machine, "process_ended", instead(nothing), seed=105),
+    "a launcher's word expels who is heard": Mutant(machine, "process_ended", instead(expels_who_is_heard)),
+    "a launcher's word counts for any incarnation": Mutant(
+        machine, "process_ended", instead(expels_any_incarnation)
+    ),
     "the last record is not read": Mutant(EtcdJournal, "load", reads_too_early),
 }

@@ -13,6 +13,7 @@ from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job, as_sent
 from muster.scheduler.core.machine import Machine
 from muster.worker.control import events as e
+from tests.simulation.launchers import SAID
 from tests.simulation.scenario import (
     HANG_TIMEOUT_S,
     HEARTBEAT_S,
@@ -141,6 +142,8 @@ class Judge:
         process = (record.node_id, record.incarnation)
         self.expect(self.claims.pop(record.node_id, None) == record.incarnation, "a stranger was removed")
         self._check_expelled(process, record.reason)
+        if SAID in record.reason:
+            self.expect(process in self.world.died_at, f"{process} lives, and is lost for a launcher's word")
         if "not heard for" in record.reason:
             for_s = self.world.loop.now - self.forgiven_at.get(process, -math.inf)
             self.expect(for_s >= NODE_TIMEOUT_S, f"{process} had {for_s:.1f} s to come back")

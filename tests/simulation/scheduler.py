@@ -160,6 +160,11 @@ class Scheduler:
         """Whether the job is this process's."""
         return True
 
+    @property
+    def leading(self) -> Scheduler | None:
+        """Whom a launcher's word reaches."""
+        return self
+
     def start(self) -> None:
         """Comes up for the first time."""
         self._begin(())

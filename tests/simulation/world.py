@@ -14,6 +14,7 @@ from muster.worker.control import events as e
 from tests.simulation.data_plane import Cables, DataPlane
 from tests.simulation.faults import APART, APART_S, plan_faults
 from tests.simulation.judge import Judge, Violation
+from tests.simulation.launchers import Launchers
 from tests.simulation.loop import Loop
 from tests.simulation.network import Network
 from tests.simulation.scenario import TOPO_TIMEOUT_S, make_scenario
@@ -47,6 +48,7 @@ class World:
         self.data_plane = DataPlane(self)
         self.cables = Cables(self)
         self.scheduler = Scheduler(self)
+        self.launchers = Launchers(self)
         self.processes: list[Worker] = []
         self.newest: dict[str, Worker] = {}
         self.died_at: dict[tuple[str, int], float] = {}
@@ -128,6 +130,8 @@ class World:
         """A process is gone; the supervisor starts it again while the job goes on."""
         self.judge.disturbed()
         self.died_at[(worker.node_id, worker.incarnation)] = self.loop.now
+        if worker.ended_by == "killed":
+            self.launchers.collect(worker)
         done = (worker.node_id, worker.incarnation) in self.judge.completed
         if self.scenario.supervised and not done and self.newest.get(worker.node_id) is worker:
             pause = self.rng.uniform(0.2, 3.0) + self.restarts * 0.2
@@ -157,6 +161,7 @@ class World:
             at = self.rng.uniform(0.0, 4.0)
             self.loop.at(at, lambda n=number: self.start(self.node(scenario.worker_num + n), spare=True))
         plan_faults(self)
+        self.launchers.begin()
         limit = scenario.fault_end + 4 * TOPO_TIMEOUT_S
         try:
             self.loop.run(limit, self._over)

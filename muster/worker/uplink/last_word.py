@@ -2,7 +2,7 @@
 
 A worker's death is seen by the end of its stream. If the scheduler that saw it dies as well, the next one
 knows of a worker only that it does not come, and gives it time. The launcher has collected the process, and
-knows. So it starts this, which says so to whichever scheduler leads, again and again, until one has it durably.
+knows. So it starts this, which says so to whichever scheduler leads, until one of them has it durably.
 """
 
 from __future__ import annotations
