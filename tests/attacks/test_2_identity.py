@@ -82,6 +82,16 @@ def test_only_an_operator_of_the_job_drains(field: Field, name: str) -> None:
     assert "operator" in sentence
 
 
+@pytest.mark.parametrize("name", ["server", "operator", "node-7", "host", "other-job", "other-host"])
+def test_only_its_own_launcher_says_that_a_worker_has_ended(field: Field, name: str) -> None:
+    with field.channel(name) as over:
+        call = pb_grpc.RendezvousStub(over).ProcessEnded
+        request = pb.ProcessEndedRequest(job_id="default", node_id="victim-0", detail="go\nERROR forged")
+        code, sentence = error_of(lambda: call(request, timeout=30))
+    assert code == "PERMISSION_DENIED"
+    assert "default" in sentence or "victim-0" in sentence or "needs worker" in sentence
+
+
 @pytest.mark.parametrize("name", ["other-job", "other-operator"])
 def test_nobody_reads_another_job(field: Field, name: str) -> None:
     with field.channel(name) as over:
@@ -97,6 +107,7 @@ def test_a_revoked_certificate_is_refused_everywhere(field: Field) -> None:
         calls = [
             lambda: stub.Status(pb.StatusRequest(), timeout=30),
             lambda: stub.Drain(pb.DrainRequest(node_id="victim-0"), timeout=30),
+            lambda: stub.ProcessEnded(pb.ProcessEndedRequest(node_id="victim-0"), timeout=30),
             lambda: list(stub.Session(iter([join()]), timeout=30)),
             lambda: bare(over.unary_unary("/grpc.health.v1.Health/Check"))(b"", timeout=30),
             lambda: list(bare(over.unary_stream("/grpc.health.v1.Health/Watch"))(b"", timeout=30)),

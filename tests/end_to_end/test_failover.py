@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from muster.bench.launches import ROOT, environment
+from muster.rendezvous.patience import takeover_patience_s
 
 pytestmark = [
     pytest.mark.system,
@@ -50,6 +51,12 @@ def test_a_job_outlives_leaders_etcds_leader_its_quorum_and_a_worker_that_dies_w
         assert summary[part]["steps_lost_or_doubled"] == 0, part
         assert summary[part]["group_changes"] == 0, part
     assert summary["worker"]["times"] == 1
+
+
+def test_of_a_launchers_worker_that_dies_with_the_leader_the_next_one_hears_at_once(tmp_path: Path) -> None:
+    summary = measured(tmp_path, "--times", "1", "--only", "together")["together"]
+    waited_s = summary["next_step_s"]["worst"] - summary["takeover_s"]["worst"]
+    assert waited_s < takeover_patience_s(5.0)  # else the next leader gives everybody so long to come back
 
 
 def test_a_leader_that_comes_back_is_refused_by_the_fence_alone(tmp_path: Path) -> None:

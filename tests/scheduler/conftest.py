@@ -14,6 +14,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     pki = Pki.make(tmp_path_factory.mktemp("scheduler-pki"))
     pki.issue("other-job", Identity("other", "worker"))
     pki.issue("node-7", Identity("default", "worker", "node-7"))
+    pki.issue("host", Identity("default", "host", nodes=("node-7", "node-8")))
     pki.issue("any-job", Identity("*", "worker"))
     return pki
 

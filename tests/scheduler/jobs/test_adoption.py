@@ -161,3 +161,37 @@ def test_a_job_whose_journal_is_in_force_goes_on_as_ever() -> None:
     job = adopting(adopt=False)
     decisions = [job.step(joined(who, rank, generation=1), 1.0) for rank, who in enumerate((A, B, C))]
     assert all("Assignment" in kinds(decision) for decision in decisions)
+
+
+def word_on(who: m.Candidate, incarnation: int = 1) -> e.ProcessEnded:
+    return e.ProcessEnded(who.node_id, incarnation, "was killed by SIGKILL")
+
+
+def removed(decision: Decision) -> list[str]:
+    return [record.node_id for record in decision.records if isinstance(record, r.Removed)]
+
+
+def test_who_has_ended_says_its_launcher_is_not_waited_for_after_a_restart() -> None:
+    job = adopting(adopt=False)
+    job.step(joined(A, 0, generation=1), 1.0)
+    decision = job.step(word_on(C), 1.1)
+    assert removed(decision) == ["c"]
+    assert "is lost: its launcher says that it was killed by SIGKILL" in decision.reason
+    assert job.view(1.1).generation == 2
+    assert {worker.candidate.node_id for worker in job.view(1.1).workers} == {"a", "b"}
+
+
+def test_a_word_on_another_incarnation_or_on_one_that_is_here_expels_nobody() -> None:
+    job = adopting(adopt=False)
+    job.step(joined(A, 0, generation=1), 1.0)
+    for word in (word_on(A), word_on(C, 2), word_on(D)):
+        assert job.step(word, 1.1) == Decision()
+    assert job.view(1.1).generation == 1
+
+
+@pytest.mark.parametrize("generation", [0, 4])
+def test_while_no_worker_of_the_journals_generation_is_here_no_word_changes_it(generation: int) -> None:
+    job = adopting(adopt=False)
+    if generation:  # it is ahead of the journal
+        job.step(joined(A, 0, generation=generation), 1.0)
+    assert job.step(word_on(C), 1.1) == Decision()

@@ -15,6 +15,8 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from muster.certs.pki.identity import Identity
+from muster.rendezvous.v1 import host_pb2 as host
+from muster.rendezvous.v1 import host_pb2_grpc as host_grpc
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.certs.making import KEY, certificate, key_pem, pem
@@ -121,6 +123,52 @@ def test_only_an_operator_drains(running: Scheduler, pki: Pki, name: str) -> Non
         code, words = error_of(lambda: drain(pb.DrainRequest(job_id="default", node_id="node-0")))
     assert code == "PERMISSION_DENIED"
     assert "operator" in words
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "code", "words"),
+    [
+        ("node-7", {"node_id": "node-0"}, "PERMISSION_DENIED", "bound to the node 'node-7', not 'node-0'"),
+        ("host", {"node_id": "node-0"}, "PERMISSION_DENIED", "not 'node-0'"),
+        ("other-job", {"node_id": "node-0"}, "PERMISSION_DENIED", "for the job 'other', not 'default'"),
+        ("server", {"node_id": "node-0"}, "PERMISSION_DENIED", "role scheduler"),
+        ("operator", {"node_id": "node-0"}, "PERMISSION_DENIED", "role operator"),
+        ("client", {"node_id": "node-0", "job_id": "other"}, "PERMISSION_DENIED", "not 'other'"),
+        ("client", {}, "INVALID_ARGUMENT", "node_id"),
+    ],
+)
+def test_a_launcher_speaks_only_for_the_nodes_of_its_certificate(
+    running: Scheduler, pki: Pki, name: str, changes: dict[str, object], code: str, words: str
+) -> None:
+    request = pb.ProcessEndedRequest(**{"job_id": "default", "incarnation": 1000, **changes})  # type: ignore[arg-type]
+    with channel(running.target, pki.credentials(name)) as over:
+        refused = error_of(lambda: pb_grpc.RendezvousStub(over).ProcessEnded(request))
+    assert refused[0] == code
+    assert words in refused[1]
+
+
+def test_a_launchers_word_counts_once_that_very_process_is_away(running: Scheduler, pki: Pki) -> None:
+    def is_gone(over: grpc.Channel, incarnation: int) -> bool:
+        word = pb.ProcessEndedRequest(job_id="default", node_id="node-7", incarnation=incarnation)
+        reply: pb.ProcessEndedReply = pb_grpc.RendezvousStub(over).ProcessEnded(word)
+        return reply.gone
+
+    with (
+        channel(running.target, pki.credentials("node-7")) as own,
+        channel(running.target, pki.credentials("host")) as over,
+    ):
+        hosts = host_grpc.HostStreamStub(own).Open(
+            iter([host.FromHost(items=[_from_worker(join("node-7", incarnation=5))])])
+        )
+        assert next(iter(hosts)).items
+        running.await_log("lost job_id=default")  # its host's stream has ended, which says nothing of it
+        assert is_gone(over, 4)
+        assert is_gone(over, 5)
+        running.await_log("cpu:7 is lost: its launcher says that it has ended.")
+
+
+def _from_worker(message: pb.WorkerMessage) -> host.FromWorker:
+    return host.FromWorker(worker=1, message=message.SerializeToString())
 
 
 def test_the_commands_find_their_certificates(running: Scheduler, pki: Pki) -> None:
