@@ -171,6 +171,10 @@ class Recorder:
         """Records an operator's drain."""
         self._record("drained", sentence, "", {"job_id": job_id, "node_id": node_id, **_who(caller)})
 
+    def lost(self, job_id: str, node_id: str, caller: Caller, sentence: str) -> None:
+        """Records whose word it was that a worker's process has ended, where that made it lose its place."""
+        self._record("lost", sentence, "by_launcher", {"job_id": job_id, "node_id": node_id, **_who(caller)})
+
     def job_ended(self, job_id: str, caller: Caller, sentence: str) -> None:
         """Records that an operator has a job end."""
         self._record("ended", sentence, "by_operator", {"job_id": job_id, **_who(caller)})

@@ -328,10 +328,13 @@ class Service:
             job_id = named or self._own_job
             self._access.allow(caller, roles=("worker",), job=job_id, node=node_id)
             driver = self._jobs.get(job_id)
-            await driver.submit(e.ProcessEnded(node_id, incarnation, detail))
+            done = await driver.submit(e.ProcessEnded(node_id, incarnation, detail))
             who = (node_id, incarnation)
             places = ((w.candidate.node_id, w.candidate.incarnation) for w in driver.view().workers)
-            return codec.encode_process_ended_reply(gone=who not in places)
+            gone = who not in places
+            if gone and done:
+                self._recorder.lost(job_id, node_id, caller, detail)
+            return codec.encode_process_ended_reply(gone=gone)
 
         return await self._answer("ProcessEnded", context, answer)
 

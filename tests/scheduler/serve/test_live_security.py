@@ -165,6 +165,8 @@ def test_a_launchers_word_counts_once_that_very_process_is_away(running: Schedul
         assert is_gone(over, 4)
         assert is_gone(over, 5)
         running.await_log("cpu:7 is lost: its launcher says that it has ended.")
+        whose = running.await_log("lost code=by_launcher job_id=default node_id=node-7")
+        assert "identity=muster://default/host/node-7/node-8" in whose
 
 
 def _from_worker(message: pb.WorkerMessage) -> host.FromWorker:
