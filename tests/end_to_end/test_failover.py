@@ -53,10 +53,18 @@ def test_a_job_outlives_leaders_etcds_leader_its_quorum_and_a_worker_that_dies_w
     assert summary["worker"]["times"] == 1
 
 
-def test_of_a_launchers_worker_that_dies_with_the_leader_the_next_one_hears_at_once(tmp_path: Path) -> None:
-    summary = measured(tmp_path, "--times", "1", "--only", "together")["together"]
-    waited_s = summary["next_step_s"]["worst"] - summary["takeover_s"]["worst"]
+def test_a_death_with_the_leader_is_known_to_the_next_one_and_one_without_a_majority_ends_nobody(
+    tmp_path: Path,
+) -> None:
+    # Workers of one scheduler would look for it for a second here, in place of MS_RECONNECT_TIMEOUT's 120.
+    counts = ("--impatient", "--times", "1", "--outage-s", "3")
+    summary = measured(tmp_path, *counts, "--only", "together", "mourning")
+    together, mourning = summary["together"], summary["mourning"]
+    waited_s = together["next_step_s"]["worst"] - together["takeover_s"]["worst"]
     assert waited_s < takeover_patience_s(5.0)  # else the next leader gives everybody so long to come back
+    assert mourning["ended"] == 0
+    assert mourning["waited_for_a_scheduler_s"] > 2
+    assert mourning["steps_lost_or_doubled"] == 0
 
 
 def test_a_leader_that_comes_back_is_refused_by_the_fence_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ muster bench failover --json results.json              # all that follows
 muster bench failover --only leader --kills 20         # the leader killed: who is next, and when
 muster bench failover --only etcd --etcd-kills 3       # etcd's own leader killed
 muster bench failover --only quorum --outage-s 30      # two of etcd's three members gone
+muster bench failover --only mourning --outage-s 150   # the same, and a worker killed at its beginning
 muster bench failover --only worker --times 3          # a worker killed while nobody leads
 muster bench failover --only together --times 10       # the leader and a launcher's worker in one moment
 muster bench failover --only stopped --stops 10        # stopped beyond its lease, with its self-check off
@@ -25,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.failover import space
-from muster.bench.failover.job import DEPOSED, SeveralSchedulers
+from muster.bench.failover.job import DEPOSED, WORKER, SeveralSchedulers
 from muster.bench.recovery.job import longest_pause
 
 NODE_TIMEOUT_S = 5.0
 SCHEDULER, UNGUARDED = "scheduler", "muster.bench.failover.unguarded"
-TOGETHER = "together"
-"""On a job of its own, whose workers run under launchers."""
+LAUNCHED = ("together", "mourning")
+"""Parts on one job whose workers run under launchers."""
+
+IMPATIENT = "muster.bench.failover.impatient"
 
 SPACE = ("space", "disk")
 """Parts with jobs of their own."""
@@ -51,7 +54,7 @@ Say = Callable[[str], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     option = parser.add_argument
-    parts = (*PARTS, TOGETHER, *SPACE)
+    parts = (*PARTS, *LAUNCHED, *SPACE)
     option("--only", choices=parts, nargs="+", metavar="PART", help=f"of {', '.join(parts)}: these alone")
     option("--workers", type=int, default=6, metavar="N", help="workers of the job (6)")
     option("--kills", type=int, default=20, metavar="N", help="leaders to kill (20)")
@@ -72,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[10.0],
         metavar="S",
         help="how long there is no space for the journal, once each (10)",
+    )
+    option(
+        "--impatient", action="store_true", help="let MS_RECONNECT_TIMEOUT, unset, be 1 s of a lone scheduler"
     )
     option("--serve", choices=("with", "without", "both"), default="both", help="of space and disk (both)")
     option("--pace-ms", type=float, default=50.0, help="least time of a step (50)")
@@ -107,18 +113,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for part in parts:
                     say(f"{part}: {options.workers} workers train")
                     results[part] = _MEASURES[part](job, options)
-        if TOGETHER in (options.only or ()):
+        if under_launchers := [part for part in LAUNCHED if part in (options.only or ())]:
             with SeveralSchedulers(
-                Path(scratch) / TOGETHER,
+                Path(scratch) / "launched",
                 workers=options.workers,
                 worker_min=2,
                 pace_s=options.pace_ms / 1000,
                 say=say,
                 launched=True,
+                worker=IMPATIENT if options.impatient else WORKER,
             ) as job:
                 job.begin()
-                say(f"{TOGETHER}: {options.workers} workers train, each under a launcher")
-                results[TOGETHER] = _both_killed(job, options)
+                for part in under_launchers:
+                    say(f"{part}: {options.workers} workers train, each under a launcher")
+                    results[part] = _MEASURES[part](job, options)
         for part in (part for part in SPACE if part in (options.only or ())):
             for serve in (False, True):
                 if options.serve not in ("both", "with" if serve else "without"):
@@ -328,10 +336,44 @@ def _quorum(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, An
     return {"summary": summary}
 
 
+def _mourning(job: SeveralSchedulers, options: argparse.Namespace) -> dict[str, Any]:
+    """A worker dies and nobody can lead: the others wait as long as that lasts, and then go on."""
+    job.settled()
+    began = time.monotonic()
+    for number in (0, 1):
+        job.etcd.kill(number)
+    job.wait("nobody leads", lambda: job.leader() is None, 30)
+    victim = job.living()[0]
+    died = victim.kill()
+    while time.monotonic() < died + options.outage_s:
+        job.check()  # that no other worker has ended
+        time.sleep(0.1)
+    waited = [died + options.outage_s - worker.steps()[-1]["t"] for worker in job.living()]
+    back = time.monotonic()
+    for number in (0, 1):
+        job.etcd.start_member(number)
+    job.wait("the others train", lambda: job.training(job.size - 1), 60)
+    firsts = [
+        next(step["t"] for step in worker.steps() if step["t"] > back and step["world"] == job.size - 1)
+        for worker in job.living()
+    ]
+    summary = {
+        "outage_s": round(back - began, 1),
+        "waited_for_a_scheduler_s": round(min(waited), 1),
+        "ended": job.size - 1 - len(job.living()),
+        "next_step_after_etcd_s": round(max(firsts) - back, 2),
+        "steps_lost_or_doubled": job.irregular_steps(died),
+    }
+    job.say(f"a death without a majority: {summary}")
+    return {"summary": summary}
+
+
 _MEASURES = {
     "leader": _leader_kills,
     "stopped": _stopped_leaders,
     "worker": _worker_kills,
     "etcd": _etcd_leader,
     "quorum": _quorum,
+    "together": _both_killed,
+    "mourning": _mourning,
 }

@@ -23,6 +23,7 @@ RESTART_S = 1.0
 """As `RestartSec=` in deploy/systemd."""
 
 DEPOSED = 75
+WORKER = "muster.bench.recovery.digits"
 _SESSIONS = re.compile(r"^muster_sessions (\d+)", re.M)
 
 
@@ -93,6 +94,7 @@ class SeveralSchedulers(Job):
         module: what runs as a scheduler.
         arguments: of the schedulers.
         launched: each worker runs under a launcher of its own, as on a host of its own.
+        worker: the module that a worker runs.
         quota_bytes: so large etcd's database may be; 0: as etcd has it.
     """
 
@@ -107,6 +109,7 @@ class SeveralSchedulers(Job):
         module: str = "scheduler",
         arguments: Sequence[str] = (),
         launched: bool = False,
+        worker: str = WORKER,
         quota_bytes: int = 0,
     ) -> None:
         directory.mkdir(parents=True)
@@ -120,7 +123,7 @@ class SeveralSchedulers(Job):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.metrics_port = probe.getsockname()[1]
-        command = ["-m", "muster.bench.recovery.digits", "--epochs=1000000", "--checkpoint-dir="]
+        command = ["-m", worker, "--epochs=1000000", "--checkpoint-dir="]
         if launched:
             shape = ("--nnodes", str(workers), "--nproc-per-node", "1", "--start", "exec")
             command = ["-m", "muster", "run", *shape, "--", sys.executable, *command]

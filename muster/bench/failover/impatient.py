@@ -1,0 +1,11 @@
+"""A worker of the recovery benchmark for which MS_RECONNECT_TIMEOUT, where nobody sets it, is a second."""
+
+from __future__ import annotations
+
+import runpy
+
+from muster.rendezvous.variables import TABLE
+
+if __name__ == "__main__":
+    TABLE["MS_RECONNECT_TIMEOUT"] = TABLE["MS_RECONNECT_TIMEOUT"]._replace(default=1.0)
+    runpy.run_module("muster.bench.recovery.digits", run_name="__main__")
