@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import html
 import logging
@@ -11,7 +12,7 @@ import os
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,10 +121,24 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         await serve.serve(pages, transport, listener, lambda: links.show(token))
 
     try:
-        asyncio.run(run())
+        with _grpc_begun(address):
+            asyncio.run(run())
     finally:
         links.close()
     return 0
+
+
+@contextlib.contextmanager
+def _grpc_begun(address: Address) -> Iterator[None]:
+    """Has gRPC open what it needs for itself while there are descriptors: without, it aborts the process."""
+    if address.config_path is not None:
+        from muster.certs.config import apply_cipher_list, load_config
+
+        apply_cipher_list(load_config(address.config_path))
+    import grpc
+
+    with grpc.insecure_channel("127.0.0.1:1"):  # never connects
+        yield
 
 
 class _Connector:

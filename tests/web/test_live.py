@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
+import os
+import re
 import resource
 import select
 import shutil
@@ -13,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,7 +26,7 @@ from cryptography import x509
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.tls import client_ssl_context
 from muster.web.app import VIEWERS
-from muster.web.serve import CONNECTIONS
+from muster.web.serve import CONNECTIONS, bind
 from tests.scheduler.processes import (
     WAIT_S,
     Pki,
@@ -365,25 +370,35 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
 ) -> None:
     """They held all descriptors until 60 s were over, and tracebacks by the megabyte went to the terminal.
 
-    Without room for them, as where others have the descriptors, who comes is turned away while that lasts.
+    Without room for them, as where others have the descriptors, who comes is turned away while that lasts;
+    the page follows the scheduler after that also if it was on its way there when they came.
     """
     with web(running, "--bind", "0.0.0.0", "--name", "localhost") as page:
         port = urlsplit(page.link()).port or 0
         context = client_ssl_context(pki.credentials("operator"))
-        request = f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n\r\n".encode()
 
-        def enters() -> bool:
+        def answer(path: str = "/", cookie: str = "") -> str:
+            head = f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nCookie: {cookie}\r\n"
             try:
                 with (
                     socket.create_connection(("127.0.0.1", port), WAIT_S) as plain,
                     context.wrap_socket(plain) as connection,
                 ):
-                    connection.sendall(request)
-                    return b"303 See Other" in connection.recv(1000)
+                    connection.sendall(f"{head}Connection: close\r\n\r\n".encode())
+                    return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
             except OSError:
-                return False
+                return ""
 
-        assert enters()
+        def enters() -> re.Match[str] | None:
+            return re.search(r"303 See Other(?s:.*)\nlocation: (\S+)(?s:.*)\nset-cookie: ([^;]+)", answer())
+
+        def follows() -> bool:
+            entered = enters()
+            shown = answer(entered[1], entered[2]) if entered else ""
+            return "200 OK" in shown and "Waiting for the scheduler" not in shown
+
+        if room:
+            assert enters()  # else at once: it may still be on its way to the scheduler
         used = len(list(Path(f"/proc/{page.process.pid}/fd").iterdir()))
         most = resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE)[1]
         resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + room, most))
@@ -393,13 +408,37 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
             silent[-1].settimeout(30)
             with contextlib.suppress(ConnectionError):
                 assert silent[-1].recv(1) == b""  # within seconds
+        else:
+            with page.grown:
+                assert page.grown.wait_for(lambda: "are turned away" in "".join(page.lines), WAIT_S)
         for each in silent:
             each.close()
         resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + 200, most))
-        wait_for(enters)
+        wait_for(follows)
         said = "".join(page.lines)
         assert "Traceback" not in said and len(said) < 2000
         assert ("are turned away" in said) == (room == 0)
+
+
+def test_the_descriptor_that_is_kept_for_hanging_up_is_had_again_after_another_thread_took_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def accepted() -> OSError:
+        with pytest.raises(OSError) as error:
+            listener.accept()
+        await asyncio.sleep(0)
+        return error.value
+
+    with bind("127.0.0.1", 0) as listener:
+        monkeypatch.setattr(socket.socket, "accept", none_left)
+        with monkeypatch.context() as taken:
+            taken.setattr(os, "open", none_left)
+            assert isinstance(asyncio.run(accepted()), ConnectionAbortedError)  # the last one
+            assert asyncio.run(accepted()).errno == errno.EMFILE  # asyncio waits for a second
+        assert isinstance(asyncio.run(accepted()), ConnectionAbortedError)
 
 
 def test_an_operator_who_is_revoked_sees_nothing_more(tmp_path: Path) -> None:
