@@ -121,7 +121,7 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         await serve.serve(pages, transport, listener, lambda: links.show(token))
 
     try:
-        with _grpc_begun(address):
+        with _ready_to_ask(address):
             asyncio.run(run())
     finally:
         links.close()
@@ -129,14 +129,20 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 @contextlib.contextmanager
-def _grpc_begun(address: Address) -> Iterator[None]:
-    """Has gRPC open what it needs for itself while there are descriptors: without, it aborts the process."""
+def _ready_to_ask(address: Address) -> Iterator[None]:
+    """Has opened, while there are descriptors, what asking a scheduler needs once in the process's life.
+
+    Without any gRPC aborts the process, and Python remembers for good that it found no codec for names.
+    """
     if address.config_path is not None:
         from muster.certs.config import apply_cipher_list, load_config
 
         apply_cipher_list(load_config(address.config_path))
+        import muster.certs.runtime.grpc_credentials
+        import muster.certs.runtime.preflight  # noqa: F401
     import grpc
 
+    "localhost".encode("idna")
     with grpc.insecure_channel("127.0.0.1:1"):  # never connects
         yield
 

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import resource
 import select
 import shutil
@@ -28,6 +27,7 @@ from muster.certs.runtime.tls import client_ssl_context
 from muster.web.app import VIEWERS
 from muster.web.serve import CONNECTIONS, bind
 from tests.scheduler.processes import (
+    ROOT,
     WAIT_S,
     Pki,
     Scheduler,
@@ -370,35 +370,25 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
 ) -> None:
     """They held all descriptors until 60 s were over, and tracebacks by the megabyte went to the terminal.
 
-    Without room for them, as where others have the descriptors, who comes is turned away while that lasts;
-    the page follows the scheduler after that also if it was on its way there when they came.
+    Without room for them, as where others have the descriptors, who comes is turned away while that lasts.
     """
     with web(running, "--bind", "0.0.0.0", "--name", "localhost") as page:
         port = urlsplit(page.link()).port or 0
         context = client_ssl_context(pki.credentials("operator"))
+        request = f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n\r\n".encode()
 
-        def answer(path: str = "/", cookie: str = "") -> str:
-            head = f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nCookie: {cookie}\r\n"
+        def enters() -> bool:
             try:
                 with (
                     socket.create_connection(("127.0.0.1", port), WAIT_S) as plain,
                     context.wrap_socket(plain) as connection,
                 ):
-                    connection.sendall(f"{head}Connection: close\r\n\r\n".encode())
-                    return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+                    connection.sendall(request)
+                    return b"303 See Other" in connection.recv(1000)
             except OSError:
-                return ""
+                return False
 
-        def enters() -> re.Match[str] | None:
-            return re.search(r"303 See Other(?s:.*)\nlocation: (\S+)(?s:.*)\nset-cookie: ([^;]+)", answer())
-
-        def follows() -> bool:
-            entered = enters()
-            shown = answer(entered[1], entered[2]) if entered else ""
-            return "200 OK" in shown and "Waiting for the scheduler" not in shown
-
-        if room:
-            assert enters()  # else at once: it may still be on its way to the scheduler
+        assert enters()
         used = len(list(Path(f"/proc/{page.process.pid}/fd").iterdir()))
         most = resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE)[1]
         resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + room, most))
@@ -414,10 +404,57 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
         for each in silent:
             each.close()
         resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + 200, most))
-        wait_for(follows)
+        wait_for(enters)
         said = "".join(page.lines)
         assert "Traceback" not in said and len(said) < 2000
         assert ("are turned away" in said) == (room == 0)
+
+
+FEW_DESCRIPTORS_AFTER_THE_FIRST_HANDSHAKE = """
+import contextlib, os, resource, threading
+import muster.certs.runtime.preflight as module
+
+most, done, taken = resource.getrlimit(resource.RLIMIT_NOFILE), module.preflight, []
+
+def leave_few():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, most[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    os.close(taken.pop())
+    os.close(taken.pop())
+    threading.Timer(0.5, resource.setrlimit, (resource.RLIMIT_NOFILE, most)).start()
+
+def preflight(*arguments, **more):
+    found = done(*arguments, **more)
+    if not taken:
+        leave_few()
+    return found
+
+module.preflight = preflight
+"""
+
+
+def test_the_page_outlives_having_few_descriptors_on_its_way_to_the_scheduler(
+    running: Scheduler, tmp_path: Path
+) -> None:
+    """gRPC aborted it, or the thread that asks died and nothing new was shown for good."""
+    (tmp_path / "sitecustomize.py").write_text(FEW_DESCRIPTORS_AFTER_THE_FIRST_HANDSHAKE)
+    with web(running, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT)))) as page:
+        inside = Visitor(page)
+        token = page.link()
+
+        def follows() -> bool:
+            assert page.process.poll() is None, "".join(page.lines)
+            with contextlib.suppress(ConnectionError):
+                if not inside.cookie:
+                    inside.enter(token)
+                answer = inside.ask("jobs")
+                return answer.status == 200 and "Waiting for the scheduler" not in answer.text
+            return False
+
+        wait_for(follows, lambda: "".join(page.lines))
+        assert "Traceback" not in "".join(page.lines)
 
 
 def test_the_descriptor_that_is_kept_for_hanging_up_is_had_again_after_another_thread_took_it(
