@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import html
 import logging
@@ -11,7 +12,7 @@ import os
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,10 +121,30 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         await serve.serve(pages, transport, listener, lambda: links.show(token))
 
     try:
-        asyncio.run(run())
+        with _ready_to_ask(address):
+            asyncio.run(run())
     finally:
         links.close()
     return 0
+
+
+@contextlib.contextmanager
+def _ready_to_ask(address: Address) -> Iterator[None]:
+    """Has opened, while there are descriptors, what asking a scheduler needs once in the process's life.
+
+    Without any gRPC aborts the process, and Python remembers for good that it found no codec for names.
+    """
+    if address.config_path is not None:
+        from muster.certs.config import apply_cipher_list, load_config
+
+        apply_cipher_list(load_config(address.config_path))
+        import muster.certs.runtime.grpc_credentials
+        import muster.certs.runtime.preflight  # noqa: F401
+    import grpc
+
+    "localhost".encode("idna")
+    with grpc.insecure_channel("127.0.0.1:1"):  # never connects
+        yield
 
 
 class _Connector:

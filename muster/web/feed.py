@@ -164,6 +164,8 @@ class _Stream:
                 self._post(self, error)
             except (SchedulerError, CertificateError) as error:
                 self._post(self, error)
+            except OSError as error:  # such as too few descriptors
+                self._post(self, UnreachableError(f"The scheduler cannot be asked: {error.strerror}."))
             except ValueError:  # gRPC's word for a channel that was closed meanwhile
                 pass
             if not self.stopped:

@@ -62,7 +62,8 @@ class Listener(socket.socket):
         self.not_accepted = 0
         self._strangers: dict[int, socket.socket] = {}
         self._in_turn = 0
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._spare: int | None = None
+        self._keep_spare()
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Takes a connection, which is a stranger's until :meth:`welcome`."""
@@ -75,9 +76,10 @@ class Listener(socket.socket):
         try:
             connection, address = super().accept()
         except OSError as error:
-            if error.errno not in _NO_ROOM or self._spare is None:
+            if error.errno not in _NO_ROOM:
                 raise
-            self._turn_away()
+            if not self._turn_away():
+                raise  # asyncio accepts nothing for a second
             raise ConnectionAbortedError(error.errno, error.strerror) from None  # asyncio passes over it
         self._strangers.pop(connection.fileno(), None)  # closed since: its number is this one's now
         if len(self._strangers) >= STRANGERS:
@@ -99,19 +101,27 @@ class Listener(socket.socket):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _turn_away(self) -> None:
+    def _turn_away(self) -> bool:
+        """Hangs up on who is next; false: another thread has the descriptor that is kept for that."""
         if not self.not_accepted:
             logging.getLogger("muster.web").warning(
                 "connections are turned away: this process has as many files open as it may"
             )
         self.not_accepted += 1
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
+        self._keep_spare()
+        if self._spare is None:
+            return False
+        os.close(self._spare)
+        self._spare = None
         with contextlib.suppress(OSError):
             super().accept()[0].close()
-        with contextlib.suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._keep_spare()
+        return True
+
+    def _keep_spare(self) -> None:
+        if self._spare is None:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def bind(host: str, port: int) -> Listener:
@@ -174,6 +184,7 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
             listener.welcome(transport.get_extra_info("socket").fileno())
             super().connection_made(transport)
 
+    asyncio.get_running_loop().set_exception_handler(_pass_over_no_room)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each bad request is a line on the terminal
     config = uvicorn.Config(
         app,
@@ -206,6 +217,12 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _pass_over_no_room(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Shows what asyncio reports, but no traceback for each connection that finds no descriptor."""
+    if getattr(context.get("exception"), "errno", None) not in _NO_ROOM:
+        loop.default_exception_handler(context)
 
 
 class _Bounded(H11Protocol):

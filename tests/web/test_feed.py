@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import queue
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +69,29 @@ def test_a_job_that_is_gone_is_asked_for_once_by_each_who_comes_and_when_it_is_t
             await until(lambda: scheduler.asked.count("a") == 3)
             await until(lambda: known.jobs["a"].refusal)
             await asked_for_so_long(scheduler, 3)  # it is there, and still refused: not at once again
+        finally:
+            feed.close()
+
+    go(follow())
+
+
+def test_what_the_system_refuses_while_a_scheduler_is_asked_is_told_and_it_is_asked_again() -> None:
+    """The thread died of it, with a traceback."""
+
+    async def follow() -> None:
+        scheduler, known = FakeScheduler(), Followed("here")
+        refusals = [OSError(errno.EMFILE, "Too many open files")]
+
+        def connect(job_id: str) -> Any:
+            if refusals:
+                raise refusals.pop()
+            return scheduler
+
+        feed = Feed(connect, known, lambda: None)
+        try:
+            feed.open()
+            await until(lambda: "Too many open files" in known.why_absent)
+            await until(lambda: scheduler.asked == [""])
         finally:
             feed.close()
 

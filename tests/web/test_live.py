@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
+import os
 import resource
 import select
 import shutil
@@ -13,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,8 +25,9 @@ from cryptography import x509
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.tls import client_ssl_context
 from muster.web.app import VIEWERS
-from muster.web.serve import CONNECTIONS
+from muster.web.serve import CONNECTIONS, bind
 from tests.scheduler.processes import (
+    ROOT,
     WAIT_S,
     Pki,
     Scheduler,
@@ -393,6 +398,9 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
             silent[-1].settimeout(30)
             with contextlib.suppress(ConnectionError):
                 assert silent[-1].recv(1) == b""  # within seconds
+        else:
+            with page.grown:
+                assert page.grown.wait_for(lambda: "are turned away" in "".join(page.lines), WAIT_S)
         for each in silent:
             each.close()
         resource.prlimit(page.process.pid, resource.RLIMIT_NOFILE, (used + 200, most))
@@ -400,6 +408,74 @@ def test_silent_connections_of_strangers_keep_no_operator_out(
         said = "".join(page.lines)
         assert "Traceback" not in said and len(said) < 2000
         assert ("are turned away" in said) == (room == 0)
+
+
+FEW_DESCRIPTORS_AFTER_THE_FIRST_HANDSHAKE = """
+import contextlib, os, resource, threading
+import muster.certs.runtime.preflight as module
+
+most, done, taken = resource.getrlimit(resource.RLIMIT_NOFILE), module.preflight, []
+
+def leave_few():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, most[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    os.close(taken.pop())
+    os.close(taken.pop())
+    threading.Timer(0.5, resource.setrlimit, (resource.RLIMIT_NOFILE, most)).start()
+
+def preflight(*arguments, **more):
+    found = done(*arguments, **more)
+    if not taken:
+        leave_few()
+    return found
+
+module.preflight = preflight
+"""
+
+
+def test_the_page_outlives_having_few_descriptors_on_its_way_to_the_scheduler(
+    running: Scheduler, tmp_path: Path
+) -> None:
+    """gRPC aborted it, or the thread that asks died and nothing new was shown for good."""
+    (tmp_path / "sitecustomize.py").write_text(FEW_DESCRIPTORS_AFTER_THE_FIRST_HANDSHAKE)
+    with web(running, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT)))) as page:
+        inside = Visitor(page)
+        token = page.link()
+
+        def follows() -> bool:
+            assert page.process.poll() is None, "".join(page.lines)
+            with contextlib.suppress(ConnectionError):
+                if not inside.cookie:
+                    inside.enter(token)
+                answer = inside.ask("jobs")
+                return answer.status == 200 and "Waiting for the scheduler" not in answer.text
+            return False
+
+        wait_for(follows, lambda: "".join(page.lines))
+        assert "Traceback" not in "".join(page.lines)
+
+
+def test_the_descriptor_that_is_kept_for_hanging_up_is_had_again_after_another_thread_took_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def accepted() -> OSError:
+        with pytest.raises(OSError) as error:
+            listener.accept()
+        await asyncio.sleep(0)
+        return error.value
+
+    with bind("127.0.0.1", 0) as listener:
+        monkeypatch.setattr(socket.socket, "accept", none_left)
+        with monkeypatch.context() as taken:
+            taken.setattr(os, "open", none_left)
+            assert isinstance(asyncio.run(accepted()), ConnectionAbortedError)  # the last one
+            assert asyncio.run(accepted()).errno == errno.EMFILE  # asyncio waits for a second
+        assert isinstance(asyncio.run(accepted()), ConnectionAbortedError)
 
 
 def test_an_operator_who_is_revoked_sees_nothing_more(tmp_path: Path) -> None:
