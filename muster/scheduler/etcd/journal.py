@@ -19,6 +19,7 @@ import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from muster.rendezvous.log_lines import one_line
 from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
@@ -37,6 +38,12 @@ from muster.scheduler.etcd.leadership import RETRY_S, Leadership, parse_leader
 
 PART_BYTES = 1_000_000
 """A request to etcd may have 1.5 MiB, as it comes."""
+
+MAX_BATCH_BYTES = 256 * 1024 * 1024
+"""Of records in a batch: a snapshot of the largest job has a few MB."""
+
+MAX_TOLD = 300
+"""Characters of what stands in etcd that an error shows."""
 
 COMPACT_RECORDS = 256
 """Records of a job after which one snapshot stands in their place."""
@@ -92,7 +99,7 @@ class EtcdJournal:
         base = self._base("heads")
         heads = [pair async for pair in self._pairs(base)]
         for pair in heads:
-            job_id = pair.key[len(base) :].decode()
+            job_id = self._job_id(pair.key[len(base) :])
             self._heads[job_id] = head = self._parsed(job_id, pair)
             number = head.first
             async for batch in self._pairs(self._base("jobs", job_id)):
@@ -275,6 +282,12 @@ class EtcdJournal:
             except EtcdError as error:
                 await self._pause(error)
 
+    def _job_id(self, name: bytes) -> str:
+        try:
+            return name.decode()
+        except UnicodeDecodeError as error:
+            raise self._damaged(repr(name[:40]), "its name is not UTF-8") from error
+
     def _parsed(self, job_id: str, pair: pb.KeyValue) -> _Head:
         try:
             first, last = map(int, pair.value.split(b" "))
@@ -286,21 +299,37 @@ class EtcdJournal:
         if value.startswith(_PARTS):
             base = self._base("parts", job_id) + b"%016d/" % number
             pieces = [pair.value async for pair in self._pairs(base)]
-            value = b"".join(pieces[: int(value[1:])])
+            value = b"".join(pieces[: self._parts(job_id, number, value)])
         try:
             if not value.startswith(_WHOLE):
                 raise ValueError("it is of another version")
-            return [decode_record(each) for each in json.loads(zlib.decompress(value[1:]))]
-        except (zlib.error, RecordError, ValueError) as error:
+            return [decode_record(each) for each in json.loads(_unpacked(value[1:]))]
+        except (zlib.error, RecordError, ValueError, TypeError, RecursionError) as error:
             raise self._damaged(job_id, f"batch {number}: {error}") from error
 
+    def _parts(self, job_id: str, number: int, value: bytes) -> int:
+        try:
+            return int(value[1:])
+        except ValueError as error:
+            raise self._damaged(job_id, f"batch {number} has no number of parts") from error
+
     def _damaged(self, job_id: str, what: str) -> EtcdJournalDamagedError:
-        where = self._base("jobs", job_id).decode()
+        where = self._base("jobs", job_id).decode(errors="replace")
+        told = f"{where[:MAX_TOLD]} is damaged or foreign: {what[:MAX_TOLD]}"
         return EtcdJournalDamagedError(
-            f"The journal in etcd under {where} is damaged or foreign: {what}.",
+            f"The journal in etcd under {one_line(told)}.",
             remedy="Run the version of Muster that wrote it, restore etcd from a backup, or choose another"
             " path in MS_RECOVERY_PATH to begin anew.",
         )
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Of a value that swells beyond measure no more is kept than it takes to see that."""
+    stream = zlib.decompressobj()
+    text = stream.decompress(data, MAX_BATCH_BYTES)
+    if stream.unconsumed_tail or not stream.eof:
+        raise ValueError(f"it is cut short, or has more than {MAX_BATCH_BYTES} bytes")
+    return text
 
 
 def _packed(records: Sequence[Record]) -> bytes:

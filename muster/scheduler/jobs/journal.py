@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from muster.rendezvous.files import beside, open_regular, remove_left
+from muster.rendezvous.log_lines import one_line
 from muster.rendezvous.messages import BEFORE_VERSIONS, is_later_series
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
@@ -55,6 +56,9 @@ OLD_VERSION = 1
 
 COMPACT_RECORDS = 256
 """Number of a job's records after which one snapshot replaces them."""
+
+MAX_TOLD = 300
+"""Characters of what is wrong that an error shows: they may be the file's own."""
 
 PROBE_BYTES = 64 * 1024
 """As much is written to find out whether there is space: more than what SQLite wants for a few records."""
@@ -88,7 +92,7 @@ class JournalError(SchedulerError):
     def __init__(self, path: Path, what: str, remedy: str) -> None:
         self.path = path
         self.what = what
-        super().__init__(f"Journal {path}: {what}.", remedy=remedy)
+        super().__init__(f"Journal {path}: {one_line(what[:MAX_TOLD])}.", remedy=remedy)
 
 
 class JournalUnreadableError(JournalError):
@@ -338,6 +342,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def _inspect(self, owner: str) -> None:
         """Checks a copy of the journal, as SQLite would change the original by merely closing it."""
         with self._copy() as connection:
+            self._check_objects(connection)
             self._check_owner(connection, owner)
             self._check_writer(_writer(connection))
             self._read(connection)
@@ -376,6 +381,12 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 f"its format is version {version}, this scheduler reads version {SCHEMA_VERSION}",
                 "Run the version of Muster that wrote it, or choose another MS_RECOVERY_PATH.",
             )
+
+    def _check_objects(self, connection: sqlite3.Connection) -> None:
+        """Refuses what would act on its own when records are written, or stand for a table."""
+        query = "SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view') LIMIT 1"
+        for kind, name in connection.execute(query):
+            raise self._damaged(f"it has a {kind}, {str(name)[:80]}")
 
     def _check_owner(self, connection: sqlite3.Connection, owner: str) -> None:
         row = connection.execute("SELECT value, checksum FROM meta WHERE key = 'owner'").fetchone()
@@ -455,7 +466,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def _decoded(self, number: int, text: str) -> Record:
         try:
             return decode_record(json.loads(text))
-        except (RecordError, ValueError) as error:
+        except (RecordError, ValueError, RecursionError) as error:
             raise self._damaged(f"record {number}: {error}") from error
 
     def _compact(self, job_id: str) -> None:
