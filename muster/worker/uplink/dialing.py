@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 
@@ -76,7 +77,8 @@ class _Dialing:
         with contextlib.suppress(OSError):
             with door, theirs:
                 flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                socket.send_fds(door, [self._request], [theirs.fileno()], flags)
+                ends = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))
+                door.sendmsg([self._request], [ends], flags)  # socket.send_fds would ignore the flags
             if _next_frame(own, self._answer_s) == (Kind.ALIVE, b""):
                 return own
         own.close()
