@@ -8,12 +8,15 @@ import select
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 
+from muster.rendezvous.patience import RETRY_LAST_S
 from muster.rendezvous.threads import start_thread
 from muster.worker.config import Settings
 from muster.worker.control.connection import Dial, Stream
+from muster.worker.control.events import Timing
 from muster.worker.forking import not_for_children
 from muster.worker.launch.door import OUTER, inherited
 from muster.worker.uplink.frames import HEAD, MAX_FROM_UPLINK_BYTES, Kind, decode_end, frame, request_of
@@ -46,6 +49,14 @@ def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> 
     return _Dialing({OUTER: env[OUTER]}, direct, request_of(settings), hung_s).dial
 
 
+def timing_by_uplink() -> Timing:
+    """The deadlines of a worker that has an uplink: one that moves again is soon asked again.
+
+    Pauses may be shorter than without one: by an uplink the attempts of a whole host are one connection.
+    """
+    return Timing(retry_last_s=RETRY_LAST_S)
+
+
 class _Dialing:
     """Decides where this worker's next stream goes."""
 
@@ -76,7 +87,8 @@ class _Dialing:
         with contextlib.suppress(OSError):
             with door, theirs:
                 flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                socket.send_fds(door, [self._request], [theirs.fileno()], flags)
+                ends = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))
+                door.sendmsg([self._request], [ends], flags)  # socket.send_fds would ignore the flags
             if _next_frame(own, self._answer_s) == (Kind.ALIVE, b""):
                 return own
         own.close()

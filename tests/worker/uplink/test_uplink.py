@@ -17,7 +17,7 @@ import pytest
 
 from muster.certs.pki.identity import Identity
 from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.worker.control.connection import DeniedError, Dial, MalformedError
+from muster.worker.control.connection import DeniedError, Dial, MalformedError, Stream
 from muster.worker.launch.door import OUTER, inherited, named
 from muster.worker.uplink.frames import MAX_FROM_WORKER_BYTES
 from muster.worker.uplink.process import FAREWELL_S
@@ -321,6 +321,34 @@ def test_junk_at_the_door_and_on_a_stream_ends_nobody_else(here: Host) -> None:
     bad.next("welcome")
     good.put(pb.WorkerMessage(leave=pb.Leave(reason="done")))
     good.next("ended")
+
+
+def test_a_door_that_is_full_keeps_nobody_from_the_scheduler(
+    tmp_path: Path, running: Scheduler, pki: Pki
+) -> None:
+    """As where the uplink stands still for long and workers have tried often; each goes directly, once."""
+    here = Host(tmp_path, running, pki)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            here.outer.sendmsg([b"a stream"], [], socket.MSG_DONTWAIT)
+    went: SimpleQueue[int] = SimpleQueue()
+
+    def worker(index: int) -> None:
+        def direct(_: SimpleQueue[bytes | None]) -> Stream:
+            went.put(index)
+            return (), lambda: None
+
+        here.dial(direct)(SimpleQueue())
+
+    threads = [threading.Thread(target=worker, args=(index,), daemon=True) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S / len(threads))
+    try:
+        assert sorted(went.get(timeout=0) for _ in range(went.qsize())) == list(range(8))
+    finally:
+        here.end()  # frees one that waits in the door
 
 
 def test_a_variable_that_names_another_file_is_no_door(here: Host) -> None:
