@@ -1,11 +1,40 @@
-"""A relay before a port of 127.0.0.1, whose connections can be cut, as a network does."""
+"""A relay before a port of 127.0.0.1 that is as bad as a network: it cuts, delays, stalls and resets.
+
+A kernel without netem cannot lose packets. To a program on TCP, loss is a stall or an end; the relay
+makes both.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
+import struct
 import threading
 import time
+from collections import Counter
+from dataclasses import dataclass
+
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What happens to each piece that passes; chances are shares of pieces.
+
+    Attributes:
+        delay_s: at most; each connection's direction draws its own, so that they overtake each other.
+        stall: chance that nothing more passes in this direction for ``stall_s``.
+        stall_s: how long, as after lost packets.
+        reset: chance that the connection is reset.
+        half_close: chance that this direction ends and the other one goes on.
+    """
+
+    delay_s: float = 0.0
+    stall: float = 0.0
+    stall_s: float = 1.0
+    reset: float = 0.0
+    half_close: float = 0.0
 
 
 class Relay:
@@ -13,17 +42,24 @@ class Relay:
 
     Args:
         target: the port.
+        trouble: what it does to what passes.
+        seed: of that.
 
     Attributes:
         port: where connections are taken.
+        trouble: what it does from now on, also to connections that stand.
+        done: how often it has delayed, stalled, reset and half-closed.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, trouble: Trouble | None = None, seed: int = 0) -> None:
         self._target = ("127.0.0.1", target)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._closed_until = 0.0
+        self._chance = random.Random(seed)
+        self.trouble = trouble or Trouble()
+        self.done: Counter[str] = Counter()
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
@@ -67,8 +103,43 @@ class Relay:
     def _pass_on(self, source: socket.socket, sink: socket.socket, ends: threading.Semaphore) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 18):
+                what = self._befalls()
+                if what == "reset":
+                    for each in (source, sink):
+                        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+                        each.shutdown(socket.SHUT_RD)  # both directions end, and the close resets
+                    break
+                if what == "half-close":
+                    break
                 sink.sendall(data)
-        for each, how in ((sink, socket.SHUT_WR), (source, socket.SHUT_RD)):
+        self._end(source, sink, ends)
+
+    def _befalls(self) -> str:
+        """What befalls a piece; has waited as long as that takes."""
+        trouble = self.trouble
+        if trouble == Trouble():
+            return ""
+        with self._lock:
+            dice, delay_s = self._chance.random(), self._chance.uniform(0.0, trouble.delay_s)
+            what, wait_s = "delay" if delay_s else "", delay_s
+            for name, share in (
+                ("stall", trouble.stall),
+                ("reset", trouble.reset),
+                ("half-close", trouble.half_close),
+            ):
+                if 0.0 <= dice < share:
+                    what, wait_s = name, trouble.stall_s if name == "stall" else 0.0
+                dice -= share
+            if what:
+                self.done[what] += 1
+        if wait_s:
+            time.sleep(wait_s)
+        return what
+
+    def _end(self, source: socket.socket, sink: socket.socket, ends: threading.Semaphore) -> None:
+        """Ends a direction; after both, closes, which is a reset where one was asked for."""
+        resets = bool(struct.unpack("ii", sink.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8))[0])
+        for each, how in () if resets else ((sink, socket.SHUT_WR), (source, socket.SHUT_RD)):
             with contextlib.suppress(OSError):
                 each.shutdown(how)
         if not ends.acquire(blocking=False):
