@@ -38,7 +38,7 @@ from muster.worker.errors import (
 )
 from muster.worker.launch.door import OUTER
 from muster.worker.program_environment import AGENT_VARIABLE
-from muster.worker.uplink.dialing import dial_by_uplink, timing_by_uplink
+from muster.worker.uplink.dialing import dial_by_uplink
 
 if TYPE_CHECKING:
     from muster.worker.control.session import Session
@@ -304,7 +304,6 @@ def open_session(
         device=device,
         backend=plane,
         connection=Connection(dial_by_uplink(env, dial, settings) if OUTER in env else dial),
-        timing=timing_by_uplink() if OUTER in env else None,
         probe_all=Prober(policies, settings.job_id),
         answering=answering,
         prepare=None if warmed is None else warmed.load,

@@ -559,7 +559,6 @@ class ClusterWorld(World):
         self.lease_late_s = rng.uniform(0.0, LEASE_LATE_S)
         self.timing = worker_module.TIMING.replaced(
             verdict_margin_s=patience.verdict_margin_s(MS_NODE_TIMEOUT_S),
-            retry_last_s=patience.RETRY_LAST_S,
             reconnect_timeout_s=60.0,
             goodbye_timeout_s=60.0,
         )

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from muster.rendezvous.variables import TABLE
 from muster.worker import errors, runtime
 from muster.worker.check.command import check
 from muster.worker.config import SecurityContext, Settings
-from muster.worker.control import events as e
 from muster.worker.control.connection import load_keyring
 from muster.worker.errors import (
     JobEndedError,
@@ -28,9 +26,7 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.worker.launch.door import OUTER, make_door, named
 from tests.scheduler.processes import environment
-from tests.worker.control.machine import Machine
 
 NEED_TORCH = {
     *("CaptureError", "DataParallel", "ShardedOptimizer", "TrainingStep", "capture_step"),
@@ -369,32 +365,3 @@ def test_every_exit_of_1_carries_its_cause(end: str, said: str | None) -> None:
     assert done.returncode == (3 if said == "" else 1)
     assert (said or "") in done.stderr
     assert ("exit code 1" in done.stderr) == (said or "").startswith("this process")
-
-
-# ---------------------------------------------------------------- behind an uplink
-
-
-@pytest.mark.parametrize("jitter", [0.3, 0.7, 0.999])
-def test_who_found_neither_uplink_nor_scheduler_for_long_soon_tries_again(
-    monkeypatch: pytest.MonkeyPatch, jitter: float
-) -> None:
-    """An uplink that was stopped has its workers back within two seconds of moving again."""
-    made: dict[str, Any] = {}
-    monkeypatch.setattr("muster.worker.control.session.Session", lambda *_, **parts: made.update(parts))
-    inner, outer = make_door()
-    env = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_PORT": "1", "MS_BACKEND": "tcp"}
-    try:
-        runtime.open_session(env | {OUTER: named(outer)}, SecurityContext())
-    finally:
-        inner.close()
-        outer.close()
-        made["backend"].close()
-    worker = Machine(made["timing"], jitter=jitter).running()
-    stopped_at = worker.now
-    while worker.now < stopped_at + 25.0:
-        lost_at = worker.now
-        worker.feed(e.StreamLost(worker.stream, "no sign of life"))
-        while not any(isinstance(each, e.Connect) for each in worker.last.notices):
-            worker.tick_at_deadline()
-        assert worker.now <= lost_at + 1.5
-        worker.now += 1.0  # neither answers

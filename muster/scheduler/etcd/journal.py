@@ -19,7 +19,7 @@ import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.rendezvous.log_lines import one_line
+from muster.rendezvous.log_lines import MAX_LINE, one_line
 from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
@@ -41,9 +41,6 @@ PART_BYTES = 1_000_000
 
 MAX_BATCH_BYTES = 256 * 1024 * 1024
 """Of records in a batch: a snapshot of the largest job has a few MB."""
-
-MAX_TOLD = 300
-"""Characters of what stands in etcd that an error shows."""
 
 COMPACT_RECORDS = 256
 """Records of a job after which one snapshot stands in their place."""
@@ -296,35 +293,31 @@ class EtcdJournal:
         return _Head(first, last, pair.mod_revision)
 
     async def _read(self, job_id: str, number: int, value: bytes) -> list[Record]:
+        pieces = []
         if value.startswith(_PARTS):
             base = self._base("parts", job_id) + b"%016d/" % number
             pieces = [pair.value async for pair in self._pairs(base)]
-            value = b"".join(pieces[: self._parts(job_id, number, value)])
         try:
+            if value.startswith(_PARTS):
+                value = b"".join(pieces[: int(value[1:])])
             if not value.startswith(_WHOLE):
                 raise ValueError("it is of another version")
             return [decode_record(each) for each in json.loads(_unpacked(value[1:]))]
         except (zlib.error, RecordError, ValueError, TypeError, RecursionError) as error:
             raise self._damaged(job_id, f"batch {number}: {error}") from error
 
-    def _parts(self, job_id: str, number: int, value: bytes) -> int:
-        try:
-            return int(value[1:])
-        except ValueError as error:
-            raise self._damaged(job_id, f"batch {number} has no number of parts") from error
-
     def _damaged(self, job_id: str, what: str) -> EtcdJournalDamagedError:
         where = self._base("jobs", job_id).decode(errors="replace")
-        told = f"{where[:MAX_TOLD]} is damaged or foreign: {what[:MAX_TOLD]}"
+        told = f"{where[:MAX_LINE]} is damaged or foreign: {what[:MAX_LINE]}"
         return EtcdJournalDamagedError(
             f"The journal in etcd under {one_line(told)}.",
             remedy="Run the version of Muster that wrote it, restore etcd from a backup, or choose another"
-            " path in MS_RECOVERY_PATH to begin anew.",
+            " path in MS_RECOVERY_PATH to start afresh.",
         )
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Of a value that swells beyond measure no more is kept than it takes to see that."""
+    """Unpacks a value, and refuses one that becomes larger than any batch before all of it is in memory."""
     stream = zlib.decompressobj()
     text = stream.decompress(data, MAX_BATCH_BYTES)
     if stream.unconsumed_tail or not stream.eof:

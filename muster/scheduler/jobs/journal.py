@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from muster.rendezvous.files import beside, open_regular, remove_left
-from muster.rendezvous.log_lines import one_line
+from muster.rendezvous.log_lines import MAX_LINE, one_line
 from muster.rendezvous.messages import BEFORE_VERSIONS, is_later_series
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
@@ -56,9 +56,6 @@ OLD_VERSION = 1
 
 COMPACT_RECORDS = 256
 """Number of a job's records after which one snapshot replaces them."""
-
-MAX_TOLD = 300
-"""Characters of what is wrong that an error shows: they may be the file's own."""
 
 PROBE_BYTES = 64 * 1024
 """As much is written to find out whether there is space: more than what SQLite wants for a few records."""
@@ -92,7 +89,7 @@ class JournalError(SchedulerError):
     def __init__(self, path: Path, what: str, remedy: str) -> None:
         self.path = path
         self.what = what
-        super().__init__(f"Journal {path}: {one_line(what[:MAX_TOLD])}.", remedy=remedy)
+        super().__init__(f"Journal {path}: {one_line(what[:MAX_LINE])}.", remedy=remedy)
 
 
 class JournalUnreadableError(JournalError):

@@ -15,6 +15,7 @@ from muster.rendezvous.messages import (
     Value,
     WorkerMessage,
 )
+from muster.rendezvous.patience import RETRY_LAST_S
 
 
 class Timing(Value):
@@ -49,7 +50,7 @@ class Timing(Value):
     report_first_s: float = 3.0
     report_last_s: float = 300.0
     retry_first_s: float = 0.005
-    retry_last_s: float = 2.0
+    retry_last_s: float = RETRY_LAST_S
     retry_share: float = 0.1
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
 from muster.rendezvous import messages as m
 from muster.rendezvous.codec import MAX_NUMBER
-from muster.rendezvous.patience import RETRY_LAST_S, verdict_margin_s
+from muster.rendezvous.patience import verdict_margin_s
 from muster.worker import ending
 from muster.worker.communicators.base import Backend, Communicator, Membership, Peer
 from muster.worker.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
@@ -182,9 +182,7 @@ class Session:
             waits_without_limit=settings.waits_without_limit,
         )
         if len(settings.scheduler_hosts) > 1:  # while nobody leads there is no verdict
-            timing = timing.replaced(
-                verdict_margin_s=verdict_margin_s(settings.node_timeout_s), retry_last_s=RETRY_LAST_S
-            )
+            timing = timing.replaced(verdict_margin_s=verdict_margin_s(settings.node_timeout_s))
         self._client = Client(
             machine.Membership(profile, timing, _jitter, settings.scheduler_address),
             connection,

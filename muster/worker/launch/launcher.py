@@ -479,7 +479,7 @@ class Launcher:
             self._last_words_until = time.monotonic() + LAST_WORD_S
 
     def _end_last_words(self) -> None:
-        """Ends those that nobody has listened to, unless workers were started again meanwhile."""
+        """Ends those that nobody has listened to, unless workers have been started again since."""
         self._last_words_until = None
         if not self._working():
             for child in self._last_words:

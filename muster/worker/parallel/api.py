@@ -37,6 +37,7 @@ from muster.worker.parallel.planning.planner import (
 )
 from muster.worker.parallel.planning.precision import mark_autocast
 from muster.worker.parallel.planning.problem import ALWAYS, Options, build
+from muster.worker.parallel.saved import read_plan
 from muster.worker.parallel.trace import Traced, trace
 from muster.worker.pytorch.data_parallel import DataParallel
 from muster.worker.pytorch.transfer import broadcast_tensors, gather_numbers
@@ -360,7 +361,7 @@ class _Given:
 
     def _loaded(self, graph: Graph, group: Communicator) -> Plan:
         path, world = self.chosen.load, group.world_size
-        saved = plans.read(path)
+        saved = read_plan(path)
         plans.check_model(saved, graph, path)
         mesh = tuple(saved["mesh"])
         if math.prod(mesh) != world:

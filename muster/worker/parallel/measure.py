@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from muster.worker.communicators.base import Communicator, ReduceOp
 from muster.worker.errors import SettingsError
 from muster.worker.parallel.planning.costs import Machine
+from muster.worker.parallel.saved import read_json
 from muster.worker.pytorch.transfer import array_of
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
@@ -164,12 +164,13 @@ def load_machine(path: str | Path) -> Machine:
     Raises:
         SettingsError: the file cannot be read, or is none.
     """
+    saved = read_json(path, "the machine")
     try:
-        machine = Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
+        machine = Machine(**saved)
         for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
             value = getattr(machine, each)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{each} is {value!r}")
         return machine
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise SettingsError(f"{path} is no machine that muster plan --measure wrote: {error}") from error

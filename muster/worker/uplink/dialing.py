@@ -12,11 +12,9 @@ from array import array
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 
-from muster.rendezvous.patience import RETRY_LAST_S
 from muster.rendezvous.threads import start_thread
 from muster.worker.config import Settings
 from muster.worker.control.connection import Dial, Stream
-from muster.worker.control.events import Timing
 from muster.worker.forking import not_for_children
 from muster.worker.launch.door import OUTER, inherited
 from muster.worker.uplink.frames import HEAD, MAX_FROM_UPLINK_BYTES, Kind, decode_end, frame, request_of
@@ -47,14 +45,6 @@ def dial_by_uplink(env: Mapping[str, str], direct: Dial, settings: Settings) -> 
     door.close()
     hung_s = min(max(0.75, settings.node_timeout_s / 4), 5.0)
     return _Dialing({OUTER: env[OUTER]}, direct, request_of(settings), hung_s).dial
-
-
-def timing_by_uplink() -> Timing:
-    """The deadlines of a worker that has an uplink: one that moves again is soon asked again.
-
-    Pauses may be shorter than without one: by an uplink the attempts of a whole host are one connection.
-    """
-    return Timing(retry_last_s=RETRY_LAST_S)
 
 
 class _Dialing:

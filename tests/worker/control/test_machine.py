@@ -268,6 +268,7 @@ class TestReconnecting:
             assert w.notice(e.Connect) == e.Connect(attempt + 1)
         assert pauses[0] == pytest.approx(0.01)
         assert pauses == sorted(pauses)
+        assert e.Timing().retry_last_s * 1.5 < 2.0  # whoever was away long is there soon after it is back
         early = Machine(timing, jitter=0.0)
         early.feed(e.Started())
         early.feed(e.StreamLost(1, "refused"))

@@ -573,30 +573,38 @@ class Plan:
         return page(self)
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """A saved plan.
+def check_saved(saved: Any, path: str | Path) -> dict[str, Any]:
+    """Returns what a plan's file holds, if each part is what :meth:`Plan.save` writes there.
+
+    Args:
+        saved: the file's JSON.
+        path: the file, for the error.
 
     Raises:
-        SettingsError: there is none, or not in this format.
+        SettingsError: it is no plan, of another format, or damaged; names the first part that is wrong.
     """
-    try:
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"the plan {path} cannot be read: {error}") from error
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise SettingsError(f"{path} is no plan of format {FORMAT}")
-    for key, kind in _SAVED.items():
-        if not isinstance(saved.get(key), kind):
+    for key, (kind, inside) in _SAVED.items():
+        value = saved.get(key)
+        members = value.values() if isinstance(value, dict) else value or ()
+        if not isinstance(value, kind) or not all(type(each) is inside for each in members):
             raise SettingsError(
                 f"the plan {path} is damaged: it has no {key}, or something else in its place"
             )
+    if not all(size > 0 for size in saved["mesh"]):
+        raise SettingsError(f"the plan {path} is damaged: its mesh is {saved['mesh']}")
     return saved
 
 
-_SAVED = {
-    **{"mesh": list, "model": list, "states": dict, "strategies": dict},
-    **{"fingerprint": str, "mode": str, "batch_norm": str},
+_SAVED: dict[str, tuple[type, type]] = {
+    "mesh": (list, int),
+    "model": (list, str),
+    "states": (dict, str),
+    "strategies": (dict, str),
+    **dict.fromkeys(("fingerprint", "mode", "batch_norm"), (str, str)),
 }
+"""Each part of a saved plan: its type, and the type of what is in it."""
 
 
 def check_model(saved: Mapping[str, Any], graph: Graph, path: str | Path) -> None:
