@@ -61,11 +61,12 @@ class Worker:
     def kill(self) -> float:
         """SIGKILL of the worker, not of its launcher; returns when, on the monotonic clock."""
         self.killed = True
-        pid = next(event["pid"] for event in self.follow() if event["what"] == "joined")
-        now = time.monotonic()
         if self._launched:
+            pid = next(event["pid"] for event in self.follow() if event["what"] == "joined")
+            now = time.monotonic()
             os.kill(pid, signal.SIGKILL)
         else:
+            now = time.monotonic()
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
         return now
