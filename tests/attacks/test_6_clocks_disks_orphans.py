@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 import pytest
 
+from muster.bench.soak.clock import CLOCK_VARIABLE, shift
 from muster.rendezvous.errors import RemediedError
 from muster.rendezvous.files import beside
 from muster.scheduler.config import load_settings as scheduler_settings
@@ -38,29 +39,9 @@ from tests.waiting import wait_for
 
 DAY_S = 86_400.0
 JUMPING = """
-import datetime, os, time
-
-def shift():
-    try:
-        with open(os.environ["TEST_CLOCK"]) as file:
-            return float(file.read() or 0)
-    except OSError:
-        return 0.0
-
-wall, Real = time.time, datetime.datetime
-time.time = lambda: wall() + shift()
-time.time_ns = lambda: int(1e9 * time.time())
-
-class Kind(type):
-    def __instancecheck__(self, value):
-        return isinstance(value, Real)
-
-class Shifted(Real, metaclass=Kind):
-    @classmethod
-    def now(cls, tz=None):
-        return Real.fromtimestamp(time.time(), tz)
-
-datetime.datetime = Shifted
+import os
+from muster.bench.soak.clock import CLOCK_VARIABLE, follow
+follow(os.environ[CLOCK_VARIABLE])
 """
 
 
@@ -70,12 +51,6 @@ datetime.datetime = Shifted
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return make_pki(tmp_path_factory.mktemp("keys") / "pki")
-
-
-def jump(directory: Path, seconds: float) -> None:
-    part = directory / "clock.part"
-    part.write_text(str(seconds))
-    part.replace(directory / "clock")
 
 
 def steps(port: int) -> float:
@@ -99,7 +74,7 @@ def test_a_clock_that_jumps_ends_no_membership(pki: Pki, tmp_path: Path) -> None
     """
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
     port = free_port()
-    env = {**environment_of(tmp_path, pki), "TEST_CLOCK": str(tmp_path / "clock"), "MS_NODE_TIMEOUT": "2"}
+    env = {**environment_of(tmp_path, pki), CLOCK_VARIABLE: str(tmp_path / "clock"), "MS_NODE_TIMEOUT": "2"}
     env |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "MS_SPARES": "1"}
     env |= {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path / "journal")}
     with scheduler(**env, MS_METRICS_PORT=str(port)) as running:
@@ -107,13 +82,13 @@ def test_a_clock_that_jumps_ends_no_membership(pki: Pki, tmp_path: Path) -> None
         try:
             running.await_log("Generation 1 stands with 3 members")
             for seconds in (-3653 * DAY_S, 10_958 * DAY_S):
-                jump(tmp_path, seconds)
+                shift(tmp_path / "clock", seconds)
                 wanted, until = steps(port) + 20, time.monotonic() + 2.5  # longer than MS_NODE_TIMEOUT
                 while steps(port) < wanted or time.monotonic() < until:
                     time.sleep(0.05)
                 with channel(running.target, pki.credentials("client")) as over:
                     assert not asked_to_join(over)
-            jump(tmp_path, 0.0)
+            shift(tmp_path / "clock", 0.0)
             (tmp_path / "stop").touch()
             assert [victim.wait(WAIT_S) for victim in victims] == [0] * len(victims)
             assert running.wait() == 0

@@ -20,9 +20,9 @@ from muster.bench.failover.job import SeveralSchedulers
 from muster.bench.launches import MUSTER
 from muster.bench.recovery.job import Job, Worker
 from muster.bench.recovery.loop import PACE_VARIABLE
+from muster.bench.small_disk import SmallDisk
 
 QUOTA_BYTES = 8 << 20
-DISK_BYTES = 1 << 20
 LIMIT_S = 10.0
 """So soon after there is space again the survivors train."""
 
@@ -73,9 +73,7 @@ class OnDisk(Job):
         self, directory: Path, *, workers: int, pace_s: float, say: Callable[[str], None], serve: bool
     ) -> None:
         directory.mkdir(parents=True)
-        self._disk = directory / "disk"
-        self._disk.mkdir()
-        self._filler = self._disk / "filler"
+        self._disk = SmallDisk(directory / "disk")
         self._arguments = ("--serve",) if serve else ()
         pace = directory / "pace"
         pace.write_text(str(pace_s))
@@ -85,7 +83,7 @@ class OnDisk(Job):
             workers=workers,
             worker_min=2,
             command=["-m", "muster.bench.recovery.digits", "--epochs=1000000", "--checkpoint-dir="],
-            env={PACE_VARIABLE: str(pace), "MS_RECOVERY_PATH": str(self._disk / "journal")},
+            env={PACE_VARIABLE: str(pace), "MS_RECOVERY_PATH": str(self._disk.path / "journal")},
             say=say,
         )
         self._metrics_port = self.port + 1 if self.port < 65_535 else self.port - 1
@@ -97,15 +95,7 @@ class OnDisk(Job):
         Raises:
             RuntimeError: nothing may be mounted here.
         """
-        size = f"size={DISK_BYTES}"
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", size, "muster-bench", str(self._disk)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"a small disk cannot be mounted, which takes root: {done.stderr.strip()}")
+        self._disk.mount()
         self.start_scheduler(*self._arguments)
         for number in range(self.size):
             self.start_worker(str(number))
@@ -113,13 +103,11 @@ class OnDisk(Job):
 
     def fill(self) -> None:
         """See :class:`Tight`."""
-        with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(bytes(4096)):
-                pass
+        self._disk.fill()
 
     def make_space(self) -> None:
         """See :class:`Tight`."""
-        self._filler.unlink()
+        self._disk.make_space()
 
     def lives(self) -> list[int]:
         """See :class:`Tight`."""
@@ -133,7 +121,7 @@ class OnDisk(Job):
     def __exit__(self, *error: object) -> None:
         """Kills everything, and takes the disk away."""
         super().__exit__(*error)
-        subprocess.run(["umount", str(self._disk)], capture_output=True, check=False)
+        self._disk.unmount()
 
 
 @contextlib.contextmanager

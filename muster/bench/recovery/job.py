@@ -99,7 +99,12 @@ class Job:
         env: variables besides, for all processes.
         say: shows progress.
         launched: that is a launcher, which starts the worker.
+
+    Attributes:
+        scheduler_module: what the scheduler is started as, by ``python -m``.
     """
+
+    scheduler_module = "scheduler"
 
     def __init__(
         self,
@@ -149,7 +154,7 @@ class Job:
         """Starts the scheduler, for the first time or on the journal of the one before."""
         with (self.directory / "scheduler.log").open("ab") as log:
             self.scheduler = subprocess.Popen(
-                [sys.executable, "-m", "scheduler", *arguments],
+                [sys.executable, "-m", self.scheduler_module, *arguments],
                 env={**self.env, "MS_ROLE": "MS_SCHED"},
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,

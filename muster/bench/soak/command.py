@@ -1,10 +1,12 @@
 """``muster bench soak``: hours of faults in a job of six workers and two spares, with every step checked.
 
-A schedule that the seed decides kills and stops workers, cuts their connections and those to the scheduler,
-floods the scheduler with TLS hellos, and kills it. Some harms come in bursts, others once the job has gone
-on, so that a busy machine is not harmed faster than it computes. Each step has one right result, computed
-here again. One worker is never killed, and after a third of the time the scheduler is not, so that their
-memory and their descriptors can be watched.
+A schedule that the seed decides kills and stops workers, cuts their connections and those to the scheduler
+or makes them bad, floods the scheduler and its page with TLS hellos, kills the scheduler, lets clocks jump by
+an hour, takes the space of the journal's disk (where one can be mounted), and has a member lie about others.
+Some harms come in bursts, others once the job has gone on, so that a busy machine is not harmed faster than
+it computes. Each step has one right result, computed here again. One worker is never killed, and after a
+third of the time the scheduler is not, so that their memory and their descriptors can be watched, and those
+of a ``muster web`` beside them, at which somebody looks.
 
   muster bench soak --hours 2 --seed 1 --json soak.json --keep logs
 """
@@ -28,11 +30,40 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.recovery.job import Job, Worker
-from muster.bench.soak.job import STOP_VARIABLE, digest_of, first_weights, mix, part, rows_of
-from muster.bench.soak.relay import Relay
+from muster.bench.small_disk import SmallDisk
+from muster.bench.soak.clock import CLOCK_VARIABLE, shift
+from muster.bench.soak.job import (
+    BAD_NETWORK,
+    HARM_VARIABLE,
+    STOP_VARIABLE,
+    digest_of,
+    first_weights,
+    mix,
+    part,
+    rows_of,
+)
+from muster.bench.soak.page import Page
+from muster.bench.soak.relay import Relay, Trouble
 
 WORKERS, SPARES, WORKERS_MIN = 6, 2, 3
-HARMS = {"kill": 5, "stop": 3, "cut data": 3, "cut control": 3, "flood": 1, "scheduler": 2}
+HARMS = {
+    "kill": 10,
+    "stop": 6,
+    "cut data": 6,
+    "cut control": 6,
+    "flood": 2,
+    "scheduler": 4,
+    "clock": 3,
+    "no space": 3,
+    "lie": 2,
+    "bad data network": 3,
+    "bad control network": 3,
+}
+CLOCKS_S = (-3600.0, 0.0, 3600.0)
+NO_SPACE_S = (2.0, 8.0, 20.0)
+LIE_S = 25.0
+"""A member lies for so long, and is then killed: the scheduler remembers pairs that were broken."""
+
 NODE_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 180.0
@@ -200,12 +231,27 @@ class Soak(Job):
         directory: for keys, logs and records; is made.
         pace_s: least time of a step.
         say: shows progress.
+
+    Attributes:
+        disk: the journal's.
+        can_fill: whether that is a disk of its own.
+        until: when a harm to the scheduler's network or disk ends, by its name.
+        liars: when each of those that lie is killed.
     """
+
+    scheduler_module = "muster.bench.soak.scheduler"
 
     def __init__(self, directory: Path, pace_s: float, say: Say) -> None:
         directory.mkdir(parents=True)
         pace, self.stop_file = directory / "pace", directory / "stop"
         pace.write_text(str(pace_s))
+        self.disk = SmallDisk(directory / "disk")
+        try:
+            self.disk.mount()
+            self.can_fill = True
+        except RuntimeError as error:
+            say(f"the journal never runs out of space here: {error}")
+            self.can_fill = False
         super().__init__(
             directory,
             workers=WORKERS,
@@ -217,6 +263,8 @@ class Soak(Job):
                 "MS_NODE_TIMEOUT": str(NODE_TIMEOUT_S),
                 "MS_SPARES": "6",
                 "MS_TOPO_TIMEOUT": "120",
+                "MS_RECOVERY_PATH": str(self.disk.path / "journal"),
+                CLOCK_VARIABLE: str(directory / "clock-scheduler"),
                 "CUDA_VISIBLE_DEVICES": "",  # more workers than most hosts have GPUs
             },
             say=say,
@@ -224,10 +272,14 @@ class Soak(Job):
         self.relay = Relay(self.port)
         self.results = Results()
         self.resting: dict[Worker, float] = {}
+        self.liars: dict[Worker, float] = {}
         self.touched: set[Worker] = set()
         self.reported: list[str] = []
         self.floods: list[subprocess.Popen[bytes]] = []
+        self.page: Page | None = None
+        self.until: dict[str, float] = {}
         self._seen_ended: set[Worker] = set()
+        self._others_ended: set[str] = set()
 
     def begin(self) -> None:
         """Starts everything and waits until all train."""
@@ -235,11 +287,30 @@ class Soak(Job):
         for number in range(WORKERS):
             self.start(f"node-{number}")
         self.wait("all train", lambda: self.training(WORKERS, 2), START_TIMEOUT_S)
+        self.page = Page(self.env, self.directory / "page.log")
         self.refill()
 
     def start(self, name: str, **env: str) -> Worker:
         """Starts a worker that reaches the scheduler through the relay."""
+        number = len(self.workers)
+        env |= {
+            CLOCK_VARIABLE: str(self.directory / f"clock-{number}"),
+            HARM_VARIABLE: str(self._harm_file(number)),
+        }
         return self.start_worker(name, MS_SCHED_PORT=str(self.relay.port), **env)
+
+    def _harm_file(self, number: int) -> Path:
+        return self.directory / f"harm-{number}"
+
+    def harm(self, worker: Worker, what: str, seconds: float) -> None:
+        """Has a worker do something to itself."""
+        self._harm_file(self.workers.index(worker)).write_text(json.dumps({"what": what, "seconds": seconds}))
+        worker.process.send_signal(signal.SIGUSR1)
+
+    def jump(self, whose: Worker | None, seconds: float) -> None:
+        """Sets the clock of a worker, or of the scheduler."""
+        name = "scheduler" if whose is None else str(self.workers.index(whose))
+        shift(self.directory / f"clock-{name}", seconds)
 
     def refill(self) -> None:
         """Starts spares until there are as many processes as there should be."""
@@ -248,6 +319,15 @@ class Soak(Job):
 
     def check(self, *, may_end: bool = False) -> None:
         """Notes every end that nothing explains; nobody waits for it."""
+        others = {
+            "scheduler": self.scheduler and self.scheduler.poll(),
+            "page": self.page and self.page.ended,
+        }
+        for name, code in others.items():
+            if code is not None and not may_end and name not in self._others_ended:
+                self._others_ended.add(name)
+                self.reported.append(f"the {name} ended with {code}")
+                self.say(self.reported[-1])
         for worker in self.workers:
             code = worker.process.poll()
             if code is None or worker in self._seen_ended:
@@ -267,11 +347,21 @@ class Soak(Job):
         return [each for each in self.living() if each not in self.resting and each.events]
 
     def wake(self, now: float) -> None:
-        """Lets those go on that were stopped for long enough."""
+        """Ends what has lasted for long enough: stops, lies, bad networks, full disks."""
         for worker in [each for each, until in self.resting.items() if until <= now]:
             del self.resting[worker]
             if worker.alive:
                 worker.process.send_signal(signal.SIGCONT)
+        for worker in [each for each, until in self.liars.items() if until <= now]:
+            del self.liars[worker]
+            if worker.alive:
+                worker.kill()
+        for what in [each for each, until in self.until.items() if until <= now]:
+            del self.until[what]
+            if what == "no space":
+                self.disk.make_space()
+            else:
+                self.relay.trouble = Trouble()
 
     def __exit__(self, *error: Any) -> None:
         """Kills what still runs."""
@@ -279,8 +369,12 @@ class Soak(Job):
         for flood in self.floods:
             flood.kill()
             flood.wait()
+        if self.page is not None:
+            self.page.close()
         self.relay.close()
         super().__exit__(*error)
+        if self.can_fill:
+            self.disk.unmount()
 
 
 def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
@@ -288,7 +382,7 @@ def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
     job.begin()
     veteran, done = job.workers[0], Counter[str]()
     began = time.monotonic()
-    watched = {"worker": Watched(), "scheduler": Watched()}
+    watched = {"worker": Watched(), "scheduler": Watched(), "page": Watched()}
     next_harm = next_sample = next_progress = began
     wanted, patience = 0, began
     while (now := time.monotonic()) < began + seconds:
@@ -305,6 +399,9 @@ def soak(job: Soak, seconds: float, chance: random.Random) -> dict[str, Any]:
         if now >= next_sample:
             next_sample = now + SAMPLE_S
             watched["worker"].look(veteran.process.pid)
+            if job.page is not None:
+                job.page.look()
+                watched["page"].look(job.page.pid)
             if now > began + seconds / 3 and job.scheduler is not None:
                 watched["scheduler"].look(job.scheduler.pid)
         if now >= next_progress:
@@ -328,38 +425,68 @@ def _harm(job: Soak, veteran: Worker, chance: random.Random, *, spare_scheduler:
     """Does one harm; its name, or "" if there was nobody to do it to."""
     what = chance.choices(list(HARMS), list(HARMS.values()))[0]
     place, seconds = chance.random(), chance.choice((0.3, 1.0, 2.0, 8.0))
+    if what == "scheduler" and spare_scheduler:
+        return ""
+    if what in ("kill", "stop", "cut data", "bad data network", "lie"):
+        done = _harm_member(job, what, veteran, place, seconds)
+    else:
+        done = _harm_others(job, what, place, chance.choice(NO_SPACE_S) if what == "no space" else seconds)
+    return what if done else ""
+
+
+def _harm_member(job: Soak, what: str, veteran: Worker, place: float, seconds: float) -> bool:
+    """Harms a worker that is in the job; whether there was one to spare."""
     holders = job.holders()
+    if len(holders) <= WORKERS_MIN or (what == "stop" and job.resting) or (what == "lie" and job.liars):
+        return False
+    others = [each for each in holders if each is not veteran and each not in job.liars]
+    victim = others[int(place * len(others))]
+    job.touched.add(victim)
+    if what == "kill":
+        victim.kill()
+    elif what == "stop":
+        victim.process.send_signal(signal.SIGSTOP)
+        job.resting[victim] = time.monotonic() + seconds
+    else:
+        job.touched.update(holders)
+        if what == "lie":
+            seconds = LIE_S
+            job.liars[victim] = time.monotonic() + seconds
+        job.harm(victim, what, seconds)
+    return True
+
+
+def _harm_others(job: Soak, what: str, place: float, seconds: float) -> bool:
+    """Harms the scheduler, its network or disk, its page, or somebody's clock; whether that could be."""
     if what == "scheduler":
-        if spare_scheduler:
-            return ""
+        if job.disk.full:
+            return False
         job.kill_scheduler()
         time.sleep(min(seconds, 1.0) * place)
         job.start_scheduler()
     elif what == "cut control":
         job.relay.cut(seconds)
         job.touched.update(job.living())
-    elif what == "flood":
+    elif what == "bad control network":
+        job.relay.trouble, job.until[what] = BAD_NETWORK, time.monotonic() + seconds
+        job.touched.update(job.living())
+    elif what == "no space":
+        if not job.can_fill or job.disk.full:
+            return False
+        job.disk.fill()
+        job.until[what] = time.monotonic() + seconds
+    elif what == "clock":
+        whose = [None, *job.living()]
+        job.jump(whose[int(place * len(whose))], CLOCKS_S[int(97 * place) % len(CLOCKS_S)])
+    else:
         job.floods = [each for each in job.floods if each.poll() is None]
-        if job.floods:
-            return ""
-        arguments = ["127.0.0.1", str(job.port), "127.0.0.9", str(FLOOD_S)]
+        if job.floods or job.page is None:
+            return False
+        port = job.port if place < 0.5 else job.page.port
+        arguments = ["127.0.0.1", str(port), "127.0.0.9", str(FLOOD_S)]
         command = [sys.executable, "-m", "muster.bench.flood.hellos", *arguments]
         job.floods.append(subprocess.Popen(command, env=job.env, stdout=subprocess.DEVNULL))
-    elif len(holders) <= WORKERS_MIN or (what == "stop" and job.resting):
-        return ""
-    else:
-        others = [each for each in holders if each is not veteran]
-        victim = others[int(place * len(others))]
-        job.touched.add(victim)
-        if what == "kill":
-            victim.kill()
-        elif what == "stop":
-            victim.process.send_signal(signal.SIGSTOP)
-            job.resting[victim] = time.monotonic() + seconds
-        else:
-            job.touched.update(holders)
-            victim.process.send_signal(signal.SIGUSR1)
-    return what
+    return True
 
 
 def _end(job: Soak) -> None:
@@ -393,6 +520,7 @@ def _judge(job: Soak, done: Counter[str], watched: dict[str, Watched]) -> dict[s
         "every step of every process is that of an undisturbed run": not results.wrong,
         "every end is explained": not job.reported,
         "the worker's memory and descriptors are flat": is_flat(flat["worker"]),
+        "the page's memory and descriptors are flat": is_flat(flat["page"], floods=done["flood"]),
         "the scheduler's memory and descriptors are flat": is_flat(flat["scheduler"], floods=done["flood"]),
         "steps were made": results.newest > 0,
     }
@@ -408,5 +536,6 @@ def _judge(job: Soak, done: Counter[str], watched: dict[str, Watched]) -> dict[s
         "unexplained_ends": job.reported[:20],
         "worker": flat["worker"],
         "scheduler": flat["scheduler"],
+        "page": flat["page"] | ({"seen": job.page.seen, "missed": job.page.missed} if job.page else {}),
         "did_not_hold": [rule for rule, holds in rules.items() if not holds],
     }

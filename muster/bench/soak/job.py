@@ -2,26 +2,38 @@
 
 Each step adds up a number for each row and mixes the sum into the weights, modulo 2^64. So the weights after
 a step do not depend on how many ranks there were, nor on the order in which they were added. Started by
-``bench soak``; on SIGUSR1 a worker's connections to the others are cut.
+``bench soak``; on SIGUSR1 a worker does to itself what its file of harms says.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import random
 import signal
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.bench.soak.relay import Relay
+from muster.bench.soak.clock import CLOCK_VARIABLE, follow
+from muster.bench.soak.relay import Relay, Trouble
 
 ROWS = 720
 BATCH = 72
 SIZE = 32_768
 STOP_VARIABLE = "MUSTER_SOAK_STOP"
+HARM_VARIABLE = "MUSTER_SOAK_HARM"
+"""The file in which a worker finds its harm: its name, and how many seconds it lasts."""
+
+BAD_NETWORK = Trouble(delay_s=0.02, stall=0.01, stall_s=1.0, reset=0.001, half_close=0.001)
+LIAR_NETWORK = Trouble(stall=0.02, stall_s=14.0)
+"""A liar's own: collectives with it hang for so long that the scheduler asks who reaches whom."""
 
 Numbers = NDArray[np.uint64]
 
@@ -82,23 +94,59 @@ def train() -> None:
                 break
 
 
-def main() -> None:
-    """Puts a relay before the communicator's port, which can be cut, and trains."""
-    from muster.worker.communicators.tcp.communicator import TcpBackend
+class Harm:
+    """What a worker does to itself: to its connections to others, and to what it says of them."""
 
-    relays: list[Relay] = []
-    open_endpoint = TcpBackend.open_endpoint
+    def __init__(self) -> None:
+        self.relays: list[Relay] = []
+        self._lies_until = 0.0
+        self._chance = random.Random(os.getpid())
+
+    def done(self, *_: object) -> None:
+        """Does what the file says; a signal's handler."""
+        asked = json.loads(Path(os.environ[HARM_VARIABLE]).read_text())
+        what, seconds = asked["what"], float(asked["seconds"])
+        if what == "cut data":
+            for relay in self.relays:
+                relay.cut()
+            return
+        if what == "lie":
+            self._lies_until = time.monotonic() + seconds
+        for relay in self.relays:
+            relay.trouble = LIAR_NETWORK if what == "lie" else BAD_NETWORK
+        threading.Timer(seconds, self._mend).start()
+
+    def _mend(self) -> None:
+        for relay in self.relays:
+            relay.trouble = Trouble()
+
+    def lie(self, targets: Mapping[str, str], unreached: dict[str, str]) -> dict[str, str]:
+        """What is said of those probed: while this worker lies, that one that it draws cannot be reached."""
+        if targets and time.monotonic() < self._lies_until:
+            victim = self._chance.choice(sorted(targets))
+            return {**unreached, victim: f"{targets[victim]}: Connection refused"}
+        return unreached
+
+
+def main() -> None:
+    """Puts a relay before the communicator's port, and trains."""
+    follow(os.environ[CLOCK_VARIABLE])
+    from muster.worker.communicators.tcp.communicator import TcpBackend
+    from muster.worker.communicators.tcp.probe import Prober
+
+    harm = Harm()
+    open_endpoint, probe = TcpBackend.open_endpoint, Prober.__call__
 
     def opened(self: TcpBackend, address: str) -> str:
-        relays.append(Relay(int(open_endpoint(self, address).rpartition(":")[2])))
-        return f"127.0.0.1:{relays[-1].port}"
+        harm.relays.append(Relay(int(open_endpoint(self, address).rpartition(":")[2])))
+        return f"127.0.0.1:{harm.relays[-1].port}"
 
-    def cut(*_: object) -> None:
-        for relay in relays:
-            relay.cut()
+    def probed(self: Prober, targets: Mapping[str, str]) -> dict[str, str]:
+        return harm.lie(targets, probe(self, targets))
 
     TcpBackend.open_endpoint = opened  # type: ignore[method-assign]
-    signal.signal(signal.SIGUSR1, cut)
+    Prober.__call__ = probed  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, harm.done)
     train()
 
 
