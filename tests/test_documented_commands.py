@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.ports import free_port
-from tests.scheduler.processes import ROOT, environment
+from tests.scheduler.processes import ROOT, WAIT_S, environment
 
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text()
@@ -259,6 +260,35 @@ class Shell:
                         os.killpg(process.pid, signal.SIGKILL)
                         process.wait()
 
+    def interrupted(self, line: str, *, after: str) -> None:
+        """Runs a line on a terminal until it has written these words, and then presses Ctrl-C: no failure."""
+        screen, terminal = os.openpty()
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {line}"],
+            cwd=self.folder,
+            env=self.env | {"COLUMNS": "120"},
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+        )
+        os.close(terminal)
+        seen = b""
+        try:
+            while after.encode() not in seen:
+                assert select.select([screen], [], [], WAIT_S)[0], seen
+                seen += os.read(screen, 4096)
+            process.send_signal(signal.SIGINT)
+            with suppress(OSError):  # EIO: the terminal's last user has gone
+                while more := os.read(screen, 4096):
+                    seen += more
+            assert process.wait(WAIT_S) == 0, seen
+        finally:
+            os.close(screen)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
@@ -355,7 +385,7 @@ def test_operators_ask_a_job_that_runs(shell: Shell) -> None:
         assert "SERVING" in shell.run(health, **where)
         shell.run(drain.replace("NODE", "2"), **where)
         await_shown(shell, "2 of")
-        assert "running" in shell.run(f"timeout --signal=INT --preserve-status 9 {watch}")  # as by Ctrl-C
+        shell.interrupted(watch, after="running")
         (shell.folder / "stop").touch()
         assert launch.wait(timeout=60) == 0, (shell.folder / "beside.log").read_text()
 
@@ -367,7 +397,7 @@ def test_a_page_and_a_report_of_a_run(shell: Shell) -> None:
     shell.run(INIT)
     with shell.running(LAUNCH):
         await_shown(shell, "running")
-        assert "http://127.0.0.1" in shell.run(f"timeout --signal=INT --preserve-status 5 {web}")
+        shell.interrupted(web, after="http://127.0.0.1")
         (shell.folder / "stop").touch()
     [run] = [
         path for path in (shell.folder / "muster-runs").iterdir() if path.is_dir() and not path.is_symlink()
