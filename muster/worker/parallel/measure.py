@@ -164,7 +164,7 @@ def load_machine(path: str | Path) -> Machine:
     Raises:
         SettingsError: the file cannot be read, or is none.
     """
-    saved = read_json(path, "the machine")
+    saved = read_json(path, "the measured machine")
     try:
         machine = Machine(**saved)
         for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
