@@ -97,7 +97,7 @@ def test_what_survives_the_loss_of_a_host(models: Path, capsys: pytest.CaptureFi
         (["models:make", "--strategy", "fc"], "--strategy is NAME=SLICES"),
         (["models:make", "--strategy", "fd={'n': 8}"], "nothing is called 'fd'"),
         (["models:make", "--gpus", "0"], "--gpus is at least 1"),
-        (["models:make", "--machine", "none.json"], "none.json is no machine"),
+        (["models:make", "--machine", "none.json"], "the measured machine none.json cannot be read"),
         ([], "name a model"),
         (
             ["models:make", "--mesh", "2x2"],
