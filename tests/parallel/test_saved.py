@@ -1,4 +1,4 @@
-"""Files of plans and of measured machines that are damaged, hostile or no files at all are refused in words."""
+"""Files of plans and of measured machines that are damaged, hostile or none at all are refused in words."""
 
 from __future__ import annotations
 

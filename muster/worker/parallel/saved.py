@@ -1,4 +1,4 @@
-"""Reads the JSON files that ``parallelize`` and ``muster plan`` are given: saved plans and measured machines."""
+"""Reads the JSON files that ``parallelize`` and ``muster plan`` take: saved plans, measured machines."""
 
 from __future__ import annotations
 
