@@ -38,7 +38,7 @@ from tests.waiting import wait_for
 
 DAY_S = 86_400.0
 JUMPING = """
-import datetime, os, time
+import datetime, os, sys, time
 
 def shift():
     try:
@@ -48,7 +48,11 @@ def shift():
         return 0.0
 
 wall, Real = time.time, datetime.datetime
-time.time = lambda: wall() + shift()
+
+def now():  # gRPC hands deadlines to C code, whose clock does not jump here
+    return wall() + (0.0 if sys._getframe(1).f_globals["__name__"].startswith("grpc.") else shift())
+
+time.time = now
 time.time_ns = lambda: int(1e9 * time.time())
 
 class Kind(type):
