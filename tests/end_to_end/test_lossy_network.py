@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.system,
     pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces cannot be made here"),
+    pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="there is no /dev/net/tun"),
     pytest.mark.timeout(200, method="signal"),
 ]
 

@@ -67,7 +67,7 @@ def name_that_commands_a_terminal(folder: Path) -> bool:
 
 
 def text_that_commands_a_terminal(folder: Path) -> bool:
-    """Whoever looks at the file with ``cat``, or pastes from it."""
+    """At who looks at the file with ``cat``, or pastes from it."""
     run_of(folder, r'{"time":2,"kind":"said","text":"\u001b[2J\u202e"}')
     return bool(set("\x1b\u202e") & set(reported(folder)[0]))
 
@@ -128,7 +128,7 @@ def what_is_missing(**device: object) -> str:
 
 
 def server_of_a_megabyte(_: Path) -> bool:
-    """All workers are told again and again for whom they wait, by the name that the table has."""
+    """All workers are told again and again who is missing, by the name that the table has."""
     return len(what_is_missing(server_id="x" * 1_000_000)) > 1000
 
 
