@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,13 @@ LATEST = "latest"
 ATTEMPTS = 1000
 
 MAX_RECORD_BYTES = 8 * 1024 * 1024
-_LAST_S = 2.5e11
+MAX_READ_BYTES, MAX_LINES = 64 * 1024 * 1024, 200_000
+"""What is read of all records of a run at most: bytes, and lines with figures, and other lines."""
+
+MAX_LINE = 1024 * 1024
+"""Characters of a line at most."""
+
+LAST_S = 2.5e11
 """Some 8,000 years from now: no time of day is later, and calendars end soon after."""
 
 FIGURES_BEFORE_THINNING = 1000
@@ -269,23 +276,49 @@ class RunRecord:
 def read_records(directory: Path) -> Iterator[dict[str, Any]]:
     """What the launchers of a run have kept, in order of time; what is no such line is passed over.
 
+    So is what would be too much, whatever somebody else has put there: files are read from the smallest on,
+    up to :data:`MAX_READ_BYTES` together, and of lines with figures, and of others, :data:`MAX_LINES` are
+    kept. Each is parsed again when its turn comes: what is parsed takes many times the memory.
+
     Raises:
         OSError: the directory cannot be read.
     """
-    lines: list[dict[str, Any]] = []
-    for path in sorted(directory.iterdir()):
-        if not _RECORD.fullmatch(path.name):
-            continue
+    room, lines, kept = MAX_READ_BYTES, list[tuple[float, str]](), Counter[bool]()
+    found = (path for path in directory.iterdir() if _RECORD.fullmatch(path.name))
+    for path in sorted(found, key=lambda path: (_size(path), path.name)):
         with contextlib.suppress(OSError):
-            for text in (
-                read_regular(path, 2 * MAX_RECORD_BYTES).decode("utf-8", errors="replace").splitlines()
-            ):
-                with contextlib.suppress(ValueError, RecursionError):
-                    line = json.loads(text)
-                    time_s = line.get("time") if isinstance(line, dict) else None
-                    if isinstance(time_s, int | float) and 0 <= time_s < _LAST_S:
-                        lines.append(line)
-    yield from sorted(lines, key=lambda line: line["time"])
+            data = read_regular(path, min(room, 2 * MAX_RECORD_BYTES))
+            room -= len(data)
+            for text in data.decode("utf-8", errors="replace").splitlines():
+                line = _record_of(text)
+                is_figure = line is not None and line.get("kind") == "figures"
+                if line is not None and kept[is_figure] < MAX_LINES:
+                    kept[is_figure] += 1
+                    lines.append((line["time"], text))
+    lines.sort(key=lambda line: line[0])
+    for _, text in lines:
+        line = _record_of(text)
+        if line is not None:
+            yield line
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:  # it is gone
+        return 0
+
+
+def _record_of(text: str) -> dict[str, Any] | None:
+    """A line of a record; None: it is none."""
+    if len(text) > MAX_LINE:
+        return None
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    time_s = line.get("time") if isinstance(line, dict) else None
+    return line if isinstance(time_s, int | float) and 0 <= time_s < LAST_S else None
 
 
 def _finite(value: Any) -> Any:

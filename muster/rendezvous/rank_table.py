@@ -11,9 +11,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from muster.rendezvous.messages import Value
+from muster.rendezvous.variables import MAX_DEVICES, MAX_WORKERS
 
 MAX_TOLD = 300
 """Characters of a table's own text that an error shows."""
+
+MAX_NAME = 253
+"""Characters of a server's name, as of any host's."""
 
 
 class RankTableEntry(Value):
@@ -71,11 +75,12 @@ def placed_entries(document: object) -> list[tuple[str, RankTableEntry]]:
     root = _mapping(document, "the document")
     if "server_list" in root and "group_list" in root:
         raise RankTableError("the document", "has both server_list and group_list; keep one of them")
-    if "server_list" in root:
-        return list(_server_list(root))
-    if "group_list" in root:
-        return list(_group_list(root))
-    raise RankTableError("the document", "has neither server_list nor group_list")
+    if "server_list" not in root and "group_list" not in root:
+        raise RankTableError("the document", "has neither server_list nor group_list")
+    placed = list(_server_list(root) if "server_list" in root else _group_list(root))
+    if len(placed) > MAX_WORKERS:
+        raise RankTableError("the document", f"names {len(placed)} devices; {MAX_WORKERS} are allowed")
+    return placed
 
 
 def ranks_of(table: RankTable, names: Collection[str], devices: Sequence[int]) -> tuple[int | None, ...]:
@@ -149,8 +154,15 @@ def _entry(
     return RankTableEntry(
         rank=_number(ranked, "rank_id", where),
         server_id=server_id,
-        device_index=_number(device, "device_id", where),
+        device_index=_device(device, where),
     )
+
+
+def _device(device: Mapping[str, object], where: str) -> int:
+    number = _number(device, "device_id", where)
+    if number >= MAX_DEVICES:
+        raise RankTableError(f"{where}.device_id", f"must be from 0 to {MAX_DEVICES - 1}, not {number}")
+    return number
 
 
 def _checked(placed: list[tuple[str, RankTableEntry]]) -> RankTable:
@@ -210,6 +222,8 @@ def _text(parent: Mapping[str, object], key: str, where: str) -> str:
         raise RankTableError(f"{where}.{key}", "is missing")
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise RankTableError(f"{where}.{key}", f"must be a string of printable characters, not {value!r}")
+    if len(value) > MAX_NAME:
+        raise RankTableError(f"{where}.{key}", f"has {len(value)} characters; {MAX_NAME} are allowed")
     return value
 
 

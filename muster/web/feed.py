@@ -20,6 +20,9 @@ AGAIN_S = 0.5
 REFUSED_S, REFUSED_MOST_S = 5.0, 300.0
 """Seconds before one that has refused a job that it has is asked again: at first, and at most; it doubles."""
 
+UNTRUSTED_S = 1.0
+"""Likewise at first, where a certificate did not count: each time is a failed handshake at the scheduler."""
+
 Connect = Callable[[str], Client]
 """Makes a connection on which a job, or "" for all, is asked about."""
 
@@ -55,8 +58,9 @@ class Feed:
         self._viewers[job_id] = self._viewers.get(job_id, 0) + 1
         if job_id not in self._streams:
             self._follow(job_id)
-        elif self._streams[job_id].refusals:
-            self._streams[job_id].go_on()
+        for stream in self._streams.values():
+            if stream.refusals and stream.job_id in (job_id, ""):
+                stream.go_on()
 
     def leave(self, job_id: str) -> None:
         """Removes a viewer; with the last, the job's stream ends."""
@@ -102,9 +106,15 @@ class Feed:
         if isinstance(news, RefusedByScheduler):
             stream.refusals += 1
             if self._is_listed(stream.job_id):  # else it is asked again when there is such a job
-                after_s = min(REFUSED_S * 2 ** min(stream.refusals - 1, 10), REFUSED_MOST_S)
-                self._loop.call_later(after_s, stream.go_on)
+                self._ask_again(stream, REFUSED_S)
+        elif isinstance(news, CertificateError):
+            stream.refusals += 1
+            self._ask_again(stream, UNTRUSTED_S)
         self._changed()
+
+    def _ask_again(self, stream: _Stream, first_s: float) -> None:
+        after_s = min(first_s * 2 ** min(stream.refusals - 1, 10), REFUSED_MOST_S)
+        self._loop.call_later(after_s, stream.go_on)
 
     def _is_listed(self, job_id: str) -> bool:
         """Whether the scheduler has the job, for all that is known; it has that of no name, which is all."""
@@ -159,10 +169,10 @@ class _Stream:
             try:
                 self._read()
                 self._post(self, UnreachableError("The scheduler has ended the stream."))
-            except RefusedByScheduler as error:
+            except (RefusedByScheduler, CertificateError) as error:
                 wait_s = None
                 self._post(self, error)
-            except (SchedulerError, CertificateError) as error:
+            except SchedulerError as error:
                 self._post(self, error)
             except OSError as error:  # such as too few descriptors
                 self._post(self, UnreachableError(f"The scheduler cannot be asked: {error.strerror}."))

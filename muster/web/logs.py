@@ -17,7 +17,7 @@ TAIL_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A log file; ``name`` is that of the file."""
+    """A log file; ``name`` is that of the file, as it can be shown."""
 
     name: str
     path: Path
@@ -40,7 +40,7 @@ def logs_of(directory: Path) -> list[Log]:
         digits = "".join(c for c in path.stem.rpartition("_")[2] if c.isdigit())
         return "scheduler" not in path.stem, int(digits or 0), path.name
 
-    return [Log(path.name, path) for path in sorted(found, key=order)[:LOGS_SHOWN]]
+    return [Log(one_line(path.name), path) for path in sorted(found, key=order)[:LOGS_SHOWN]]
 
 
 def tail(log: Log, lines: int) -> str:

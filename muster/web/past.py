@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from muster.rendezvous.files import read_regular
-from muster.rendezvous.launches import read_records
+from muster.rendezvous.launches import LAST_S, read_records
 from muster.rendezvous.log_lines import one_line
 from muster.web.model import Generation
 from muster.web.plots import LARGEST
 from muster.web.series import Point, Series
 
 MAX_LOG_BYTES = 16 * 1024 * 1024
+MAX_SHOWN = 4000
+"""Characters of a text that are shown."""
+
+END_LINES = 60
+"""Lines of a log's end that are shown."""
+
 _SAID = re.compile(r"(\S+Z) [A-Z]+ (\w+) (.*)")
 _TEXT = re.compile(r'(?:^|.* )text=("(?:[^"\\]|\\.)*"|\S+)$')
 _LOSS = re.compile(r"\b(?:is lost|was expelled): ")
@@ -123,7 +129,7 @@ def load(directory: Path) -> Run:
         elif kind == "said":
             run.said.append(Saying(now, _text(line, "text"), _text(line, "tone")))
         elif kind == "end_of_log" and isinstance(line.get("lines"), list):
-            run.ends.append(LogEnd(_text(line, "name"), tuple(map(_shown, line["lines"]))))
+            run.ends.append(LogEnd(_text(line, "name"), tuple(map(_shown, line["lines"][-END_LINES:]))))
     if run.generations and run.ended is not None:
         run.generations[-1].over = run.ended
     run.scheduler_said = list(scheduler_log(directory / "scheduler.log"))
@@ -152,7 +158,9 @@ def scheduler_log(path: Path) -> Iterable[Saying]:
         try:
             time_s = dt.datetime.fromisoformat(found[1]).timestamp()
             words = "" if said is None else json.loads(said[1]) if said[1][0] == '"' else said[1]
-        except (ValueError, RecursionError):
+        except (ValueError, OverflowError, RecursionError):
+            continue
+        if not 0 <= time_s < LAST_S:  # calendars end soon after, and before the year 1
             continue
         facts = found[3] if found[2] != "decided" else ""
         yield Saying(time_s, _shown(words) or _shown(facts), kind=found[2])
@@ -183,7 +191,10 @@ def _text(line: Mapping[str, Any], name: str) -> str:
 
 def _shown(said: object) -> str:
     """A text without characters that do something instead of being shown, or that no file can hold."""
-    return "\n".join(one_line(line) for line in str(said).split("\n"))
+    text = str(said)
+    if len(text) > MAX_SHOWN:
+        text = f"{text[: MAX_SHOWN - 3]}..."
+    return "\n".join(one_line(line) for line in text.split("\n"))
 
 
 def _whole(line: Mapping[str, Any], name: str) -> int:

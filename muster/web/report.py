@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,12 +13,15 @@ from pathlib import Path
 
 from muster.rendezvous.files import beside
 from muster.rendezvous.launches import LATEST, RUNS
+from muster.rendezvous.log_lines import one_line
 from muster.version import how_to_install
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = "default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 LOG_LINES = 60
 SENTENCES = 400
+ENDS, BARS, HOSTS = 32, 500, 64
+"""Most ends of logs, generations and hosts that are shown."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
         html = page(options.directory)
         if html is None:
             print(
-                f"muster: '{options.directory}' holds no record of a run. Name a directory that muster run "
-                "has made, such as one in muster-runs.",
+                f"muster: '{_shown(options.directory)}' holds no record of a run. Name a directory that "
+                "muster run has made, such as one in muster-runs.",
                 file=sys.stderr,
             )
             return 1
@@ -61,17 +65,18 @@ def main(argv: Sequence[str]) -> int:
         remedy = (
             "" if options.directory.is_dir() else " Name one that muster run has made, as muster-runs/latest."
         )
-        print(f"muster: '{error.filename or options.directory}': {error.strerror}.{remedy}", file=sys.stderr)
+        where = _shown(error.filename or options.directory)
+        print(f"muster: '{where}': {error.strerror}.{remedy}", file=sys.stderr)
         return 1
     try:
         _write(target, html)
     except OSError as error:
         print(
-            f"muster: '{target}' cannot be written: {error.strerror}; name another with --output.",
+            f"muster: '{_shown(target)}' cannot be written: {error.strerror}; name another with --output.",
             file=sys.stderr,
         )
         return 1
-    print(f"{target} ({len(html.encode()) / 1000:,.0f} kB)")
+    print(f"{_shown(target)} ({len(html.encode()) / 1000:,.0f} kB)")
     return 0
 
 
@@ -89,6 +94,7 @@ def page(directory: Path) -> str | None:
     run = load(directory)
     if run.began is None:
         return None
+    faults, hosts = run.faults, list(dict.fromkeys(run.hosts))
     style = (ASSETS / "style.css").read_text()
     until = run.ended if run.ended is not None else run.latest
     return render(
@@ -98,13 +104,23 @@ def page(directory: Path) -> str | None:
         policy=POLICY.format(digest=_digest(style)),
         until=until,
         written=time.time(),
-        directory=str(directory.resolve()),
+        directory=_shown(directory.resolve()),
+        hosts=hosts,
+        shown_hosts=hosts[:HOSTS],
+        faults=faults[-SENTENCES:],
+        more_faults=max(0, len(faults) - SENTENCES),
+        ends=run.ends[-ENDS:],
         plots=plots(run.series),
-        bars=bars(run.generations, until),
+        bars=bars(run.generations[-BARS:], until),
         said=run.said[-SENTENCES:],
         scheduler_said=run.scheduler_said[-SENTENCES:],
         logs=[(log.name, tail(log, LOG_LINES)) for log in logs_of(directory)],
     )
+
+
+def _shown(path: object) -> str:
+    """A path, in which strangers may have put whatever they like, as it can be shown."""
+    return one_line(str(path))
 
 
 def _digest(style: str) -> str:
@@ -115,8 +131,9 @@ def _write(target: Path, html: str) -> None:
     """Writes the file atomically, for its owner alone, as the logs are that it shows."""
     part = beside(target)
     try:
-        part.touch(0o600, exist_ok=False)
-        part.write_text(html, encoding="utf-8")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:  # not by its name: it may be a link by now
+            out.write(html)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

@@ -340,6 +340,8 @@ def test_a_rank_table_that_is_none_is_told_in_a_sentence_and_soon(tmp_path: Path
         "negative": table(device=[{**device, "rank_id": "-1"}]),
         "far": table(device=[{**device, "rank_id": "9" * 4000}]),
         "number": table(device=[{**device, "device_id": 1e308}]),
+        "device": table(device=[{**device, "device_id": 10**4000}]),
+        "name": table(server_id="x" * 1_000_000),
         "twice": table(device=[device, device]),
         "list": "[]",
         "other": table(device="0"),

@@ -17,6 +17,7 @@ from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core import records as r
 from muster.scheduler.etcd import journal as etcd_journal
 from muster.scheduler.etcd.journal import EtcdJournal, EtcdJournalDamagedError
+from muster.scheduler.jobs import journal as sqlite_journal
 from muster.scheduler.jobs.journal import Journal, JournalError, chained_checksum
 from tests.scheduler.etcd.test_leadership import Rig
 from tests.waiting import go
@@ -105,6 +106,32 @@ def test_a_journal_that_an_enemy_wrote_is_refused_and_left_as_it_is(
     assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["journal"]
 
 
+@pytest.mark.parametrize(
+    ("attack", "name", "without"),
+    [
+        (change(f'CREATE VIEW "{ESCAPE}" AS SELECT 1'), "one_line", str),
+        (owned_by(ESCAPE), "one_line", str),
+        (owned_by("x" * 1_000_000), "MAX_LINE", 1 << 30),
+        (forged(json.dumps(["x" * 1_000_000, {}])), "MAX_LINE", 1 << 30),
+    ],
+    ids=["escapes in a view", "escapes in the owner", "huge owner", "huge name"],
+)
+def test_without_its_defence_the_refusal_is_no_line_for_a_terminal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attack: Callable[[Path], None],
+    name: str,
+    without: object,
+) -> None:
+    path = tmp_path / "journal"
+    Journal(path, owner=JOB).close()
+    attack(path)
+    monkeypatch.setattr(sqlite_journal, name, without)
+    with pytest.raises(JournalError) as caught:
+        Journal(path, owner=JOB)
+    assert not says_it_well(caught.value)
+
+
 # ---------------------------------------------------------------- etcd's keys
 
 HEADS, BATCHES = b"/muster/job/heads/", b"/muster/job/jobs/"
@@ -150,5 +177,23 @@ def test_keys_that_an_enemy_put_are_refused_and_left_as_they_are(
             await EtcdJournal(claim).load()
         assert says_it_well(caught.value) and caught.value.remedy
         assert {key: rig.store.pairs[key].value for key in planted} == planted
+
+    go(test())
+
+
+def test_without_the_bound_a_batch_may_swell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few hundred bytes in etcd are a megabyte here, and might be many."""
+
+    async def test() -> None:
+        rig = Rig()
+        for key, value in one_batch(b"z" + zlib.compress(b"[" + b" " * 1_000_000 + b"]")).items():
+            rig.store.pairs[key] = pb.KeyValue(key=key, value=value, mod_revision=1, create_revision=1)
+        claim, _ = rig.process("one")
+        await claim.campaign()
+        monkeypatch.setattr(etcd_journal, "MAX_BATCH_BYTES", 300_000)
+        with pytest.raises(EtcdJournalDamagedError):
+            await EtcdJournal(claim).load()
+        monkeypatch.setattr(etcd_journal, "MAX_BATCH_BYTES", 1 << 30)
+        await EtcdJournal(claim).load()
 
     go(test())

@@ -270,8 +270,9 @@ def test_the_slurm_script_is_sound_shell() -> None:
     path = DEPLOY / "slurm" / "muster.sbatch"
     result = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    options = re.findall(r"^#SBATCH --([a-z-]+)=\S+$", path.read_text(), re.M)
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", path.read_text(), re.M))
     assert {"nodes", "ntasks-per-node", "gpus-per-node", "signal"} <= set(options)
+    assert options["open-mode"] == "append"  # a job that is queued again keeps what it had said
 
 
 SCHEDULER = """

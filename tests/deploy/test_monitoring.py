@@ -67,6 +67,17 @@ def test_every_panel_has_its_place() -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_prometheus_asks_where_all_that_is_shipped_has_the_scheduler_serve() -> None:
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    [target] = [each for part in config["scrape_configs"][0]["static_configs"] for each in part["targets"]]
+    port = target.rpartition(":")[2]
+    said = re.compile(r"""MS_METRICS_PORT(?:=|, value: )"?([0-9]+)""")
+    places = [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+    found = {path.name: said.findall(path.read_text()) for path in (*places, ROOT / "docs" / "operating.md")}
+    assert {"README.md", "scheduler.yaml", "operating.md"} <= {name for name, ports in found.items() if ports}
+    assert {each for ports in found.values() for each in ports} == {port}
+
+
 @pytest.mark.system
 @needs_prometheus
 def test_promtool_finds_no_fault() -> None:

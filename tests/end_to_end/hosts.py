@@ -103,6 +103,7 @@ class Cluster:
         prefix = f"mu{os.getpid()}-{next(_CLUSTERS)}"
         self._switch = f"{prefix}-switch"
         self._networks = networks
+        self._wires: list[subprocess.Popen[str]] = []
         self.hosts = [Host(number, name, f"{prefix}-{name}") for number, name in enumerate(names, start=1)]
 
     def __getitem__(self, name: str) -> Host:
@@ -124,6 +125,9 @@ class Cluster:
         pair = ["link", "add", outside, "type", "veth", "peer", "name", inside, "netns", host.namespace]
         ip("-n", self._switch, *pair)
         ip("-n", self._switch, "link", "set", outside, "master", f"br{network}", "up")
+        self._address(host, network, inside)
+
+    def _address(self, host: Host, network: int, inside: str) -> None:
         four, six = host.address(4, network), host.address(6, network)
         ip("-n", host.namespace, "address", "add", f"{four}/24", "dev", inside)
         ip("-n", host.namespace, "-6", "address", "add", f"{six}/64", "dev", inside, "nodad")
@@ -140,6 +144,31 @@ class Cluster:
             port = f"port{self[name].number}-{network}"
             ip("-n", self._switch, "link", "set", port, "master", f"br{network}")
 
+    def wear_out(self, name: str, loss: float, delay_s: float) -> subprocess.Popen[str]:
+        """Has a host's wire to the first network lose, delay, double and swap frames: see ``lossy``.
+
+        Returns:
+            The wire, which says what it carried when its input ends.
+        """
+        host = self[name]
+        outside = f"lossy{host.number}"
+        ip("-n", self._switch, "link", "del", f"port{host.number}-0")
+        wire = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.end_to_end.lossy", host.namespace, "eth0"),
+                *(self._switch, outside, str(loss), str(delay_s), str(host.number)),
+            ],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._wires.append(wire)
+        assert wire.stdout is not None and wire.stdout.readline() == "ready\n"
+        ip("-n", self._switch, "link", "set", outside, "master", "br0", "up")
+        self._address(host, 0, "eth0")
+        return wire
+
     def cut_one_way(self, name: str, other: str) -> None:
         """Loses all that a host sends to another; what that one sends still arrives."""
         nobody = "02:00:00:00:00:01"
@@ -153,6 +182,9 @@ class Cluster:
     def remove(self) -> None:
         for host in self.hosts:
             host.stop()
+        for wire in self._wires:
+            wire.kill()
+            wire.communicate()
         for namespace in [*(host.namespace for host in self.hosts), self._switch]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 

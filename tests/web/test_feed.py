@@ -8,6 +8,9 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
+from muster.certs.errors import UntrustedError
 from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.scheduler.cli.client import RefusedByScheduler
 from muster.web.feed import AGAIN_S, Feed
@@ -92,6 +95,38 @@ def test_what_the_system_refuses_while_a_scheduler_is_asked_is_told_and_it_is_as
             feed.open()
             await until(lambda: "Too many open files" in known.why_absent)
             await until(lambda: scheduler.asked == [""])
+        finally:
+            feed.close()
+
+    go(follow())
+
+
+def test_a_certificate_that_does_not_count_is_shown_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two failed handshakes a second for ever, from a page that was left open, would make an alert fire."""
+    monkeypatch.setattr("muster.web.feed.UNTRUSTED_S", 60.0)
+
+    async def follow() -> None:
+        scheduler, known = FakeScheduler(), Followed("here")
+        tried: list[str] = []
+        counts = [False]
+
+        def connect(job_id: str) -> Any:
+            tried.append(job_id)
+            if not counts[0]:
+                raise UntrustedError("The certificate is of another authority.", remedy="Renew it.")
+            return scheduler
+
+        feed = Feed(connect, known, lambda: None)
+        try:
+            feed.open()
+            await until(lambda: "another authority" in known.why_absent)
+            await asyncio.sleep(4 * AGAIN_S)
+            assert tried == [""]
+            counts[0] = True  # it was renewed, and somebody loads a page
+            feed.watch("a")
+            await until(lambda: sorted(scheduler.asked) == ["", "a"])
         finally:
             feed.close()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,6 +165,49 @@ def test_a_record_that_an_enemy_has_written_is_told_as_far_as_it_makes_sense(tmp
     assert "\\ud800" in html and "\\udc00" in html
     assert not set("\x1b\u202e") & set(html)
     assert not (tmp_path / "victim").exists()
+
+
+def test_large_records_that_an_enemy_adds_do_not_hide_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read of all records together is bounded: the smallest come first."""
+    record(tmp_path)
+    monkeypatch.setattr("muster.rendezvous.launches.MAX_READ_BYTES", 100_000)
+    for name in ("0", "1"):
+        (tmp_path / f"record_{name}.jsonl").write_text(5000 * '{"time":9,"kind":"said"}\n')
+    assert (load(tmp_path).workers, len(load(tmp_path).said)) == (3, 1)
+
+
+def test_a_link_that_an_enemy_puts_in_the_reports_place_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of the file and its writing: another user may write the folder, too."""
+    record(tmp_path)
+    victim, make = tmp_path / "victim", os.open
+
+    def swapped(path: Any, flags: int, *arguments: Any, **more: Any) -> int:
+        made = make(path, flags, *arguments, **more)
+        if str(path).endswith(".part") and flags & os.O_CREAT:
+            Path(path).unlink()
+            Path(path).symlink_to(victim)
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", swapped)
+        main([str(tmp_path)])
+    assert not victim.exists()
+
+
+def test_what_is_no_regular_file_keeps_no_report_waiting(tmp_path: Path) -> None:
+    record(tmp_path)
+    for name in ("record_b.jsonl", "scheduler.log", "worker_0.log"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "record_c.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "worker_1.log").mkdir()
+    (tmp_path / "worker_2.log").symlink_to("/etc/passwd")
+    assert main([str(tmp_path)]) == 0
+    html = (tmp_path / "report.html").read_text()
+    assert "it is a FIFO" in html and "root:" not in html
 
 
 def test_a_scheduler_log_is_read_line_by_line(tmp_path: Path) -> None:

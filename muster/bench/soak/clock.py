@@ -7,6 +7,7 @@ The monotonic clock and what C code reads for itself stay as they are.
 from __future__ import annotations
 
 import datetime
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ def follow(file: str | Path) -> None:
     path, wall = Path(file), time.time
 
     def shifted() -> float:
+        if sys._getframe(1).f_globals["__name__"].startswith("grpc."):
+            return wall()  # gRPC hands deadlines to C code, whose clock does not jump here
         try:
             return wall() + float(path.read_text() or 0)
         except OSError:
