@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -210,11 +210,13 @@ async def _serve(
             at_end.callback(await _start_metrics(settings, jobs, sessions, recorder, security, leadership))
         informing = asyncio.ensure_future(_keep_systemd_informed())
         at_end.callback(informing.cancel)
+        if security is not None and tls is not None:  # also while it stands by, which may take weeks
+            at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         if leadership is not None:
             listen.usable(
                 addresses, settings.port
             )  # what is wrong with the address shows before it is needed
-            if not await _stand_by(leadership, security, stop):
+            if not await _stand_by(leadership, stop):
                 return 0 if settings.serve else 128 + stop.result()
             at_end.callback(asyncio.ensure_future(leadership.keep()).cancel)
         if not await _opened(jobs, stop):
@@ -233,37 +235,29 @@ async def _serve(
         at_end.callback(asyncio.ensure_future(_keep_health_true(health_servicer, jobs)).cancel)
         at_end.push_async_callback(_say_goodbye, health_servicer, jobs, sessions)
         at_end.push_async_callback(watching.close)
-        if security is not None and tls is not None:
-            at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         _say_ready(settings, security, port)
         return await _until_over(settings, jobs, sessions, stop, leadership)
 
 
-async def _stand_by(leadership: Leadership, security: Follower | None, stop: asyncio.Future[int]) -> bool:
+async def _stand_by(leadership: Leadership, stop: asyncio.Future[int]) -> bool:
     """Waits until this process leads; False: it was asked to stop before."""
-    campaign = asyncio.ensure_future(leadership.campaign())
-    waits: set[asyncio.Future[Any]] = {campaign, stop}
     print(f"scheduler stands by as {leadership.name}", flush=True)
-    while not campaign.done() and not stop.done():
-        await asyncio.wait(waits, timeout=FOLLOW_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-        if security is not None:  # renewed certificates and lists count when it leads
-            security()
-    if campaign.done():
-        campaign.result()
-        return True
-    campaign.cancel()
-    return False
+    return await _before_stop(leadership.campaign(), stop)
 
 
 async def _opened(jobs: Jobs, stop: asyncio.Future[int]) -> bool:
     """Opens the jobs, for which the journal may want space; False: it was asked to stop before."""
-    opening = asyncio.ensure_future(jobs.open())
-    waits: set[asyncio.Future[Any]] = {opening, stop}
+    return await _before_stop(jobs.open(), stop)
+
+
+async def _before_stop(work: Coroutine[Any, Any, None], stop: asyncio.Future[int]) -> bool:
+    doing = asyncio.ensure_future(work)
+    waits: set[asyncio.Future[Any]] = {doing, stop}
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    if opening.done():
-        opening.result()
+    if doing.done():
+        doing.result()
         return True
-    opening.cancel()
+    doing.cancel()
     return False
 
 
