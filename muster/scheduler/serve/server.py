@@ -23,6 +23,7 @@ from muster.certs.config import config_warnings
 from muster.certs.runtime.follower import Follower
 from muster.certs.runtime.grpc_credentials import RotatingServerCredentials
 from muster.rendezvous.settings import server_options, show_address
+from muster.rendezvous.threads import Pool
 from muster.scheduler import systemd
 from muster.scheduler.access import Access
 from muster.scheduler.audit.logs import LOG, AuditLog, Recorder
@@ -50,6 +51,9 @@ MAX_REQUEST_BYTES = 1024 * 1024
 COLLECT_AFTER = (50_000, 50, 100)
 """Thresholds of Python's garbage collector: sessions live long, there are thousands of them, and a look at
 all of them finds nothing. With 5,000 workers the collector's own took 7 % of the scheduler's time."""
+
+AT_ONCE = 16
+"""So many calls that block are made at the same time."""
 
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
@@ -97,6 +101,7 @@ async def run(
         SchedulerError: the scheduler could not start, or its own job failed.
     """
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(Pool(AT_ONCE, "scheduler"))
     stop: asyncio.Future[int] = loop.create_future()
     for number in _STOPPING:
         loop.add_signal_handler(number, functools.partial(_on_signal, stop, number))
@@ -130,7 +135,8 @@ def _keep_exit_code() -> None:
     late = f"The scheduler's work is done, but its end takes long: SIGALRM ends it in {EXIT_WARNING_S} s."
     warning = threading.Timer(EXIT_LIMIT_S - EXIT_WARNING_S, LOG.error, (late,))
     warning.daemon = True
-    warning.start()
+    with contextlib.suppress(RuntimeError):  # no thread is left: SIGALRM ends it without a word
+        warning.start()
     for number in _STOPPING:
         loop.remove_signal_handler(number)  # the loop's own end would put the default back
         signal.signal(number, signal.SIG_IGN)
