@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -214,12 +215,19 @@ FOREIGN = ("'torch", "'cupy", "'numpy", "loaded_library", "library", "name")
 
 def test_threads_are_started_where_their_failure_is_told() -> None:
     """A thread that cannot be started leaves a process half alive: start_thread ends it in a sentence."""
-    found = {
-        path.relative_to(ROOT).as_posix()
+    texts = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
         for path in (ROOT / "muster").rglob("*.py")
-        if "threading.Thread(" in path.read_text() and "bench" not in path.parts
+        if "bench" not in path.parts
     }
-    assert found == {"muster/rendezvous/threads.py"}
+    starting = re.compile(r"threading\.(Thread|Timer)\(|ThreadPoolExecutor\(")
+    looping = re.compile(r"asyncio\.run\(|new_event_loop\(")
+    found = {name for name, text in texts.items() if starting.search(text)}
+    its_last_words = {"muster/scheduler/serve/server.py"}
+    assert found == {"muster/rendezvous/threads.py"} | its_last_words
+    loops = [name for name, text in texts.items() if looping.search(text)]
+    assert len(loops) >= 4
+    assert [name for name in loops if ".set_default_executor(Pool(" not in texts[name]] == []
 
 
 def test_nothing_hides_an_import() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from muster.certs.errors import CertificateError
 from muster.rendezvous.settings import is_loopback, show_address
+from muster.rendezvous.threads import Pool
 from muster.scheduler.cli import command as asking
 from muster.scheduler.cli.client import Client
 from muster.scheduler.config import Address
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from muster.web.logs import Log
     from muster.web.series import Point
     from muster.web.serve import Transport
+
+AT_ONCE = 16
+"""So many calls that block, such as drains, are made at the same time."""
 
 EXTRA = f"muster web needs its extra. {how_to_install('web')}"
 
@@ -107,6 +111,7 @@ def _serve(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         return points_of(Path(launch.directory)) if launch is not None else []
 
     async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(Pool(AT_ONCE, "muster-web"))
         pages = Pages(
             Followed(", ".join(show_address(host, address.port) for host in address.hosts)),
             Entrance(links.show_next),

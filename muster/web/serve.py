@@ -9,9 +9,10 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import h11
 import uvicorn
@@ -202,7 +203,7 @@ async def serve(pages: Pages, transport: Transport, listener: Listener, ready: C
     )
     config.load()
     if transport.server is not None:
-        config.ssl = server_ssl_context(transport.server())
+        config.ssl = _Newest(transport.server)
     server = uvicorn.Server(config)
     tasks = [asyncio.ensure_future(pages.keep_fresh())]
     if transport.server is not None:
@@ -290,6 +291,25 @@ class _Bounded(H11Protocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+
+class _Newest(ssl.SSLContext):
+    """Has each connection begin with the certificate and authorities that are in force then."""
+
+    def __new__(cls, server: Follower) -> Self:
+        """As :class:`ssl.SSLContext`, which takes nothing but a protocol."""
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, server: Follower) -> None:
+        self._server = server
+        self._of, self._context = server.credentials, server_ssl_context(server.credentials)
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        """See :meth:`ssl.SSLContext.wrap_bio`, which asyncio calls for each connection."""
+        if self._of is not self._server.credentials:
+            self._of = self._server.credentials
+            self._context = server_ssl_context(self._of)
+        return self._context.wrap_bio(*arguments, **options)
 
 
 async def _keep_looking(server: Follower, connections: Iterable[Any]) -> None:

@@ -17,6 +17,7 @@ from dockerfile_parse import DockerfileParser
 
 from muster.scheduler.__main__ import parser as server_parser
 from muster.scheduler.cli.command import parser as status_parser
+from muster.scheduler.etcd.leadership import REFUSED_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -246,6 +247,15 @@ def test_the_units_do_not_restart_for_ever(name: str, what: str) -> None:
     assert int(burst) * (int(settings["RestartSec"][0]) + 15) <= 60 * minutes
     readme = " ".join((DEPLOY / "README.md").read_text().split())
     assert re.search(rf"{what} {burst} times in {minutes}\b", readme)
+
+
+def test_a_standby_that_etcd_refuses_is_not_given_up_by_systemd() -> None:
+    """Not without the file for several schedulers either: else a role that is given back comes to nobody."""
+    settings = unit("muster-scheduler.service")
+    [interval], [burst], [pause] = (
+        settings[name] for name in ("StartLimitIntervalSec", "StartLimitBurst", "RestartSec")
+    )
+    assert int(burst) * (REFUSED_S + int(pause)) > 60 * int(interval.removesuffix("min"))
 
 
 def test_the_systemd_scheduler_is_reached_from_other_machines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,34 @@ def test_a_worker_without_one_of_its_threads_leaves_nobody_waiting(name: str) ->
         )
     assert code == NO_THREAD
     assert f"its thread '{name}' could not run (can't start new thread). Look at the limits" in words
+
+
+@pytest.mark.parametrize("name", ["scheduler", "journal"])
+def test_a_scheduler_without_one_of_its_threads_does_not_stay(name: str, tmp_path: Path) -> None:
+    """Renewed certificates and revocations would count no more, and nobody would know."""
+    script = SCARCE + "from muster.scheduler.__main__ import main\nsys.exit(main(['--port', '0']))"
+    code, words = ended(
+        script,
+        f"{name}_0",
+        MS_ROLE="MS_SCHED",
+        MS_WORKER_NUM="1",
+        MS_ENABLE_RECOVERY="1",
+        MS_RECOVERY_PATH=str(tmp_path),
+    )
+    assert code == NO_THREAD
+    assert f"its thread '{name}' could not run (can't start new thread). Look at the limits" in words
+
+
+def test_a_pool_that_is_closed_is_no_lack_of_threads() -> None:
+    code, words = ended(
+        "from muster.rendezvous.threads import Pool\n"
+        "pool = Pool(1, 'x')\n"
+        "assert pool.submit(max, 2, 3).result() == 3\n"
+        "pool.shutdown()\n"
+        "try: pool.submit(print)\n"
+        "except RuntimeError: pass\n"
+    )
+    assert (code, words) == (0, "")
 
 
 def test_a_thread_without_memory_ends_its_process() -> None:

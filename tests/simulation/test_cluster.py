@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.cluster import FAULTS, FULL, play_cluster
 from tests.simulation.cluster_mutants import CLUSTER_MUTANTS
+from tests.simulation.launchers import SAID
 from tests.simulation.mutants import hunt
 
 
@@ -37,7 +38,9 @@ def test_all_faults_and_takeovers_are_played() -> None:
         seen.update(fault for fault in set(FAULTS) for line in lines if line.startswith(f"{fault} scheduler"))
         seen[FULL] += any(line.startswith(FULL) for line in lines)
         seen["takeovers"] += max(0, sum(line.endswith(" leads") for line in lines) - 1)
-    assert {FULL, *FAULTS} <= set(+seen)
+        seen["forged words"] += any("a forger says" in line for line in lines)
+        seen["a launcher's word that counted"] += any(SAID in line for line in trace)
+    assert {FULL, *FAULTS, "forged words", "a launcher's word that counted"} <= set(+seen)
     assert seen["takeovers"] >= 20
 
 

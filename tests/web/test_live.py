@@ -504,6 +504,25 @@ def test_an_operator_who_is_revoked_sees_nothing_more(tmp_path: Path) -> None:
             assert b"403" in answer and b"revoked" in answer
 
 
+def test_the_page_shows_a_browser_the_certificate_that_was_renewed(tmp_path: Path) -> None:
+    pki = Pki.make(tmp_path / "pki")
+    with scheduler(**pki.env()) as started, web(started, "--bind", "0.0.0.0", "--name", "localhost") as page:
+        port = urlsplit(page.link()).port
+
+        def shown() -> bytes | None:
+            plain = socket.create_connection(("127.0.0.1", port), WAIT_S)
+            with client_ssl_context(pki.credentials("operator")).wrap_socket(plain) as connection:
+                return connection.getpeercert(binary_form=True)
+
+        def in_force() -> bytes:
+            return ssl.PEM_cert_to_DER_cert(pki.credentials("server").leaf_pem.decode())
+
+        assert shown() == in_force()
+        renewed = pki.issue("renewed", Identity("default", "scheduler"), ("127.0.0.1", "localhost"))
+        renewed.replace(pki.directory / "server.p12")
+        wait_for(lambda: shown() == in_force())
+
+
 def _without_certificate() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -116,7 +116,6 @@ class Follower:
         self._log = log
         self._lock = threading.Lock()
         self._reminder = ExpiryReminder()
-        self._etcd: Credentials | None = None
 
     def __call__(self) -> Credentials:
         """The credentials in force, after a look at the files: a few ``stat`` calls unless one changed.
@@ -140,16 +139,13 @@ class Follower:
     def etcd(self) -> Credentials:
         """The scheduler's credentials for etcd; unchanged where a renewed file is bad.
 
+        Only the first call reads files: the scheduler's event loop asks for each connection to etcd, and
+        could wait for a dead file server for longer than its lease.
+
         Raises:
             CertificateError: there was none before.
         """
-        try:
-            self._etcd = self._watcher.load_for_etcd()
-        except CertificateError as error:
-            if self._etcd is None:
-                raise
-            self._log.error("What was shown to etcd so far stays in force: %s", error)
-        return self._etcd
+        return self._watcher.etcd or self._watcher.follow_etcd()
 
     def revocations(self) -> Revocations | None:
         """The revocation lists in force."""

@@ -210,11 +210,13 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def own_certificate(credentials: Credentials) -> str:
-    """The name of our own certificate, for the sentence that it was refused."""
-    return (
-        f"{credentials.identity} (SHA-256 {credentials.fingerprint[:23]}..., valid until "
-        f"{credentials.not_after:%Y-%m-%d})"
-    )
+    """The name of our own certificate, for the sentence that it was refused.
+
+    With its dates and the time here: the other side says neither, and may have refused it for its own clock.
+    """
+    dates = f"{credentials.not_before:%Y-%m-%d %H:%M} to {credentials.not_after:%Y-%m-%d %H:%M} UTC"
+    who = f"{credentials.identity} (SHA-256 {credentials.fingerprint[:23]}..."
+    return f"{who}, valid from {dates}; {clock_here()})"
 
 
 _UNTRUSTED = (2, 18, 19, 20, 21, 27)

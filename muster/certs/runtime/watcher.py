@@ -26,10 +26,14 @@ OLD_STAYS = "New certificates are not used, the old ones stay in force"
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The settings and credentials in force at a moment, with their revocation lists."""
+    """The settings and credentials in force at a moment, with their revocation lists.
+
+    ``etcd``: what is shown to etcd; None where nothing is.
+    """
 
     config: SecurityConfig
     credentials: Credentials
+    etcd: Credentials | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class Change:
 def same_certificate(one: Credentials, other: Credentials) -> bool:
     """Whether both have one key and one chain of certificates."""
     return (one.key_pem, one.cert_chain_pem) == (other.key_pem, other.cert_chain_pem)
+
+
+def _same_for_etcd(one: Credentials, other: Credentials) -> bool:
+    return same_certificate(one, other) and one.ca_pem == other.ca_pem
 
 
 def refusal(
@@ -125,6 +133,8 @@ def change_between(before: InForce, after: InForce, problems: list[CertificateEr
         notes.append("new authorities are in force")
     if new_certificate:
         notes.append(f"new certificate {new.identity} {new.fingerprint}")
+    if before.etcd and after.etcd and not _same_for_etcd(before.etcd, after.etcd):
+        notes.append(f"new certificate for etcd, or its authorities, {after.etcd.fingerprint}")
     if _lists(new) and _lists(new) != _lists(old):
         notes.append("new revocation lists are in force")
     if not (new_certificate or new_authorities or new_revocations or notes or warnings or problems):
@@ -203,6 +213,7 @@ class CredentialsWatcher:
     Attributes:
         config: the configuration in force; of it ``cipher_list`` alone counts from the next start on.
         credentials: the certificate, authorities and revocation lists in force.
+        etcd: what is shown to etcd, from :meth:`follow_etcd` on.
 
     Raises:
         CertificateError: something is wrong at the start; the kind and the words say what.
@@ -229,17 +240,20 @@ class CredentialsWatcher:
             base = dataclasses.replace(base, revocations=revocations_for(base, self.config.crl_path))
         base.peer(base.cert_chain_pem)
         self.credentials: Credentials = base
+        self.etcd: Credentials | None = None
         self._look = _Look(self._find_change)
         self._hangs = False
         self._newest: dict[ListKey, tuple[RevocationList, ...]] = lists_by_key(base.revocations)
 
-    def load_for_etcd(self) -> Credentials:
-        """Reads what a scheduler shows to etcd.
+    def follow_etcd(self) -> Credentials:
+        """Reads what a scheduler shows to etcd, which counts as one of the files from then on.
 
         Raises:
             CertificateError: it cannot be used.
         """
-        return load_for_etcd(self.config, self._env, self._password)
+        self._seen += _signature_for_etcd(self.config)
+        self.etcd = load_for_etcd(self.config, self._env, self._password)
+        return self.etcd
 
     def poll(self) -> Change | None:
         """Looks for changed files, for five seconds at most: a file server may give no answer.
@@ -268,22 +282,27 @@ class CredentialsWatcher:
         return Change(self.credentials, False, False, False, problems=(problem,))
 
     def _find_change(self) -> Change | None:
-        seen = _signature(self.config, self._role)
+        seen = self._signature(self.config)
         if seen == self._seen:
             return None
         self._seen = seen
-        before = InForce(self.config, self.credentials)
+        before = InForce(self.config, self.credentials, self.etcd)
         problems: list[CertificateError] = []
         config = self._read_config(problems)
         # Every signature is taken before its file is read: a change in between is found by the next call.
-        self._seen = seen[:1] + _signature(config, self._role)[1:]
+        self._seen = seen[:1] + self._signature(config)[1:]
         credentials = self._choose(config, problems)
         own = own_problem(credentials)
         if own is not None:
             problems.append(own)
         self._newest |= lists_by_key(credentials.revocations)
-        self.config, self.credentials = config, credentials
-        return change_between(before, InForce(config, credentials), problems)
+        etcd = self._choose_for_etcd(config, problems)
+        self.config, self.credentials, self.etcd = config, credentials, etcd
+        return change_between(before, InForce(config, credentials, etcd), problems)
+
+    def _signature(self, config: SecurityConfig) -> _Signature:
+        shown_to_etcd = _signature_for_etcd(config) if self.etcd is not None else ()
+        return _signature(config, self._role) + shown_to_etcd
 
     def _read_config(self, problems: list[CertificateError]) -> SecurityConfig:
         try:
@@ -309,6 +328,18 @@ class CredentialsWatcher:
             credentials, complaints = self._with_lists(config, old)
         problems.extend(complaints)
         return credentials
+
+    def _choose_for_etcd(
+        self, config: SecurityConfig, problems: list[CertificateError]
+    ) -> Credentials | None:
+        if self.etcd is None:
+            return None
+        try:
+            return load_for_etcd(config, self._env, self._password)
+        except CertificateError as error:
+            words = f"What was shown to etcd so far stays in force: {error.message}"
+            problems.append(type(error)(words, remedy=error.remedy))
+            return self.etcd
 
     def _with_lists(
         self, config: SecurityConfig, base: Credentials
@@ -337,6 +368,14 @@ def _signature(config: SecurityConfig, role: str) -> _Signature:
     """What changes when a file is replaced (device, inode, size, times); config.json's comes first."""
     crls = [] if config.crl_path is None else [config.crl_path]
     files = [config.path, config.cert_path(role), config.ca_cert_path, *crls]
+    return tuple((str(file), _stat(file)) for file in files)
+
+
+def _signature_for_etcd(config: SecurityConfig) -> _Signature:
+    files = [
+        config.etcd_cert_path or config.server_cert_path,
+        config.etcd_ca_cert_path or config.ca_cert_path,
+    ]
     return tuple((str(file), _stat(file)) for file in files)
 
 

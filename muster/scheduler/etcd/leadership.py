@@ -56,6 +56,10 @@ WATCH_S = 2.0
 SILENCE_REPORTED_S = 30.0
 """The pause between two log lines of a standby that etcd does not answer."""
 
+REFUSED_S = 25.0
+"""So long a standby that etcd refuses tries again before it ends: what it has to start too often systemd
+gives up, and then a role that is given back comes to nobody."""
+
 LOG = logging.getLogger("scheduler")
 
 
@@ -117,6 +121,7 @@ class Leadership:
         self._seen = ""
         self._before = ""
         self._silent_since: float | None = None
+        self._refused_since: float | None = None
         self._tries = 0
         self._remedy = ""
 
@@ -124,7 +129,7 @@ class Leadership:
         """Returns once this process leads.
 
         Raises:
-            EtcdRefusedError: etcd refuses this process altogether.
+            EtcdRefusedError: etcd has refused this process for :data:`REFUSED_S`.
             SettingsError: the one that leads is of other schedulers, which serve other workers.
             LaterVersionError: a later version of Muster has led here.
         """
@@ -196,14 +201,31 @@ class Leadership:
             return False
         except EtcdFullError as error:  # nobody can lead before there is space, however often it is started
             self._complain(error)
-            self._tries += 1
-            await asyncio.sleep(pause_s(self._tries))
+            await self._back_off()
             return False
+        except EtcdRefusedError as error:
+            self._bear(error)
+            await self._back_off()
+            return False
+
+    async def _back_off(self) -> None:
+        self._tries += 1
+        await asyncio.sleep(pause_s(self._tries))
+
+    def _bear(self, error: EtcdRefusedError) -> None:
+        """Says that etcd refuses, once; raises that when it has done so for long."""
+        now = self._clock.time()
+        if self._refused_since is None:
+            self._refused_since = now
+            LOG.warning("%s Trying again for %g s.", error, REFUSED_S)
+        elif now >= self._refused_since + REFUSED_S:
+            raise error
 
     async def _follow(self, leader: pb.KeyValue, revision: int) -> bool:
         if self._lease and leader.lease == self._lease:  # the answer to a try that won was lost
             self.token = leader.create_revision
             return True
+        self._refused_since, self._tries = None, 0  # there is nothing to be refused while another leads
         name, addresses = parse_leader(leader.value)
         self._check_belongs(name, addresses)
         if name != self._seen:
@@ -252,7 +274,7 @@ class Leadership:
                 raise
             self._lease = 0  # it was over before etcd came to this
             return False
-        self._tries = 0
+        self._refused_since, self._tries = None, 0
         if reply.succeeded:
             self.token = reply.header.revision
         return reply.succeeded

@@ -797,10 +797,12 @@ class Jobs:
         self._note(Note("recovered", job_id, f"{len(records)} records, generation {generation}"))
 
     async def _make_durable(self, job_id: str, records: Sequence[r.Record]) -> None:
-        if self._storage is None:
-            return
+        if self._storage is not None:
+            await self._written(job_id, self._storage.append(job_id, records))
+
+    async def _written(self, job_id: str, write: Awaitable[None]) -> None:
         try:
-            await self._storage.append(job_id, records)
+            await write
         except DeposedError:
             raise
         except Exception as error:
@@ -819,14 +821,27 @@ class Jobs:
         raise LimitError(f"The scheduler already holds {MAX_JOBS} jobs.", remedy="End one, or start another.")
 
     async def _forget(self, job_id: str) -> None:
+        """Forgets an ended job, in the journal first.
+
+        Who asks may be gone before that has space. What is not forgotten then is asked for again: a new run
+        written behind the end of the old one would be taken for ended when the scheduler is started again.
+        """
+        if self._storage is not None:
+            try:
+                await self._written(job_id, self._storage.forget(job_id))
+            except (DeposedError, JournalUnavailableError) as error:
+                self._lose_journal(error)
+                raise
         self._drivers.pop(job_id)
         self._tasks.pop(job_id).cancel()
-        if self._storage is not None:
-            await self._storage.forget(job_id)
 
     def _ended(self, driver: JobDriver) -> None:
         if driver.job_id == self._settings.job_id and driver.ended and not self.own_job_over.done():
             self.own_job_over.set_result(driver.ended)
+
+    def _lose_journal(self, error: SchedulerError) -> None:
+        if not self.journal_lost.done():
+            self.journal_lost.set_result(error)  # all other jobs' as well
 
     def _stopped(self, driver: JobDriver, task: asyncio.Task[None]) -> None:
         """Handles the end of a driver's task, which is always an error: logs it and ends the job."""
@@ -835,8 +850,8 @@ class Jobs:
             return
         text = str(error) if isinstance(error, SchedulerError) else f"fault in the scheduler: {error!r}"
         LOG.error("job %s stopped: %s", driver.job_id, text, exc_info=error)
-        if isinstance(error, JournalUnavailableError | DeposedError) and not self.journal_lost.done():
-            self.journal_lost.set_result(error)  # all other jobs' as well
+        if isinstance(error, JournalUnavailableError | DeposedError):
+            self._lose_journal(error)
         if driver.job_id == self._settings.job_id and not self.own_job_over.done():
             fault = (
                 error if isinstance(error, SchedulerError) else SchedulerError(f"Job {driver.job_id}: {text}")

@@ -31,13 +31,13 @@ import sqlite3
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from muster.rendezvous.files import beside, open_regular, remove_left
 from muster.rendezvous.log_lines import MAX_LINE, one_line
 from muster.rendezvous.messages import BEFORE_VERSIONS, is_later_series
+from muster.rendezvous.threads import Pool
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
 from muster.scheduler.errors import NoSpaceError, SchedulerError
@@ -145,7 +145,7 @@ class InThread:
     def __init__(self, open_files: Callable[[], Files]) -> None:
         self._open_files = open_files
         self._files: Files | None = None
-        self._thread = ThreadPoolExecutor(1, "journal")
+        self._thread = Pool(1, "journal")
 
     async def load(self) -> Mapping[str, Sequence[Record]]:
         """See :class:`muster.scheduler.jobs.driver.Storage`."""

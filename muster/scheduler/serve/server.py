@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,6 +23,7 @@ from muster.certs.config import config_warnings
 from muster.certs.runtime.follower import Follower
 from muster.certs.runtime.grpc_credentials import RotatingServerCredentials
 from muster.rendezvous.settings import server_options, show_address
+from muster.rendezvous.threads import Pool
 from muster.scheduler import systemd
 from muster.scheduler.access import Access
 from muster.scheduler.audit.logs import LOG, AuditLog, Recorder
@@ -50,6 +51,9 @@ MAX_REQUEST_BYTES = 1024 * 1024
 COLLECT_AFTER = (50_000, 50, 100)
 """Thresholds of Python's garbage collector: sessions live long, there are thousands of them, and a look at
 all of them finds nothing. With 5,000 workers the collector's own took 7 % of the scheduler's time."""
+
+AT_ONCE = 16
+"""So many calls that block are made at the same time."""
 
 FAREWELL_S = 2.0
 FOLLOW_INTERVAL_S = 0.5
@@ -97,6 +101,7 @@ async def run(
         SchedulerError: the scheduler could not start, or its own job failed.
     """
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(Pool(AT_ONCE, "scheduler"))
     stop: asyncio.Future[int] = loop.create_future()
     for number in _STOPPING:
         loop.add_signal_handler(number, functools.partial(_on_signal, stop, number))
@@ -130,7 +135,8 @@ def _keep_exit_code() -> None:
     late = f"The scheduler's work is done, but its end takes long: SIGALRM ends it in {EXIT_WARNING_S} s."
     warning = threading.Timer(EXIT_LIMIT_S - EXIT_WARNING_S, LOG.error, (late,))
     warning.daemon = True
-    warning.start()
+    with contextlib.suppress(RuntimeError):  # no thread is left: SIGALRM ends it without a word
+        warning.start()
     for number in _STOPPING:
         loop.remove_signal_handler(number)  # the loop's own end would put the default back
         signal.signal(number, signal.SIG_IGN)
@@ -210,11 +216,13 @@ async def _serve(
             at_end.callback(await _start_metrics(settings, jobs, sessions, recorder, security, leadership))
         informing = asyncio.ensure_future(_keep_systemd_informed())
         at_end.callback(informing.cancel)
+        if security is not None and tls is not None:  # also while it stands by, which may take weeks
+            at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         if leadership is not None:
             listen.usable(
                 addresses, settings.port
             )  # what is wrong with the address shows before it is needed
-            if not await _stand_by(leadership, security, stop):
+            if not await _stand_by(leadership, stop):
                 return 0 if settings.serve else 128 + stop.result()
             at_end.callback(asyncio.ensure_future(leadership.keep()).cancel)
         if not await _opened(jobs, stop):
@@ -233,37 +241,29 @@ async def _serve(
         at_end.callback(asyncio.ensure_future(_keep_health_true(health_servicer, jobs)).cancel)
         at_end.push_async_callback(_say_goodbye, health_servicer, jobs, sessions)
         at_end.push_async_callback(watching.close)
-        if security is not None and tls is not None:
-            at_end.callback(asyncio.ensure_future(keep_in_force(security, tls, sessions)).cancel)
         _say_ready(settings, security, port)
         return await _until_over(settings, jobs, sessions, stop, leadership)
 
 
-async def _stand_by(leadership: Leadership, security: Follower | None, stop: asyncio.Future[int]) -> bool:
+async def _stand_by(leadership: Leadership, stop: asyncio.Future[int]) -> bool:
     """Waits until this process leads; False: it was asked to stop before."""
-    campaign = asyncio.ensure_future(leadership.campaign())
-    waits: set[asyncio.Future[Any]] = {campaign, stop}
     print(f"scheduler stands by as {leadership.name}", flush=True)
-    while not campaign.done() and not stop.done():
-        await asyncio.wait(waits, timeout=FOLLOW_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-        if security is not None:  # renewed certificates and lists count when it leads
-            security()
-    if campaign.done():
-        campaign.result()
-        return True
-    campaign.cancel()
-    return False
+    return await _before_stop(leadership.campaign(), stop)
 
 
 async def _opened(jobs: Jobs, stop: asyncio.Future[int]) -> bool:
     """Opens the jobs, for which the journal may want space; False: it was asked to stop before."""
-    opening = asyncio.ensure_future(jobs.open())
-    waits: set[asyncio.Future[Any]] = {opening, stop}
+    return await _before_stop(jobs.open(), stop)
+
+
+async def _before_stop(work: Coroutine[Any, Any, None], stop: asyncio.Future[int]) -> bool:
+    doing = asyncio.ensure_future(work)
+    waits: set[asyncio.Future[Any]] = {doing, stop}
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    if opening.done():
-        opening.result()
+    if doing.done():
+        doing.result()
         return True
-    opening.cancel()
+    doing.cancel()
     return False
 
 

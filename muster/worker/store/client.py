@@ -17,7 +17,7 @@ from muster.certs.runtime.grpc_credentials import channel_credentials
 from muster.certs.runtime.preflight import preflight
 from muster.rendezvous.patience import TRY_S
 from muster.rendezvous.settings import client_options
-from muster.rendezvous.threads import start_thread
+from muster.rendezvous.threads import Pool, start_thread
 from muster.rendezvous.v1 import store_pb2 as pb
 from muster.worker.config import Settings
 from muster.worker.control.connection import CONNECT_TIMEOUT_S, guard_grpc_log
@@ -54,6 +54,7 @@ class StoreClient:
         )
         self._proxies: list[Proxy] = []
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(Pool(1, "muster-store-dial"))
         self._thread = start_thread(self._loop.run_forever, name="muster-store")
         self._link = self._run(self._open(opening))
         self._closed = False

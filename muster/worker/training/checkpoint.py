@@ -175,8 +175,7 @@ def _save(
         }
         save_file(arrays, unfinished, metadata)
         _flush(unfinished)
-        path = _free_path(folder, new)
-        unfinished.replace(path)
+        path = _put(unfinished, folder, new)
         _flush(folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -483,6 +482,24 @@ def _who_took(folder: Path, number: int) -> str:
 
 def _path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:09d}{_SUFFIX}"
+
+
+def _put(unfinished: Path, folder: Path, new: Found) -> Path:
+    """Gives a file its name; what another host puts there at the same moment is not replaced unseen."""
+    while True:
+        path = _free_path(folder, new)
+        if os.path.lexists(path):
+            unfinished.replace(path)
+            return path
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            unfinished.replace(path)
+        return path
 
 
 def _free_path(folder: Path, new: Found) -> Path:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.rendezvous.log_lines import BoundedFormatter
-from muster.rendezvous.threads import start_thread
+from muster.rendezvous.threads import Pool, start_thread
 from muster.rendezvous.v1 import host_pb2 as pb
 from muster.rendezvous.v1 import rendezvous_pb2
 from muster.worker.config import load_settings
@@ -473,6 +473,7 @@ def main(env: Mapping[str, str] = os.environ) -> int:
     import muster.certs.runtime.preflight  # noqa: F401
 
     async def serve() -> None:
+        asyncio.get_running_loop().set_default_executor(Pool(1, "muster-uplink"))
         await Uplink(door, grpc_dial(settings, keyring, METHOD), request_of(settings)).run()
 
     asyncio.run(serve())

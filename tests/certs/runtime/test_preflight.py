@@ -169,16 +169,26 @@ def test_a_server_that_refuses_us(pki: Pki, server: Credentials, foreign: Pki, w
         check(port, worker)
 
 
-def test_our_own_expired_certificate_is_named_by_a_server_that_says_so(
-    pki: Pki, server: Credentials, worker: Credentials
+@pytest.mark.parametrize(
+    ("start", "end", "verdict"),
+    [(-3, -1, "our certificate has expired there"), (1, 3, "it calls our certificate bad")],
+)
+def test_a_refusal_for_our_dates_says_them_and_what_time_it_is_here(
+    pki: Pki, server: Credentials, worker: Credentials, start: int, end: int, verdict: str
 ) -> None:
-    old = pem(certificate(pki.authority, start=NOW - 3 * DAY, end=NOW - DAY))
-    stale = dataclasses.replace(worker, key_pem=key_pem(), cert_chain_pem=old)
+    """TLS says nothing of the server's clock, and not even that a certificate is refused as too new."""
+    dates = NOW + start * DAY, NOW + end * DAY
+    shown = pem(certificate(pki.authority, start=dates[0], end=dates[1]))
+    own = dataclasses.replace(
+        worker, key_pem=key_pem(), cert_chain_pem=shown, not_before=dates[0], not_after=dates[1]
+    )
     with (
         tls_server(server_ssl_context(server)) as port,
-        pytest.raises(errors.RefusedByPeerError, match="our certificate has expired there"),
+        pytest.raises(errors.RefusedByPeerError, match=verdict) as caught,
     ):
-        check(port, stale)
+        check(port, own)
+    said = f"valid from {dates[0]:%Y-%m-%d %H:%M} to {dates[1]:%Y-%m-%d %H:%M} UTC; here it is 20"
+    assert said in caught.value.message
 
 
 def test_a_plaintext_grpc_server(worker: Credentials) -> None:

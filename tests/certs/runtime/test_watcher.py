@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from muster.certs.errors import (
 from muster.certs.files import write_file
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime import watcher as watching
+from muster.certs.runtime.follower import Follower
 from muster.certs.runtime.store import Credentials, load_credentials
 from muster.certs.runtime.watcher import CredentialsWatcher
 from tests.certs.making import DAY, NOW, PASSWORD, Pki, certificate, pem
@@ -47,9 +49,9 @@ def watch(pki: Pki, **changes: object) -> CredentialsWatcher:
     return CredentialsWatcher(configure(pki, **changes), "scheduler", {}, password=PASSWORD)
 
 
-def reissue(pki: Pki) -> None:
+def reissue(pki: Pki, name: str = "server.p12") -> None:
     data = pki.authority.issue(Identity("job", "scheduler"), ["localhost"]).p12(PASSWORD)
-    write_file(pki.path("server.p12"), data)
+    write_file(pki.path(name), data)
 
 
 def test_nothing_changed_nothing_said(own_pki: Pki) -> None:
@@ -441,3 +443,46 @@ def test_one_thread_looks_at_the_files_every_time_and_ends_with_the_watcher(
         gc.collect()  # again, if the thread has not let go of its last look yet
         first.join(0.05)
     assert not first.is_alive()
+
+
+# ---------------------------------------------------------------- what is shown to etcd
+
+
+ETCD = {"etcd_cert_path": "etcd.p12", "etcd_ca_cert_path": "ca.crt"}
+
+
+def shown_to_etcd(pki: Pki) -> Follower:
+    reissue(pki, "etcd.p12")
+    return Follower(watch(pki, **ETCD), logging.getLogger("muster.certs"))
+
+
+def test_what_is_shown_to_etcd_is_renewed_and_a_bad_file_changes_nothing(own_pki: Pki) -> None:
+    follower = shown_to_etcd(own_pki)
+    old = follower.etcd()
+    reissue(own_pki, "etcd.p12")
+    change = follower.poll()
+    assert change is not None and not change.new_certificate
+    assert follower.etcd().fingerprint != old.fingerprint
+    assert change.notes == (f"new certificate for etcd, or its authorities, {follower.etcd().fingerprint}",)
+    good = follower.etcd()
+    own_pki.path("etcd.p12").write_bytes(b"no certificate")
+    change = follower.poll()
+    assert change is not None and change.notes == ()
+    assert "What was shown to etcd so far stays in force" in str(change.problems[0])
+    assert follower.etcd() is good
+    assert follower.poll() is None
+
+
+def test_no_connection_to_etcd_waits_for_a_file_server_that_gives_no_answer(
+    own_pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop of the scheduler that leads asks for each, and would stand still beyond its lease."""
+    follower = shown_to_etcd(own_pki)
+    old = follower.etcd()
+
+    def read(*arguments: object) -> Credentials:
+        raise AssertionError("a file was read for a connection")
+
+    monkeypatch.setattr(watching, "load_for_etcd", read)
+    reissue(own_pki, "etcd.p12")
+    assert follower.etcd() is old

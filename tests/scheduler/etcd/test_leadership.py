@@ -11,7 +11,14 @@ from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.errors import DeposedError, SettingsError
 from muster.scheduler.etcd import leadership as module
 from muster.scheduler.etcd.api import EtcdRefusedError, delete, put
-from muster.scheduler.etcd.leadership import LEASE_S, RENEW_S, STEP_DOWN_S, LaterVersionError, Leadership
+from muster.scheduler.etcd.leadership import (
+    LEASE_S,
+    REFUSED_S,
+    RENEW_S,
+    STEP_DOWN_S,
+    LaterVersionError,
+    Leadership,
+)
 from muster.version import __version__
 from tests.scheduler.etcd.store import Direct, Store
 from tests.waiting import go, until
@@ -294,16 +301,46 @@ def test_what_an_earlier_version_led_is_taken_over_with_a_line(caplog: pytest.Lo
     ]
 
 
-def test_who_is_not_allowed_says_so_instead_of_standing_by() -> None:
-    class Forbidden(Direct):
-        async def grant(self, ttl_s: int) -> int:
-            raise EtcdRefusedError("etcd at a:2379 refuses: permission denied.", code="PERMISSION_DENIED")
+class Forbidding(Direct):
+    """Gives no lease while it is told so, and counts how often one was asked for."""
 
+    forbids = True
+    grants = 0
+
+    async def grant(self, ttl_s: int) -> int:
+        self.grants += 1
+        if self.forbids:
+            raise EtcdRefusedError("etcd at a:2379 refuses: permission denied.", code="PERMISSION_DENIED")
+        return await super().grant(ttl_s)
+
+
+def test_who_is_not_allowed_says_so_at_once_and_ends_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         rig = Rig()
-        one = Leadership(Forbidden(rig.store), b"/muster/job", "one", rig.clock)
+        api = Forbidding(rig.store)
+        campaign = asyncio.ensure_future(Leadership(api, b"/muster/job", "one", rig.clock).campaign())
+        await until(lambda: api.grants == 3)
+        assert caplog.text.count("permission denied. Trying again for") == 1
+        rig.clock.now += REFUSED_S - 0.1
+        await until(lambda: api.grants == 4)
+        assert not campaign.done()
+        rig.clock.now += 0.1
         with pytest.raises(EtcdRefusedError, match="permission denied"):
-            await one.campaign()
+            await campaign
+
+    go(test())
+
+
+def test_who_is_allowed_again_leads_without_being_started_anew() -> None:
+    async def test() -> None:
+        rig = Rig()
+        api = Forbidding(rig.store)
+        one = Leadership(api, b"/muster/job", "one", rig.clock)
+        campaign = asyncio.ensure_future(one.campaign())
+        await until(lambda: api.grants == 2)
+        api.forbids = False
+        await campaign
+        assert one.leads
 
     go(test())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from muster.bench.failover.etcd import EtcdCluster, make_keys
 from muster.bench.failover.space import QUOTA_BYTES
 from muster.bench.launches import MUSTER, ROOT, environment
+from muster.certs.runtime.preflight import preflight
 from muster.certs.runtime.store import Credentials, load_credentials
 from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core import records as r
@@ -317,8 +319,69 @@ def test_a_journal_waits_for_space_under_its_lease_and_a_standby_for_both(tmp_pa
         go(test())
 
 
+def test_who_leads_after_it_has_stood_by_shows_what_was_renewed_meanwhile(rig: Rig, tmp_path: Path) -> None:
+    """It showed the certificate that it had begun with, which may have ended since, and all turned away."""
+    renewed = tmp_path / "renewed.p12"
+    issue = ["issue", "--dir", str(rig.keys), "--role", "scheduler", "--job", WORKER_JOB]
+    more = ["--hosts", "127.0.0.1", "--out", str(renewed), "--password-file", str(rig.keys / "password")]
+    subprocess.run(
+        [*MUSTER, "certs", *issue, *more],
+        cwd=ROOT,
+        env=environment(),
+        check=True,
+        capture_output=True,
+    )
+    own = load_credentials(rig.keys / "client.p12", rig.secret, rig.keys / "ca.crt")
+    with (tmp_path / "log").open("wb") as log:
+        standby = subprocess.Popen(
+            [sys.executable, "-m", "scheduler", "--port", "0"],
+            cwd=os.sep,
+            env=_environment(rig, WORKER_JOB),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    said = standby.stdout
+    assert said is not None
+
+    async def test() -> None:
+        claim = rig.process("one")
+        await claim.campaign()
+        keeping = asyncio.ensure_future(claim.keep())
+        assert (await asyncio.to_thread(said.readline)).startswith("scheduler stands by")
+        renewed.replace(rig.keys / "server.p12")
+        await until(lambda: "new certificate muster://" in (tmp_path / "log").read_text())
+        keeping.cancel()
+        await claim.resign()
+        ready = re.search(r"ready on 127\.0\.0\.1:(\d+)", await asyncio.to_thread(said.readline))
+        assert ready is not None
+        shown = await asyncio.to_thread(
+            preflight, "127.0.0.1", int(ready[1]), own, job=WORKER_JOB, timeout_s=30.0
+        )
+        now = load_credentials(rig.keys / "server.p12", rig.secret, rig.keys / "ca.crt")
+        assert shown.peer.fingerprint == now.fingerprint
+
+    try:
+        go(test())
+    finally:
+        standby.terminate()
+        standby.communicate(timeout=60)
+
+
 def _scheduler(rig: Rig, job: str) -> subprocess.CompletedProcess[str]:
-    env = environment() | {
+    return subprocess.run(
+        [sys.executable, "-m", "scheduler", "--port", "0"],
+        cwd=os.sep,
+        env=_environment(rig, job),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def _environment(rig: Rig, job: str) -> dict[str, str]:
+    return environment() | {
         "MS_WORKER_NUM": "1",
         "MS_JOB_ID": job,
         "MS_RECOVERY_PATH": f"etcd://{','.join(rig.cluster.endpoints)}/muster",
@@ -326,12 +389,3 @@ def _scheduler(rig: Rig, job: str) -> subprocess.CompletedProcess[str]:
         "MS_SERVER_PASSWORD_FILE": str(rig.keys / "password"),
         "MS_ROLE": "MS_SCHED",
     }
-    return subprocess.run(
-        [sys.executable, "-m", "scheduler", "--port", "0"],
-        cwd=os.sep,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )

@@ -345,6 +345,48 @@ def test_a_job_begins_anew_only_once_the_old_one_is_gone_from_the_journal() -> N
     go(test())
 
 
+def test_who_waits_for_space_and_goes_leaves_no_old_run_in_the_journal() -> None:
+    """A new run's records behind the end of the old one were taken for an ended job, and thrown away."""
+
+    async def test() -> None:
+        storage = MemoryStorage()
+        rig = Rig(storage, serve=True)
+        await rig.jobs.open()
+        old = await rig.jobs.for_join("red", fresh=True)
+        await old.submit(e.LeftCleanly(1, 0, True, "done"))
+        storage.error = NoSpaceError("The disk is full.")
+        joining = asyncio.ensure_future(rig.jobs.for_join("red", fresh=True))
+        await until(lambda: rig.jobs.unwritable)
+        joining.cancel()  # as gRPC does when the stream is gone
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        storage.error = None
+        new = await rig.jobs.for_join("red", fresh=True)
+        new.admit(Session(1, Caller("x")))
+        await new.submit(e.Joined(1, candidate()))
+        assert storage.records == {"red": [r.Admitted(candidate())]}
+        await rig.jobs.close()
+
+    go(test())
+
+
+def test_an_old_run_that_cannot_be_forgotten_is_a_journal_that_is_lost() -> None:
+    async def test() -> None:
+        storage = MemoryStorage()
+        rig = Rig(storage, serve=True)
+        await rig.jobs.open()
+        old = await rig.jobs.for_join("red", fresh=True)
+        await old.submit(e.LeftCleanly(1, 0, True, "done"))
+        storage.error = PermissionError("not allowed.")
+        with pytest.raises(JournalUnavailableError, match="not allowed"):
+            await rig.jobs.for_join("red", fresh=True)
+        assert rig.jobs.get("red") is old  # nothing begins behind its records
+        assert "not allowed" in str(await rig.jobs.journal_lost)
+        await rig.jobs.close()
+
+    go(test())
+
+
 @pytest.mark.parametrize("serve", [False, True], ids=["one job", "--serve"])
 def test_a_journal_that_is_lost_for_another_reason_is_told(serve: bool) -> None:
     async def test() -> None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from muster.rendezvous.threads import start_thread
 from muster.worker.communicators.array_library import loaded_library
 from muster.worker.communicators.base import (
     SOME_GPU,
@@ -619,16 +620,20 @@ class NcclCommunicator(Communicator):
                 remedy="Make a new one; a closed one cannot be used.",
             )
         late = CommunicatorAbortedError(f"it was not destroyed within {self.timeout_s:g} s")
-        deadline = threading.Timer(self.timeout_s, self.abort, [late])
-        deadline.daemon = True
-        deadline.start()
+        over = threading.Event()
+
+        def give_up() -> None:
+            if not over.wait(self.timeout_s):
+                self.abort(late)
+
+        start_thread(give_up, name="muster-nccl-close")
         try:
             for child in self._children:
                 child.close()
             self._release()
             self._destroy()
         finally:
-            deadline.cancel()
+            over.set()
             self.closing = False
             self._destroyed.set()
 
