@@ -61,6 +61,9 @@ HARMS = {
 }
 CLOCKS_S = (-3600.0, 0.0, 3600.0)
 NO_SPACE_S = (2.0, 8.0, 20.0)
+DISK_BYTES = 16 << 20
+"""The journal's disk: the journal of a job of eight has up to 1 MB before its records become a snapshot."""
+
 LIE_S = 25.0
 """A member lies for so long, and is then killed: the scheduler remembers pairs that were broken."""
 
@@ -245,7 +248,7 @@ class Soak(Job):
         directory.mkdir(parents=True)
         pace, self.stop_file = directory / "pace", directory / "stop"
         pace.write_text(str(pace_s))
-        self.disk = SmallDisk(directory / "disk")
+        self.disk = SmallDisk(directory / "disk", DISK_BYTES)
         try:
             self.disk.mount()
             self.can_fill = True
