@@ -46,7 +46,7 @@ test-torch: ## Run the tests that need torch, on the CPU where there is no GPU
 run-test-torch: $(TORCH_READY)
 	@$(BIN)/python -c 'import torch; print("With torch", torch.__version__)'
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
-		tests/gpu tests/contracts tests/parallel tests/worker/pytorch tests/worker/communicators tests/worker/store tests/worker/process_group \
+		tests/gpu tests/contracts tests/parallel tests/torch tests/communicators tests/programs \
 		tests/examples tests/bench/training tests/bench/parallel tests/bench/test_torch_groups.py tests/end_to_end/test_readme.py
 
 test-torch-oldest: ## Run a short set of them on the oldest torch that Muster takes
@@ -55,7 +55,7 @@ test-torch-oldest: ## Run a short set of them on the oldest torch that Muster ta
 run-test-torch-oldest: $(TORCH_READY)
 	@$(BIN)/python -c 'import torch; print("With torch", torch.__version__)'
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS) \
-		tests/worker/process_group tests/worker/store tests/worker/pytorch tests/worker/communicators
+		tests/programs tests/torch tests/communicators
 
 test-system: ## Run what takes minutes: floods, blame, a soak; one after the other
 	@$(MAKE) --no-print-directory VENV=.venv-torch run-test-system
@@ -76,10 +76,10 @@ test-newest: ## Run the pure unit tests on the newest Python found, if it is new
 	echo "With Python 3.$$minor:"; $$newest run-test-newest
 
 run-test-newest: $(DEV_READY)
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/rendezvous tests/certs tests/scheduler/core \
-		tests/scheduler/test_config.py tests/worker/test_config.py tests/worker/control/test_machine.py \
-		tests/worker/control/test_progress.py tests/worker/control/test_limits.py tests/worker/launch/test_plan.py \
-		tests/worker/launch/test_parsing.py tests/worker/launch/test_rank_table.py tests/worker/training \
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/wire tests/certs tests/scheduler/core \
+		tests/scheduler/test_config.py tests/worker/test_config.py tests/worker/session/test_machine.py \
+		tests/worker/session/test_progress.py tests/worker/session/test_limits.py tests/launch/test_plan.py \
+		tests/launch/test_parsing.py tests/launch/test_rank_table.py tests/training \
 		tests/simulation
 
 docs: ## Build the documentation site in build/docs; warnings are errors
@@ -114,9 +114,9 @@ format: $(DEV_READY) ## Reformat the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-proto: $(DEV_READY) ## Generate muster/rendezvous/v1 from proto/
+proto: $(DEV_READY) ## Generate muster/wire/v1 from proto/
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
-		proto/muster/rendezvous/v1/*.proto
+		proto/muster/wire/v1/*.proto
 
 clean: ## Remove what make and runs have written, certificates included
 	@rm -rf $(VENV) .venv-torch .venv-torch-oldest .venv-newest .venv-docs .venv-frameworks .venv-jax $(KEYS) device muster-runs checkpoints build dist *.egg-info

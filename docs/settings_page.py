@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from muster.certs.config import KEYS  # noqa: E402
-from muster.rendezvous.variables import TABLE  # noqa: E402
+from muster.wire.variables import TABLE  # noqa: E402
 from muster.worker.config import LAUNCHERS  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
@@ -17,7 +17,7 @@ HEAD = """# Settings
 
 Names and meanings are MindSpore's where it has them. A wrong value ends the process at once, with exit code 2
 and a sentence that names the variable, the value and the legal range. This page is made of the tables that
-the code reads (`rendezvous/variables.py`, `certs/config.py`); `muster run --help` and
+the code reads (`wire/variables.py`, `certs/config.py`); `muster run --help` and
 `muster scheduler --help` show the variables on a terminal. An option goes before its variable; those of
 `muster status` are also those of `jobs`, `health`, `drain` and `web`.
 

@@ -22,9 +22,9 @@ from torch.nn import functional
 import muster
 from muster import ElasticLoop, ShardedSampler
 from muster.torch import DataParallel, TorchTrainingState, capture_step
-from muster.worker.training import checkpoint
-from muster.worker.training.sampler import Batch
-from muster.worker.training.status_line import Progress, Throughput
+from muster.training import checkpoint
+from muster.training.sampler import Batch
+from muster.training.status_line import Progress, Throughput
 
 BYTES = 256
 WARM_UP_STEPS = 200

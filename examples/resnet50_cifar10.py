@@ -27,10 +27,10 @@ from examples.cifar10_images import Preparation, augment
 from examples.resnet import ResNet, resnet50
 from muster import ElasticLoop, ShardedSampler
 from muster.torch import DataParallel, TorchTrainingState, capture_step
-from muster.worker.pytorch.transfer import gather_rows
-from muster.worker.training import checkpoint, datasets
-from muster.worker.training.sampler import Batch
-from muster.worker.training.status_line import Progress, Throughput
+from muster.torch.transfer import gather_rows
+from muster.training import checkpoint, datasets
+from muster.training.sampler import Batch
+from muster.training.status_line import Progress, Throughput
 
 CLASSES, SYNTHETIC_SAMPLES = 10, 8192
 RATE, MOMENTUM = 0.01, 0.9

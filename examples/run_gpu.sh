@@ -27,7 +27,7 @@ if ! "$python" -c 'import muster.scheduler.serve.server, muster.certs.cli.comman
     exit 2
 fi
 if [ -z "${WORKERS:-}" ] && ! "$python" -c 'import sys
-from muster.worker.launch.command import count_gpus
+from muster.launch.command import count_gpus
 sys.exit(not count_gpus())'; then
     echo "${0##*/}: this host has no GPU: say with WORKERS how many workers are to train on its CPU." >&2
     exit 2

@@ -48,8 +48,8 @@ if [ ! -f "$keys/config.json" ]; then
 fi
 keys=$(cd "$keys" && pwd)
 devices=$("$python" -c 'import os, sys
-from muster.worker.errors import SettingsError
-from muster.worker.launch.command import count_gpus, offered_devices
+from muster.errors import SettingsError
+from muster.launch.command import count_gpus, offered_devices
 try:
     print(len(offered_devices(os.environ, "all", count_gpus())) or 2)
 except SettingsError as error:

@@ -18,8 +18,48 @@ from typing import TYPE_CHECKING, Any
 from muster.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from muster import errors as errors
+    from muster.communicators.base import PreMultipliedSum as PreMultipliedSum
+    from muster.errors import ArrayError as ArrayError
+    from muster.errors import CollectiveMismatchError as CollectiveMismatchError
+    from muster.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from muster.errors import CommunicatorAbortedError as CommunicatorAbortedError
+    from muster.errors import CommunicatorError as CommunicatorError
+    from muster.errors import FormationTimeoutError as FormationTimeoutError
+    from muster.errors import GroupError as GroupError
+    from muster.errors import JobEndedError as JobEndedError
+    from muster.errors import LeaveGranted as LeaveGranted
+    from muster.errors import MembershipChanged as MembershipChanged
+    from muster.errors import NotInitializedError as NotInitializedError
+    from muster.errors import PeerFinishedError as PeerFinishedError
+    from muster.errors import PeerLostError as PeerLostError
+    from muster.errors import RanksDifferError as RanksDifferError
+    from muster.errors import RefusedError as RefusedError
+    from muster.errors import SchedulerUnreachableError as SchedulerUnreachableError
+    from muster.errors import SecurityError as SecurityError
+    from muster.errors import SettingsError as SettingsError
+    from muster.errors import WorkerError as WorkerError
+    from muster.parallel.api import layerwise as layerwise
+    from muster.parallel.api import parallelize as parallelize
+    from muster.parallel.checkpoint import load_divided as load_divided
+    from muster.parallel.checkpoint import save_divided as save_divided
+    from muster.parallel.elastic import ParallelTrainingState as ParallelTrainingState
+    from muster.parallel.planning.context import AutoParallel as AutoParallel
+    from muster.parallel.planning.context import ParallelMode as ParallelMode
+    from muster.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
+    from muster.parallel.planning.context import (
+        reset_auto_parallel_context as reset_auto_parallel_context,
+    )
+    from muster.parallel.planning.context import set_auto_parallel_context as set_auto_parallel_context
     from muster.roles import init as init
-    from muster.worker import errors as errors
+    from muster.torch.capture import CaptureError as CaptureError
+    from muster.torch.capture import TrainingStep as TrainingStep
+    from muster.torch.capture import capture_step as capture_step
+    from muster.torch.data_parallel import DataParallel as DataParallel
+    from muster.torch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from muster.training.loop import ElasticLoop as ElasticLoop
+    from muster.training.sampler import ShardedSampler as ShardedSampler
+    from muster.training.state import TrainingState as TrainingState
     from muster.worker.collectives import all_gather as all_gather
     from muster.worker.collectives import all_reduce as all_reduce
     from muster.worker.collectives import all_to_all as all_to_all
@@ -42,80 +82,40 @@ if TYPE_CHECKING:
     from muster.worker.collectives import reduce_scatter as reduce_scatter
     from muster.worker.collectives import scatter as scatter
     from muster.worker.collectives import send as send
-    from muster.worker.communicators.base import PreMultipliedSum as PreMultipliedSum
-    from muster.worker.control.session import Session as Session
-    from muster.worker.errors import ArrayError as ArrayError
-    from muster.worker.errors import CollectiveMismatchError as CollectiveMismatchError
-    from muster.worker.errors import CollectiveTimeoutError as CollectiveTimeoutError
-    from muster.worker.errors import CommunicatorAbortedError as CommunicatorAbortedError
-    from muster.worker.errors import CommunicatorError as CommunicatorError
-    from muster.worker.errors import FormationTimeoutError as FormationTimeoutError
-    from muster.worker.errors import GroupError as GroupError
-    from muster.worker.errors import JobEndedError as JobEndedError
-    from muster.worker.errors import LeaveGranted as LeaveGranted
-    from muster.worker.errors import MembershipChanged as MembershipChanged
-    from muster.worker.errors import NotInitializedError as NotInitializedError
-    from muster.worker.errors import PeerFinishedError as PeerFinishedError
-    from muster.worker.errors import PeerLostError as PeerLostError
-    from muster.worker.errors import RanksDifferError as RanksDifferError
-    from muster.worker.errors import RefusedError as RefusedError
-    from muster.worker.errors import SchedulerUnreachableError as SchedulerUnreachableError
-    from muster.worker.errors import SecurityError as SecurityError
-    from muster.worker.errors import SettingsError as SettingsError
-    from muster.worker.errors import WorkerError as WorkerError
-    from muster.worker.parallel.api import layerwise as layerwise
-    from muster.worker.parallel.api import parallelize as parallelize
-    from muster.worker.parallel.checkpoint import load_divided as load_divided
-    from muster.worker.parallel.checkpoint import save_divided as save_divided
-    from muster.worker.parallel.elastic import ParallelTrainingState as ParallelTrainingState
-    from muster.worker.parallel.planning.context import AutoParallel as AutoParallel
-    from muster.worker.parallel.planning.context import ParallelMode as ParallelMode
-    from muster.worker.parallel.planning.context import get_auto_parallel_context as get_auto_parallel_context
-    from muster.worker.parallel.planning.context import (
-        reset_auto_parallel_context as reset_auto_parallel_context,
-    )
-    from muster.worker.parallel.planning.context import set_auto_parallel_context as set_auto_parallel_context
-    from muster.worker.pytorch.capture import CaptureError as CaptureError
-    from muster.worker.pytorch.capture import TrainingStep as TrainingStep
-    from muster.worker.pytorch.capture import capture_step as capture_step
-    from muster.worker.pytorch.data_parallel import DataParallel as DataParallel
-    from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from muster.worker.runtime import release as release
     from muster.worker.runtime import set_ps_context as set_ps_context
-    from muster.worker.training.loop import ElasticLoop as ElasticLoop
-    from muster.worker.training.sampler import ShardedSampler as ShardedSampler
-    from muster.worker.training.state import TrainingState as TrainingState
+    from muster.worker.session.session import Session as Session
 
 _NAMES = {
-    "muster.worker.pytorch.capture": "CaptureError TrainingStep capture_step",
+    "muster.torch.capture": "CaptureError TrainingStep capture_step",
     "muster.worker.collectives": (
         "all_gather all_reduce all_to_all barrier broadcast create_group destroy_group gather"
         " get_group_rank_from_world_rank get_group_size get_local_rank get_local_rank_size get_local_size"
         " get_rank get_world_rank_from_group_rank group neighbor_exchange recv reduce reduce_scatter scatter"
         " send"
     ),
-    "muster.worker.communicators.base": "PreMultipliedSum",
-    "muster.worker.errors": (
+    "muster.communicators.base": "PreMultipliedSum",
+    "muster.errors": (
         "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
         " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"
         " NotInitializedError PeerFinishedError PeerLostError RanksDifferError RefusedError"
         " SchedulerUnreachableError SecurityError SettingsError WorkerError"
     ),
-    "muster.worker.parallel.api": "layerwise parallelize",
-    "muster.worker.parallel.checkpoint": "load_divided save_divided",
-    "muster.worker.parallel.elastic": "ParallelTrainingState",
-    "muster.worker.parallel.planning.context": (
+    "muster.parallel.api": "layerwise parallelize",
+    "muster.parallel.checkpoint": "load_divided save_divided",
+    "muster.parallel.elastic": "ParallelTrainingState",
+    "muster.parallel.planning.context": (
         "AutoParallel ParallelMode get_auto_parallel_context reset_auto_parallel_context"
         " set_auto_parallel_context"
     ),
     "muster.roles": "init",
     "muster.worker.runtime": "release set_ps_context",
-    "muster.worker.control.session": "Session",
-    "muster.worker.training.loop": "ElasticLoop",
-    "muster.worker.training.sampler": "ShardedSampler",
-    "muster.worker.training.state": "TrainingState",
-    "muster.worker.pytorch.sharded_optimizer": "ShardedOptimizer",
-    "muster.worker.pytorch.data_parallel": "DataParallel",
+    "muster.worker.session.session": "Session",
+    "muster.training.loop": "ElasticLoop",
+    "muster.training.sampler": "ShardedSampler",
+    "muster.training.state": "TrainingState",
+    "muster.torch.sharded_optimizer": "ShardedOptimizer",
+    "muster.torch.data_parallel": "DataParallel",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used."""
     module_name = _MODULE_OF.get(name)
     if module_name is None and name == "errors":
-        module_name = "muster.worker.errors"
+        module_name = "muster.errors"
     if module_name is None:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
     from importlib import import_module

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from muster.rendezvous.output import to_its_end
-from muster.rendezvous.variables import misspelt
 from muster.version import __version__
+from muster.wire.output import to_its_end
+from muster.wire.variables import misspelt
 
 COMMANDS = {
     "run": "start the workers of a job on this host, and the scheduler if asked",
@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _runner(name: str) -> Callable[[Sequence[str]], int]:
     """What runs a command; only its own modules are loaded."""
     if name == "run":
-        from muster.worker.launch.command import main as run
+        from muster.launch.command import main as run
 
         return run
     if name in ("status", "jobs", "drain", "health"):
@@ -82,15 +82,15 @@ def _runner(name: str) -> Callable[[Sequence[str]], int]:
 
         return certs
     if name == "check":
-        from muster.worker.check.command import main as check
+        from muster.launch.check.command import main as check
 
         return check
     if name == "ranktable":
-        from muster.worker.launch.rank_table import main as ranktable
+        from muster.launch.rank_table import main as ranktable
 
         return ranktable
     if name == "plan":
-        from muster.worker.parallel.command import main as plan
+        from muster.parallel.command import main as plan
 
         return plan
     if name == "bench":

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from muster.certs.__main__ import parser as certs_parser
+from muster.launch.check.command import parser as check_parser
+from muster.launch.options import parser as run_parser
+from muster.launch.rank_table import parser as ranktable_parser
 from muster.scheduler.__main__ import parser as scheduler_parser
 from muster.scheduler.cli.command import parser as ask_parser
 from muster.web.command import parser as web_parser
 from muster.web.report import parser as report_parser
-from muster.worker.check.command import parser as check_parser
-from muster.worker.launch.options import parser as run_parser
-from muster.worker.launch.rank_table import parser as ranktable_parser
 
 SHELLS = ("bash", "zsh", "fish")
 EPILOG = """\

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from muster.errors import SettingsError, WorkerError
+from muster.launch.command import count_gpus, offered_devices
+from muster.launch.command import main as run
+from muster.launch.fork import own_flags
+from muster.launch.options import count
+from muster.launch.screen import say
 from muster.version import how_to_install
-from muster.worker.errors import SettingsError, WorkerError
-from muster.worker.launch.command import count_gpus, offered_devices
-from muster.worker.launch.command import main as run
-from muster.worker.launch.fork import own_flags
-from muster.worker.launch.options import count
-from muster.worker.launch.screen import say
 
 KEYS = Path(".muster")
 EPILOG = """\
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(list(argv))
     try:
         if "--data" not in " ".join(rest) and not os.environ.get("DATA_PATH"):
-            from muster.worker.training.datasets import load_digits
+            from muster.training.datasets import load_digits
 
             load_digits()  # once here, rather than in each worker, it says what is missing
         certificates = _certificates()
@@ -92,7 +92,7 @@ def _certificates() -> list[str]:
         say(f"making certificates for this machine in {KEYS}/")
         # Passwords of other jobs that the environment names must not become those of these files.
         env = {name: value for name, value in os.environ.items() if "_PASSWORD" not in name}
-        from muster.worker.launch.fork import own_flags
+        from muster.launch.fork import own_flags
 
         init = (
             *own_flags(),

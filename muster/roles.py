@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from muster.worker.control.session import Session
+    from muster.worker.session.session import Session
 
 
 def init(backend: str | None = None) -> Session:

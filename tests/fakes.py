@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from muster.worker.communicators.base import Array, Communicator, Membership, Peer, ReduceOp
-from muster.worker.errors import CommunicatorAbortedError, LeaveGranted, MembershipChanged
+from muster.communicators.base import Array, Communicator, Membership, Peer, ReduceOp
+from muster.errors import CommunicatorAbortedError, LeaveGranted, MembershipChanged
 
 T = TypeVar("T")
 _LAUNCHES = itertools.count(1)

@@ -15,10 +15,10 @@ import muster
 from muster.__main__ import COMMANDS, main
 from muster.certs.__main__ import parser as certs_parser
 from muster.completion import words_of
-from muster.rendezvous.variables import ALL, TABLE
+from muster.launch.options import parser as run_parser
 from muster.scheduler.__main__ import parser as scheduler_parser
 from muster.scheduler.cli.command import parser as asking_parser
-from muster.worker.launch.options import parser as run_parser
+from muster.wire.variables import ALL, TABLE
 
 
 def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

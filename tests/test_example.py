@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muster.example import choose_devices
-from tests.worker.launch.test_command import launch
+from tests.launch.test_command import launch
 
 
 @pytest.mark.parametrize(

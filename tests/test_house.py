@@ -16,7 +16,7 @@ import grimp
 import pytest
 
 import muster
-from muster.worker.communicators import BACKENDS
+from muster.communicators import BACKENDS
 from tests.scheduler.processes import ROOT, environment
 
 MUSTER = ROOT / "muster"
@@ -24,9 +24,7 @@ MUSTER = ROOT / "muster"
 
 def modules() -> list[Path]:
     """Every module of Muster's packages that is not generated."""
-    return [
-        path for path in MUSTER.rglob("*.py") if path.parent not in (MUSTER, MUSTER / "rendezvous" / "v1")
-    ]
+    return [path for path in MUSTER.rglob("*.py") if path.parent not in (MUSTER, MUSTER / "wire" / "v1")]
 
 
 # ---------------------------------------------------------------- one name
@@ -63,7 +61,7 @@ with muster.init() as session:
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_modules_of_a_users_own_beside_the_script_change_nothing(tmp_path: Path, start: str) -> None:
-    for name in ("worker.py", "scheduler.py", "bench.py", "rendezvous.py"):
+    for name in ("worker.py", "scheduler.py", "bench.py", "wire.py"):
         (tmp_path / name).write_text("OWN = True\n")
     (tmp_path / "certs").mkdir()
     (tmp_path / "certs" / "__init__.py").write_text("OWN = True\n")
@@ -96,7 +94,7 @@ def test_modules_of_a_users_own_beside_the_script_change_nothing(tmp_path: Path,
 
 @pytest.mark.parametrize("module", ["muster.scheduler", "scheduler"])
 def test_the_scheduler_starts_beside_modules_of_a_users_own(tmp_path: Path, module: str) -> None:
-    for name in ("worker.py", "certs.py", "bench.py", "rendezvous.py"):
+    for name in ("worker.py", "certs.py", "bench.py", "wire.py"):
         (tmp_path / name).write_text("OWN = True\n")
     done = subprocess.run(
         [sys.executable, "-m", module, "--version"],
@@ -123,7 +121,7 @@ def test_what_both_sides_need_is_defined_once(name: str) -> None:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, kinds) and node.name == name
     ]
-    assert [path.parent.name for path in where] == ["rendezvous"]
+    assert [path.parent.name for path in where] == ["wire"]
 
 
 def circles(arrows: Mapping[str, set[str]]) -> set[str]:
@@ -187,7 +185,7 @@ def test_no_two_rooms_import_each_other() -> None:
 NAMED_IN_SETTINGS = {
     "muster/bench/allreduce/command.py": "what to measure is an option",
     "muster/bench/recovery/command.py": "what to measure is an option",
-    "muster/worker/launch/report.py": "words: what travels encrypted",
+    "muster/launch/report.py": "words: what travels encrypted",
 }
 
 
@@ -224,7 +222,7 @@ def test_threads_are_started_where_their_failure_is_told() -> None:
     looping = re.compile(r"asyncio\.run\(|new_event_loop\(")
     found = {name for name, text in texts.items() if starting.search(text)}
     its_last_words = {"muster/scheduler/serve/server.py"}
-    assert found == {"muster/rendezvous/threads.py"} | its_last_words
+    assert found == {"muster/wire/threads.py"} | its_last_words
     loops = [name for name, text in texts.items() if looping.search(text)]
     assert len(loops) >= 4
     assert [name for name in loops if ".set_default_executor(Pool(" not in texts[name]] == []
@@ -234,9 +232,9 @@ def test_nothing_hides_an_import() -> None:
     """Modules are imported by statements; only what loads by name does it by name."""
     by_name = {
         "muster/bench/__main__.py": "a benchmark when it is named",
-        "muster/worker/launch/fork.py": "before a fork",
+        "muster/launch/fork.py": "before a fork",
     }
-    by_name["muster/worker/parallel/command.py"] = "the user's module, which the command line names"
+    by_name["muster/parallel/command.py"] = "the user's module, which the command line names"
     by_name["muster/scheduler/__init__.py"] = by_name["muster/certs/__init__.py"] = "the link at the top"
     hiding = set()
     for path in modules():

@@ -41,8 +41,7 @@ RUN_BY = {
     ),
     "`Model.train`": _NOTHING,
     "`Cifar10Dataset": (
-        "tests/worker/training/test_sampler.py"
-        "::test_any_world_sees_the_batches_of_one_process_and_every_sample_once"
+        "tests/training/test_sampler.py::test_any_world_sees_the_batches_of_one_process_and_every_sample_once"
     ),
     "`model.train(": (
         "tests/examples/test_capture_on_cpu.py"
@@ -50,11 +49,10 @@ RUN_BY = {
     ),
     "`LossMonitor()`": f"{_EXAMPLES}::test_run_gpu_trains_on_one_host",
     "`ModelCheckpoint": (
-        "tests/worker/training/test_checkpoint.py::test_a_state_comes_back_as_it_was_into_the_same_arrays"
+        "tests/training/test_checkpoint.py::test_a_state_comes_back_as_it_was_into_the_same_arrays"
     ),
     "`parameter_broadcast`": (
-        "tests/worker/pytorch/test_data_parallel.py"
-        "::test_every_rank_starts_with_rank_zeros_parameters_and_buffers"
+        "tests/torch/test_data_parallel.py::test_every_rank_starts_with_rank_zeros_parameters_and_buffers"
     ),
     "`MS_ROLE`": f"{_WORKER}::test_wrong_values_are_refused_in_one_sentence",
     "`MS_SERVER_NUM`": f"{_WORKER}::test_wrong_values_are_refused_in_one_sentence",
@@ -72,7 +70,7 @@ RUN_BY = {
     "`mpirun --mca": "tests/worker/test_host.py::test_an_interface_may_be_named_by_its_network",
     "`mpirun ... wrapper.sh`": f"{_TUTORIALS}::test_a_wrapper_that_ends_before_its_program_is_named",
     "`python hccl_tools.py": (
-        "tests/worker/launch/test_rank_table.py::test_the_default_is_this_host_and_a_telling_name"
+        "tests/launch/test_rank_table.py::test_the_default_is_this_host_and_a_telling_name"
     ),
     "`bash ascend8p.sh`": _TABLE,
     "`bash run_gpu.sh DATA_PATH`": f"{_EXAMPLES}::test_run_gpu_trains_on_one_host",

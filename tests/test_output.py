@@ -12,7 +12,7 @@ import pytest
 
 from muster.__main__ import main
 from muster.certs.__main__ import main as certs
-from muster.rendezvous.variables import TABLE, misspelt
+from muster.wire.variables import TABLE, misspelt
 
 ROOT = Path(__file__).parents[1]
 

@@ -195,11 +195,11 @@ def test_a_worker_is_imported_as_muster_only(checkout: Path, started: Started) -
 
 
 @pytest.mark.parametrize("command", [("-m", "pytest"), ("-P", "-m", "pytest")], ids=["python -m", "pytest"])
-@pytest.mark.parametrize("folder", [".", "tests/rendezvous"])
+@pytest.mark.parametrize("folder", [".", "tests/wire"])
 def test_tests_hold_no_file_under_two_names(
     folder: str, command: tuple[str, ...], checkout: Path, started: Started
 ) -> None:
-    tests = checkout / "tests/rendezvous/test_patience.py"
+    tests = checkout / "tests/wire/test_patience.py"
     options = ("-q", "-p", "no:cacheprovider", os.path.relpath(tests, checkout / folder))
     code, said, held = started(sys.executable, *command, *options, cwd=checkout / folder)
     assert (code, twice(held)) == (0, {}), said
@@ -216,7 +216,7 @@ def test_the_source_archive_holds_each_file_once_and_no_link(source: Path) -> No
 @pytest.mark.system
 @pytest.mark.timeout(400)
 def test_the_source_archive_tests_itself(source: Path) -> None:
-    tests = ("tests/rendezvous", "tests/test_house.py", "tests/test_project.py")
+    tests = ("tests/wire", "tests/test_house.py", "tests/test_project.py")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=source,

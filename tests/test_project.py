@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous.variables import INTERNAL, TABLE
-from muster.worker.communicators import BACKENDS
-from muster.worker.launch import options as launch_options
+from muster.communicators import BACKENDS
+from muster.launch import options as launch_options
+from muster.wire.variables import INTERNAL, TABLE
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 PROTOS = ("etcd", "rendezvous", "store", "watch")
 STUBS = tuple(
-    f"muster/rendezvous/v1/{proto}_{name}"
-    for proto in PROTOS
-    for name in ("pb2.py", "pb2.pyi", "pb2_grpc.py")
+    f"muster/wire/v1/{proto}_{name}" for proto in PROTOS for name in ("pb2.py", "pb2.pyi", "pb2_grpc.py")
 )
 DOCUMENTS = (
     *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md"),
@@ -45,7 +43,7 @@ def test_the_stubs_are_those_of_the_proto_files(tmp_path: Path) -> None:
         *(
             f"--pyi_out={tmp_path}",
             f"--grpc_python_out={tmp_path}",
-            *(f"proto/muster/rendezvous/v1/{proto}.proto" for proto in PROTOS),
+            *(f"proto/muster/wire/v1/{proto}.proto" for proto in PROTOS),
         ),
     )
     for stub in STUBS:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import train
-from muster.worker.training import checkpoint, datasets
-from muster.worker.training.status_line import Progress
+from muster.training import checkpoint, datasets
+from muster.training.status_line import Progress
 from tests.fakes import ElasticWorld
 
 ROOT = Path(train.__file__).parent

@@ -22,7 +22,7 @@ SCRIPT = """\
 import os, signal, sys
 import numpy as np
 import muster
-from muster.worker.training.gradient_reducer import GradientReducer
+from muster.training.gradient_reducer import GradientReducer
 
 WAY, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 

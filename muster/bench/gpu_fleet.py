@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from muster.worker.communicators.base import Membership, Peer
-from muster.worker.launch.command import count_gpus
-from muster.worker.launch.plan import sharing_environment
+from muster.communicators.base import Membership, Peer
+from muster.launch.command import count_gpus
+from muster.launch.plan import sharing_environment
 
 SAFE_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -50,7 +50,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         size: how many.
         timeout_s: deadline for forming, and default for :meth:`run`.
         communicate: build an NCCL communicator; False: functions get None.
-        ranks_per_gpu: how many share a GPU; see :func:`~muster.worker.launch.plan.sharing_environment`.
+        ranks_per_gpu: how many share a GPU; see :func:`~muster.launch.plan.sharing_environment`.
 
     Raises:
         FleetError: there are not so many GPUs, or the processes did not form a communicator.
@@ -168,7 +168,7 @@ def _serve(pipe: Connection, rank: int, size: int, communicate: bool, ranks_per_
     communicator: Any = None
     backend: Any = None
     if communicate:
-        from muster.worker.communicators.nccl.communicator import NcclBackend
+        from muster.communicators.nccl.communicator import NcclBackend
 
         backend = NcclBackend(device_index=device)
     while True:

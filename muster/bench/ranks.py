@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.launches import receive
-from muster.worker.communicators.base import Membership, Peer
+from muster.communicators.base import Membership, Peer
 
 _JOB, _PASSWORD = "bench", b"bench"
 _MEETING_S = 60.0
@@ -84,7 +84,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     try:
-        from muster.worker.communicators import create_backend
+        from muster.communicators import create_backend
 
         tls = None
         if folder is not None:

@@ -18,7 +18,7 @@ from muster.bench.scale.command import add_job_arguments, beside_a_job, cpu_s, r
 
 if TYPE_CHECKING:
     from muster.bench.scale.load import Load
-    from muster.worker.store.link import StoreLink
+    from muster.programs.link import StoreLink
 
 OPENING_PARALLELISM = 64
 
@@ -65,8 +65,8 @@ async def _meet(args: argparse.Namespace, scheduler_pid: int, load: Load) -> dic
 
 
 async def _open(load: Load) -> list[StoreLink]:
-    from muster.rendezvous.v1 import store_pb2 as pb
-    from muster.worker.store.link import StoreLink
+    from muster.programs.link import StoreLink
+    from muster.wire.v1 import store_pb2 as pb
 
     gate = asyncio.Semaphore(OPENING_PARALLELISM)
 
@@ -92,7 +92,7 @@ async def _timed(scheduler_pid: int, work: Awaitable[object]) -> tuple[float, fl
 
 async def _meet_as_nccl(links: Sequence[StoreLink]) -> None:
     """Rank 0 sets an id of 128 bytes; all others wait for it."""
-    from muster.rendezvous.v1 import store_pb2 as pb
+    from muster.wire.v1 import store_pb2 as pb
 
     waits = [link.submit(pb.STORE_KIND_WAIT, [b"id"]) for link in links[1:]]
     await links[0].submit(pb.STORE_KIND_SET, [b"id"], [bytes(128)])
@@ -101,7 +101,7 @@ async def _meet_as_nccl(links: Sequence[StoreLink]) -> None:
 
 async def _meet_as_gloo(links: Sequence[StoreLink]) -> None:
     """Each sets its addresses, then waits for and gets everybody's, one after the other."""
-    from muster.rendezvous.v1 import store_pb2 as pb
+    from muster.wire.v1 import store_pb2 as pb
 
     async def meet(rank: int) -> None:
         link = links[rank]
@@ -116,7 +116,7 @@ async def _meet_as_gloo(links: Sequence[StoreLink]) -> None:
 
 async def _count_together(links: Sequence[StoreLink]) -> None:
     """Ten adds of each member, one after the other."""
-    from muster.rendezvous.v1 import store_pb2 as pb
+    from muster.wire.v1 import store_pb2 as pb
 
     async def count(link: StoreLink) -> None:
         for _ in range(10):

@@ -23,7 +23,7 @@ from typing import Any
 from muster.bench.allreduce.command import rounds_of, size_in_bytes, slowest
 from muster.bench.launches import receive
 from muster.bench.report import describe_machine, summary, write
-from muster.worker.process_group import assignment, registration
+from muster.programs import assignment, registration
 
 SIZES = (4096, 1 << 20, 16 << 20)
 BACKENDS = ("gloo", "muster")

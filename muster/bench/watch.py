@@ -88,7 +88,7 @@ class Watched:
 
     async def watch(self, channel: Any, job_id: str, *, keep: bool) -> None:
         """Reads a stream; ``keep``: it becomes what a page knows, else the bytes are dropped."""
-        from muster.rendezvous.v1 import watch_pb2 as pb
+        from muster.wire.v1 import watch_pb2 as pb
 
         call = channel.unary_stream(
             "/rendezvous.v1.Watching/Watch", request_serializer=pb.WatchRequest.SerializeToString

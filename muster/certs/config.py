@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.certs.errors import ConfigError
-from muster.rendezvous.files import read_regular
+from muster.wire.files import read_regular
 
 CIPHERS = (
     "ECDHE-ECDSA-AES128-GCM-SHA256",

@@ -5,7 +5,7 @@ One family: :class:`CertificateError` catches all. No key and no password ever s
 
 from __future__ import annotations
 
-from muster.rendezvous.errors import RemediedError
+from muster.wire.errors import RemediedError
 
 
 class CertificateError(RemediedError):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from muster.certs.errors import FileError
-from muster.rendezvous.files import beside, read_regular, readable_by_others, remove_left
+from muster.wire.files import beside, read_regular, readable_by_others, remove_left
 
 LOG = logging.getLogger("muster.certs")
 

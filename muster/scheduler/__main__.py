@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.certs.errors import CertificateError
-from muster.rendezvous.output import to_its_end
-from muster.rendezvous.variables import SCHEDULER, misspelt, option_help, variables_help
 from muster.scheduler import __version__
 from muster.scheduler.config import load_settings
 from muster.scheduler.errors import SchedulerError
+from muster.wire.output import to_its_end
+from muster.wire.variables import SCHEDULER, misspelt, option_help, variables_help
 
 DESCRIPTION = """\
 Gathers the workers of a training job, checks who they are and gives each its rank.

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.rendezvous.files import path_of
-from muster.rendezvous.patience import breaking_pause_s, takeover_patience_s
-from muster.rendezvous.rank_table import RankTable
-from muster.rendezvous.settings import (
+from muster.scheduler.core.events import Settings
+from muster.scheduler.errors import SettingsError
+from muster.wire.files import path_of
+from muster.wire.patience import breaking_pause_s, takeover_patience_s
+from muster.wire.rank_table import RankTable
+from muster.wire.settings import (
     Environment,
     canonical_address,
     shared_settings,
 )
-from muster.rendezvous.variables import default_of
-from muster.scheduler.core.events import Settings
-from muster.scheduler.errors import SettingsError
+from muster.wire.variables import default_of
 
 ETCD_PORT = 2379
 _ETCD = "etcd://"

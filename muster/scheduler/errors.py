@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from muster.rendezvous.errors import RemediedError
+from muster.wire.errors import RemediedError
 
 if TYPE_CHECKING:
     import grpc

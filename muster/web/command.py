@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.certs.errors import CertificateError
-from muster.rendezvous.settings import is_loopback, show_address
-from muster.rendezvous.threads import Pool
 from muster.scheduler.cli import command as asking
 from muster.scheduler.cli.client import Client
 from muster.scheduler.config import Address
 from muster.scheduler.errors import SchedulerError, SettingsError
 from muster.version import how_to_install
+from muster.wire.settings import is_loopback, show_address
+from muster.wire.threads import Pool
 
 if TYPE_CHECKING:
     from muster.web.logs import Log

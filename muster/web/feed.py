@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from muster.certs.errors import CertificateError
-from muster.rendezvous.threads import start_thread
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.scheduler.cli.client import Client, RefusedByScheduler, UnreachableError
 from muster.scheduler.errors import SchedulerError
 from muster.web.model import Followed
+from muster.wire.threads import start_thread
+from muster.wire.v1 import watch_pb2 as pb
 
 AGAIN_S = 0.5
 """Seconds before a scheduler that is away is asked again."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.rendezvous import launches
-from muster.rendezvous.files import open_regular
-from muster.rendezvous.log_lines import one_line
+from muster.wire import launches
+from muster.wire.files import open_regular
+from muster.wire.log_lines import one_line
 
 LOGS_SHOWN = 32
 TAIL_BYTES = 16 * 1024

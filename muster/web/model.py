@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from muster.rendezvous.v1 import rendezvous_pb2 as rendezvous_pb
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.web.series import Point, Series
+from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
+from muster.wire.v1 import watch_pb2 as pb
 
 GENERATIONAL = frozenset(("formed", "stands", "over", "ended"))
 EVENTS_KEPT = 512

@@ -11,12 +11,12 @@ from urllib.parse import urlencode
 import jinja2
 from markupsafe import Markup
 
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.web import words
 from muster.web.live import Cell, Live
 from muster.web.logs import Log, tail
 from muster.web.model import GENERATIONAL, Followed, Job, Worker, trouble, who_waits
 from muster.web.plots import bars, plots
+from muster.wire.v1 import watch_pb2 as pb
 
 CARDS_AT_MOST = 64
 """Workers up to which each is shown as a card; beyond, as cells of a grid."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.rendezvous.files import read_regular
-from muster.rendezvous.launches import LAST_S, read_records
-from muster.rendezvous.log_lines import one_line
 from muster.web.model import Generation
 from muster.web.plots import LARGEST
 from muster.web.series import Point, Series
+from muster.wire.files import read_regular
+from muster.wire.launches import LAST_S, read_records
+from muster.wire.log_lines import one_line
 
 MAX_LOG_BYTES = 16 * 1024 * 1024
 MAX_SHOWN = 4000

@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from muster.rendezvous.files import beside
-from muster.rendezvous.launches import LATEST, RUNS
-from muster.rendezvous.log_lines import one_line
 from muster.version import how_to_install
+from muster.wire.files import beside
+from muster.wire.launches import LATEST, RUNS
+from muster.wire.log_lines import one_line
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = "default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"

@@ -21,10 +21,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from muster.certs.errors import CertificateError
 from muster.certs.runtime.follower import Follower
 from muster.certs.runtime.tls import peer_pem, server_ssl_context
-from muster.rendezvous.settings import show_address
 from muster.scheduler.errors import BindError
 from muster.web.app import Pages
 from muster.web.guard import Guard
+from muster.wire.settings import show_address
 
 CONNECTIONS = 128
 """Most connections at the same time; more are answered that the server is busy."""

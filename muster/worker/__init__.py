@@ -1,4 +1,4 @@
-"""Muster's worker: a process's place in a job, its collectives, its training, and the launcher.
+"""Muster's worker: a process's place in a job, its session, its collectives.
 
 What scripts use is in :mod:`muster`.
 """

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping
 from typing import SupportsFloat
 
-from muster.worker.errors import NotInitializedError
+from muster.errors import NotInitializedError
 from muster.worker.program_environment import (
     AGENT_PID_VARIABLE,
     AGENT_VARIABLE,
@@ -40,7 +40,7 @@ class AdoptedSession:
     """A worker's place in its generation, which its agent holds: ranks and reports, but no communicator.
 
     The agent joins before the script starts and leaves when it has ended; a change of members ends or renews
-    the script (see :mod:`muster.worker.store.agent`). So there is nothing to open, and little to release.
+    the script (see :mod:`muster.programs.agent`). So there is nothing to open, and little to release.
 
     Args:
         env: what the agent has set; read at each call, as :func:`muster.torch.on_new_generation` renews it.

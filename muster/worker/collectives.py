@@ -37,7 +37,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from muster.worker.communicators.base import (
+from muster.communicators.base import (
     HOST,
     Array,
     Communicator,
@@ -49,7 +49,7 @@ from muster.worker.communicators.base import (
     describe,
     kind_of,
 )
-from muster.worker.errors import ArrayError, GroupError
+from muster.errors import ArrayError, GroupError
 from muster.worker.runtime import current
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from muster.rendezvous.files import path_of
-from muster.rendezvous.messages import Value
-from muster.rendezvous.settings import (
+from muster.errors import SettingsError
+from muster.wire.files import path_of
+from muster.wire.messages import Value
+from muster.wire.settings import (
     Environment,
     is_loopback,
     shared_settings,
     show_address,
 )
-from muster.rendezvous.variables import MAX_DEVICES, default_of
-from muster.worker.errors import SettingsError
+from muster.wire.variables import MAX_DEVICES, default_of
 
 
 class ForeignLauncher(Value):

@@ -3,7 +3,7 @@
 The launcher sees exit codes and signals only, in the order in which processes end, which is not the order in
 which they failed. So it gives each worker a file in memory, named by MUSTER_LAST_WORDS. How far the training
 is stands in its first bytes and is overwritten; the rest is appended, a JSON object a line, which
-:func:`muster.worker.launch.report.read_words` reads.
+:func:`muster.launch.report.read_words` reads.
 
 A Muster error that a script does not catch is shown as a sentence, with its exit code, not as a traceback.
 What ends the script is handed on before that, so that scheduler and launcher hear the reason. An exception is
@@ -29,15 +29,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from muster.worker.errors import LeaveGranted, LeaveNow, WorkerError
+from muster.errors import LeaveGranted, LeaveNow, WorkerError
 
 log = logging.getLogger("muster.worker")
 
-_HERE = Path(__file__).parent
-_BEGINNING = str(_HERE / "runtime.py"), str(_HERE / "training" / "datasets.py")
+_MUSTER = Path(__file__).parents[1]
+_BEGINNING = str(_MUSTER / "worker" / "runtime.py"), str(_MUSTER / "training" / "datasets.py")
 """Files whose errors are mistakes in settings, for which the script's line says nothing."""
 
-_LIBRARIES = (f"{_HERE}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen")
+_ROOMS = ("communicators", "launch", "parallel", "programs", "torch", "training", "worker")
+_OURS = tuple(f"{_MUSTER / room}{os.sep}" for room in _ROOMS)
+_LIBRARIES = (*_OURS, f"{Path(os.__file__).parent}{os.sep}", "<frozen")
 
 
 # ---------------------------------------------------------------- notes for the launcher
@@ -184,7 +186,7 @@ def note_exit(code: str | int | None, trace: TracebackType | None = None) -> Non
         if code == 1 and not _script.explained:  # what Python ends with by itself says why
             _script.explained = True
             file, line = _place_that_exits(trace)
-            if not file.startswith(f"{_HERE}{os.sep}"):
+            if not file.startswith(_OURS):
                 log.warning("this process ends with exit code 1, as %s, line %d, asks", Path(file).name, line)
 
 

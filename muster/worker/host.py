@@ -20,13 +20,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.rendezvous.messages import VERSION_FACT, Device, Host, Value
+from muster.errors import SettingsError, WorkerError
 from muster.version import __version__
+from muster.wire.messages import VERSION_FACT, Device, Host, Value
 from muster.worker.config import Settings
-from muster.worker.errors import SettingsError, WorkerError
 
 if TYPE_CHECKING:
-    from muster.worker.communicators.base import Backend
+    from muster.communicators.base import Backend
 
 
 _SIOCGIFADDR = 0x8915

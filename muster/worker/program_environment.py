@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from muster.worker.errors import SettingsError
+from muster.errors import SettingsError
 
 STORE_VARIABLE = "MUSTER_STORE"
 """``host:port`` of the store's listener on loopback, in programs that Muster has started."""
@@ -22,7 +22,7 @@ NODE_VARIABLE = "MUSTER_NODE_ID"
 GLOO_VARIABLE = "MS_TORCH_GLOO"
 """The user's: "muster" where groups of Gloo's are to be Muster's."""
 
-JAX_PROGRAM = "muster.worker.store.jax_program"
+JAX_PROGRAM = "muster.programs.jax_program"
 """The module that runs a script of JAX, which does not know that variable."""
 
 HOST = "127.0.0.1"

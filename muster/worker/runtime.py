@@ -14,20 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from muster.rendezvous.log_lines import BoundedFormatter
-from muster.rendezvous.variables import misspelt
-from muster.worker.config import SecurityContext, load_settings
-from muster.worker.control.client import is_consequence, is_good_exit, reason_of
-from muster.worker.control.connection import Connection, grpc_dial, load_keyring
-from muster.worker.ending import (
-    NOTES_VARIABLE,
-    is_good_end,
-    note,
-    on_sigterm,
-    show_errors_in_words,
-    watch_the_end,
-)
-from muster.worker.errors import (
+from muster.errors import (
     SIGTERM_EXIT_CODE,
     JobEndedError,
     LeaveGranted,
@@ -36,12 +23,25 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
-from muster.worker.launch.door import OUTER
+from muster.wire.log_lines import BoundedFormatter
+from muster.wire.variables import misspelt
+from muster.worker.config import SecurityContext, load_settings
+from muster.worker.ending import (
+    NOTES_VARIABLE,
+    is_good_end,
+    note,
+    on_sigterm,
+    show_errors_in_words,
+    watch_the_end,
+)
 from muster.worker.program_environment import AGENT_VARIABLE
+from muster.worker.session.client import is_consequence, is_good_exit, reason_of
+from muster.worker.session.connection import Connection, grpc_dial, load_keyring
 from muster.worker.uplink.dialing import dial_by_uplink
+from muster.worker.uplink.door import OUTER
 
 if TYPE_CHECKING:
-    from muster.worker.control.session import Session
+    from muster.worker.session.session import Session
 
 log = logging.getLogger("muster.worker")
 
@@ -256,14 +256,14 @@ def open_session(
 
     device = choose_device(settings)
     name = backend or settings.backend or _default_backend(device.visible_count)
-    from muster.worker.communicators import create_backend, tls_policies, warm_up
+    from muster.communicators import create_backend, tls_policies, warm_up
 
     warmed = warm_up(name, -1 if settings.spare else device.ordinal)  # beside what follows: it takes as long
     keyring = load_keyring(settings, env)  # sets the ciphers: before anything imports grpc
-    from muster.rendezvous.messages import Profile
-    from muster.worker.communicators.tcp.probe import Prober, answer_probes
-    from muster.worker.control.session import Session, new_incarnation
+    from muster.communicators.tcp.probe import Prober, answer_probes
+    from muster.wire.messages import Profile
     from muster.worker.host import bind_libraries, join_facts
+    from muster.worker.session.session import Session, new_incarnation
 
     host = retried(lambda: describe_host(settings), UnresolvedHostError, sleep=sleep)
     bind_libraries(settings.interface)

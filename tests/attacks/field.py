@@ -16,8 +16,8 @@ import grpc
 from cryptography import x509
 
 from muster.certs.pki.identity import Identity
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.proxy import Proxy
 from tests.ports import free_port
 from tests.scheduler.processes import PASSWORD, Pki, Scheduler, Stream, channel, environment, scheduler

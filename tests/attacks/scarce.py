@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.field import WORKERS, environment_of, make_pki, start_victims
 from tests.attacks.flood import SAID
 from tests.attacks.http2 import Http2, message, request

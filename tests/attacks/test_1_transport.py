@@ -21,8 +21,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from muster.certs.pki.authority import create_authority
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.tls import client_ssl_context
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks import http2
 from tests.attacks.field import Field
 from tests.attacks.http2 import Http2

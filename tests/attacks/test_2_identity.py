@@ -15,9 +15,9 @@ import grpc
 import pytest
 
 from muster.certs.pki.identity import Identity
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.scheduler import __version__
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks.field import Field
 from tests.attacks.test_1_transport import bare
 from tests.certs.servers import server_credentials

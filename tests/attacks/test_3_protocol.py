@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.attacks import http2
 from tests.attacks.field import Field
 from tests.attacks.test_1_transport import bare

@@ -18,17 +18,17 @@ from muster.certs.pki.authority import create_authority
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.store import load_credentials
 from muster.certs.runtime.tls import client_ssl_context
-from muster.worker.communicators.base import Membership, Peer, ReduceOp
-from muster.worker.communicators.tcp.communicator import TcpCommunicator
-from muster.worker.communicators.tcp.connection import FRAME, MAGIC, FrameKind
-from muster.worker.communicators.tcp.endpoint import PROOF, REPLY, Hello, group_label
-from muster.worker.errors import CommunicatorError, WorkerError
+from muster.communicators.base import Membership, Peer, ReduceOp
+from muster.communicators.tcp.communicator import TcpCommunicator
+from muster.communicators.tcp.connection import FRAME, MAGIC, FrameKind
+from muster.communicators.tcp.endpoint import PROOF, REPLY, Hello, group_label
+from muster.errors import CommunicatorError, WorkerError
 from tests.attacks.field import Field
 from tests.attacks.proxy import Change, Proxy
 from tests.attacks.test_1_transport import CLIENT_HELLO, PLAIN
+from tests.communicators.tcp.world import Office, World, make_world, together
 from tests.scheduler.processes import PASSWORD
 from tests.waiting import wait_for
-from tests.worker.communicators.tcp.world import Office, World, make_world, together
 
 SHORT_S = 1.0
 PARKED_S = 60.0  # so long may one wait that has a place

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from muster.rendezvous.v1 import host_pb2, store_pb2, watch_pb2
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import host_pb2, store_pb2, watch_pb2
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.attacks.field import Field
 from tests.attacks.test_1_transport import answer_to, bare
 from tests.attacks.test_2_identity import join

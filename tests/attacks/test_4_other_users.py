@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous import launches
+from muster.wire import launches
 from tests.attacks.field import Field
+from tests.launch.launching import Place, environment, place
 from tests.scheduler.processes import PASSWORD
 from tests.waiting import wait_for
-from tests.worker.launch.launching import Place, environment, place
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 

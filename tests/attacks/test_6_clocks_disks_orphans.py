@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 
 from muster.bench.soak.clock import CLOCK_VARIABLE, shift
-from muster.rendezvous.errors import RemediedError
-from muster.rendezvous.files import beside
 from muster.scheduler.config import load_settings as scheduler_settings
+from muster.training import checkpoint
+from muster.training.checkpoint import CheckpointError
+from muster.training.sampler import ShardedSampler
+from muster.training.state import TrainingState
+from muster.wire.errors import RemediedError
+from muster.wire.files import beside
 from muster.worker.config import load_settings as worker_settings
-from muster.worker.training import checkpoint
-from muster.worker.training.checkpoint import CheckpointError
-from muster.worker.training.sampler import ShardedSampler
-from muster.worker.training.state import TrainingState
 from tests.attacks.field import environment_of, make_pki, start_victims
 from tests.attacks.test_2_identity import join
 from tests.disks import small_disk

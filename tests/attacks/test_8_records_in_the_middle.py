@@ -21,15 +21,15 @@ import pytest
 from cryptography.exceptions import InvalidTag
 
 from muster.certs.runtime.store import Credentials
-from muster.worker.communicators.base import ReduceOp
-from muster.worker.communicators.tcp import records
-from muster.worker.communicators.tcp.communicator import SMALL_BYTES, TcpCommunicator
-from muster.worker.communicators.tcp.connection import MAGIC, EndOfStreamError, Reason
-from muster.worker.communicators.tcp.records import RECORD_BYTES, TrafficKey
-from muster.worker.errors import PeerLostError, WorkerError
+from muster.communicators.base import ReduceOp
+from muster.communicators.tcp import records
+from muster.communicators.tcp.communicator import SMALL_BYTES, TcpCommunicator
+from muster.communicators.tcp.connection import MAGIC, EndOfStreamError, Reason
+from muster.communicators.tcp.records import RECORD_BYTES, TrafficKey
+from muster.errors import PeerLostError, WorkerError
 from tests.attacks.defences.attack import Without
 from tests.attacks.defences.test_connections import one_secret, without_numbers, without_tags
-from tests.worker.communicators.tcp.world import Office, World, make_world, together
+from tests.communicators.tcp.world import Office, World, make_world, together
 
 TIMEOUT_S = 5.0
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core import records as r
 from muster.scheduler.etcd import journal as etcd_journal
 from muster.scheduler.etcd.journal import EtcdJournal, EtcdJournalDamagedError
 from muster.scheduler.jobs import journal as sqlite_journal
 from muster.scheduler.jobs.journal import Journal, JournalError, chained_checksum
+from muster.wire.v1 import etcd_pb2 as pb
 from tests.scheduler.etcd.test_leadership import Rig
 from tests.waiting import go
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import muster
-from muster.worker.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.communicator import TcpBackend
 from tests.attacks.proxy import Proxy
 
 SIZE = 4096

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from muster.certs.runtime.store import Credentials
-from muster.rendezvous.settings import server_options
+from muster.wire.settings import server_options
 
 
 def server_credentials(credentials: Credentials) -> grpc.ServerCredentials:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.certs.pki.certificates import printable
-from muster.rendezvous.log_lines import one_line
+from muster.wire.log_lines import one_line
 
 
 @given(st.text(max_size=60))

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from muster.worker.communicators.base import ReduceOp
-from muster.worker.errors import ArrayError, CommunicatorError, MembershipChanged
+from muster.communicators.base import ReduceOp
+from muster.errors import ArrayError, CommunicatorError, MembershipChanged
 from tests.contracts.agents import Place
 from tests.contracts.kits import NumpyArray, reference, values
 
@@ -387,7 +387,7 @@ def data_parallel_in_bfloat16(place: Place) -> list[list[float]]:
     """One step of a model whose gradients travel in bfloat16; returns gradients and their float32 mean."""
     import torch
 
-    from muster.worker.pytorch.data_parallel import DataParallel
+    from muster.torch.data_parallel import DataParallel
 
     torch.manual_seed(1)
     bare = torch.nn.Linear(300, 200)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from muster.certs.runtime.store import load_credentials
-from muster.worker.communicators import tls_policies
-from muster.worker.communicators.base import Backend, Communicator, Membership, Peer
-from muster.worker.communicators.following import FollowingBackend
-from muster.worker.communicators.tcp.communicator import TcpBackend, TcpCommunicator
+from muster.communicators import tls_policies
+from muster.communicators.base import Backend, Communicator, Membership, Peer
+from muster.communicators.following import FollowingBackend
+from muster.communicators.tcp.communicator import TcpBackend, TcpCommunicator
 from tests.contracts.kits import JOB, PASSWORD, Kit
 
 

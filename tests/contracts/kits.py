@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.communicators import create_backend
-from muster.worker.communicators.base import Backend, ReduceOp
+from muster.communicators import create_backend
+from muster.communicators.base import Backend, ReduceOp
 
 KIT_NAMES = ("tcp", "tcp-plain", "following", "nccl", "nccl-cpu")
 JOB = "contract"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from muster.worker.errors import CommunicatorError
+from muster.errors import CommunicatorError
 from tests.contracts import bodies
 from tests.contracts.agents import Agents, Failure, Place
 from tests.contracts.kits import Kit

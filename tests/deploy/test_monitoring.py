@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.ports import free_port
 from tests.scheduler.processes import ROOT, WAIT_S, Pki, channel, form, scheduler
 from tests.web.launch import launch

@@ -23,7 +23,7 @@ import yaml
 
 from tests.deploy.machines import WAIT_S, Machine, as_user, block, can_make_machines, end, section
 from tests.deploy.test_deploy import DEPLOY, named, unit
-from tests.worker.launch.launching import free_port
+from tests.launch.launching import free_port
 
 pytestmark = pytest.mark.skipif(not can_make_machines(), reason="needs root, mounts and unshare")
 

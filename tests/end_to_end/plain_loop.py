@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 import muster
-from muster.worker.training.loop import ElasticLoop
-from muster.worker.training.sampler import ShardedSampler
-from muster.worker.training.state import TrainingState
+from muster.training.loop import ElasticLoop
+from muster.training.sampler import ShardedSampler
+from muster.training.state import TrainingState
 
 STEP_S = 0.02  # so that there are steps left when a test does something
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from muster.certs.files import write_file
-from muster.worker.launch.command import count_gpus
-from muster.worker.training import datasets
+from muster.launch.command import count_gpus
+from muster.training import datasets
+from tests.launch.launching import free_port
 from tests.scheduler.processes import PASSWORD, ROOT, Pki, environment
-from tests.worker.launch.launching import free_port
 
 EXAMPLES = ROOT / "examples"
 TRAIN = f"{ROOT / 'train.py'}"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from muster.bench.launches import ROOT, environment
-from muster.rendezvous.patience import takeover_patience_s
+from muster.wire.patience import takeover_patience_s
 
 pytestmark = [
     pytest.mark.system,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.launch.launching import free_port
+from tests.launch.launching import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("Makefile", "pyproject.toml", "train.py", "muster", "packaging", "scheduler", "worker", "certs")

@@ -11,7 +11,7 @@ import pytest
 
 from muster.bench.recovery.cpu import Digits, kill_schedulers, kill_workers
 from muster.bench.recovery.job import Worker
-from muster.worker.training import checkpoint
+from muster.training import checkpoint
 
 PACE_S = 0.02
 WAIT_S = 60.0

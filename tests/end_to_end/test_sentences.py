@@ -96,7 +96,7 @@ def test_the_traceback_is_shown_to_who_debugs(tmp_path: Path) -> None:
 
 WITHIN = """
 import muster
-from muster.worker.errors import ArrayError, WorkerError
+from muster.errors import ArrayError, WorkerError
 
 def train():
     {line}

@@ -250,7 +250,7 @@ def test_a_replacement_joins_the_survivors(pki: Pki, tmp_path: Path) -> None:
 
 
 REBUILDING = """
-from muster.worker.store.generations import on_new_generation
+from muster.programs.generations import on_new_generation
 
 def train(generation):
     print("pid", os.getpid(), "rank", generation.rank, "of", generation.world_size, flush=True)
@@ -354,7 +354,7 @@ def test_groups_are_built_anew_in_the_same_process_and_a_spare_takes_the_place(
         env = environment(
             MS_ROLE="MS_WORKER", MS_SCHED_PORT=str(served.port), OMP_NUM_THREADS="1", **sizes, **pki.env()
         )
-        command = [sys.executable, "-m", "muster.worker.store.agent", "--", sys.executable, "job.py", kind]
+        command = [sys.executable, "-m", "muster.programs.agent", "--", sys.executable, "job.py", kind]
         agents = [
             subprocess.Popen(
                 command,

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from muster.worker.training import checkpoint, datasets
-from muster.worker.training.sampler import ShardedSampler
+from muster.training import checkpoint, datasets
+from muster.training.sampler import ShardedSampler
 from tests.scheduler.processes import ROOT, Pki, Scheduler, environment, scheduler
 
 WAIT_S = 30.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.launching import free_port
 from tests.scheduler.processes import PASSWORD, Pki, environment
-from tests.worker.launch.launching import free_port
 
 SCRIPT = """
 import muster

@@ -16,12 +16,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from examples import resnet50_cifar10 as example
-from muster.worker.errors import MembershipChanged
-from muster.worker.pytorch.capture import capture_step
-from muster.worker.training.status_line import Progress, Throughput
+from muster.errors import MembershipChanged
+from muster.torch.capture import capture_step
+from muster.training.status_line import Progress, Throughput
 from tests.gpu import cuda_rules, graphs
 from tests.gpu.threads import _Meeting
-from tests.worker.pytorch.test_data_parallel import batch_of, linear_net, loss_function
+from tests.torch.test_data_parallel import batch_of, linear_net, loss_function
 
 ARGUMENTS = [
     *("--tiny", "--data=synthetic", "--image-size=32", "--batch-size=4"),

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from examples import gpt2 as example
-from muster.worker.training.status_line import Progress, Throughput
+from muster.training.status_line import Progress, Throughput
 from tests.examples.test_capture_on_cpu import WARM_UP, LoneSession
 from tests.gpu import cuda_rules, graphs
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.launch.launching import Place
 from tests.parallel.test_divided_jobs import PATH
-from tests.worker.launch.launching import Place
 
 TINY = ("--tiny", "--no-compile", "--parallel=auto", "--data=synthetic", "--image-size=32", "--print-every=1")
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 
-from muster.rendezvous import codec
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as se
 from muster.scheduler.core import machine as core
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.records import decode_record, encode_record
 from muster.scheduler.serve.sessions import encode_status, event_of
+from muster.wire import codec
+from muster.wire import messages as m
 from tests.fuzzing.shapes import parts
-from tests.worker.control.machine import Machine, assignment
+from tests.worker.session.machine import Machine, assignment
 
 SETTINGS = se.Settings(
     worker_num=2,

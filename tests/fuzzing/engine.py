@@ -16,7 +16,19 @@ from types import FrameType
 from typing import Any
 
 ROOT = str(Path(__file__).parents[2])
-OURS = tuple(f"{ROOT}/muster/{package}/" for package in ("certs", "rendezvous", "scheduler", "worker"))
+ROOMS = (
+    "certs",
+    "scheduler",
+    "wire",
+    "communicators",
+    "launch",
+    "parallel",
+    "programs",
+    "torch",
+    "training",
+    "worker",
+)
+OURS = tuple(f"{ROOT}/muster/{room}/" for room in ROOMS)
 MAX_BYTES = 1 << 16
 MAX_KEPT = 2000
 _NASTY = (b"\0", b"\xff", b"\x7f", b"\x80", b"\r\n", b"\xff\xff\xff\xff", b"\x80\x80\x80\x80\x10")

@@ -11,7 +11,7 @@ import socket
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from muster.worker.communicators.tcp.records import (
+from muster.communicators.tcp.records import (
     LARGE_RECORD_SIZE_LIMIT,
     MAX_IDLE_RECORDS,
     TLS_RECORD_SIZE_LIMIT,

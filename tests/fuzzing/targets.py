@@ -25,20 +25,8 @@ from muster.certs.pki.peer import peer_of_pem
 from muster.certs.pki.revocation import load_revocations
 from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import load_credentials
-from muster.rendezvous import codec
-from muster.rendezvous import messages as m
-from muster.rendezvous import settings as rendezvous_settings
-from muster.rendezvous.grpc_stderr import WINDOW_S, Sayings, record_of
-from muster.rendezvous.rank_table import RankTableError, parse_rank_table, ranks_of
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.scheduler import config as scheduler_config
-from muster.scheduler.audit.grpc_trace import TraceReader
-from muster.scheduler.config import load_settings
-from muster.scheduler.core.records import RecordError, decode_record
-from muster.scheduler.errors import SettingsError
-from muster.worker import config as worker_config
-from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp.connection import (
+from muster.communicators.base import Membership, Peer
+from muster.communicators.tcp.connection import (
     Call,
     Connection,
     EndOfStreamError,
@@ -49,7 +37,7 @@ from muster.worker.communicators.tcp.connection import (
     goodbye,
     read_goodbye,
 )
-from muster.worker.communicators.tcp.endpoint import (
+from muster.communicators.tcp.endpoint import (
     PROOF,
     REPLY,
     Hello,
@@ -59,13 +47,25 @@ from muster.worker.communicators.tcp.endpoint import (
     handshake_context,
     proof,
 )
-from muster.worker.communicators.tcp.records import RecordLayer, RecordLayerError
+from muster.communicators.tcp.records import RecordLayer, RecordLayerError
+from muster.errors import CommunicatorError, WorkerError
+from muster.errors import SettingsError as WorkerSettingsError
+from muster.launch.parsing import parse_address, parse_hostfile, parse_hosts, parse_numbers
+from muster.launch.rank_table import merge_files, read_json, to_text
+from muster.launch.rank_table_file import make_table, parse_interval
+from muster.scheduler import config as scheduler_config
+from muster.scheduler.audit.grpc_trace import TraceReader
+from muster.scheduler.config import load_settings
+from muster.scheduler.core.records import RecordError, decode_record
+from muster.scheduler.errors import SettingsError
+from muster.wire import codec
+from muster.wire import messages as m
+from muster.wire import settings as rendezvous_settings
+from muster.wire.grpc_stderr import WINDOW_S, Sayings, record_of
+from muster.wire.rank_table import RankTableError, parse_rank_table, ranks_of
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.worker import config as worker_config
 from muster.worker.config import visible_devices
-from muster.worker.errors import CommunicatorError, WorkerError
-from muster.worker.errors import SettingsError as WorkerSettingsError
-from muster.worker.launch.parsing import parse_address, parse_hostfile, parse_hosts, parse_numbers
-from muster.worker.launch.rank_table import merge_files, read_json, to_text
-from muster.worker.launch.rank_table_file import make_table, parse_interval
 from tests.fuzzing.conversations import talk_to_job, talk_to_worker
 from tests.fuzzing.engine import Target
 from tests.fuzzing.records import talk_in_records

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.worker.communicators.tcp.records import LARGE_RECORD_SIZE_LIMIT, RecordLayer, RecordLayerError
+from muster.communicators.tcp.records import LARGE_RECORD_SIZE_LIMIT, RecordLayer, RecordLayerError
 from tests.fuzzing.engine import Target, fuzz
 from tests.fuzzing.records import OURS, THEIRS, PlainKey, plain_record
 from tests.fuzzing.targets import all_targets

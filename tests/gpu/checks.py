@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from muster.worker.communicators.base import Membership, PreMultipliedSum, ReduceOp
-from muster.worker.communicators.following import FollowingBackend
-from muster.worker.communicators.nccl.communicator import NcclBackend
-from muster.worker.communicators.tcp.communicator import TcpBackend
-from muster.worker.errors import (
+from muster.communicators.base import Membership, PreMultipliedSum, ReduceOp
+from muster.communicators.following import FollowingBackend
+from muster.communicators.nccl.communicator import NcclBackend
+from muster.communicators.tcp.communicator import TcpBackend
+from muster.errors import (
     ArrayError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -27,12 +27,12 @@ from muster.worker.errors import (
     MembershipChanged,
     WorkerError,
 )
-from muster.worker.pytorch.capture import capture_step
-from muster.worker.pytorch.data_parallel import DataParallel
-from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
-from muster.worker.pytorch.state import TorchTrainingState
-from muster.worker.pytorch.transfer import CopiesAside
-from muster.worker.training.sampler import ShardedSampler
+from muster.torch.capture import capture_step
+from muster.torch.data_parallel import DataParallel
+from muster.torch.sharded_optimizer import ShardedOptimizer
+from muster.torch.state import TorchTrainingState
+from muster.torch.transfer import CopiesAside
+from muster.training.sampler import ShardedSampler
 from tests.gpu.sharing import RANKS_PER_GPU
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

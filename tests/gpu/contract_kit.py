@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from muster.worker.communicators.base import Backend
-from muster.worker.communicators.following import FollowingBackend
-from muster.worker.communicators.tcp.communicator import TcpBackend
-from muster.worker.launch.plan import sharing_environment
+from muster.communicators.base import Backend
+from muster.communicators.following import FollowingBackend
+from muster.communicators.tcp.communicator import TcpBackend
+from muster.launch.plan import sharing_environment
 from tests.contracts.kits import ALL_DTYPES, Kit, NumpyArray
 from tests.gpu.sharing import RANKS_PER_GPU, ranks_on
 
@@ -29,7 +29,7 @@ class NcclKit(Kit):
 
     def create(self, certificates: Path, rank: int) -> Backend:
         """On the rank's GPU; array and communicator must be on one device."""
-        from muster.worker.communicators.nccl.communicator import NcclBackend
+        from muster.communicators.nccl.communicator import NcclBackend
 
         if RANKS_PER_GPU > 1:
             os.environ.update(sharing_environment(f"rank-{rank}"))

@@ -11,11 +11,11 @@ import sys
 import torch
 
 import muster
-from muster.worker.errors import RanksDifferError
-from muster.worker.pytorch.state import TorchTrainingState
-from muster.worker.training import checkpoint
-from muster.worker.training.loop import ElasticLoop
-from muster.worker.training.sampler import ShardedSampler
+from muster.errors import RanksDifferError
+from muster.torch.state import TorchTrainingState
+from muster.training import checkpoint
+from muster.training.loop import ElasticLoop
+from muster.training.sampler import ShardedSampler
 
 STEPS, SAVED_AT, DIFFERS_AT = 16, 7, 9
 directory, capture, what = sys.argv[1:]

@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muster.worker.pytorch import capture
-from muster.worker.pytorch.transfer import Lane
+from muster.torch import capture
+from muster.torch.transfer import Lane
 from tests.gpu import cuda_rules
 from tests.gpu.threads import ThreadCommunicator
 

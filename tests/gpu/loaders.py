@@ -112,9 +112,9 @@ def train(row: Row, folder: Path) -> None:
     import torch
 
     import muster
-    from muster.worker.pytorch.state import TorchTrainingState
-    from muster.worker.training.loop import ElasticLoop
-    from muster.worker.training.sampler import ShardedSampler
+    from muster.torch.state import TorchTrainingState
+    from muster.training.loop import ElasticLoop
+    from muster.training.sampler import ShardedSampler
 
     with muster.init("tcp") as session:
         torch.set_num_threads(1)

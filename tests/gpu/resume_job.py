@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import muster
-from muster.worker.training import checkpoint
-from tests.worker.pytorch.test_resume import CASES, SAVED_AT, STEPS, Job
+from muster.training import checkpoint
+from tests.torch.test_resume import CASES, SAVED_AT, STEPS, Job
 
 with muster.init("tcp") as session:
     torch.manual_seed(100 + session.rank)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster.worker.communicators.nccl.reduction import ITEM_SIZES, TYPE_NAMES
+from muster.communicators.nccl.reduction import ITEM_SIZES, TYPE_NAMES
 
 _MEAN, _FACTOR = 4, 9
 

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.worker.errors import ArrayError, SettingsError
-from muster.worker.pytorch.capture import CaptureError, capture_step, host_bound
-from muster.worker.pytorch.data_parallel import DataParallel
+from muster.errors import ArrayError, SettingsError
+from muster.torch.capture import CaptureError, capture_step, host_bound
+from muster.torch.data_parallel import DataParallel
 from tests.gpu.threads import ThreadCommunicator, run_ranks
-from tests.worker.pytorch.test_data_parallel import batch_of, linear_net, loss_function
+from tests.torch.test_data_parallel import batch_of, linear_net, loss_function
 
 
 def step_of(model: Any, rate: float = 1.0, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.worker.communicators.base import FINISHED, Array, Communicator, Membership, Peer, ReduceOp, Work
+from muster.communicators.base import FINISHED, Array, Communicator, Membership, Peer, ReduceOp, Work
 
 _REDUCE = {
     ReduceOp.SUM: lambda parts: np.sum(parts, axis=0),

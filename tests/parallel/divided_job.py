@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import muster
-from muster.worker.parallel.planning.costs import Machine
+from muster.parallel.planning.costs import Machine
 
 SAMPLES, BATCH, WIDTH, CLASSES = 96, 24, 48, 24
 SLOW_LINKS = Machine(

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import muster
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.pytorch.capture import capture_step
+from muster.parallel.planning.costs import Machine
+from muster.torch.capture import capture_step
 
 STEPS = 7
 

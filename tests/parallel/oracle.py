@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from muster.worker.parallel.module import ParallelModule
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.layouts import Mesh, group_ranks
-from muster.worker.parallel.planning.plan import Plan
-from muster.worker.parallel.planning.planner import options_for
-from muster.worker.parallel.planning.problem import Options, Pin, Problem, build
-from muster.worker.parallel.planning.search import solve
-from muster.worker.parallel.trace import Traced, trace
+from muster.parallel.module import ParallelModule
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.layouts import Mesh, group_ranks
+from muster.parallel.planning.plan import Plan
+from muster.parallel.planning.planner import options_for
+from muster.parallel.planning.problem import Options, Pin, Problem, build
+from muster.parallel.planning.search import solve
+from muster.parallel.trace import Traced, trace
 from tests.parallel.models import MODELS, make
 from tests.parallel.ranks import RankCommunicator, run_ranks
 

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import muster
-from muster.worker.errors import ArrayError, SettingsError
-from muster.worker.parallel.eager import TraceError
-from muster.worker.parallel.module import ParallelModule
+from muster.errors import ArrayError, SettingsError
+from muster.parallel.eager import TraceError
+from muster.parallel.module import ParallelModule
 from tests.parallel.oracle import SLOW, close, part_of
 from tests.parallel.ranks import RankCommunicator, run_ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import muster
-from muster.worker.pytorch.capture import capture_step
+from muster.torch.capture import capture_step
 from tests.gpu import graphs
 from tests.gpu.threads import _Meeting
 

@@ -19,14 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from muster.worker.parallel.api import parallelize
-from muster.worker.parallel.checkpoint import load_divided, save_divided
-from muster.worker.parallel.module import ParallelModule
-from muster.worker.parallel.planning.parts import Part, overlap, parts_of
-from muster.worker.parallel.planning.search import solve
-from muster.worker.pytorch.optimizer_state import make_optimizer_state
-from muster.worker.training.checkpoint import CheckpointError
-from muster.worker.training.state import StateMismatchError
+from muster.parallel.api import parallelize
+from muster.parallel.checkpoint import load_divided, save_divided
+from muster.parallel.module import ParallelModule
+from muster.parallel.planning.parts import Part, overlap, parts_of
+from muster.parallel.planning.search import solve
+from muster.torch.optimizer_state import make_optimizer_state
+from muster.training.checkpoint import CheckpointError
+from muster.training.state import StateMismatchError
 from tests.parallel.models import make
 from tests.parallel.oracle import Case, part_of
 from tests.parallel.ranks import RankCommunicator, run_ranks

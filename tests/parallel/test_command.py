@@ -19,10 +19,10 @@ from torch import nn
 
 from muster import parallelize
 from muster.__main__ import main
-from muster.worker.parallel.measure import load_machine, measure
+from muster.parallel.measure import load_machine, measure
+from tests.launch.launching import Place, environment
 from tests.parallel.ranks import RankCommunicator, run_ranks
 from tests.scheduler.processes import ROOT
-from tests.worker.launch.launching import Place, environment
 
 PAGE = ROOT / "docs" / "parallel.md"
 MODEL = """

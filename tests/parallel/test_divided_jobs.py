@@ -14,9 +14,9 @@ pytest.importorskip("torch")
 import torch
 
 from tests.gpu.sharing import launch_options, ranks_on
+from tests.launch.launching import Place
 from tests.parallel.divided_job import one_process
 from tests.scheduler.processes import ROOT
-from tests.worker.launch.launching import Place
 
 PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 STEPS = 7

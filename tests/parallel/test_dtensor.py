@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from muster.worker.parallel.operators import fill
-from muster.worker.parallel.planning.graph import names
-from muster.worker.parallel.planning.layouts import local_shape
-from muster.worker.parallel.planning.rules import modes_of
-from muster.worker.parallel.trace import trace
+from muster.parallel.operators import fill
+from muster.parallel.planning.graph import names
+from muster.parallel.planning.layouts import local_shape
+from muster.parallel.planning.rules import modes_of
+from muster.parallel.trace import trace
 from tests.parallel.models import MODELS, make
 
 NOT_COMPARED = names(

@@ -18,12 +18,12 @@ from torch import nn
 
 import muster
 import muster.torch
-from muster.worker.errors import MembershipChanged, SettingsError
-from muster.worker.parallel import elastic
-from muster.worker.parallel.elastic import ParallelTrainingState, StateLostError
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.training.sampler import ShardedSampler
-from muster.worker.training.state import StateMismatchError, share_state
+from muster.errors import MembershipChanged, SettingsError
+from muster.parallel import elastic
+from muster.parallel.elastic import ParallelTrainingState, StateLostError
+from muster.parallel.planning.costs import Machine
+from muster.training.sampler import ShardedSampler
+from muster.training.state import StateMismatchError, share_state
 from tests.parallel.divided_job import BATCH, CLASSES, SAMPLES, SLOW_LINKS, WIDTH, data, one_process
 from tests.parallel.oracle import close
 from tests.parallel.ranks import RankCommunicator, run_ranks

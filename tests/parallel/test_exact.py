@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from muster.worker.parallel.planning.problem import Pin
-from muster.worker.parallel.planning.search import solve
+from muster.parallel.planning.problem import Pin
+from muster.parallel.planning.search import solve
 from tests.parallel.models import MODELS
 from tests.parallel.oracle import Case
 

@@ -17,9 +17,9 @@ import torch
 
 from muster.bench.gpu_fleet import Fleet
 from tests.gpu.sharing import RANKS_PER_GPU, launch_options, ranks_on
+from tests.launch.launching import Place
 from tests.parallel import gpu_checks
 from tests.scheduler.processes import ROOT
-from tests.worker.launch.launching import Place
 
 pytestmark = pytest.mark.gpu
 

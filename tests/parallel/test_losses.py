@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import muster
-from muster.worker.parallel.functions.losses import CrossEntropy
+from muster.parallel.functions.losses import CrossEntropy
 from tests.parallel.oracle import SLOW, whole_gradients
 from tests.parallel.ranks import RankCommunicator, run_ranks
 

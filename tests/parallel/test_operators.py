@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from muster.worker.parallel.planning.problem import Pin
-from muster.worker.parallel.planning.rules import modes_of
-from muster.worker.parallel.planning.search import solve
-from muster.worker.parallel.trace import trace
+from muster.parallel.planning.problem import Pin
+from muster.parallel.planning.rules import modes_of
+from muster.parallel.planning.search import solve
+from muster.parallel.trace import trace
 from tests.parallel.models import MODELS, make
 from tests.parallel.oracle import Case
 

@@ -19,15 +19,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import muster
-from muster.worker.errors import CollectiveMismatchError, NotInitializedError, SettingsError
-from muster.worker.parallel.api import graph_of
-from muster.worker.parallel.planning import plan as plans
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.layouts import coordinates, factorisations, parts
-from muster.worker.parallel.planning.plan import Plan
-from muster.worker.parallel.planning.planner import feeding, find_plan
-from muster.worker.parallel.saved import read_plan
-from muster.worker.pytorch.data_parallel import DataParallel
+from muster.errors import CollectiveMismatchError, NotInitializedError, SettingsError
+from muster.parallel.api import graph_of
+from muster.parallel.planning import plan as plans
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.layouts import coordinates, factorisations, parts
+from muster.parallel.planning.plan import Plan
+from muster.parallel.planning.planner import feeding, find_plan
+from muster.parallel.saved import read_plan
+from muster.torch.data_parallel import DataParallel
 from tests.parallel.models import MODELS, Gpt, Mlp, make
 from tests.parallel.oracle import part_of
 from tests.parallel.ranks import RankCommunicator, run_ranks

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from examples.big_vocabulary import Language
 from muster.bench.parallel.job import Classifier
 from muster.bench.parallel.variants import written_loss
-from muster.worker.parallel.api import graph_of
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.memory import step_memory
-from muster.worker.parallel.planning.plan import Plan
-from muster.worker.parallel.planning.planner import find_plan
-from muster.worker.parallel.planning.precision import mark_autocast
+from muster.parallel.api import graph_of
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.memory import step_memory
+from muster.parallel.planning.plan import Plan
+from muster.parallel.planning.planner import find_plan
+from muster.parallel.planning.precision import mark_autocast
 
 H100 = json.loads((Path(__file__).parents[2] / "muster/bench/results/parallel-h100.json").read_text())
 MEASURED = {row["model"]: row for row in H100["rows"] if row["variant"] == "auto"}

@@ -139,7 +139,7 @@ def test_evaluation_and_other_precisions_go_torchs_way() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_gpu_writes_the_gradient_in_float32_unrounded(turned: bool) -> None:
-    from muster.worker.parallel.functions.products import Product
+    from muster.parallel.functions.products import Product
 
     if not torch.cuda.is_available() or not hasattr(torch.ops.aten.mm, "dtype"):
         pytest.skip("needs a GPU and torch 2.8")

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from muster.worker.errors import SettingsError
-from muster.worker.parallel.api import graph_of
-from muster.worker.parallel.measure import load_machine
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.planner import find_plan
-from muster.worker.parallel.saved import MAX_BYTES, read_plan
+from muster.errors import SettingsError
+from muster.parallel.api import graph_of
+from muster.parallel.measure import load_machine
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.planner import find_plan
+from muster.parallel.saved import MAX_BYTES, read_plan
 from tests.parallel.models import MODELS, Mlp
 
 READERS = {"plan": read_plan, "machine": load_machine}

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.graph import Graph, Node, Value
-from muster.worker.parallel.planning.problem import Problem, State
-from muster.worker.parallel.planning.search import TooWide, solve
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.graph import Graph, Node, Value
+from muster.parallel.planning.problem import Problem, State
+from muster.parallel.planning.search import TooWide, solve
 
 
 def random_problem(seed: int, *, nodes: int = 7, states: int = 3) -> Problem:
@@ -163,7 +163,7 @@ def milp_seconds(problem: Problem) -> float:
 
 def graph(name: str) -> Any:
     torch = pytest.importorskip("torch")
-    from muster.worker.parallel.api import graph_of
+    from muster.parallel.api import graph_of
     from tests.parallel import large_models as large
 
     with torch.device("meta"):
@@ -174,8 +174,8 @@ def graph(name: str) -> Any:
 @pytest.mark.parametrize("name", ["resnet50", "gpt2"])
 def test_the_optimum_of_a_model_beside_a_milp_solver(name: str) -> None:
     pytest.importorskip("scipy")
-    from muster.worker.parallel.planning.planner import options_for
-    from muster.worker.parallel.planning.problem import Options, build
+    from muster.parallel.planning.planner import options_for
+    from muster.parallel.planning.problem import Options, build
 
     traced = graph(name)
     options = options_for(traced, (4,), "data_parallel", Options((), ()))
@@ -187,7 +187,7 @@ def test_the_optimum_of_a_model_beside_a_milp_solver(name: str) -> None:
 
 
 def test_data_parallel_is_best_for_resnet50() -> None:
-    from muster.worker.parallel.planning.planner import find_plan
+    from muster.parallel.planning.planner import find_plan
 
     plan = find_plan(graph("resnet50"), 4, machine=Machine())
     assert plan.verdict.startswith("data parallel is best")
@@ -195,7 +195,7 @@ def test_data_parallel_is_best_for_resnet50() -> None:
 
 
 def test_a_million_classes_are_split() -> None:
-    from muster.worker.parallel.planning.planner import find_plan
+    from muster.parallel.planning.planner import find_plan
 
     plan = find_plan(graph("resnet50_faces"), 4, machine=Machine())
     assert "fc's gradient of 8.2 GB no longer travels" in plan.verdict
@@ -208,7 +208,7 @@ def test_a_million_classes_are_split() -> None:
 
 
 def test_a_plan_within_memory_where_data_parallelism_does_not_fit() -> None:
-    from muster.worker.parallel.planning.planner import find_plan
+    from muster.parallel.planning.planner import find_plan
 
     machine = Machine(memory_bytes=30e9)
     plan = find_plan(graph("resnet50_faces"), 4, machine=machine)
@@ -222,7 +222,7 @@ def test_ten_seconds_for_32_layers() -> None:
     import time
 
     started = time.process_time()
-    from muster.worker.parallel.planning.planner import find_plan
+    from muster.parallel.planning.planner import find_plan
 
     torch_graph = graph("gpt_7b")
     plan = find_plan(torch_graph, 8, machine=Machine())

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import muster
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.memory import step_memory
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.memory import step_memory
 from tests.parallel.models import Bottleneck, Gpt
 from tests.parallel.oracle import part_of
 from tests.parallel.ranks import RankCommunicator, run_ranks
@@ -39,8 +39,8 @@ class Stack(nn.Module):
 
 
 def planned(machine: Machine, rows: int = 64, **settings: Any) -> Any:
-    from muster.worker.parallel.api import graph_of
-    from muster.worker.parallel.planning.planner import find_plan
+    from muster.parallel.api import graph_of
+    from muster.parallel.planning.planner import find_plan
 
     with torch.device("meta"):
         graph = graph_of(Stack(), (torch.zeros(rows, 1024), torch.zeros(rows, 1024)), 4)
@@ -74,7 +74,7 @@ def test_small_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> N
 
 def test_buckets_travel_while_earlier_layers_go_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each layer: three of four sums are done when the last gradient is there."""
-    from muster.worker.parallel.planning import buckets
+    from muster.parallel.planning import buckets
 
     monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (4 * 2**20,))
     slow = replace(EVEN, bus_bytes_per_s=SUM / PRODUCT)

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import muster
-from muster.worker.errors import ArrayError, CollectiveMismatchError, SettingsError
-from muster.worker.parallel.module import ParallelModule
-from muster.worker.parallel.operators import Run, keep_mask
+from muster.errors import ArrayError, CollectiveMismatchError, SettingsError
+from muster.parallel.module import ParallelModule
+from muster.parallel.operators import Run, keep_mask
 from tests.parallel.models import MODELS, Bert, Lstm, ids, make
 from tests.parallel.oracle import SLOW, close, part_of, whole_gradients
 from tests.parallel.ranks import RankCommunicator, run_ranks

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from muster.worker.parallel import operators
-from muster.worker.parallel.planning import problem, rules
-from muster.worker.parallel.planning.graph import Graph, Node
-from muster.worker.parallel.planning.rules import Axis, Mode
-from muster.worker.parallel.planning.search import solve
+from muster.parallel import operators
+from muster.parallel.planning import problem, rules
+from muster.parallel.planning.graph import Graph, Node
+from muster.parallel.planning.rules import Axis, Mode
+from muster.parallel.planning.search import solve
 from tests.parallel.oracle import Case
 
 Change = Callable[[Graph, Node, list[Axis]], list[Axis]]
@@ -104,7 +104,7 @@ def break_more(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(local, "embedding", lambda self, t: self.function(t[0], t[1] % t[0].shape[0]))
     if which == "the statistics of one rank's samples":
         before_norm = operators.local_function
-        from muster.worker.parallel import module
+        from muster.parallel import module
 
         monkeypatch.setattr(
             module,

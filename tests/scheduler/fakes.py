@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import JobView, as_sent
+from muster.wire import messages as m
 
 
 def candidate(node_id: str = "node-a", **changes: object) -> m.Candidate:

@@ -20,9 +20,9 @@ import grpc
 from muster.certs.pki.authority import Authority, create_authority
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.store import Credentials, load_credentials
-from muster.rendezvous.log_lines import MORE
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.wire.log_lines import MORE
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 
 PASSWORD = b"not a secret here"
 ROOT = Path(__file__).parents[2]

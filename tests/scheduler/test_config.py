@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.rendezvous.settings import client_options, server_options
 from muster.scheduler.__main__ import main
 from muster.scheduler.config import load_address, load_settings
 from muster.scheduler.errors import SettingsError
+from muster.wire.settings import client_options, server_options
 
 GOOD = {"MS_WORKER_NUM": "4"}
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from muster.rendezvous import codec, patience
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
@@ -27,8 +25,10 @@ from muster.scheduler.etcd.api import EtcdRefusedError, EtcdUnreachableError, de
 from muster.scheduler.etcd.journal import EtcdJournal
 from muster.scheduler.etcd.leadership import Leadership
 from muster.scheduler.jobs.storage import Storage
-from muster.worker.control import connection
-from muster.worker.control import events as we
+from muster.wire import codec, patience
+from muster.wire.v1 import etcd_pb2 as pb
+from muster.worker.session import connection
+from muster.worker.session import events as we
 from tests.scheduler.etcd.store import Store
 from tests.simulation import worker as worker_module
 from tests.simulation.judge import Violation

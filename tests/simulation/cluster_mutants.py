@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core import events as e
 from muster.scheduler.core import machine
 from muster.scheduler.etcd.api import EtcdUnreachableError, created_in
 from muster.scheduler.etcd.journal import EtcdJournal
 from muster.scheduler.etcd.leadership import Leadership
 from muster.scheduler.jobs.driver import JobDriver
-from muster.worker.control.connection import Turns
+from muster.wire.v1 import etcd_pb2 as pb
+from muster.worker.session.connection import Turns
 from tests.simulation.mutants import Mutant, instead, no_grace, nothing, sends_first
 
 

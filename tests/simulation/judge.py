@@ -6,13 +6,13 @@ import math
 import re
 from typing import TYPE_CHECKING, NoReturn
 
-from muster.rendezvous import messages as sm
 from muster.scheduler.core import events as se
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.job import Job, as_sent
 from muster.scheduler.core.machine import Machine
-from muster.worker.control import events as e
+from muster.wire import messages as sm
+from muster.worker.session import events as e
 from tests.simulation.launchers import SAID
 from tests.simulation.scenario import (
     HANG_TIMEOUT_S,
@@ -23,7 +23,7 @@ from tests.simulation.scenario import (
 )
 
 if TYPE_CHECKING:
-    from muster.rendezvous import messages as m
+    from muster.wire import messages as m
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 

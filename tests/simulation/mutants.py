@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from muster.rendezvous import codec
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as se
 from muster.scheduler.core import job, ledger, machine, probing
 from muster.scheduler.core import records as r
 from muster.scheduler.errors import JournalUnavailableError
 from muster.scheduler.jobs.driver import JobDriver, Stepped
 from muster.scheduler.jobs.storage import WaitingStorage
-from muster.worker.control import client
-from muster.worker.control import machine as membership
+from muster.wire import codec
+from muster.wire import messages as m
+from muster.worker.session import client
+from muster.worker.session import machine as membership
 from tests.simulation import network
 from tests.simulation.world import play
 

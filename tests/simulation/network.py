@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from muster.rendezvous import codec
-from muster.rendezvous import messages as m
-from muster.rendezvous import messages as sm
 from muster.scheduler.access import Caller
 from muster.scheduler.core import events as se
 from muster.scheduler.errors import SchedulerError
 from muster.scheduler.serve.sessions import event_of
-from muster.worker.control import events as e
+from muster.wire import codec
+from muster.wire import messages as m
+from muster.wire import messages as sm
+from muster.worker.session import events as e
 from tests.scheduler.core.transcript import show_message, words
 
 if TYPE_CHECKING:

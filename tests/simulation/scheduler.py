@@ -7,8 +7,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from muster.rendezvous import codec
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
@@ -20,6 +18,8 @@ from muster.scheduler.errors import JournalUnavailableError, NoSpaceError, Sched
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.storage import Storage, WaitingStorage
+from muster.wire import codec
+from muster.wire import messages as m
 from tests.scheduler.core.transcript import show_record
 from tests.simulation.loop import Process
 from tests.simulation.network import Stream

@@ -6,12 +6,12 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from muster.rendezvous import codec
-from muster.rendezvous import messages as m
-from muster.worker.control import events as e
-from muster.worker.control.client import Client
-from muster.worker.control.machine import LoneLeave, Membership, Pace
-from muster.worker.errors import LeaveGranted, MembershipChanged, PeerLostError, WorkerError
+from muster.errors import LeaveGranted, MembershipChanged, PeerLostError, WorkerError
+from muster.wire import codec
+from muster.wire import messages as m
+from muster.worker.session import events as e
+from muster.worker.session.client import Client
+from muster.worker.session.machine import LoneLeave, Membership, Pace
 from tests.simulation.fibers import Fibers
 from tests.simulation.network import Stream
 from tests.simulation.scenario import LATE_S

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from muster.rendezvous import messages as m
-from muster.worker.control import events as e
+from muster.wire import messages as m
+from muster.worker.session import events as e
 from tests.simulation.data_plane import Cables, DataPlane
 from tests.simulation.faults import APART, APART_S, plan_faults
 from tests.simulation.judge import Judge, Violation

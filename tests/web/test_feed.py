@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from muster.certs.errors import UntrustedError
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.scheduler.cli.client import RefusedByScheduler
 from muster.web.feed import AGAIN_S, Feed
 from muster.web.model import Followed
+from muster.wire.v1 import watch_pb2 as pb
 from tests.waiting import go, until
 
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from muster.rendezvous.v1 import rendezvous_pb2 as rendezvous_pb
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.web import plots, words
 from muster.web.model import Followed, Job, trouble, who_waits
 from muster.web.series import POINTS_KEPT, Point, Series
+from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
+from muster.wire.v1 import watch_pb2 as pb
 
 
 def line(**changes: object) -> pb.JobLine:

@@ -13,13 +13,13 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.web.app import FOLLOWED, Pages
 from muster.web.guard import Browser, Entrance
 from muster.web.live import Cell, Live
 from muster.web.logs import Log, logs_of, tail
 from muster.web.model import Followed
 from muster.web.pages import CARDS_AT_MOST, JobPage, JobsPage, cell_id
+from muster.wire.v1 import watch_pb2 as pb
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from muster.rendezvous.launches import RunRecord
 from muster.web.past import load, scheduler_log
 from muster.web.report import main, page
+from muster.wire.launches import RunRecord
 from tests.scheduler.processes import environment
 
 SCRIPT = """
@@ -172,7 +172,7 @@ def test_large_records_that_an_enemy_adds_do_not_hide_the_run(
 ) -> None:
     """What is read of all records together is bounded: the smallest come first."""
     record(tmp_path)
-    monkeypatch.setattr("muster.rendezvous.launches.MAX_READ_BYTES", 100_000)
+    monkeypatch.setattr("muster.wire.launches.MAX_READ_BYTES", 100_000)
     for name in ("0", "1"):
         (tmp_path / f"record_{name}.jsonl").write_text(5000 * '{"time":9,"kind":"said"}\n')
     assert (load(tmp_path).workers, len(load(tmp_path).said)) == (3, 1)

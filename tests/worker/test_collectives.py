@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import muster
+from muster.errors import ArrayError, CommunicatorError, GroupError, NotInitializedError
 from muster.worker import runtime as process
-from muster.worker.control.session import Groups
-from muster.worker.errors import ArrayError, CommunicatorError, GroupError, NotInitializedError
-from tests.worker.control.scripted import StubCommunicator, stub_communicator
+from muster.worker.session.session import Groups
+from tests.worker.session.scripted import StubCommunicator, stub_communicator
 
 
 class StubSession:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous.variables import TABLE
+from muster.errors import SettingsError
+from muster.wire.variables import TABLE
 from muster.worker.config import SecurityContext, Settings, load_settings
-from muster.worker.errors import SettingsError
 from tests.scheduler.processes import ROOT
 
 BASE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}

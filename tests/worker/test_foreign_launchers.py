@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from muster.errors import SettingsError
 from muster.worker.config import detect, load_settings, node_rank, translate
-from muster.worker.errors import SettingsError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous.messages import Device, Host
+from muster.errors import SettingsError
+from muster.wire.messages import Device, Host
 from muster.worker.config import Settings
-from muster.worker.errors import SettingsError
 from muster.worker.host import (
     DeviceChoice,
     bind_libraries,

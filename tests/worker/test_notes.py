@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from muster.errors import LeaveGranted, PeerLostError
+from muster.launch.report import LastWords, read_words
 from muster.worker import ending, runtime
-from muster.worker.errors import LeaveGranted, PeerLostError
-from muster.worker.launch.report import LastWords, read_words
 
 
 def test_facts_are_appended_to_the_launchers_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,8 @@ from pathlib import Path
 import pytest
 
 import muster
-from muster.rendezvous.variables import TABLE
-from muster.worker import errors, runtime
-from muster.worker.check.command import check
-from muster.worker.config import SecurityContext, Settings
-from muster.worker.control.connection import load_keyring
-from muster.worker.errors import (
+from muster import errors
+from muster.errors import (
     JobEndedError,
     LeaveGranted,
     LeaveNow,
@@ -26,6 +22,11 @@ from muster.worker.errors import (
     SettingsError,
     WorkerError,
 )
+from muster.launch.check.command import check
+from muster.wire.variables import TABLE
+from muster.worker import runtime
+from muster.worker.config import SecurityContext, Settings
+from muster.worker.session.connection import load_keyring
 from tests.scheduler.processes import environment
 
 NEED_TORCH = {
@@ -354,13 +355,13 @@ def test_a_check_that_is_ended_while_it_waits_does_not_say_that_all_agree(
         ("raise ValueError('because of that')", "ValueError: because of that"),
         ("raise muster.WorkerError('in words')", "muster: <string>, line 4: in words"),
         ("sys.exit(3)", ""),
-        ("exec(compile('sys.exit(1)', muster.worker.store.agent.__file__, 'exec'))", None),
+        ("exec(compile('sys.exit(1)', muster.programs.agent.__file__, 'exec'))", None),
     ],
 )
 def test_every_exit_of_1_carries_its_cause(end: str, said: str | None) -> None:
     """An agent's is that of its script, which has said why."""
     watch = "from muster.worker.ending import watch_the_end\nwatch_the_end(lambda error: None, lambda: False)"
-    script = f"import sys, muster, muster.worker.store.agent\n{watch}\n{end}\n"
+    script = f"import sys, muster, muster.programs.agent\n{watch}\n{end}\n"
     done = run(script)
     assert done.returncode == (3 if said == "" else 1)
     assert (said or "") in done.stderr

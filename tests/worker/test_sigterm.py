@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from muster.worker.ending import on_sigterm
-from tests.worker.control.scripted import Thread
+from tests.worker.session.scripted import Thread
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 
-from muster.rendezvous.variables import TABLE
+from muster.wire.variables import TABLE
 
 if __name__ == "__main__":
     TABLE["MS_RECONNECT_TIMEOUT"] = TABLE["MS_RECONNECT_TIMEOUT"]._replace(default=1.0)

@@ -10,12 +10,12 @@ import sys
 import time
 from queue import SimpleQueue
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.codec import decode_scheduler_message, encode
-from muster.worker.communicators import create_backend
+from muster.communicators import create_backend
+from muster.wire import messages as m
+from muster.wire.codec import decode_scheduler_message, encode
 from muster.worker.config import load_settings
-from muster.worker.control.connection import DeniedError, Dial, grpc_dial, load_keyring
 from muster.worker.host import describe_host, join_facts
+from muster.worker.session.connection import DeniedError, Dial, grpc_dial, load_keyring
 
 LIMIT_S = 30.0
 PAUSE_S = 0.05

@@ -14,12 +14,12 @@ from torch import nn
 from examples.big_vocabulary import Language
 from examples.resnet import resnet50
 from muster.bench.parallel.variants import Task, make_step
-from muster.worker.communicators.base import Communicator, ReduceOp
-from muster.worker.parallel.measure import measure as measure_machine
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.parallel.planning.memory import step_memory
-from muster.worker.parallel.planning.plan import Plan
-from muster.worker.pytorch.transfer import array_of
+from muster.communicators.base import Communicator, ReduceOp
+from muster.parallel.measure import measure as measure_machine
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.memory import step_memory
+from muster.parallel.planning.plan import Plan
+from muster.torch.transfer import array_of
 
 WARM_UP = 6
 OPTIMIZER_BYTES = 16

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from muster.bench.training.command import _ddp
-from muster.worker.communicators.base import Communicator, ReduceOp
-from muster.worker.parallel.api import parallelize
-from muster.worker.parallel.fabric import Scale
-from muster.worker.parallel.functions.losses import CrossEntropy
-from muster.worker.parallel.planning.costs import Machine
-from muster.worker.pytorch.capture import capture_step
-from muster.worker.pytorch.data_parallel import DataParallel
-from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
-from muster.worker.pytorch.transfer import array_of
+from muster.communicators.base import Communicator, ReduceOp
+from muster.parallel.api import parallelize
+from muster.parallel.fabric import Scale
+from muster.parallel.functions.losses import CrossEntropy
+from muster.parallel.planning.costs import Machine
+from muster.torch.capture import capture_step
+from muster.torch.data_parallel import DataParallel
+from muster.torch.sharded_optimizer import ShardedOptimizer
+from muster.torch.transfer import array_of
 
 _SEEDING = threading.Lock()  # ranks that are threads share torch's generator
 SETTINGS: dict[str, Any] = {"lr": 1e-4}

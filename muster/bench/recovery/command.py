@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from muster.worker.launch.command import count_gpus
+from muster.launch.command import count_gpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

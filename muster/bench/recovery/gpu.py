@@ -14,7 +14,7 @@ from typing import Any
 
 from muster.bench.gpu_fleet import SAFE_ENVIRONMENT
 from muster.bench.recovery.job import Job, Worker, longest_pause, median_and_worst
-from muster.worker.launch.plan import sharing_environment
+from muster.launch.plan import sharing_environment
 
 STEADY_STEPS = 20
 

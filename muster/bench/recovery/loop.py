@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from muster.worker.errors import MembershipChanged
-from muster.worker.training.loop import ElasticLoop, Step
+from muster.errors import MembershipChanged
+from muster.training.loop import ElasticLoop, Step
 
 RECORD_VARIABLE = "MUSTER_BENCH_RECORD"
 PACE_VARIABLE = "MUSTER_BENCH_PACE"

@@ -18,13 +18,13 @@ import torch
 import muster
 from examples.resnet import ResNet, resnet50
 from muster.bench.recovery.loop import RecordingLoop
-from muster.worker.communicators.base import ReduceOp
-from muster.worker.errors import MembershipChanged
-from muster.worker.pytorch.capture import capture_step
-from muster.worker.pytorch.data_parallel import DataParallel
-from muster.worker.pytorch.state import TorchTrainingState
-from muster.worker.pytorch.transfer import array_of, gather_rows
-from muster.worker.training.sampler import ShardedSampler
+from muster.communicators.base import ReduceOp
+from muster.errors import MembershipChanged
+from muster.torch.capture import capture_step
+from muster.torch.data_parallel import DataParallel
+from muster.torch.state import TorchTrainingState
+from muster.torch.transfer import array_of, gather_rows
+from muster.training.sampler import ShardedSampler
 
 CLASSES, SAMPLES = 10, 8192
 RATE, MOMENTUM = 0.01, 0.9

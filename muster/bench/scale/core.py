@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.codec import AssignmentEncoder
 from muster.scheduler.core import events as e
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
+from muster.wire import messages as m
+from muster.wire.codec import AssignmentEncoder
 
 WORKERS_PER_HOST = 8
 

@@ -60,8 +60,8 @@ class Stream:
     async def join(self) -> None:
         """Shakes hands twice, as a worker does: once to look who is there, once by gRPC. Then all join."""
 
-        from muster.rendezvous.v1 import host_pb2
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+        from muster.wire.v1 import host_pb2
+        from muster.wire.v1 import rendezvous_pb2 as pb
 
         load = self.load
         self.channel = await load.connect()
@@ -79,7 +79,7 @@ class Stream:
 
     def put(self, worker: Worker, message: Any) -> None:
         """Sends a message of a worker's; a dead worker sends none."""
-        from muster.rendezvous.v1 import host_pb2
+        from muster.wire.v1 import host_pb2
 
         if not worker.alive:
             return
@@ -90,7 +90,7 @@ class Stream:
 
     def kill(self, worker: Worker) -> None:
         """What the scheduler sees of a worker that is killed: its stream ends, or its uplink says so."""
-        from muster.rendezvous.v1 import host_pb2
+        from muster.wire.v1 import host_pb2
 
         worker.alive = False
         if self.by_host:
@@ -100,7 +100,7 @@ class Stream:
             self.call.cancel()
 
     async def _write(self) -> None:
-        from muster.rendezvous.v1 import host_pb2
+        from muster.wire.v1 import host_pb2
 
         while not self.call.done():
             await self.wake.wait()
@@ -158,7 +158,7 @@ class Load:
     def __init__(self, orders: dict[str, Any], say: Callable[..., None]) -> None:
         from muster.bench.scale.reader import slim_reader
         from muster.certs.runtime.store import load_credentials
-        from muster.rendezvous.settings import client_options
+        from muster.wire.settings import client_options
 
         folder = Path(orders["folder"])
         password = (folder / "password").read_bytes().strip()
@@ -240,7 +240,7 @@ class Load:
 
     def join_message(self, index: int) -> Any:
         """What worker ``index`` says first."""
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+        from muster.wire.v1 import rendezvous_pb2 as pb
 
         host = index // self._per_host
         return pb.Join(
@@ -263,7 +263,7 @@ class Load:
 
     def take(self, stream: Stream, worker: Worker, message: Any, rank: int | None = None) -> None:
         """A message has come to a worker; ``rank``: of an assignment that is shared."""
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+        from muster.wire.v1 import rendezvous_pb2 as pb
 
         kind = message.WhichOneof("body")
         now = time.monotonic()
@@ -321,7 +321,7 @@ class Load:
 
     async def keep_beating(self) -> None:
         """Sends the heartbeats of all workers that are in; those of a host together, as an uplink does."""
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+        from muster.wire.v1 import rendezvous_pb2 as pb
 
         while True:
             now = time.monotonic()

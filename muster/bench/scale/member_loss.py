@@ -25,7 +25,7 @@ VICTIM = """
 import os, sys
 from queue import SimpleQueue
 from muster.worker.config import load_settings
-from muster.worker.control.connection import grpc_dial, load_keyring
+from muster.worker.session.connection import grpc_dial, load_keyring
 from muster.worker.uplink.dialing import dial_by_uplink
 settings = load_settings(os.environ)
 outbox = SimpleQueue()
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _lose_one(folder: Path, port: int, job: str, *, by_uplink: bool) -> float:
     from muster.worker.config import load_settings
-    from muster.worker.control.connection import grpc_dial, load_keyring
-    from muster.worker.launch.door import INNER, OUTER, make_door, named
+    from muster.worker.session.connection import grpc_dial, load_keyring
+    from muster.worker.uplink.door import INNER, OUTER, make_door, named
 
     env = environment(
         MS_ROLE="MS_WORKER",
@@ -115,7 +115,7 @@ def _lose_one(folder: Path, port: int, job: str, *, by_uplink: bool) -> float:
 
 def _next(came: SimpleQueue[tuple[float, bytes]], body: str) -> float:
     """When the next message of this kind came."""
-    from muster.rendezvous.v1 import rendezvous_pb2 as pb
+    from muster.wire.v1 import rendezvous_pb2 as pb
 
     while True:
         at, data = came.get(timeout=60)
@@ -124,7 +124,7 @@ def _next(came: SimpleQueue[tuple[float, bytes]], body: str) -> float:
 
 
 def _join(job: str, index: int) -> bytes:
-    from muster.rendezvous.v1 import rendezvous_pb2 as pb
+    from muster.wire.v1 import rendezvous_pb2 as pb
 
     join = pb.Join(
         protocol_version=1,
@@ -142,6 +142,6 @@ def _join(job: str, index: int) -> bytes:
 
 
 def _leave() -> bytes:
-    from muster.rendezvous.v1 import rendezvous_pb2 as pb
+    from muster.wire.v1 import rendezvous_pb2 as pb
 
     return pb.WorkerMessage(leave=pb.Leave(reason="measured")).SerializeToString()

@@ -71,9 +71,9 @@ def train() -> None:
     """Trains until the file that says stop is there, which all ranks learn in the same step."""
     import muster
     from muster.bench.recovery.loop import RecordingLoop
-    from muster.worker.training.loop import Step
-    from muster.worker.training.sampler import ShardedSampler
-    from muster.worker.training.state import TrainingState
+    from muster.training.loop import Step
+    from muster.training.sampler import ShardedSampler
+    from muster.training.state import TrainingState
 
     class DigestingLoop(RecordingLoop):
         def _finish(self, step: Step) -> None:
@@ -131,8 +131,8 @@ class Harm:
 def main() -> None:
     """Puts a relay before the communicator's port, and trains."""
     follow(os.environ[CLOCK_VARIABLE])
-    from muster.worker.communicators.tcp.communicator import TcpBackend
-    from muster.worker.communicators.tcp.probe import Prober
+    from muster.communicators.tcp.communicator import TcpBackend
+    from muster.communicators.tcp.probe import Prober
 
     harm = Harm()
     open_endpoint, probe = TcpBackend.open_endpoint, Prober.__call__

@@ -20,8 +20,8 @@ from typing import Any
 from muster.bench.gpu_fleet import SAFE_ENVIRONMENT
 from muster.bench.gpu_machine import describe_nccl
 from muster.bench.launches import MUSTER, environment, in_turns, make_keys, run_to_end, show_times
+from muster.launch.command import count_gpus
 from muster.worker.host import driver_version
-from muster.worker.launch.command import count_gpus
 
 JOB = str(Path(__file__).with_name("job.py"))
 

@@ -82,7 +82,7 @@ def make_model(
     import torch
 
     from examples.resnet import ResNet, resnet50
-    from muster.worker.pytorch.data_parallel import DataParallel
+    from muster.torch.data_parallel import DataParallel
 
     if device is None:
         device = torch.device("cuda", communicator.device_index)
@@ -141,7 +141,7 @@ def make_step(
     """
     import torch
 
-    from muster.worker.pytorch.capture import capture_step
+    from muster.torch.capture import capture_step
 
     is_gpt2 = model_name == "gpt2"
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from muster.bench.ranks import run_ranks
 from muster.bench.report import bounds_of
-from muster.worker.communicators.base import Communicator
+from muster.communicators.base import Communicator
 
 VARIANTS = {
     "muster": "DataParallel over tcp, encrypted",
@@ -112,7 +112,7 @@ def _measure(
     import torch
     from torch import distributed
 
-    from muster.worker.pytorch.data_parallel import DataParallel
+    from muster.torch.data_parallel import DataParallel
 
     torch.set_num_threads(options.threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")

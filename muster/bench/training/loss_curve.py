@@ -17,7 +17,7 @@ from typing import Any
 from muster.bench.gpu_fleet import Fleet
 from muster.bench.gpu_machine import describe_machine as describe_gpu
 from muster.bench.training.command import make_model, make_step, start_clean
-from muster.worker.launch.command import count_gpus
+from muster.launch.command import count_gpus
 
 CURVES = {
     "muster": ("muster", 0),
@@ -54,7 +54,7 @@ def curve(communicator: Any, *, name: str, steps: int, batch: int, lr: float, in
     """Runs in each process of a fleet: trains and returns the loss of each step, averaged over ranks."""
     import torch
 
-    from muster.worker.communicators.base import ReduceOp
+    from muster.communicators.base import ReduceOp
 
     start_clean()
     variant, turns = CURVES[name]

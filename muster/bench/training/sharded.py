@@ -14,7 +14,7 @@ from typing import Any
 
 from muster.bench.gpu_fleet import Fleet
 from muster.bench.gpu_machine import describe_machine as describe_gpu
-from muster.worker.launch.command import count_gpus
+from muster.launch.command import count_gpus
 
 KINDS = ("undivided", "sharded")
 _STEPS, _BATCH = 10, 64
@@ -36,8 +36,8 @@ def measure(communicator: Any, *, kind: str, layers: int, width: int) -> dict[st
     """Runs in each process of a fleet: trains some steps; returns bytes, and seconds per step."""
     import torch
 
-    from muster.worker.pytorch.data_parallel import DataParallel
-    from muster.worker.pytorch.sharded_optimizer import ShardedOptimizer
+    from muster.torch.data_parallel import DataParallel
+    from muster.torch.sharded_optimizer import ShardedOptimizer
 
     torch.manual_seed(0)
     module: Any = torch.nn.Sequential(

@@ -23,7 +23,7 @@ from muster.certs.errors import (
     UsageError,
     WeakCertificateError,
 )
-from muster.rendezvous.log_lines import one_line
+from muster.wire.log_lines import one_line
 
 ExtensionT = TypeVar("ExtensionT", bound=x509.ExtensionType)
 MIN_RSA_BITS = 2048

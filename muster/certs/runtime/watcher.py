@@ -18,7 +18,7 @@ from muster.certs.errors import CertificateError, FileError, IdentityError, Revo
 from muster.certs.pki.revocation import ListKey, RevocationList, Revocations, keep_newest, lists_by_key
 from muster.certs.runtime.passwords import password_for
 from muster.certs.runtime.store import Credentials, load_credentials, load_for_etcd, revocations_for
-from muster.rendezvous.threads import start_thread
+from muster.wire.threads import start_thread
 
 POLL_TIMEOUT_S = 5.0
 OLD_STAYS = "New certificates are not used, the old ones stay in force"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from muster.rendezvous.grpc_stderr import Record
-from muster.rendezvous.log_lines import OTHERS, Budget, Suppressed, one_line
 from muster.scheduler.access import address_of
+from muster.wire.grpc_stderr import Record
+from muster.wire.log_lines import OTHERS, Budget, Suppressed, one_line
 
 HUNG_UP = "hung_up"
 TIMED_OUT = "timed_out"

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from muster.rendezvous.files import open_own
-from muster.rendezvous.log_lines import BoundedFormatter, one_line
 from muster.scheduler import systemd
 from muster.scheduler.access import address_of
 from muster.scheduler.audit.grpc_trace import REASONS
 from muster.scheduler.errors import SchedulerError, SettingsError, end_call
+from muster.wire.files import open_own
+from muster.wire.log_lines import BoundedFormatter, one_line
 
 if TYPE_CHECKING:
     from muster.scheduler.access import Caller

@@ -1,7 +1,7 @@
 """Reads failed TLS handshakes from the scheduler's standard error: gRPC reports them only there.
 
 Failed handshakes go to the log, the rest of that trace goes nowhere, and whatever else C code says goes to
-the log as well: escaped, few, and marked as what it is (:mod:`muster.rendezvous.grpc_stderr`).
+the log as well: escaped, few, and marked as what it is (:mod:`muster.wire.grpc_stderr`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, MutableMapping
 
-from muster.rendezvous.grpc_stderr import NativeStderr, Sayings, record_of
 from muster.scheduler.audit.grpc_trace import HUNG_UP, Failure, Line, Thinner, TraceReader
 from muster.scheduler.audit.logs import LOG, Recorder
+from muster.wire.grpc_stderr import NativeStderr, Sayings, record_of
 
 _ASKED_LINES = 200
 
@@ -75,7 +75,7 @@ class HandshakeWatch:
         self._say(self._sayings.all())
 
     def written(self, data: bytes) -> None:
-        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.Listener`."""
         record, now_s = record_of(data), time.monotonic()
         if record is not None and record.level in "IW" and not self._asked:
             failure = self._reader.read(record)
@@ -88,19 +88,19 @@ class HandshakeWatch:
             self._say((line,))
 
     def tend(self) -> None:
-        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.Listener`."""
         now_s = time.monotonic()
         for quiet, thinner in self._thinners.items():
             self._tell(thinner.due(now_s), quiet=quiet)
         self._say(self._sayings.due(now_s))
 
     def next_s(self) -> float | None:
-        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.Listener`."""
         due = [thinner.next_s() for thinner in self._thinners.values()] + [self._sayings.next_s()]
         return min((at for at in due if at is not None), default=None)
 
     def failed(self) -> None:
-        """See :class:`muster.rendezvous.grpc_stderr.Listener`."""
+        """See :class:`muster.wire.grpc_stderr.Listener`."""
         LOG.exception("fault while reading gRPC's trace; failed handshakes are no longer logged")
 
     def _note(self, failure: Failure, now_s: float) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muster.rendezvous.log_lines import OTHERS, Budget, Suppressed
 from muster.scheduler.audit.logs import AuditLog, Recorder
 from muster.scheduler.jobs.driver import Clock, Timer
+from muster.wire.log_lines import OTHERS, Budget, Suppressed
 
 WINDOW_S = 60.0
 LINES = 20

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.certs.config import apply_cipher_list, load_config
-from muster.rendezvous.settings import show_address
 from muster.scheduler.config import Address
 from muster.scheduler.errors import SchedulerError
+from muster.wire.settings import show_address
 
 if TYPE_CHECKING:
     import grpc
 
-    from muster.rendezvous.v1 import rendezvous_pb2 as pb
-    from muster.rendezvous.v1 import watch_pb2 as watch_pb
+    from muster.wire.v1 import rendezvous_pb2 as pb
+    from muster.wire.v1 import watch_pb2 as watch_pb
 
 SERVICE = "rendezvous.v1.Rendezvous"
 WATCHING_SERVICE = "rendezvous.v1.Watching"
@@ -84,7 +84,7 @@ class Client(contextlib.AbstractContextManager["Client"]):
 
     def status(self) -> pb.StatusReply:
         """Asks for the job's state."""
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+        from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.StatusRequest(job_id=self._job_id)
         reply: pb.StatusReply = self._call("Status", request, pb.StatusReply.FromString)
@@ -92,14 +92,14 @@ class Client(contextlib.AbstractContextManager["Client"]):
 
     def jobs(self) -> pb.JobsReply:
         """Asks for the jobs that this side may see."""
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+        from muster.wire.v1 import rendezvous_pb2 as pb
 
         reply: pb.JobsReply = self._call("Jobs", pb.JobsRequest(), pb.JobsReply.FromString)
         return reply
 
     def drain(self, node_id: str, reason: str) -> str:
         """Asks that a worker finish its step and leave; returns the scheduler's answer."""
-        from muster.rendezvous.v1 import rendezvous_pb2 as pb
+        from muster.wire.v1 import rendezvous_pb2 as pb
 
         request = pb.DrainRequest(job_id=self._job_id, node_id=node_id, reason=reason)
         reply: pb.DrainReply = self._call("Drain", request, pb.DrainReply.FromString)
@@ -117,7 +117,7 @@ class Client(contextlib.AbstractContextManager["Client"]):
         """
         import grpc
 
-        from muster.rendezvous.v1 import watch_pb2 as watch_pb
+        from muster.wire.v1 import watch_pb2 as watch_pb
 
         call = self._channel.unary_stream(
             f"/{WATCHING_SERVICE}/Watch",
@@ -131,7 +131,7 @@ class Client(contextlib.AbstractContextManager["Client"]):
 
     def end_job(self, reason: str) -> str:
         """Has the job end; returns the scheduler's answer."""
-        from muster.rendezvous.v1 import watch_pb2 as watch_pb
+        from muster.wire.v1 import watch_pb2 as watch_pb
 
         request = watch_pb.EndJobRequest(job_id=self._job_id, reason=reason)
         parse = watch_pb.EndJobReply.FromString
@@ -272,7 +272,7 @@ class Client(contextlib.AbstractContextManager["Client"]):
         import grpc
 
         from muster.certs.runtime.grpc_credentials import channel_credentials
-        from muster.rendezvous.settings import client_options
+        from muster.wire.settings import client_options
 
         options += client_options(schedulers=len(address.hosts))
         if found.name_override is not None:

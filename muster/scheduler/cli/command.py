@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.certs.errors import CertificateError
-from muster.rendezvous import launches
-from muster.rendezvous.settings import Environment, show_address
-from muster.rendezvous.variables import option_help
 from muster.scheduler.cli.client import TAKEOVER_S, Client, Following, UnreachableError
 from muster.scheduler.config import Address, load_address
 from muster.scheduler.errors import SchedulerError, SettingsError
+from muster.wire import launches
+from muster.wire.settings import Environment, show_address
+from muster.wire.variables import option_help
 
 WATCH_S = 2.0
 

@@ -10,7 +10,7 @@ from muster.scheduler.cli.client import UnreachableError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from muster.rendezvous.v1 import rendezvous_pb2 as pb
+    from muster.wire.v1 import rendezvous_pb2 as pb
 
 FILE_COLUMNS = 140
 """Width of a table that goes into a file."""

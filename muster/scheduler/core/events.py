@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.messages import Value
-from muster.rendezvous.rank_table import RankTable
 from muster.scheduler.core.records import Record
+from muster.wire import messages as m
+from muster.wire.messages import Value
+from muster.wire.rank_table import RankTable
 
 SessionId = int
 """Number of one worker stream, given by the adapter; never reused within a scheduler process."""

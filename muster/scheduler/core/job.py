@@ -11,10 +11,10 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.ledger import Claim, Ledger, Phase, count, missing, upper_first, who
+from muster.wire import messages as m
 
 # ---------------------------------------------------------------- workers as last heard
 

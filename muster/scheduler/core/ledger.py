@@ -23,11 +23,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.rank_table import RankTable, RankTableEntry
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.version import __version__
+from muster.wire import messages as m
+from muster.wire.rank_table import RankTable, RankTableEntry
 
 T = TypeVar("T")
 NaturalKey = tuple[tuple[int, int, str, str], ...]
@@ -274,7 +274,7 @@ class Ledger:
             chosen: its members in order of rank.
             stateless: node ids of newcomers that are not known to have received the state.
             reason: why it is formed.
-            switch_after_step: see :class:`~muster.rendezvous.messages.Assignment`.
+            switch_after_step: see :class:`~muster.wire.messages.Assignment`.
         """
         members = assign(chosen)
         keepers = [

@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import probing
 from muster.scheduler.core import records as r
@@ -53,6 +52,7 @@ from muster.scheduler.core.ledger import (
     who,
 )
 from muster.scheduler.core.reports import absent, awaited, progress_report
+from muster.wire import messages as m
 
 LONG_LIST = 32
 """From this many workers on, a Join is not announced to all workers at once."""

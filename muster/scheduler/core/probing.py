@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core.job import (
     CANDIDATES_AT_ONCE,
@@ -34,6 +33,7 @@ from muster.scheduler.core.ledger import (
     upper_first,
     who,
 )
+from muster.wire import messages as m
 
 # ---------------------------------------------------------------- rounds
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.rendezvous.messages import Candidate, Value
+from muster.wire.messages import Candidate, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core.job import Contact, Job, Members
 from muster.scheduler.core.ledger import (
     Claim,
@@ -16,6 +15,7 @@ from muster.scheduler.core.ledger import (
     listing,
     who,
 )
+from muster.wire import messages as m
 
 
 def awaited(job: Job) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.errors import NoSpaceError, SchedulerError
+from muster.wire.v1 import etcd_pb2 as pb
 
 
 class EtcdError(SchedulerError):

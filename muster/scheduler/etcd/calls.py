@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from muster.rendezvous.settings import show_address
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.etcd.api import EtcdFullError, EtcdRefusedError, EtcdUnreachableError
+from muster.wire.settings import show_address
+from muster.wire.v1 import etcd_pb2 as pb
 
 if TYPE_CHECKING:
     from muster.certs.runtime.store import Credentials

@@ -19,8 +19,6 @@ import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.rendezvous.log_lines import MAX_LINE, one_line
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
 from muster.scheduler.errors import SchedulerError
@@ -35,6 +33,8 @@ from muster.scheduler.etcd.api import (
     put,
 )
 from muster.scheduler.etcd.leadership import RETRY_S, Leadership, parse_leader
+from muster.wire.log_lines import MAX_LINE, one_line
+from muster.wire.v1 import etcd_pb2 as pb
 
 PART_BYTES = 1_000_000
 """A request to etcd may have 1.5 MiB, as it comes."""

@@ -19,8 +19,6 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from muster.rendezvous.messages import is_later_series
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core.shortage import pause_s
 from muster.scheduler.errors import DeposedError, SchedulerError, SettingsError
 from muster.scheduler.etcd.api import (
@@ -36,6 +34,8 @@ from muster.scheduler.etcd.api import (
     put,
 )
 from muster.version import __version__
+from muster.wire.messages import is_later_series
+from muster.wire.v1 import etcd_pb2 as pb
 
 LEASE_S = 2
 """The shortest that etcd grants by default: one and a half times its election time-out, rounded up."""

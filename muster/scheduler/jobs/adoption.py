@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
@@ -23,6 +22,7 @@ from muster.scheduler.core.ledger import (
     who,
 )
 from muster.scheduler.core.machine import Machine as Job
+from muster.wire import messages as m
 
 
 class AdoptingJob:

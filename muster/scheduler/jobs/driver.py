@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.codec import AssignmentEncoder
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
@@ -34,6 +32,8 @@ from muster.scheduler.errors import (
 )
 from muster.scheduler.jobs.storage import Storage, WaitingStorage
 from muster.scheduler.jobs.unread import unread_peers
+from muster.wire import messages as m
+from muster.wire.codec import AssignmentEncoder
 
 if TYPE_CHECKING:
     from muster.scheduler.access import Caller

@@ -34,14 +34,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
-from muster.rendezvous.files import beside, open_regular, remove_left
-from muster.rendezvous.log_lines import MAX_LINE, one_line
-from muster.rendezvous.messages import BEFORE_VERSIONS, is_later_series
-from muster.rendezvous.threads import Pool
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.core.records import Record, RecordError, decode_record, encode_record
 from muster.scheduler.errors import NoSpaceError, SchedulerError
 from muster.version import __version__
+from muster.wire.files import beside, open_regular, remove_left
+from muster.wire.log_lines import MAX_LINE, one_line
+from muster.wire.messages import BEFORE_VERSIONS, is_later_series
+from muster.wire.threads import Pool
 
 LOG = logging.getLogger("scheduler")
 P = ParamSpec("P")

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from muster.certs.errors import IdentityError
-from muster.rendezvous.settings import is_loopback
 from muster.scheduler.audit.logs import LOG
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.errors import SettingsError
+from muster.wire.settings import is_loopback
 
 if TYPE_CHECKING:
     from muster.certs.runtime.follower import Follower

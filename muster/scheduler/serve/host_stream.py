@@ -15,8 +15,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from muster.rendezvous.log_lines import one_line
-from muster.rendezvous.v1 import host_pb2 as pb
 from muster.scheduler.access import Caller
 from muster.scheduler.core import events as e
 from muster.scheduler.errors import (
@@ -32,6 +30,8 @@ from muster.scheduler.errors import (
 )
 from muster.scheduler.jobs.driver import JobDriver, Session
 from muster.scheduler.serve.sessions import LARGE_MESSAGE_BYTES, Context, Sessions
+from muster.wire.log_lines import one_line
+from muster.wire.v1 import host_pb2 as pb
 
 SERVICE = "rendezvous.v1.HostStream"
 MAX_ITEMS = 4096

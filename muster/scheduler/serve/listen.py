@@ -6,8 +6,8 @@ import errno
 import socket
 from collections.abc import Sequence
 
-from muster.rendezvous.settings import show_address
 from muster.scheduler.errors import BindError, SettingsError
+from muster.wire.settings import show_address
 
 
 def resolve(hosts: Sequence[str]) -> list[str]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from muster.rendezvous.settings import show_address
 from muster.scheduler import __version__
 from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.errors import BindError
+from muster.wire.settings import show_address
 
 if TYPE_CHECKING:
     from muster.certs.runtime.follower import Follower

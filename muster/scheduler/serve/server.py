@@ -22,8 +22,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from muster.certs.config import config_warnings
 from muster.certs.runtime.follower import Follower
 from muster.certs.runtime.grpc_credentials import RotatingServerCredentials
-from muster.rendezvous.settings import server_options, show_address
-from muster.rendezvous.threads import Pool
 from muster.scheduler import systemd
 from muster.scheduler.access import Access
 from muster.scheduler.audit.logs import LOG, AuditLog, Recorder
@@ -43,6 +41,8 @@ from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.sessions import SERVICE, Limits, Service, Sessions
 from muster.scheduler.store.service import StoreService
 from muster.scheduler.watch.service import WatchService
+from muster.wire.settings import server_options, show_address
+from muster.wire.threads import Pool
 
 if TYPE_CHECKING:
     from muster.scheduler.etcd.leadership import Leadership

@@ -17,10 +17,6 @@ from typing import Any, TypeVar, cast, get_args
 import grpc
 import grpc.aio
 
-from muster.rendezvous import codec
-from muster.rendezvous import messages as m
-from muster.rendezvous.codec import to_proto
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler import __version__
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import LOG, Recorder
@@ -40,6 +36,10 @@ from muster.scheduler.errors import (
     status_of,
 )
 from muster.scheduler.jobs.driver import JobDriver, Jobs, Note, Session, UnknownJobError
+from muster.wire import codec
+from muster.wire import messages as m
+from muster.wire.codec import to_proto
+from muster.wire.v1 import rendezvous_pb2 as pb
 
 SERVICE = "rendezvous.v1.Rendezvous"
 STATUS_ROLES = ("worker", "scheduler", "operator")

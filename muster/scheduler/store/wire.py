@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from muster.rendezvous.v1 import store_pb2 as pb
 from muster.scheduler.errors import MalformedError
 from muster.scheduler.store.space import Answer, Effect, EffectKind, Kind, Operation, Returned
+from muster.wire.v1 import store_pb2 as pb
 
 MAX_ID = (1 << 63) - 1
 MAX_KEYS = 65_536

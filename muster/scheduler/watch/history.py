@@ -8,9 +8,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from muster.rendezvous.log_lines import one_line
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.scheduler.core import records as r
+from muster.wire.log_lines import one_line
+from muster.wire.v1 import watch_pb2 as pb
 
 EVENTS_KEPT = 256
 """How many events of each job's decisions, and as many of its workers, are kept; also of refusals."""

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from muster.rendezvous import codec
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.scheduler import __version__
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import LOG, Recorder
@@ -38,6 +36,8 @@ from muster.scheduler.errors import (
 from muster.scheduler.jobs.driver import JobDriver, Jobs
 from muster.scheduler.watch.history import NOBODY, History
 from muster.scheduler.watch.picture import Picture, began_at
+from muster.wire import codec
+from muster.wire.v1 import watch_pb2 as pb
 
 if TYPE_CHECKING:
     from muster.certs.runtime.follower import Follower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from muster.rendezvous.messages import Value
+from muster.wire.messages import Value
 
 BATCH_BYTES = 256 * 1024
 """A batch holds no more than so much, but for a single message that is larger."""

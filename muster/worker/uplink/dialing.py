@@ -12,11 +12,11 @@ from array import array
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 
-from muster.rendezvous.threads import start_thread
+from muster.forking import not_for_children
+from muster.wire.threads import start_thread
 from muster.worker.config import Settings
-from muster.worker.control.connection import Dial, Stream
-from muster.worker.forking import not_for_children
-from muster.worker.launch.door import OUTER, inherited
+from muster.worker.session.connection import Dial, Stream
+from muster.worker.uplink.door import OUTER, inherited
 from muster.worker.uplink.frames import HEAD, MAX_FROM_UPLINK_BYTES, Kind, decode_end, frame, request_of
 
 log = logging.getLogger("muster.worker")
@@ -59,7 +59,7 @@ class _Dialing:
         self._hung = False
 
     def dial(self, outbox: SimpleQueue[bytes | None]) -> Stream:
-        """See :data:`muster.worker.control.connection.Dial`."""
+        """See :data:`muster.worker.session.connection.Dial`."""
         hung, self._hung = self._hung, False
         end = None if hung else self._handed_in()
         self._answer_s = LATER_ANSWER_S

@@ -9,7 +9,7 @@ import enum
 import struct
 
 from muster.worker.config import Settings
-from muster.worker.control.connection import DeniedError, MalformedError
+from muster.worker.session.connection import DeniedError, MalformedError
 
 MAX_FROM_WORKER_BYTES = 900 * 1024
 """The scheduler takes messages of 1 MiB."""

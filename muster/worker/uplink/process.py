@@ -19,15 +19,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from muster.rendezvous.log_lines import BoundedFormatter
-from muster.rendezvous.threads import Pool, start_thread
-from muster.rendezvous.v1 import host_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2
+from muster.errors import WorkerError
+from muster.wire.log_lines import BoundedFormatter
+from muster.wire.threads import Pool, start_thread
+from muster.wire.v1 import host_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2
 from muster.worker.config import load_settings
-from muster.worker.control.connection import Dial, error_of, grpc_dial, load_keyring
-from muster.worker.errors import WorkerError
-from muster.worker.launch.door import INNER, inherited
+from muster.worker.session.connection import Dial, error_of, grpc_dial, load_keyring
 from muster.worker.uplink.batches import Batches, Ended, Item
+from muster.worker.uplink.door import INNER, inherited
 from muster.worker.uplink.frames import (
     ALIVE_EVERY_S,
     HEAD,

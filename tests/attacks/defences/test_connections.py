@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
-from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp import connection, endpoint, records
-from muster.worker.communicators.tcp.connection import (
+from muster.communicators.base import Membership, Peer
+from muster.communicators.tcp import connection, endpoint, records
+from muster.communicators.tcp.connection import (
     Connection,
     EndOfStreamError,
     Reason,
@@ -23,7 +23,7 @@ from muster.worker.communicators.tcp.connection import (
     goodbye,
     read_frame,
 )
-from muster.worker.communicators.tcp.endpoint import (
+from muster.communicators.tcp.endpoint import (
     HELLO,
     PROOF,
     REPLY,
@@ -34,8 +34,8 @@ from muster.worker.communicators.tcp.endpoint import (
     handshake_context,
     proof,
 )
-from muster.worker.communicators.tcp.records import RecordLayer, RecordLayerError, TrafficKey, varuint
-from muster.worker.errors import CommunicatorError, WorkerError
+from muster.communicators.tcp.records import RecordLayer, RecordLayerError, TrafficKey, varuint
+from muster.errors import CommunicatorError, WorkerError
 from tests.attacks.defences.attack import Attack, check
 from tests.fuzzing.records import PlainKey, plain_record
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous import launches, rank_table
-from muster.rendezvous.launches import RunRecord, read_records
-from muster.rendezvous.rank_table import parse_rank_table
 from muster.scheduler.core.ledger import missing
 from muster.web import logs, past, report
+from muster.wire import launches, rank_table
+from muster.wire.launches import RunRecord, read_records
+from muster.wire.rank_table import parse_rank_table
 from tests.attacks.defences.attack import Attack, check
 
 

@@ -20,12 +20,8 @@ from muster.certs.pki import certificates
 from muster.certs.pki.identity import Identity
 from muster.certs.pki.revocation import RevocationList, Revocations
 from muster.certs.runtime import watcher
-from muster.rendezvous import codec, files, grpc_stderr, launches
-from muster.rendezvous import messages as m
-from muster.rendezvous.grpc_stderr import record_of
-from muster.rendezvous.launches import RunRecord
-from muster.rendezvous.settings import Environment
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.launch import process as launch_process
+from muster.launch import rank_table
 from muster.scheduler.audit import logs, refusals
 from muster.scheduler.audit.logs import LOG, AuditLog, LineFormatter
 from muster.scheduler.core import events as e
@@ -36,11 +32,15 @@ from muster.scheduler.errors import LimitError, SettingsError
 from muster.scheduler.jobs import adoption, driver, journal
 from muster.scheduler.jobs.journal import Journal, JournalError
 from muster.scheduler.serve import metrics
-from muster.worker.launch import process as launch_process
-from muster.worker.launch import rank_table
-from muster.worker.training import checkpoint
-from muster.worker.training.sampler import ShardedSampler
-from muster.worker.training.state import TrainingState
+from muster.training import checkpoint
+from muster.training.sampler import ShardedSampler
+from muster.training.state import TrainingState
+from muster.wire import codec, files, grpc_stderr, launches
+from muster.wire import messages as m
+from muster.wire.grpc_stderr import record_of
+from muster.wire.launches import RunRecord
+from muster.wire.settings import Environment
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.attacks.defences.attack import Attack, check
 from tests.attacks.defences.test_connections import ATTACKS as ON_CONNECTIONS
 from tests.attacks.test_1_transport import FORGED

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.worker.store import proxy
-from muster.worker.store.proxy import Proxy
+from muster.programs import proxy
+from muster.programs.proxy import Proxy
 from tests.attacks.defences.attack import Attack, check
 from tests.scheduler.store.rig import served
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from muster.worker.communicators.base import Membership, Peer
-from muster.worker.communicators.tcp import messages
-from muster.worker.communicators.tcp.communicator import TcpBackend
-from muster.worker.communicators.tcp.connection import DTYPES, Connection
-from muster.worker.communicators.tcp.endpoint import Lobby, group_label
-from muster.worker.communicators.tcp.messages import SMALL_BYTES, Message, Messages
-from muster.worker.errors import CommunicatorError, WorkerError
-from muster.worker.process_group import meeting
-from muster.worker.process_group.assignment import Handover, HeldPlace
+from muster.communicators.base import Membership, Peer
+from muster.communicators.tcp import messages
+from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.connection import DTYPES, Connection
+from muster.communicators.tcp.endpoint import Lobby, group_label
+from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
+from muster.errors import CommunicatorError, WorkerError
+from muster.programs import meeting
+from muster.programs.assignment import Handover, HeldPlace
 from tests.attacks.defences.attack import Attack, check
 
 HEADER = struct.Struct("!4sBBBxiIQ")

@@ -14,13 +14,13 @@ import pytest
 
 from muster.certs.errors import UntrustedError
 from muster.certs.runtime.tls import server_ssl_context
-from muster.rendezvous.v1 import watch_pb2 as pb
 from muster.scheduler.cli.client import RefusedByScheduler
 from muster.web import feed, serve
 from muster.web.app import Pages
 from muster.web.feed import Feed
 from muster.web.guard import Entrance
 from muster.web.model import Followed
+from muster.wire.v1 import watch_pb2 as pb
 from tests.attacks.defences.attack import Attack, check
 from tests.scheduler.processes import Pki
 from tests.waiting import LIMIT_S, until

@@ -14,7 +14,7 @@ import pytest
 from muster.bench import __main__ as command
 from muster.bench.allreduce import command as allreduce
 from muster.bench.allreduce import nccl as nccl_allreduce
-from muster.rendezvous.variables import TABLE
+from muster.wire.variables import TABLE
 
 
 def options_of(*words: str) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from muster.bench.recovery import cpu as recovery_cpu
 from muster.bench.recovery import gpu as recovery_gpu
 from muster.bench.recovery.job import Worker
 from muster.bench.recovery.loop import Record
-from muster.worker.launch.command import count_gpus
+from muster.launch.command import count_gpus
 
 
 def worker(directory: Path, *events: dict[str, Any]) -> Worker:

@@ -12,7 +12,7 @@ from muster.bench.__main__ import main
 from muster.bench.scale import plot as plot_scale
 from muster.bench.scale.command import scheduler_for
 from muster.bench.scale.reader import slim_reader
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2 as pb
 
 
 def test_a_sweep_measures_each_size(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from muster.bench.recovery.job import Worker
 from muster.bench.soak.command import Results, Watched, is_flat
 from muster.bench.soak.job import BATCH, digest_of, first_weights, mix, part, rows_of
 from muster.bench.soak.relay import Relay
-from muster.worker.training.sampler import ShardedSampler
+from muster.training.sampler import ShardedSampler
 
 
 def worker(directory: Path) -> tuple[Worker, Path]:

@@ -22,7 +22,7 @@ from muster.certs.runtime.grpc_credentials import RotatingServerCredentials, cha
 from muster.certs.runtime.preflight import preflight
 from muster.certs.runtime.store import Credentials, load_credentials
 from muster.certs.runtime.tls import client_ssl_context
-from muster.rendezvous.settings import client_options, server_options
+from muster.wire.settings import client_options, server_options
 from tests.certs.making import PASSWORD, Pki
 
 

@@ -22,7 +22,7 @@ from muster.certs.runtime.preflight import Preflight, fits_host, preflight
 from muster.certs.runtime.probe import SILENT, spoken_at
 from muster.certs.runtime.store import Credentials, load_credentials, revocations_for
 from muster.certs.runtime.tls import server_ssl_context
-from muster.rendezvous.settings import client_options
+from muster.wire.settings import client_options
 from tests.certs.making import DAY, NOW, PASSWORD, Pki, certificate, key_pem, pem
 from tests.certs.servers import grpc_server, server_credentials, socket_server, tls_server
 

@@ -15,8 +15,8 @@ import pytest
 
 from muster.certs.runtime.preflight import preflight
 from muster.certs.runtime.tls import client_ssl_context
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.certs.making import DAY, NOW, certificate, key_pem, pem
 from tests.ports import free_port
 from tests.scheduler.processes import Pki, Scheduler, channel, environment, run_scheduler, scheduler

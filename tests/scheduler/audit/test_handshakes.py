@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.rendezvous.grpc_stderr import Record, record_of
 from muster.scheduler.audit.grpc_trace import HUNG_UP, REASONS, TIMED_OUT, Failure, TraceReader, explain
+from muster.wire.grpc_stderr import Record, record_of
 
 STAMP = "I1121 16:44:06.378199    4012 "
 TRACE = "=== Source Location Trace: === \nsrc/core/util/status_helper.cc:68\n"

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.cli.client import UnreachableError
 from muster.scheduler.cli.status import as_json, show, show_jobs, watch
+from muster.wire.v1 import rendezvous_pb2 as pb
 
 REPLY = pb.StatusReply(
     job_id="job",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous.launches import LaunchDirectory, running
 from muster.scheduler.cli.command import find_scheduler, parser, with_password
 from muster.scheduler.errors import SettingsError
+from muster.wire.launches import LaunchDirectory, running
 from tests.scheduler.processes import Pki, scheduler
 
 Publish = Callable[..., LaunchDirectory]

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.messages import series_of
-from muster.rendezvous.rank_table import RankTable, RankTableEntry
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine, RecoveryError
 from muster.version import __version__
+from muster.wire import messages as m
+from muster.wire.messages import series_of
+from muster.wire.rank_table import RankTable, RankTableEntry
 
 SETTINGS = e.Settings(2, 0, 0, 30.0, 5.0, 1.0)
 

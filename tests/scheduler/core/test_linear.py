@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.rank_table import RankTable, RankTableEntry
 from muster.scheduler.core import events as e
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
+from muster.wire import messages as m
+from muster.wire.rank_table import RankTable, RankTableEntry
 
 FEW, MANY = 50, 500
 AT_MOST = 12.0

@@ -8,10 +8,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.rank_table import RankTable, RankTableEntry
 from muster.scheduler.core import ledger
 from muster.scheduler.core import records as r
+from muster.wire import messages as m
+from muster.wire.rank_table import RankTable, RankTableEntry
 
 names = st.text("ab01279.-", min_size=1, max_size=6)
 hosts = st.builds(

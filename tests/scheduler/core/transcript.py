@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.rank_table import parse_rank_table
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.machine import Machine
+from muster.wire import messages as m
+from muster.wire.rank_table import parse_rank_table
 
 Arguments = dict[str, str]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.etcd.api import EtcdFullError, EtcdRefusedError, EtcdUnreachableError
+from muster.wire.v1 import etcd_pb2 as pb
 
 COMPARED = {0: "version", 1: "create_revision", 2: "mod_revision", 3: "value", 4: "lease"}
 

@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.etcd.api import EtcdError, EtcdFullError, EtcdRefusedError, EtcdUnreachableError
 from muster.scheduler.etcd.calls import EtcdCalls
+from muster.wire.v1 import etcd_pb2 as pb
 from tests.waiting import go
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.errors import DeposedError, SettingsError
 from muster.scheduler.etcd import leadership as module
 from muster.scheduler.etcd.api import EtcdRefusedError, delete, put
@@ -20,6 +19,7 @@ from muster.scheduler.etcd.leadership import (
     Leadership,
 )
 from muster.version import __version__
+from muster.wire.v1 import etcd_pb2 as pb
 from tests.scheduler.etcd.store import Direct, Store
 from tests.waiting import go, until
 

@@ -19,7 +19,6 @@ from muster.bench.failover.space import QUOTA_BYTES
 from muster.bench.launches import MUSTER, ROOT, environment
 from muster.certs.runtime.preflight import preflight
 from muster.certs.runtime.store import Credentials, load_credentials
-from muster.rendezvous.v1 import etcd_pb2 as pb
 from muster.scheduler.core import records as r
 from muster.scheduler.errors import DeposedError
 from muster.scheduler.etcd import journal as module
@@ -28,6 +27,7 @@ from muster.scheduler.etcd.calls import EtcdCalls
 from muster.scheduler.etcd.journal import COMPACT_RECORDS, EtcdJournal
 from muster.scheduler.etcd.leadership import LEASE_S, RENEW_S, Leadership
 from muster.scheduler.jobs.storage import WaitingStorage
+from muster.wire.v1 import etcd_pb2 as pb
 from tests.scheduler.etcd.test_journal import BATCHES, JOB, history, noise
 from tests.waiting import go, until
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.jobs.adoption import AdoptingJob
+from muster.wire import messages as m
 
 SETTINGS = e.Settings(3, 2, 0, 60.0, 5.0, 1.0)
 

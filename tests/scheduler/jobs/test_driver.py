@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 
 import pytest
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.access import Caller
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import DeposedError, SchedulerError, StoppingError, TooSlowError
 from muster.scheduler.jobs.driver import DOUBT_S, MAX_WAITING_MESSAGES, PULSE_S, JobDriver, Note, Session
+from muster.wire import messages as m
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
 from tests.waiting import go, until
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from muster.rendezvous import messages as m
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.ledger import Ledger
@@ -35,6 +34,7 @@ from muster.scheduler.jobs.journal import (
     JournalVersionError,
 )
 from muster.version import __version__
+from muster.wire import messages as m
 from tests.disks import filled, mounted_disk, small_disk
 
 CANDIDATE = m.Candidate(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.ports import free_port
 from tests.scheduler.processes import (
     Pki,

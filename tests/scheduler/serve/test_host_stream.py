@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.v1 import host_pb2
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.core import events as e
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import NotPermittedError
 from muster.scheduler.serve.host_stream import BATCH_BYTES, MAX_ITEMS, Batch
 from muster.scheduler.serve.sessions import Limits
+from muster.wire import messages as m
+from muster.wire.v1 import host_pb2
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.processes import join
 from tests.scheduler.serve.test_service import Rig, served, welcome
 from tests.waiting import go, until

@@ -15,10 +15,10 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from muster.certs.pki.identity import Identity
-from muster.rendezvous.v1 import host_pb2 as host
-from muster.rendezvous.v1 import host_pb2_grpc as host_grpc
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
+from muster.wire.v1 import host_pb2 as host
+from muster.wire.v1 import host_pb2_grpc as host_grpc
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.certs.making import KEY, certificate, key_pem, pem
 from tests.scheduler.processes import (
     PASSWORD,

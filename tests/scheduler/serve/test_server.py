@@ -15,11 +15,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from muster.rendezvous.settings import show_address
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import rendezvous_pb2_grpc as pb_grpc
 from muster.scheduler.serve import listen
 from muster.scheduler.serve.server import grpc_options
+from muster.wire.settings import show_address
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2_grpc as pb_grpc
 from tests.scheduler.processes import (
     WAIT_S,
     Pki,

@@ -11,8 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
 from muster.scheduler.access import Access
 from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.config import load_settings
@@ -23,6 +21,8 @@ from muster.scheduler.jobs.driver import Jobs, Note, Session
 from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.server import keep_in_force
 from muster.scheduler.serve.sessions import Limits, Service, Sessions
+from muster.wire import messages as m
+from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import FakeJob
 from tests.scheduler.processes import join
 from tests.waiting import go

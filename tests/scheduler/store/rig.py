@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from muster.rendezvous import messages as m
-from muster.rendezvous.v1 import store_pb2 as pb
+from muster.programs.link import StoreLink
+from muster.programs.proxy import Proxy
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.core import records as r
@@ -20,8 +20,8 @@ from muster.scheduler.core.job import JobView, WorkerView
 from muster.scheduler.jobs.driver import JobDriver, Session
 from muster.scheduler.serve.server import grpc_options
 from muster.scheduler.store.service import StoreLimits, StoreService
-from muster.worker.store.link import StoreLink
-from muster.worker.store.proxy import Proxy
+from muster.wire import messages as m
+from muster.wire.v1 import store_pb2 as pb
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate
 
 OPEN = "/rendezvous.v1.Store/Open"

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from muster.certs.pki.identity import Identity
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.rendezvous.v1 import store_pb2 as store_pb
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import store_pb2 as store_pb
 from tests.scheduler.processes import Pki, Scheduler, channel, form, scheduler
 from tests.scheduler.store.rig import OPEN
 

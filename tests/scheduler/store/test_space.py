@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from muster.rendezvous.v1 import store_pb2 as pb
+from muster.programs.history import History
 from muster.scheduler.store import wire
 from muster.scheduler.store.space import (
     Answer,
@@ -25,7 +25,7 @@ from muster.scheduler.store.space import (
     Space,
     Status,
 )
-from muster.worker.store.history import History
+from muster.wire.v1 import store_pb2 as pb
 from tests.scheduler.core.test_linear import work
 
 A, B = ("a", 1), ("b", 1)

@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from muster.certs.pki.identity import Identity
-from muster.rendezvous.v1 import rendezvous_pb2 as rendezvous_pb
-from muster.rendezvous.v1 import watch_pb2 as pb
-from muster.rendezvous.v1 import watch_pb2_grpc as pb_grpc
+from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
+from muster.wire.v1 import watch_pb2 as pb
+from muster.wire.v1 import watch_pb2_grpc as pb_grpc
 from tests.scheduler.processes import WAIT_S, Pki, Scheduler, Stream, channel, form, join, leave, scheduler
 
 

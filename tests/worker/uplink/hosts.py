@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.config import load_settings
-from muster.worker.control.connection import Dial, Stream, grpc_dial, load_keyring
-from muster.worker.launch.door import INNER, OUTER, make_door, named
+from muster.worker.session.connection import Dial, Stream, grpc_dial, load_keyring
 from muster.worker.uplink.dialing import dial_by_uplink
+from muster.worker.uplink.door import INNER, OUTER, make_door, named
 from tests.scheduler.processes import WAIT_S, Pki, Scheduler, environment, join
 from tests.waiting import wait_for
 

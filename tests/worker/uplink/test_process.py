@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
-from muster.rendezvous.v1 import host_pb2 as pb
-from muster.worker.control.connection import Stream
-from muster.worker.launch.door import make_door
+from muster.wire.v1 import host_pb2 as pb
+from muster.worker.session.connection import Stream
 from muster.worker.uplink.batches import MAX_WAITING
+from muster.worker.uplink.door import make_door
 from muster.worker.uplink.frames import Kind, frame
 from muster.worker.uplink.process import Uplink
 

@@ -16,9 +16,9 @@ from queue import SimpleQueue
 import pytest
 
 from muster.certs.pki.identity import Identity
-from muster.rendezvous.v1 import rendezvous_pb2 as pb
-from muster.worker.control.connection import DeniedError, Dial, MalformedError, Stream
-from muster.worker.launch.door import OUTER, inherited, named
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.worker.session.connection import DeniedError, Dial, MalformedError, Stream
+from muster.worker.uplink.door import OUTER, inherited, named
 from muster.worker.uplink.frames import MAX_FROM_WORKER_BYTES
 from muster.worker.uplink.process import FAREWELL_S
 from tests.scheduler.processes import WAIT_S, Pki, Scheduler, scheduler

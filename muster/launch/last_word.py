@@ -1,0 +1,88 @@
+"""``python -m muster.launch.last_word``: says of workers of a launch that their processes have ended.
+
+A worker's death is seen by the end of its stream. If the scheduler that saw it dies as well, the next one
+knows of a worker only that it does not come, and gives it time. The launcher has collected the process, and
+knows. So it starts this, which says so to whichever scheduler leads, until one of them has it durably.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from queue import SimpleQueue
+
+from muster.errors import WorkerError
+from muster.launch.plan import ENDED_VARIABLE
+from muster.wire.log_lines import BoundedFormatter
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.worker.config import load_settings
+from muster.worker.session.connection import DeniedError, Dial, MalformedError, grpc_dial, load_keyring
+
+METHOD = "/rendezvous.v1.Rendezvous/ProcessEnded"
+AGAIN_S = 0.25
+"""How soon it is said again, in seconds."""
+
+log = logging.getLogger("muster.worker")
+
+
+def tell(
+    dial: Dial, words: Iterable[pb.ProcessEndedRequest], pause: Callable[[float], object] = time.sleep
+) -> None:
+    """Says each word until the scheduler that leads has taken it; who nobody listens to goes on trying.
+
+    Raises:
+        DeniedError: this certificate may not say that, or there is no safe connection.
+        MalformedError: the scheduler does not know the call.
+    """
+    for word in words:
+        while not _taken(dial, word):
+            pause(AGAIN_S)
+
+
+def _taken(dial: Dial, word: pb.ProcessEndedRequest) -> bool:
+    outbox: SimpleQueue[bytes | None] = SimpleQueue()
+    outbox.put(word.SerializeToString())
+    outbox.put(None)
+    try:
+        replies, close = dial(outbox)
+        try:
+            return any(pb.ProcessEndedReply.FromString(data).gone for data in replies)
+        finally:
+            close()
+    except OSError as error:
+        log.debug("nobody has taken the word: %s", error)
+        return False
+
+
+def main(env: Mapping[str, str] = os.environ) -> int:
+    """Says what the launcher has written into the environment; returns the exit code."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(BoundedFormatter())
+    logging.getLogger("muster").addHandler(handler)
+    try:
+        settings = load_settings(env)
+        logging.getLogger("muster").setLevel(settings.log_level)
+        words = [
+            pb.ProcessEndedRequest(
+                job_id=settings.job_id, node_id=node_id, incarnation=incarnation, detail=detail
+            )
+            for node_id, incarnation, detail in json.loads(env.get(ENDED_VARIABLE, "[]"))
+        ]
+        tell(grpc_dial(settings, load_keyring(settings, env), METHOD), words)
+    except WorkerError as error:
+        log.warning("%s", error)
+        return error.exit_code
+    except (DeniedError, MalformedError) as error:
+        log.warning("The scheduler was not told which processes have ended: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # gRPC's threads may still be in their last call

@@ -1,0 +1,798 @@
+"""Works out what a launch starts, from its options and this machine. Pure.
+
+:mod:`muster.launch.command` reads the options and looks at the machine, :func:`plan_launch` says what
+follows from that, and the :class:`~muster.launch.launcher.Launcher` carries it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from muster.errors import SettingsError
+from muster.launch.parsing import DEFAULT_PORT, HostShare, parse_addresses
+from muster.wire.variables import TABLE, default_of
+from muster.worker.uplink.door import DOOR_VARIABLES
+
+WORKERS_ANYWHERE = 32
+WORKERS_PER_CORE = 8
+"""Workers per core beyond which a launch is refused: the number is more likely a slip."""
+
+TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
+"""Either names a rank table; then the table gives the ranks."""
+
+SERVER_PASSWORD, CLIENT_PASSWORD = "MS_SERVER_PASSWORD", "MS_CLIENT_PASSWORD"
+
+UPLINK_FROM_WORKERS = 64
+"""Workers from which on each host of a job has an uplink, unless the options say otherwise."""
+
+MOST_SPARES = int(TABLE["MS_SPARES"].high)
+"""Spares of a job, at most."""
+
+ENDED_VARIABLE = "MS_PROCESSES_ENDED"
+"""See :mod:`muster.launch.last_word`: JSON, a list of node id, incarnation and how it ended."""
+
+_OF_ONE_WORKER = ("MS_NODE_ID", "MS_LOCAL_INDEX", "DEVICE_ID", "RANK_ID", "MS_WORKER_SPARE")
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The number of workers, and which of them are this host's."""
+
+    world_size: int
+    local_size: int
+    first_rank: int | None
+    """Rank of this host's first worker; None where only the scheduler knows."""
+
+    scheduler_host: str = ""
+    """Where the scheduler runs as far as the options say; empty when they do not."""
+
+    first_host: bool = True
+
+    spares: int = 0
+    """Workers of this host that wait for a place to come free, besides ``local_size``."""
+
+    all_spares: int = 0
+    """Those of all hosts."""
+
+    first_spare: int | None = 0
+    """Number of this host's first spare among all hosts'; None where hosts have no numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker of this host. ``rank`` is None where only the scheduler decides it."""
+
+    index: int
+    rank: int | None
+    host: str
+    env: Mapping[str, str]
+    cores: tuple[int, ...] = ()
+    spare: str = ""
+    """Of a spare, what it is called; empty: it has a place from the beginning."""
+
+    @property
+    def label(self) -> str:
+        """Names its log file and its lines on the terminal; hosts that share a directory differ in it."""
+        if self.spare:
+            return self.spare
+        return f"{self.host}_{self.index}" if self.rank is None else str(self.rank)
+
+    @property
+    def number(self) -> str:
+        """What ``--tail`` calls it: its rank, or its index on this host where the rank is not known."""
+        if self.spare:
+            return self.spare
+        return str(self.index if self.rank is None else self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options that decide which workers start where. Zero or empty: not given."""
+
+    workers: int = 0
+    per_node: int = 0
+    nodes: int = 0
+    node_rank: int | None = None
+    hosts: tuple[HostShare, ...] = field(default=())
+    meeting: str = ""
+    """The scheduler's host, where hosts without a number must find out which of them it is."""
+
+    oversubscribe: bool = False
+    """More workers than the cores can carry are wanted."""
+
+    share_gpus: bool = False
+    """More workers than GPUs are wanted."""
+
+    spares: int = 0
+    """Workers that each host starts besides, which wait for a place to come free."""
+
+
+# ---------------------------------------------------------------- who starts where
+
+
+def plan_layout(request: Request, *, here: Collection[str], devices: int, cores: int = 0) -> Layout:
+    """Decides how many workers this host starts and what their ranks are.
+
+    Args:
+        request: the options.
+        here: the names and addresses by which a host list, or ``--join``, may mean this host.
+        devices: GPUs this host offers; 0 when it has none.
+        cores: that this host offers; 0: not known.
+
+    Raises:
+        SettingsError: the options contradict each other, or ask for more than there is.
+    """
+    if request.hosts:
+        layout = _layout_of_hosts(request, set(here))
+    elif request.nodes > 1:
+        layout = _layout_of_nodes(request, here, devices)
+    else:
+        layout = _layout_of_one_host(request, devices)
+    asked = f"{layout.local_size} workers"
+    if layout.spares:
+        asked += f" and {layout.spares} {'spare' if layout.spares == 1 else 'spares'}"
+    count = layout.local_size + layout.spares
+    if devices and count > devices and not request.share_gpus:
+        fewer = f"-n {devices - layout.spares}" if layout.spares < devices else "--spares"
+        raise SettingsError(
+            f"{asked} are asked for on this host, which offers {devices} "
+            f"{'device' if devices == 1 else 'devices'}; a worker has a device of its own.",
+            remedy=f"Ask for fewer ({fewer}), for CPU workers (--devices none), or, to try things out, "
+            "for several workers on a GPU (--share-gpus).",
+        )
+    most = max(WORKERS_ANYWHERE, WORKERS_PER_CORE * cores)
+    if cores and count > most and not request.oversubscribe:
+        raise SettingsError(
+            f"{asked} are asked for on this host, whose {cores} "
+            f"{'core' if cores == 1 else 'cores'} can carry {most}; "
+            "ask for fewer, or add --oversubscribe if you mean it."
+        )
+    return layout
+
+
+def _layout_of_one_host(request: Request, devices: int) -> Layout:
+    if request.node_rank:
+        raise SettingsError(f"--node-rank {request.node_rank} needs --nnodes or -H.")
+    counts = {count for count in (request.workers, request.per_node) if count}
+    if len(counts) > 1:
+        raise SettingsError(
+            f"-n {request.workers} and --nproc-per-node {request.per_node} differ, and there is one host."
+        )
+    count = counts.pop() if counts else devices
+    if not count:
+        raise SettingsError("This host offers no GPU to count: say with -n how many workers to start.")
+    return _with_spares(Layout(count, count, 0), request, 0, 1)
+
+
+def _with_spares(layout: Layout, request: Request, position: int | None, hosts: int) -> Layout:
+    """Adds the spares: each host starts as many, so that hosts without a number know theirs, too."""
+    each, total = request.spares, request.spares * hosts
+    if total > MOST_SPARES:
+        raise SettingsError(
+            f"--spares {each} on {hosts} {'host' if hosts == 1 else 'hosts'} makes {total} spares; a job has"
+            f" at most {MOST_SPARES}."
+        )
+    if not each:
+        return layout
+    return replace(
+        layout, spares=each, all_spares=total, first_spare=None if position is None else each * position
+    )
+
+
+def _layout_of_nodes(request: Request, here: Collection[str], devices: int) -> Layout:
+    nodes, rank = request.nodes, request.node_rank
+    if rank is not None and not 0 <= rank < nodes:
+        raise SettingsError(f"--node-rank is {rank}; with --nnodes {nodes} it must be from 0 to {nodes - 1}.")
+    per_node = request.per_node or (request.workers // nodes if request.workers else devices)
+    if not per_node and not request.workers:
+        raise SettingsError("This host offers no GPU to count: say with --nproc-per-node how many workers.")
+    if request.workers and request.workers != per_node * nodes:
+        if not request.per_node:
+            raise SettingsError(f"-n is {request.workers}, which {nodes} hosts cannot share evenly.")
+        raise SettingsError(
+            f"-n is {request.workers}, but {nodes} hosts with {per_node} workers make {per_node * nodes}."
+        )
+    first = None if rank is None else rank * per_node
+    meets_here = not request.meeting or request.meeting in here
+    first_host = meets_here if rank is None else rank == 0
+    layout = Layout(per_node * nodes, per_node, first, first_host=first_host)
+    return _with_spares(layout, request, rank, nodes)
+
+
+def _layout_of_hosts(request: Request, here: set[str]) -> Layout:
+    hosts = request.hosts
+    if request.nodes and request.nodes != len(hosts):
+        raise SettingsError(f"--nnodes is {request.nodes}, but the host list names {len(hosts)} hosts.")
+    if request.per_node:
+        hosts = tuple(HostShare(host.name, request.per_node) for host in hosts)
+    total = sum(host.slots for host in hosts)
+    if request.workers > total:
+        raise SettingsError(f"-n is {request.workers}, but the host list has room for {total} workers.")
+    position = _position(hosts, request.node_rank, here)
+    left = request.workers or total
+    first = sum(host.slots for host in hosts[:position])
+    local = max(0, min(hosts[position].slots, left - first))
+    if not local:
+        raise SettingsError(
+            f"-n {left} is used up by the hosts before {hosts[position].name}: nothing to start here."
+        )
+    several = len(hosts) > 1
+    layout = Layout(left, local, first, hosts[0].name if several else "", first_host=position == 0)
+    begins = [sum(host.slots for host in hosts[:at]) for at in range(len(hosts))]
+    return _with_spares(layout, request, position, sum(begin < left for begin in begins))
+
+
+def _position(hosts: Sequence[HostShare], node_rank: int | None, here: set[str]) -> int:
+    if node_rank is not None:
+        if not 0 <= node_rank < len(hosts):
+            raise SettingsError(f"--node-rank is {node_rank}; it must be from 0 to {len(hosts) - 1}.")
+        return node_rank
+    matches = [index for index, host in enumerate(hosts) if host.name in here]
+    if len(matches) != 1:
+        names = ", ".join(host.name for host in hosts)
+        what = "is not in the host list" if not matches else "answers to several names of the host list"
+        raise SettingsError(
+            f"This host ({', '.join(sorted(here))}) {what} ({names}); say which it is with --node-rank."
+        )
+    return matches[0]
+
+
+# ---------------------------------------------------------------- the environment of each worker
+
+
+def plan_workers(
+    layout: Layout,
+    env: Mapping[str, str],
+    *,
+    common: Mapping[str, str],
+    host: str = "localhost",
+    devices: int = 0,
+    cores: Sequence[int] = (),
+    device_ids: Sequence[int] = (),
+) -> tuple[WorkerPlan, ...]:
+    """Gives each worker of this host its name and environment.
+
+    Args:
+        layout: from :func:`plan_layout`.
+        env: the launcher's own environment; what the user set there is kept where it makes sense.
+        common: variables that all workers get (the scheduler's address, the config file).
+        host: this host's name, for the labels of workers whose rank is not known.
+        devices: how many GPUs the host offers; each worker takes the one of its local index, or shares one
+            where there are more workers.
+        cores: cores to spread over the workers, in order; empty to leave them alone.
+        device_ids: of workers without GPUs, the devices that a rank table calls theirs.
+
+    Returns:
+        The workers; ``env`` of each holds only what differs from the launcher's.
+    """
+    plans = []
+    count = layout.local_size + layout.spares
+    for index in range(count):
+        spare = index - layout.local_size  # from 0; negative: none
+        rank = _own_rank(index, layout, env) if spare < 0 else None
+        own = {
+            **common,
+            **_thread_limits(count, env),
+            "MS_ROLE": "MS_WORKER",
+            "MS_WORKER_NUM": str(layout.world_size),
+            "MS_LOCAL_INDEX": str(index),
+            **_node_id(index, rank if spare < 0 else _number_of_spare(spare, layout), count, env),
+        }
+        if spare >= 0:
+            own["MS_WORKER_SPARE"] = "1"
+        if devices and not (count == 1 and env.get("DEVICE_ID")):
+            own["DEVICE_ID"] = str(index * devices // max(count, devices))
+            if count > devices:
+                own |= sharing_environment(f"{host}-{index}")
+        elif index < len(device_ids) and not devices and not env.get("DEVICE_ID"):
+            own["DEVICE_ID"] = str(device_ids[index])
+        part = _share(cores, index, count)
+        name = _in_file_names(host)
+        called = "" if spare < 0 else _name_of_spare(spare, layout, name)
+        plans.append(WorkerPlan(index, rank, name, own, part, called))
+    return tuple(plans)
+
+
+def _number_of_spare(spare: int, layout: Layout) -> int | None:
+    """A node id behind those of the ranks, so that the rule of integer node ids holds; None: not known."""
+    known = layout.first_rank is not None and layout.first_spare is not None
+    return layout.world_size + (layout.first_spare or 0) + spare if known else None
+
+
+def _name_of_spare(spare: int, layout: Layout, host: str) -> str:
+    if layout.first_spare is None:
+        return f"{host}_spare_{spare}"
+    return f"spare_{layout.first_spare + spare}"
+
+
+def sharing_environment(name: str) -> dict[str, str]:
+    """What lets ranks share a GPU: NCCL refuses that on one host, so each rank calls itself one of its own.
+
+    Data goes through sockets then, and ranks take turns on the GPU: results hold, speeds mean nothing.
+
+    Args:
+        name: of the rank; no other rank of the job has it.
+    """
+    return {"NCCL_HOSTID": name, "NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "2"}
+
+
+def _own_rank(index: int, layout: Layout, env: Mapping[str, str]) -> int | None:
+    """The rank of a worker whose node id is an integer; None where the scheduler decides."""
+    if layout.world_size == 1:
+        return 0
+    if layout.first_rank is None or env.get("MS_NODE_ID") or _has_table(env):
+        return None
+    return layout.first_rank + index
+
+
+def _has_table(env: Mapping[str, str]) -> bool:
+    return any(env.get(name, "").strip() for name in TABLE_VARIABLES)
+
+
+def _in_file_names(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host)
+
+
+def _thread_limits(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Limits math libraries to one thread per worker, unless the user set them otherwise."""
+    if local_size < 2:
+        return {}
+    return {name: "1" for name in THREAD_VARIABLES if name not in env}
+
+
+def _node_id(index: int, number: int | None, local_size: int, env: Mapping[str, str]) -> dict[str, str]:
+    given = env.get("MS_NODE_ID", "")
+    if given:
+        return {} if local_size == 1 else {"MS_NODE_ID": f"{given}-{index}"}
+    if number is None or _has_table(env):
+        return {}
+    return {"MS_NODE_ID": str(number)}
+
+
+def _share(cores: Sequence[int], index: int, parts: int) -> tuple[int, ...]:
+    if len(cores) < parts:
+        return (cores[index % len(cores)],) if cores else ()
+    return tuple(cores[index * len(cores) // parts : (index + 1) * len(cores) // parts])
+
+
+# ---------------------------------------------------------------- the whole launch
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to start a process: what to run, with which changes to the environment, where it logs.
+
+    Attributes:
+        label: its rank, or host and index on it, or ``scheduler``.
+        argv: what to run.
+        env: what it gets besides the launcher's environment.
+        log: name of its log in the launch's directory.
+        removed: variables of the launcher that it must not see.
+        cores: those that it is bound to; empty: all.
+        forked: it goes on as a copy of the launcher instead of executing ``argv``.
+        quiet: its output goes to its log only.
+        inherits: a descriptor of the launcher's that it keeps; -1: none.
+        last: should the launcher be killed, it is killed after the others, whose end it still has to report.
+    """
+
+    label: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: str
+    removed: frozenset[str] = frozenset()
+    cores: tuple[int, ...] = ()
+    forked: bool = False
+    quiet: bool = True
+    inherits: int = -1
+    last: bool = False
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The process's whole environment."""
+        kept = {name: value for name, value in base.items() if name not in self.removed}
+        return {**kept, **self.env}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the launcher does when a process ends, and how it shows output."""
+
+    grace_s: float = 10.0
+    max_restarts: int = 0
+    min_workers: int = 0
+    """Workers that are enough to go on with; 0: all of them."""
+
+    spares: int = 0
+    """Workers that wait for the place of one that is lost, on all hosts."""
+
+    timestamps: bool = False
+    whole: bool = False
+    """Muster's own log lines are shown with a worker's output, not only written to its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a launch finds on its machine, read before anything is planned.
+
+    Attributes:
+        env: the launcher's environment.
+        request: who starts where, as far as options and host list say.
+        command: what each worker runs, as it can be run here.
+        host: this host's name.
+        names: what a host list may call this host.
+        directory: the working directory.
+        python: the interpreter that runs the launcher.
+        python_flags: its options for Muster's own programs.
+        devices: what workers may have, as CUDA_VISIBLE_DEVICES takes it; empty: CPU workers.
+        table_devices: what a rank table calls this host's devices.
+        cores: those that the launcher may use.
+        free_port: one that is kept free on 127.0.0.1; empty: none is needed.
+        password: of the certificates, where it had to be asked for.
+        no_fork: why the command cannot be started as a fork; empty: it can.
+        by_table: gives workers the ranks of a rank table.
+    """
+
+    env: Mapping[str, str]
+    request: Request
+    command: tuple[str, ...]
+    host: str = "localhost"
+    names: frozenset[str] = frozenset()
+    directory: Path = Path("/")
+    python: str = "python"
+    python_flags: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    table_devices: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    free_port: str = ""
+    password: str = ""
+    no_fork: str = ""
+    by_table: Callable[[tuple[WorkerPlan, ...]], tuple[WorkerPlan, ...]] = tuple
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything that a launch starts, and its policy.
+
+    Attributes:
+        layout: how many workers, and which of them are this host's.
+        workers: this host's, with the environment of each.
+        recipes: how to start them, in the same order.
+        scheduler: how to start it; None: it runs elsewhere.
+        uplink: how to start the process that carries the workers' streams; None: each has one of its own.
+        address: the scheduler's host and port.
+        policy: what to do when a process ends.
+        job_id: the job.
+        config_path: the job's config.json; empty: none.
+        password_file: of the certificates; empty: the password is not in a file.
+        log_dir: where the logs go; None: a new directory of this launch.
+        notes: what the user should know before anything starts.
+        start: how the workers are to be started, as the options say.
+        last_word: how to start the process that tells several schedulers which workers have ended; None:
+            there is one scheduler, which sees that by itself.
+    """
+
+    layout: Layout
+    workers: tuple[WorkerPlan, ...]
+    recipes: tuple[Recipe, ...]
+    scheduler: Recipe | None
+    uplink: Recipe | None
+    address: tuple[str, str]
+    policy: Policy
+    job_id: str
+    config_path: str = ""
+    password_file: str = ""
+    log_dir: Path | None = None
+    notes: tuple[str, ...] = ()
+    start: str = "auto"
+    last_word: Recipe | None = None
+
+    @property
+    def forks(self) -> bool:
+        """Whether the workers are to be forked from a process that has imported what they need."""
+        return bool(self.recipes) and self.recipes[0].forked
+
+    @property
+    def common(self) -> dict[str, str]:
+        """The variables that all workers get with the same value."""
+        first, *others = (worker.env for worker in self.workers)
+        return {key: value for key, value in first.items() if all(env.get(key) == value for env in others)}
+
+
+def plan_launch(options: argparse.Namespace, here: Surroundings) -> LaunchPlan:
+    """Works out what a launch starts, and with what environment.
+
+    Args:
+        options: from :func:`muster.launch.options.parse`.
+        here: what was found on the machine.
+
+    Raises:
+        SettingsError: something is asked for that cannot be.
+    """
+    if options.spares and _has_table(here.env):
+        raise SettingsError(
+            "--spares has no meaning with a rank table, which gives each place to one device.",
+            remedy="Leave one of the two out.",
+        )
+    count = len(here.devices or here.table_devices)
+    layout = plan_layout(here.request, here=here.names, devices=count, cores=len(here.cores))
+    address = _scheduler_address(options, layout, here)
+    if options.scheduler and "," in address[0]:
+        raise SettingsError(
+            f"--scheduler starts the one scheduler of a job, and {address[0]!r} are several.",
+            remedy="Start each of them on its host with muster scheduler; see deploy/README.md.",
+        )
+    common = {
+        "MS_SCHED_HOST": address[0],
+        "MS_SCHED_PORT": address[1],
+        **_job_variables(options, layout, here),
+    }
+    workers = plan_workers(
+        layout,
+        here.env,
+        common={**common, **_device_variables(options, here), **_leave_timeout(options, here)},
+        host=here.host,
+        devices=len(here.devices),
+        cores=here.cores if options.bind_cores else (),
+        device_ids=here.table_devices,
+    )
+    workers = here.by_table(workers)
+    check_rank_ids(workers, here.env)
+    shown = parse_tail(options.tail, workers, layout.world_size)
+    starts = options.scheduler and layout.first_host
+    notes = list(options.notes)
+    meeting = here.request.meeting
+    if meeting and not starts:  # should no host have that address, nothing else says why nothing starts
+        notes.append(f"the scheduler is not started here: {meeting} is no address of this host")
+    gpus = len(here.devices)
+    if gpus and len(workers) > gpus:
+        which = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        notes.append(f"{len(workers)} workers share {which}, for trying: results hold, speeds mean nothing")
+    forked = _forks(options, here, len(workers))
+    if here.no_fork and options.start == "fork":
+        notes.append(f"--start fork: {here.no_fork}; starting each worker afresh")
+    return LaunchPlan(
+        layout=layout,
+        workers=workers,
+        recipes=tuple(_worker_recipe(each, options, here, shown, forked=forked) for each in workers),
+        scheduler=_scheduler_recipe(options, here, common, layout, shown) if starts else None,
+        uplink=_uplink_recipe(workers, options, here, layout, forked=forked),
+        address=address,
+        policy=Policy(
+            options.grace,
+            options.max_restarts,
+            options.min_workers,
+            layout.all_spares,
+            options.timestamps,
+            bool(options.tail),
+        ),
+        job_id=common.get("MS_JOB_ID") or here.env.get("MS_JOB_ID") or default_of("MS_JOB_ID"),
+        config_path=common.get("MS_CONFIG_FILE") or here.env.get("MS_CONFIG_FILE", ""),
+        password_file=str(here.directory / options.password_file) if options.password_file else "",
+        log_dir=options.log_dir,
+        notes=tuple(notes),
+        start=options.start,
+        last_word=_last_word_recipe(workers, options, here) if "," in address[0] else None,
+    )
+
+
+def _forks(options: argparse.Namespace, here: Surroundings, count: int) -> bool:
+    if options.start == "exec" or (options.start == "auto" and (here.devices or count < 2)):
+        return False
+    return not here.no_fork
+
+
+def _worker_recipe(
+    worker: WorkerPlan,
+    options: argparse.Namespace,
+    here: Surroundings,
+    shown: frozenset[str],
+    *,
+    forked: bool,
+) -> Recipe:
+    env = {**worker.env, **_password(CLIENT_PASSWORD, options, here)}
+    if not forked:
+        env.setdefault("PYTHONUNBUFFERED", here.env.get("PYTHONUNBUFFERED", "1"))
+    return Recipe(
+        worker.label,
+        here.command,
+        env,
+        f"worker_{worker.label}.log",
+        _hidden(CLIENT_PASSWORD, SERVER_PASSWORD, options),
+        worker.cores,
+        forked,
+        quiet=not shown & {worker.label, worker.number},
+    )
+
+
+def _scheduler_recipe(
+    options: argparse.Namespace,
+    here: Surroundings,
+    common: Mapping[str, str],
+    layout: Layout,
+    shown: frozenset[str],
+) -> Recipe:
+    env = {
+        **common,
+        **_password(SERVER_PASSWORD, options, here),
+        "MS_ROLE": "MS_SCHED",
+        "MS_WORKER_NUM": str(layout.world_size),
+        **_spare_places(layout, here.env),
+    }
+    hidden = _hidden(SERVER_PASSWORD, CLIENT_PASSWORD, options)
+    argv = (here.python, *here.python_flags, "-m", "muster.scheduler")
+    return Recipe("scheduler", argv, env, "scheduler.log", hidden, quiet="scheduler" not in shown)
+
+
+def _spare_places(layout: Layout, env: Mapping[str, str]) -> dict[str, str]:
+    """MS_SPARES for the scheduler: a place to wait for each spare, or as many more as the user has set."""
+    own = env.get("MS_SPARES", "").strip()
+    enough = own.isascii() and own.isdigit() and len(own) <= 9 and int(own) >= layout.all_spares
+    return {} if enough or not layout.all_spares else {"MS_SPARES": str(layout.all_spares)}
+
+
+def _uplink_recipe(
+    workers: Sequence[WorkerPlan],
+    options: argparse.Namespace,
+    here: Surroundings,
+    layout: Layout,
+    *,
+    forked: bool,
+) -> Recipe | None:
+    """The uplink's recipe, for jobs large enough; None otherwise."""
+    several = len(workers) > 1 and layout.world_size > layout.local_size
+    wanted = several and layout.world_size >= UPLINK_FROM_WORKERS
+    if options.uplink == "off" or (options.uplink == "auto" and not wanted):
+        return None
+    label = f"uplink_{workers[0].host}" if layout.world_size > layout.local_size else "uplink"
+    recipe = _own_recipe(label, "muster.worker.uplink", workers, options, here)
+    return replace(recipe, forked=forked, last=True)
+
+
+def _last_word_recipe(
+    workers: Sequence[WorkerPlan], options: argparse.Namespace, here: Surroundings
+) -> Recipe | None:
+    if not workers:
+        return None
+    return _own_recipe(f"last_word_{workers[0].label}", "muster.launch.last_word", workers, options, here)
+
+
+def _own_recipe(
+    label: str,
+    module: str,
+    workers: Sequence[WorkerPlan],
+    options: argparse.Namespace,
+    here: Surroundings,
+) -> Recipe:
+    """The recipe of a process that speaks for the workers of this launch, with their certificate."""
+    return Recipe(
+        label,
+        (here.python, *here.python_flags, "-m", module),
+        {
+            **{name: value for name, value in workers[0].env.items() if name not in _OF_ONE_WORKER},
+            **_password(CLIENT_PASSWORD, options, here),
+        },
+        f"{label}.log",
+        _hidden(CLIENT_PASSWORD, SERVER_PASSWORD, options),
+    )
+
+
+def _scheduler_address(options: argparse.Namespace, layout: Layout, here: Surroundings) -> tuple[str, str]:
+    env, port = here.env, here.env.get("MS_SCHED_PORT", "")
+    if options.join is not None:
+        return parse_addresses(options.join)
+    if env.get("MS_SCHED_HOST"):
+        return env["MS_SCHED_HOST"], port or str(DEFAULT_PORT)
+    if layout.scheduler_host:
+        return layout.scheduler_host, port or str(DEFAULT_PORT)
+    if layout.world_size > layout.local_size:
+        raise SettingsError(
+            "The workers of the other hosts need to know where the scheduler runs: "
+            "give its address on every host with --join HOST:PORT."
+        )
+    if options.scheduler:
+        return "127.0.0.1", port or here.free_port
+    if port:
+        return "127.0.0.1", port
+    raise SettingsError(
+        "No scheduler is known: start one here with --scheduler, or say where it runs: --join HOST:PORT."
+    )
+
+
+def _job_variables(options: argparse.Namespace, layout: Layout, here: Surroundings) -> dict[str, str]:
+    found = dict(export.split("=", 1) for export in options.exports if "=" in export)
+    if options.config is not None:
+        found["MS_CONFIG_FILE"] = str(here.directory / options.config)
+    if options.job_id:
+        found["MS_JOB_ID"] = options.job_id
+    if options.min_workers:
+        if options.min_workers > layout.world_size:
+            raise SettingsError(
+                f"--min-workers is {options.min_workers}; the job has {layout.world_size} workers."
+            )
+        found["MS_WORKER_MIN"] = str(options.min_workers)
+    return found
+
+
+def _device_variables(options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for the workers where devices are limited; ``none`` hides them all."""
+    narrowed = here.table_devices and here.devices and "CUDA_VISIBLE_DEVICES" not in here.env
+    if options.devices == "all" and not narrowed:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(here.devices)}
+
+
+def _leave_timeout(options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
+    """MS_LEAVE_TIMEOUT for the workers: they save a checkpoint before the launcher kills them."""
+    if here.env.get("MS_LEAVE_TIMEOUT"):
+        return {}
+    return {"MS_LEAVE_TIMEOUT": f"{max(0.8 * options.grace, 1.0):g}"}
+
+
+def _hidden(own: str, other: str, options: argparse.Namespace) -> frozenset[str]:
+    """Variables that a process must not inherit: the other role's password; its own where a file is named."""
+    doors = frozenset(DOOR_VARIABLES)  # of a launch around this one
+    return with_file(other) | doors | (with_file(own) if options.password_file else frozenset())
+
+
+def with_file(variable: str) -> frozenset[str]:
+    """The variable of a password, and the one that names a file with it."""
+    return frozenset({variable, f"{variable}_FILE"})
+
+
+def _password(variable: str, options: argparse.Namespace, here: Surroundings) -> dict[str, str]:
+    """The variable of the password, as the options give it or as it was asked for."""
+    if options.password_file is not None:
+        return {f"{variable}_FILE": str(here.directory / options.password_file)}
+    if here.password and not any(here.env.get(name) for name in with_file(variable)):
+        return {variable: here.password}
+    return {}
+
+
+def parse_tail(text: str | None, workers: Sequence[WorkerPlan], world_size: int) -> frozenset[str]:
+    """Reads ``--tail``: ``all``, ``none`` or a comma-separated list of labels and numbers; None: rank 0.
+
+    A rank that runs on another host is no mistake; one that the job does not have, or a word that is no
+    label, is.
+
+    Raises:
+        SettingsError: it is none of these.
+    """
+    labels = [*(worker.label for worker in workers), "scheduler"]
+    if text is None:
+        return frozenset({"0"})
+    if text in ("all", "none"):
+        return frozenset(labels) if text == "all" else frozenset()
+    placed = [worker for worker in workers if not worker.spare]
+    known = all(worker.rank is not None for worker in placed)
+    count = world_size if known else len(placed)
+    wanted = [item.strip() for item in text.split(",")]
+    for item in wanted:
+        if item.isascii() and item.isdigit() and len(item) <= 9:
+            if int(item) >= count:
+                have = f"ranks 0 to {count - 1}" if known else f"workers 0 to {count - 1} of this host"
+                raise SettingsError(f"--tail names {int(item)}; there are {have}.")
+        elif item not in labels:
+            raise SettingsError(
+                f"--tail is {text[:80]!r}; it must be all, none, scheduler or ranks such as 0,3."
+            )
+    return frozenset(str(int(item)) if item.isdigit() else item for item in wanted)
+
+
+def check_rank_ids(workers: Sequence[WorkerPlan], env: Mapping[str, str]) -> None:
+    """Refuses a RANK_ID that is not the rank of each worker that gets it.
+
+    Raises:
+        SettingsError: a worker has another rank.
+    """
+    raw = env.get("RANK_ID", "").strip()
+    other = next((each.rank for each in workers if each.rank is not None and raw != str(each.rank)), None)
+    if raw and other is not None:
+        raise SettingsError(
+            f"RANK_ID is {raw[:80]!r}, but a worker of this launch has rank {other}.",
+            remedy="Unset it: the launcher, or RANK_TABLE_FILE, gives the ranks.",
+        )

@@ -1,0 +1,327 @@
+"""Decides which process of a launch failed first, and describes how each ended."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.wire.messages import FirstLoss
+
+# ---------------------------------------------------------------- who was first
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """The notes of a worker for its launcher (:mod:`muster.worker.ending`).
+
+    Attributes:
+        places: node ids and incarnations under which it joined; empty: it has not tried to.
+        error: what ended it, in a line; empty: it did not say, as one that is killed cannot.
+        consequence: that came from what other processes did.
+        left: it left the job as it was asked to.
+        first: whom the scheduler saw go first.
+        group: the group that stands, as :meth:`describe_group` takes it; empty: none yet.
+        waits: for whom the job waits; empty: it does not.
+        phase: the state of its membership in which it waits, as :attr:`Membership.phase` names it.
+        goes_on: why it need not wait any more; empty: a new group says so.
+        encrypts_gloo: where its program asks for Gloo, it has Muster's encrypted backend.
+    """
+
+    places: frozenset[tuple[str, int]] = frozenset()
+    error: str = ""
+    consequence: bool = False
+    left: bool = False
+    first: FirstLoss | None = None
+    group: Mapping[str, Any] = field(default_factory=dict)
+    waits: str = ""
+    phase: str = ""
+    goes_on: str = ""
+    encrypts_gloo: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it said what ended it, and that this was no leave and did not come from what others did."""
+        return bool(self.error) and not self.consequence and not self.left
+
+
+def read_words(text: str) -> LastWords:
+    """Reads what a worker has noted, a JSON object a line; what is none, or is cut off, is passed over."""
+    places: set[tuple[str, int]] = set()
+    said: dict[str, Any] = {}
+    for line in text.splitlines():
+        try:
+            facts = json.loads(line)
+            if "node_id" in facts:
+                places.add((str(facts["node_id"]), int(facts["incarnation"])))
+            first = facts.get("first", said.get("first"))
+            if first is not None and not isinstance(first, FirstLoss):
+                first = FirstLoss(**first)
+            said |= {**facts, "first": first}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return LastWords(
+        frozenset(places),
+        str(said.get("error", "")),
+        bool(said.get("consequence")),
+        bool(said.get("left")),
+        said.get("first"),
+        said["group"] if isinstance(said.get("group"), dict) else {},
+        str(said.get("waits", "")),
+        str(said.get("phase", "")),
+        str(said.get("goes_on", "")),
+        bool(said.get("encrypts_gloo")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What is known of one worker process that the launcher has started.
+
+    Attributes:
+        code: its exit code, negative for a signal; None: it lives.
+        order: in which it was seen to end, among the others.
+        stopped: the launcher had asked it to end before it did.
+    """
+
+    code: int | None = None
+    order: int = 0
+    stopped: bool = False
+    words: LastWords = field(default_factory=LastWords)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed by itself."""
+        return self.code not in (None, 0) and not self.stopped and not self.words.left
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The process that failed first, and how.
+
+    Attributes:
+        index: of the launcher's own worker; None: it runs elsewhere, or nobody has failed.
+        elsewhere: whom another launcher, or host, has started.
+        sure: nothing is to come that could say otherwise.
+    """
+
+    index: int | None = None
+    elsewhere: FirstLoss | None = None
+    sure: bool = False
+
+
+def first_failure(endings: Sequence[Ending], replaced: Collection[tuple[str, int]] = frozenset()) -> Verdict:
+    """Decides which failure is the cause of the others.
+
+    The scheduler's word goes first, since it saw who left before whom on all hosts. Without it, a worker that
+    failed by itself comes before one that failed because of others, and then the order counts in which they
+    were seen to end. A worker that never asked for a place was in nobody's way: its failure is its own.
+
+    Args:
+        endings: of the launcher's workers.
+        replaced: places of workers that it has started again: the launch has outlived their failure.
+    """
+    named = Counter(ending.words.first for ending in endings if ending.words.first is not None)
+    for first, _ in named.most_common():
+        place = (first.node_id, first.incarnation)
+        if place in replaced:
+            continue
+        owner = next((i for i, ending in enumerate(endings) if place in ending.words.places), None)
+        if owner is None:
+            return Verdict(elsewhere=first, sure=True)
+        ending = endings[owner]
+        if not ending.stopped or ending.words.failed:
+            return Verdict(owner, sure=ending.code is not None)
+    failed = [(i, ending) for i, ending in enumerate(endings) if ending.failed]
+    if not failed:
+        return Verdict()
+    index, ending = min(failed, key=lambda item: (item[1].words.consequence, item[1].order))
+    words = ending.words
+    return Verdict(index, sure=not words.places or words.failed)
+
+
+def describe_other(ending: Ending, signal_names: Mapping[int, str]) -> str:
+    """How a worker ended that was not the first to fail, in one line."""
+    words, code = ending.words, ending.code or 0
+    if words.left:
+        return "left as it was asked to"
+    if not code:
+        return "ended well"
+    how = describe_exit(code, signal_names)
+    if words.consequence:
+        return f"{how} because of that: {words.error}"
+    if ending.stopped:
+        return f"{how}, asked to end by this launcher"
+    return f"{how}: {words.error}" if words.error else how
+
+
+def exit_status(code: int) -> int:
+    """The shell's number for a process's end: 128 + signal where a signal ended it."""
+    return code if code >= 0 else 128 - code
+
+
+def describe_exit(code: int, signal_names: Mapping[int, str]) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
+
+
+# ---------------------------------------------------------------- for whom the job waits
+
+AGAIN_S, AGAIN_AT_MOST_S = 60.0, 900.0
+"""Seconds until a wait that goes on is shown again; each time twice as many, up to the second number."""
+
+
+class Waits:
+    """Decides when it is shown for whom the job waits: soon after a wait begins, then ever more rarely.
+
+    What is said of one wait may change every few seconds; the newest is shown when the next is due. A wait in
+    another state of the membership is another one.
+    """
+
+    def __init__(self) -> None:
+        self._newest, self._shown, self._phase = "", "", ""
+        self._due_s: float | None = None
+        self._pause_s = AGAIN_S
+
+    def hear(self, sentence: str, phase: str, now: float, *, after_s: float) -> bool:
+        """Takes the newest sentence in; empty: the job does not wait.
+
+        Args:
+            sentence: says for whom the job waits.
+            phase: the state of the membership.
+            now: seconds on a clock that is never put back.
+            after_s: how long a wait lasts before it is shown, in seconds.
+
+        Returns:
+            Whether a wait that was shown is over.
+        """
+        if sentence == self._newest and phase == self._phase:
+            return False
+        over = bool(self._shown) and not sentence
+        if not sentence or phase != self._phase or not self._newest:
+            self._shown, self._pause_s = "", AGAIN_S
+            self._due_s = now + after_s if sentence else None
+        self._newest, self._phase = sentence, phase
+        return over
+
+    @property
+    def due_s(self) -> float | None:
+        """When there may be something to show; None: nothing is to come."""
+        return self._due_s if self._newest != self._shown else None
+
+    def take(self, now: float) -> str:
+        """Returns the sentence that is due, once; empty: none is."""
+        if self.due_s is None or now < self.due_s:
+            return ""
+        self._shown = self._newest
+        self._due_s = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, AGAIN_AT_MOST_S)
+        return self._newest
+
+
+SUSPENDED = "suspended"
+_TRAINS = ("running", "building", "changing")
+
+
+def advice_on_wait(
+    phase: str, *, min_workers: int, max_restarts: int, workers: int, spares: int = 0, replacement: str = ""
+) -> str:
+    """Says what ends a wait, and which option of ``muster run`` would have; empty: nothing is known.
+
+    Args:
+        phase: the state of the membership.
+        min_workers: as the options say; 0: all workers are needed.
+        max_restarts: likewise.
+        workers: how many the job has.
+        spares: how many wait for a place in it, as the options say.
+        replacement: the command line that starts a worker in the place of one that has ended.
+    """
+    if phase in _TRAINS and workers > 1 and not min_workers and not spares:
+        return (
+            f"(muster run --min-workers {workers - 1} lets the others go on without it, "
+            "--spares 1 with another in its place.)"
+        )
+    if phase != SUSPENDED:
+        return ""
+    said = []
+    if not max_restarts and not min_workers:
+        said.append(
+            "The job waits for a replacement: --max-restarts N restarts workers that fail, "
+            "--min-workers N goes on with fewer, --spares N keeps others ready."
+        )
+    if replacement:
+        said.append(f"To start one now: {replacement}")
+    return " ".join(said)
+
+
+# ---------------------------------------------------------------- the group
+
+
+def describe_group(group: Mapping[str, Any], *, encrypts_gloo: bool = False) -> tuple[str, bool]:
+    """Describes an established group in a line, with whether its traffic is encrypted.
+
+    Args:
+        group: ``generation``, ``workers``, ``hosts``, ``devices``, ``backend``, ``tls``, and ``reason`` of
+            the generation, as the worker has noted them.
+        encrypts_gloo: as in :class:`LastWords`.
+    """
+    backend, tls = str(group.get("backend", "")), bool(group.get("tls"))
+    by_gloo = tls and encrypts_gloo and backend == "torch"
+    encrypted = tls and (backend == "tcp" or (by_gloo and group.get("devices") == "CPU"))
+    if by_gloo:
+        words = "scheduler and gloo encrypted" + ("" if encrypted else ", nccl's own traffic NOT")
+    elif encrypted:
+        words = "encrypted"
+    elif tls:
+        words = f"scheduler encrypted, {backend}'s own traffic NOT"
+    else:
+        words = "NOT encrypted: no certificates (--config)"
+    number = _whole(group.get("generation"))
+    text = (
+        f"{_count(_whole(group.get('workers')), 'worker')} on {_count(_whole(group.get('hosts')), 'host')}, "
+        f"{group.get('devices', '')}, {backend}, {words}"
+    )
+    return (text if number <= 1 else f"generation {number}: {text} ({group.get('reason', '')})"), encrypted
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def describe_progress(text: bytes) -> tuple[int, int, str] | None:
+    """(steps done, steps in all or 0, speed and loss as text) of a worker's note; None: there is none."""
+    try:
+        facts = json.loads(text)
+        step, total = int(facts["step"]), int(facts.get("steps") or 0)
+        speed, loss = facts.get("samples_per_s"), facts.get("loss")
+        words = [f"{float(speed):,.0f} samples/s each"] if speed else []
+        if loss is not None:
+            words.append(f"loss {float(loss):.4g}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return step, total, "  ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, and hours where there are any: ``0:07``, ``1:02:03``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def figures_of(text: bytes) -> dict[str, int | float | None]:
+    """What a worker has noted of its progress, as numbers; what is none of them is left out."""
+    names = ("step", "steps", "samples_per_s", "loss", "learning_rate")
+    try:
+        facts = json.loads(text)
+        return {name: facts.get(name) for name in names if isinstance(facts.get(name), int | float)}
+    except (ValueError, AttributeError):
+        return {}

@@ -1,0 +1,537 @@
+"""``muster.parallelize``: divides a module among the ranks of the job."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from muster.communicators.base import Communicator
+from muster.errors import CollectiveMismatchError, SettingsError
+from muster.parallel.eager import TraceError
+from muster.parallel.measure import load_machine
+from muster.parallel.module import NO_FLOAT16, ParallelModule
+from muster.parallel.planning import context
+from muster.parallel.planning import plan as plans
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.graph import Graph
+from muster.parallel.planning.layouts import Mesh
+from muster.parallel.planning.plan import Plan
+from muster.parallel.planning.planner import (
+    SEARCHES,
+    Slices,
+    Strategy,
+    check_divides,
+    find_plan,
+    options_for,
+    strategy_text,
+    whole_shape,
+)
+from muster.parallel.planning.precision import mark_autocast
+from muster.parallel.planning.problem import ALWAYS, Options, build
+from muster.parallel.saved import read_plan
+from muster.parallel.trace import Traced, trace
+from muster.torch.data_parallel import DataParallel
+from muster.torch.transfer import broadcast_tensors, gather_numbers
+
+log = logging.getLogger("muster.worker")
+_LOSS = "net."
+
+
+def layerwise(parameter: Any) -> Any:
+    """Leaves a parameter out of broadcasts and of the averaging of gradients: each rank keeps its own.
+
+    It gets the gradient of this rank's own part of the loss; what ranks do with it is up to the script. Mode
+    "hybrid" is data parallelism with such parameters; those that divide or average all refuse them.
+
+    Returns:
+        The parameter.
+    """
+    parameter.layerwise_parallel = True
+    return parameter
+
+
+class StandAlone(torch.nn.Module):  # type: ignore[misc]
+    """A module that each rank trains by itself, with the plan that says why."""
+
+    def __init__(self, module: torch.nn.Module, plan: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.plan = plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        return self.module(*args, **kwargs)
+
+
+class WithoutGraph:
+    """The plan of a module whose forward pass cannot be recorded: data parallelism, and why."""
+
+    def __init__(self, verdict: str) -> None:
+        self.verdict = verdict
+
+    def __str__(self) -> str:
+        """The verdict."""
+        return self.verdict
+
+    def why(self, name: str) -> str:
+        """The verdict: there are no operators to ask about."""
+        return self.verdict
+
+
+class _WithLoss(torch.nn.Module):  # type: ignore[misc]
+    """A module and its loss as one, of the tensors of a batch."""
+
+    def __init__(self, net: torch.nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.loss = loss
+
+    def forward(self, *batch: Any) -> Any:
+        return self.loss(self.net(*batch[:-1]), batch[-1])
+
+
+def parallelize(
+    net: torch.nn.Module,
+    example: Sequence[Any],
+    *,
+    session: Any = None,
+    communicator: Communicator | None = None,
+    mode: str | None = None,
+    strategies: Mapping[str, Strategy] | None = None,
+    search: str | None = None,
+    memory: float = 0.9,
+    dataset_strategy: str | Sequence[Slices] | None = None,
+    gradients_mean: bool | None = None,
+    parameter_broadcast: bool | None = None,
+    plan: str | Path | None = None,
+    loss: Any = None,
+    mesh: Mesh | None = None,
+    machine: Machine | str | Path | None = None,
+    batch_norm: str | None = None,
+    optimizer_states: int = 2,
+    shard_updates: bool | str | None = None,
+    rest: str = "search",
+    autocast: Any = None,
+    seed: int | None = None,
+    elastic: bool = False,
+    survive: int = 0,
+) -> Any:
+    """Divides a module among the ranks, as a search or you decide.
+
+    ::
+
+        model = muster.parallelize(net, example=(x, y), loss=torch.nn.functional.cross_entropy)
+        print(model.plan)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(x, y).backward()
+        optimizer.step()
+
+    Every rank calls this with the same arguments. What is None is what ``set_auto_parallel_context`` says if
+    anything was set there, and otherwise: mode "auto", search "exact", dataset_strategy "data_parallel",
+    gradients_mean and parameter_broadcast True.
+
+    Args:
+        net: a module, or a :class:`muster.AutoParallel` with its settings; takes the batch's tensors,
+            returns a loss, or tensors. In training mode, with real parameters; parts that are in evaluation
+            mode, or frozen, stay so.
+        example: a batch as one rank feeds it, tensors in lists and dictionaries too; shapes, dtypes and what
+            is no tensor count, and stay the same for all batches. With dataset_strategy "data_parallel" the
+            first dimension of each tensor is the batch's.
+        session: whose communicator to use; None: that of ``muster.init()``.
+        communicator: use this one instead of a session's.
+        mode: "auto" (search), "semi_auto" (search around ``strategies``, see ``rest``), "data_parallel",
+            "hybrid" (with :func:`layerwise` parameters) or "stand_alone".
+        strategies: by operator or module, the slices of each dimension of each input, or slices by axis.
+        search: "exact", or "propagation": only communication counts.
+        memory: the share of the machine's memory that a plan may use, 0 to 1.
+        dataset_strategy: "data_parallel": each rank feeds its part of the batch; "full_batch": all of it; or
+            the slices of each input, which ranks take row by row: of two slices the first half of the ranks
+            feeds the first.
+        gradients_mean: average gradients over the parts of the batch; False: sum.
+        parameter_broadcast: take parameters and buffers from rank 0 now.
+        plan: a file: the plan is loaded from it if it exists, and saved there if not.
+        loss: if given, the module is loss(net(all but the last tensor), the last tensor).
+        mesh: how the ranks are arranged; None: the best of all arrangements in one or two dimensions.
+        machine: what things cost, or the file with that which ``muster plan --measure`` wrote; None: an H200.
+        batch_norm: "synchronised": statistics of the whole batch, as one process has them; "local": of each
+            rank's part, as with DataParallel. None: "local" in the modes "data_parallel" and "hybrid".
+        optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0.
+        shard_updates: whether updates are divided among ranks (ZeRO-1): True: where the search finds that it
+            pays; "always", also in mode "data_parallel"; False: never. None: "always" if
+            ``enable_parallel_optimizer`` is set, otherwise True.
+        rest: what operators without a strategy do in mode "semi_auto": "search" (what is cheapest), or
+            "data_parallel": they compute their part of the batch, as in MindSpore.
+        autocast: a dtype: the forward pass runs in ``torch.autocast`` of it; not float16.
+        seed: of dropout; None: torch's, of rank 0.
+        elastic: for a :class:`muster.ParallelTrainingState`, which brings the ranks together when the loop
+            begins: nothing is sent here, so that a replacement may come when others have long begun.
+        survive: 1: every part of the state is on two hosts (on two ranks, where all are on one host), so that
+            the loss of any one is made up for by the others, without a checkpoint; 0: as it comes.
+
+    Returns:
+        A module with ``plan``, ``no_sync()`` and ``clip_grad_norm_()``: a :class:`ParallelModule`; where it
+        does the same, in mode "data_parallel", or where the forward pass is no graph, a
+        :class:`muster.DataParallel`. In mode "stand_alone" the module itself, with ``plan``.
+
+    Raises:
+        SettingsError: something given is wrong, does not fit the model, or fits no plan.
+        CollectiveMismatchError: the ranks came to different plans.
+    """
+    settings = net.settings if isinstance(net, context.AutoParallel) else context.in_force() or {}
+    net = net.network if isinstance(net, context.AutoParallel) else net
+    chosen = _Chosen(settings, mode, search, dataset_strategy, gradients_mean, parameter_broadcast, plan)
+    chosen.share(shard_updates, rest)
+    chosen.refine(batch_norm, autocast)
+    own = net if loss is None else _WithLoss(net, loss)
+    _check_layerwise(own, chosen.mode)
+    if chosen.mode == "stand_alone":
+        check_divides(chosen.mode, strategies or {})
+        return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
+    group = communicator if communicator is not None else _communicator_of(session)
+    if communicator is None:
+        context.check_place(settings, group.world_size, group.rank)
+    if elastic and (chosen.plain or not chosen.broadcast):
+        raise SettingsError(
+            'elastic needs mode "auto" or "semi_auto", and parameter_broadcast: for data parallelism use'
+            " muster.DataParallel(elastic=True) with a muster.TorchTrainingState"
+        )
+    if chosen.broadcast and not elastic:
+        _broadcast(own, group)
+    given = _Given(
+        chosen,
+        strategies or {},
+        memory,
+        mesh,
+        load_machine(machine) if isinstance(machine, (str, Path)) else machine or Machine(),
+        optimizer_states=optimizer_states,
+        survive=survive,
+    )
+    try:
+        traced = _trace(own, example, group.world_size, chosen.dataset)
+    except TraceError as error:
+        asked = strategies or chosen.load or chosen.mode in ("hybrid", "semi_auto")
+        if elastic or asked or not chosen.simple:
+            raise
+        return _without_graph(own, group, chosen, error)
+    if autocast is not None:
+        mark_autocast(traced.graph, autocast.itemsize)
+    found = given.plan(traced.graph, group)
+    seed = _seed(group, seed, shared=not elastic)
+    if not elastic:
+        _check_same(group, found, chosen.mode, chosen.mean, autocast, seed)
+    if chosen.save and group.rank == 0:
+        found.save(chosen.save)
+    if chosen.mode == "data_parallel" and chosen.simple:
+        return _data_parallel(own, group, chosen, found)
+    return ParallelModule(
+        net if loss is None else _bare(own),
+        traced,
+        found,
+        group,
+        summed=not chosen.mean,
+        seed=seed,
+        autocast=autocast,
+        planner=lambda ranks: given.plan(traced.graph, ranks, anew=True),
+        connect=not elastic,
+    )
+
+
+class _Chosen:
+    """The options in force: arguments, then the context, then defaults."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        mode: str | None,
+        search: str | None,
+        dataset: Any,
+        mean: bool | None,
+        broadcast: bool | None,
+        plan: str | Path | None,
+    ) -> None:
+        def first(value: Any, name: str, default: Any) -> Any:
+            return value if value is not None else settings.get(name, default)
+
+        name = first(mode, "parallel_mode", "auto")
+        if name not in context.MODES:
+            raise SettingsError(
+                f'mode is "auto", "semi_auto", "data_parallel", "hybrid" or "stand_alone", not {name!r}'
+            )
+        self.mode = context.MODES[name]
+        self.search = first(search, "search_mode", "exact")
+        if self.search not in SEARCHES:
+            raise SettingsError(f"search is one of {', '.join(SEARCHES)}, not {self.search!r}")
+        self.dataset = first(dataset, "dataset_strategy", "data_parallel")
+        self.mean = bool(first(mean, "gradients_mean", True))
+        self.broadcast = bool(first(broadcast, "parameter_broadcast", True))
+        load, save = settings.get("strategy_ckpt_load_file", ""), settings.get("strategy_ckpt_save_file", "")
+        if plan is not None:
+            load, save = (str(plan), "") if Path(plan).exists() else ("", str(plan))
+        self.load, self.save = load, save
+        self.plain = self.mode in ("data_parallel", "hybrid")
+        self.every_update = bool(settings.get("enable_parallel_optimizer", False))
+
+    def share(self, shard_updates: bool | str | None, rest: str) -> None:
+        """Takes in which updates are divided, and what operators without a strategy do."""
+        if shard_updates not in (None, True, False, ALWAYS):
+            raise SettingsError(f'shard_updates is True, False or "{ALWAYS}", not {shard_updates!r}')
+        if shard_updates is None:
+            shard_updates = ALWAYS if self.every_update else True
+        self.shard_updates, self.rest = shard_updates, rest
+
+    def refine(self, batch_norm: str | None, autocast: Any) -> None:
+        """Takes in what else counts; ``simple``: no more is asked for than DataParallel does by itself."""
+        if batch_norm not in (None, "local", "synchronised"):
+            raise SettingsError(f'batch_norm is "local" or "synchronised", not {batch_norm!r}')
+        if autocast == torch.float16:
+            raise SettingsError(NO_FLOAT16)
+        if autocast is not None and self.mode == "stand_alone":
+            raise SettingsError('mode "stand_alone" runs the module as it is: use torch.autocast around it')
+        self.local_norm = batch_norm == "local" or (batch_norm is None and self.plain)
+        self.simple = (
+            self.dataset == "data_parallel"
+            and batch_norm != "synchronised"
+            and autocast is None
+            and self.shard_updates != ALWAYS
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The inputs of the search beside the graph; see :func:`parallelize`."""
+
+    chosen: _Chosen
+    strategies: Mapping[str, Strategy]
+    memory: float
+    mesh: Mesh | None
+    machine: Machine
+    optimizer_states: int
+    survive: int
+
+    def __post_init__(self) -> None:
+        if self.survive not in (0, 1):
+            raise SettingsError(f"survive is 0 or 1, not {self.survive!r}")
+
+    def plan(self, graph: Graph, group: Communicator, *, anew: bool = False) -> Plan:
+        """The plan that was saved, if there is one; otherwise, or ``anew``, the one that a search finds."""
+        load = self.chosen.load and not anew
+        found = self._loaded(graph, group) if load else self._searched(graph, group)
+        found.gradients = "averaged" if self.chosen.mean else "summed"
+        return found
+
+    def _searched(self, graph: Graph, group: Communicator) -> Plan:
+        if self.chosen.plain and self.strategies:
+            raise SettingsError(
+                f'mode "{self.chosen.mode}" divides the batch only: strategies need "semi_auto" or "auto"'
+            )
+        found = find_plan(
+            graph,
+            group.world_size,
+            hosts=self._hosts(group),
+            machine=self.machine,
+            mode="data_parallel" if self.chosen.plain else self.chosen.mode,
+            search=self.chosen.search,
+            strategies=self.strategies,
+            memory=self.memory,
+            dataset=self.chosen.dataset,
+            mesh=self.mesh,
+            optimizer_states=self.optimizer_states,
+            local_norm=self.chosen.local_norm,
+            shard_updates=self.chosen.shard_updates,
+            rest=self.chosen.rest,
+        )
+        found.mode = self.chosen.mode
+        return found
+
+    def _hosts(self, group: Communicator) -> tuple[str, ...]:
+        """Each rank's host for ``survive=1``; on a single host each rank counts as one."""
+        if not self.survive or group.world_size == 1:
+            return ()
+        hosts = tuple(peer.host_id for peer in group.membership.peers)
+        return hosts if len(set(hosts)) > 1 else tuple(str(rank) for rank in range(group.world_size))
+
+    def _loaded(self, graph: Graph, group: Communicator) -> Plan:
+        path, world = self.chosen.load, group.world_size
+        saved = read_plan(path)
+        plans.check_model(saved, graph, path)
+        mesh = tuple(saved["mesh"])
+        if math.prod(mesh) != world:
+            raise SettingsError(f"the plan {path} is for {math.prod(mesh)} ranks, and the job has {world}")
+        norm = "local" if self.chosen.local_norm else "synchronised"
+        if saved["batch_norm"] != norm:
+            raise SettingsError(f"the plan {path} is for batch_norm={saved['batch_norm']!r}, not {norm!r}")
+        if self.mesh is not None and tuple(self.mesh) != mesh:
+            raise SettingsError(f"the plan {path} is for the mesh {list(mesh)}, not {list(self.mesh)}")
+        fixed = {name: strategy_text(strategy) for name, strategy in self.strategies.items()}
+        if fixed and fixed != saved["strategies"]:
+            raise SettingsError(
+                f"the plan {path} was made with the strategies {saved['strategies']}, not {fixed}: delete the"
+                " file, or leave out strategies"
+            )
+        hosts = self._hosts(group)
+        share = self.chosen.shard_updates
+        base = Options((), (), self.optimizer_states, self.chosen.local_norm, share, hosts=hosts)
+        options = options_for(graph, mesh, self.chosen.dataset, base)
+        if options is None:
+            raise SettingsError(f"the plan {path} does not fit dataset_strategy={self.chosen.dataset!r}")
+        problem = build(graph, mesh, self.machine, options)
+        try:
+            choice = problem.choice_of(saved["states"])
+        except KeyError as error:
+            raise SettingsError(f"the plan {path} does not fit: {error.args[0]}") from error
+        seconds, nbytes = problem.seconds(choice), problem.nbytes(choice)
+        if not math.isfinite(seconds):
+            raise SettingsError(f"the plan {path} cannot be run with these inputs")
+        found = Plan(
+            graph,
+            mesh,
+            self.machine,
+            options,
+            problem.chosen(choice),
+            saved["mode"],
+            seconds,
+            nbytes,
+            seconds,
+        )
+        if nbytes > self.memory * self.machine.memory_bytes:
+            raise SettingsError(
+                f"the plan {path} needs {nbytes / 1e9:.1f} GB a rank, and memory={self.memory} of"
+                f" {self.machine.memory_bytes / 1e9:.1f} GB is less"
+            )
+        if self.chosen.plain and not found.is_data_parallel:
+            raise SettingsError(
+                f'the plan {path} divides parameters, which mode "{self.chosen.mode}" does not'
+            )
+        found.strategies, found.loaded = dict(saved["strategies"]), str(path)
+        return found
+
+
+def _trace(own: Any, example: Sequence[Any], world: int, dataset: Any) -> Traced:
+    leaves, structure = pytree.tree_flatten(tuple(example) if isinstance(example, list) else example)
+    if not isinstance(example, (tuple, list)) or not any(isinstance(x, torch.Tensor) for x in leaves):
+        raise SettingsError("example is a tuple of the tensors that one rank feeds in a step")
+    net, prefix = (own.net, _LOSS) if isinstance(own, _WithLoss) else (own, "")
+    if not isinstance(net, torch.nn.Module):
+        raise SettingsError(f"net is a torch.nn.Module, not {net!r}")
+    if not net.training:
+        raise SettingsError(
+            "net is in evaluation mode, and what is recorded is training: call net.train() before"
+            " (single parts may stay in evaluation mode)"
+        )
+    number = 0
+    for at, each in enumerate(leaves):
+        if isinstance(each, torch.Tensor):
+            shape = whole_shape(tuple(each.shape), number, world, dataset)
+            leaves[at] = torch.empty(shape, dtype=each.dtype, device=each.device)
+            leaves[at].requires_grad_(each.requires_grad)
+            number += 1
+    whole = pytree.tree_unflatten(leaves, structure)
+    marked = frozenset(
+        name.removeprefix(prefix)
+        for name, parameter in own.named_parameters(remove_duplicate=False)
+        if getattr(parameter, "layerwise_parallel", False)
+    )
+    return trace(own, whole, layerwise=marked, prefix=prefix)
+
+
+def graph_of(
+    net: Any, example: Sequence[Any], world: int, dataset: Any = "data_parallel", loss: Any = None
+) -> Graph:
+    """The graph of a module, also on meta tensors, as a job of ``world`` ranks plans with it.
+
+    Raises:
+        TraceError: the forward pass is no graph.
+        SettingsError: the example and the strategy of the data do not fit.
+    """
+    return _trace(net if loss is None else _WithLoss(net, loss), example, world, dataset).graph
+
+
+def _bare(own: Any) -> Any:
+    """A module whose parameters have the names of ``own.net``, and of its loss.
+
+    Raises:
+        SettingsError: some of them have the same names.
+    """
+    bare = copy.copy(own.net)
+    bare._modules = dict(own.net._modules)
+    if isinstance(own.loss, torch.nn.Module):
+        if "loss" not in bare._modules:
+            bare._modules["loss"] = own.loss
+        elif [*own.loss.parameters(), *own.loss.buffers()]:
+            raise SettingsError("net has a part that is called loss, as the loss's own parameters: rename it")
+    return bare
+
+
+def _check_layerwise(own: Any, mode: str) -> None:
+    marked = [name for name, each in own.named_parameters() if getattr(each, "layerwise_parallel", False)]
+    if marked and mode not in ("hybrid", "stand_alone"):
+        raise SettingsError(
+            f'{marked[0].removeprefix(_LOSS)} is layerwise, and mode "{mode}" would not leave it to each'
+            ' rank: use mode="hybrid"'
+        )
+
+
+def _communicator_of(session: Any) -> Communicator:
+    if session is not None:
+        found: Communicator = session.communicator
+        return found
+    from muster.worker.runtime import current
+
+    return current().communicator
+
+
+def _broadcast(net: Any, group: Communicator) -> None:
+    tensors = [
+        p.detach() for p in net.parameters() if not getattr(p, "layerwise_parallel", False) and p.numel()
+    ]
+    tensors += [buffer for buffer in net.buffers() if buffer.numel()]
+    if group.world_size > 1 and tensors:
+        broadcast_tensors(group, tensors, 0)
+
+
+def _seed(group: Communicator, seed: int | None, *, shared: bool) -> int:
+    if seed is not None:
+        return seed
+    own = torch.initial_seed() % 2**62
+    return gather_numbers(group, _device_of(group), own)[0] if shared else own
+
+
+def _check_same(group: Communicator, found: Plan, *others_too: Any) -> None:
+    """Makes sure that all ranks run the same plan, with the same of whatever else counts."""
+    keys = "\n".join(state.key for state in found.states)
+    text = f"{found.graph.fingerprint()} {found.mesh} {keys} {found.options} {others_too}"
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digests = gather_numbers(group, _device_of(group), digest)
+    others = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if others:
+        raise CollectiveMismatchError(
+            f"The ranks {others} came to another plan than rank 0: model, example or arguments differ.",
+            remedy="Give all ranks the same model and arguments, or a plan in a file.",
+        )
+
+
+def _device_of(group: Communicator) -> Any:
+    return torch.device("cuda" if group.on_device else "cpu")
+
+
+def _without_graph(own: Any, group: Communicator, chosen: _Chosen, error: TraceError) -> Any:
+    """Plain data parallelism for a module that is no graph."""
+    verdict = f"data parallel, because nothing else can be searched. {error}"
+    if chosen.mode != "data_parallel":
+        log.warning("%s", verdict)
+    return _data_parallel(own, group, chosen, WithoutGraph(verdict))
+
+
+def _data_parallel(own: Any, group: Communicator, chosen: _Chosen, plan: Any) -> Any:
+    model = DataParallel(own, communicator=group, gradients_mean=chosen.mean, parameter_broadcast=False)
+    model.plan = plan
+    return model

@@ -1,0 +1,213 @@
+"""``muster plan``: makes plans for a model without GPUs; measures a machine."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from muster.errors import SettingsError, WorkerError
+from muster.parallel.planning.context import MODES
+from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.plan import Plan
+from muster.parallel.planning.planner import RESTS, SEARCHES, find_plan
+from muster.parallel.planning.precision import mark_autocast
+
+EXAMPLES = """\
+examples:
+  the best plan for 8 GPUs of the model that make() in models.py returns with a batch of one rank:
+    muster plan models:make --gpus 8
+  with one layer fixed, saved for parallelize(..., plan="plan.json"):
+    muster plan models:make --gpus 8 --strategy "fc=((1, 1), (8, 1))" --out plan.json
+  this machine's own costs, its collectives too, and a plan with them:
+    muster run -n 4 --scheduler -- muster plan --measure machine.json
+    muster plan models:make --gpus 4 --machine machine.json
+
+make() returns (module, example) or (module, example, loss); it is called on torch's meta device, so that no
+memory is needed, and example is a tuple of the tensors that one rank feeds in a step."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.measure is not None:
+            _measure(options.measure)
+            return 0
+        if options.model is None:
+            raise SettingsError("name a model, as in muster plan models:make --gpus 8, or give --measure")
+        plan = _plan(options)
+        print(plan)
+        for name in options.why:
+            print(plan.why(name))
+        if options.out:
+            plan.save(options.out)
+        if options.html:
+            Path(options.html).write_text(plan.html(), encoding="utf-8")
+    except WorkerError as error:
+        print(f"muster plan: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"muster plan: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return SettingsError.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="muster plan",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", help="MODULE:FUNCTION that makes the model and an example")
+    add("--gpus", type=int, default=8, help="number of ranks (8)")
+    add("--mode", choices=sorted(MODES), default="auto")
+    add("--search", choices=sorted(SEARCHES), default="exact")
+    add("--strategy", action="append", default=[], metavar="NAME=SLICES", help="fix an operator or module")
+    add("--rest", choices=RESTS, default="search", help="what the other operators do in mode semi_auto")
+    add("--mesh", help="how the ranks are arranged, such as 2,4; default: the best")
+    add("--memory", type=float, default=0.9, help="share of a rank's memory that may be used (0.9)")
+    add("--machine", metavar="FILE", help="costs that --measure wrote; default: an H200")
+    add("--dataset", choices=("data_parallel", "full_batch"), default="data_parallel")
+    add("--batch-norm", choices=("local", "synchronised"), default="synchronised")
+    add("--autocast", choices=("bfloat16",), help="the precision of torch.autocast; default: none")
+    add("--survive", type=int, choices=(0, 1), default=0, help="1: every part of the state on two hosts")
+    add("--hosts", type=int, default=0, help="hosts on which the GPUs are; default: each is one")
+    add("--optimizer-states", type=int, default=2, help="tensors kept for each parameter: 2 for Adam (2)")
+    add(
+        "--why", action="append", default=[], metavar="NAME", help="alternatives of a module, and their costs"
+    )
+    add("--out", metavar="FILE", help="save the plan as JSON")
+    add("--html", metavar="FILE", help="write the plan as a page")
+    add("--measure", metavar="FILE", help="measure this machine into FILE; under muster run, collectives too")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    import torch
+
+    from muster.parallel.api import graph_of
+    from muster.parallel.measure import load_machine
+
+    if options.gpus < 1:
+        raise SettingsError(f"--gpus is at least 1, not {options.gpus}")
+    if options.hosts and not options.survive:
+        raise SettingsError("--hosts counts with --survive 1 only")
+    if options.optimizer_states < 0:
+        raise SettingsError(f"--optimizer-states is at least 0, not {options.optimizer_states}")
+    with torch.device("meta"):
+        made = _made(options.model)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise SettingsError(f"{options.model} returns (module, example) or (module, example, loss)")
+    net, example, *loss = made
+    if loss and not callable(loss[0]):
+        raise SettingsError(f"the loss that {options.model} returns is no function: {loss[0]!r}")
+    graph = graph_of(net, example, options.gpus, options.dataset, loss[0] if loss else None)
+    if options.autocast:
+        mark_autocast(graph, 2)
+    mode = MODES[options.mode]
+    return find_plan(
+        graph,
+        options.gpus,
+        machine=load_machine(options.machine) if options.machine else Machine(),
+        mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
+        search=options.search,
+        strategies=_strategies(options.strategy),
+        rest=options.rest,
+        memory=options.memory,
+        dataset=options.dataset,
+        mesh=_mesh(options.mesh),
+        optimizer_states=options.optimizer_states,
+        local_norm=options.batch_norm == "local",
+        hosts=_hosts(options) if options.survive and options.gpus > 1 else (),
+    )
+
+
+def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
+    count = options.hosts or options.gpus
+    if not 1 < count <= options.gpus or options.gpus % count:
+        raise SettingsError(f"--survive takes 2 hosts or more, which share {options.gpus} GPUs evenly")
+    return tuple(str(rank // (options.gpus // count)) for rank in range(options.gpus))
+
+
+def _made(name: str) -> Any:
+    """What the user's function returns; an error of it names the line that raised it."""
+    module, _, function = name.partition(":")
+    module = module.removesuffix(".py")
+    if not function or not all(part.isidentifier() for part in module.split(".")):
+        raise SettingsError(f"a model is named MODULE:FUNCTION, not {name!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"{name} cannot be found: {error}") from error
+    except Exception as error:
+        raise SettingsError(f"{module} cannot be imported: {_told(error)}") from error
+    try:
+        return make()
+    except Exception as error:
+        raise SettingsError(f"{name} failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+
+
+def _mesh(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"--mesh is the ranks along each dimension, such as 2,4, not {text!r}") from error
+
+
+def _strategies(texts: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name in found:
+            raise SettingsError(f"--strategy is given twice for {name!r}")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            raise SettingsError(
+                f"--strategy is NAME=SLICES, such as fc=((2, 4), (4, 1)), not {text!r}"
+            ) from error
+    return found
+
+
+def _measure(path: str) -> None:
+    from muster.parallel.measure import measure
+
+    if os.environ.get("MS_ROLE") != "MS_WORKER":
+        machine = measure()
+        _write(path, machine)
+        return
+    from muster.worker.runtime import init
+
+    with init() as session:
+        machine = measure(session.communicator)
+        if session.communicator.rank == 0:
+            _write(path, machine)
+
+
+def _write(path: str, machine: Machine) -> None:
+    Path(path).write_text(json.dumps(machine.to_json(), indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{machine.name}: {machine.flops_per_s / 1e12:.3g} Tflop/s,"
+        f" memory {machine.memory_bytes_per_s / 1e9:.3g} GB/s,"
+        f" {machine.memory_bytes / 1e9:.3g} GB; collectives {machine.bus_bytes_per_s / 1e9:.3g} GB/s,"
+        f" {machine.latency_s * 1e6:.3g} us; written to {path}"
+    )

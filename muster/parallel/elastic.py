@@ -1,0 +1,428 @@
+"""A divided model in an ``ElasticLoop``: after a change of members it is planned and divided anew.
+
+What survivors hold is sent to who needs it by the new plan, part by part. Where some part had no holder but a
+lost worker, the state comes from the last checkpoint; :meth:`ParallelTrainingState.survival` says beforehand
+which of the two it would be.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.communicators.base import Communicator
+from muster.errors import SettingsError, WorkerError
+from muster.parallel.checkpoint import load_divided, save_divided, saved_at
+from muster.parallel.module import ParallelModule
+from muster.parallel.planning.parts import Box, Part, overlap
+from muster.parallel.planning.plan import Plan
+from muster.parallel.tensors import DividedTensor, divided_tensors
+from muster.torch.also import AlsoObjects
+from muster.torch.optimizer_state import is_number, make_optimizer_state, number_of
+from muster.torch.transfer import (
+    CopiesAside,
+    array_of,
+    broadcast_text,
+    bytes_of,
+    gather_numbers,
+    gather_rows,
+)
+from muster.training.sampler import ShardedSampler
+from muster.training.state import StateHolder, StateMismatchError, TrainingState
+
+log = logging.getLogger("muster.worker")
+
+
+class StateLostError(WorkerError):
+    """A part of the state had no holder but the workers that were lost, and there is no checkpoint."""
+
+
+class ParallelTrainingState(TrainingState):
+    """The state of a run whose model is divided among the ranks.
+
+    ::
+
+        model = muster.parallelize(net, example=(x, y), loss=loss, elastic=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = muster.ParallelTrainingState(model, optimizer, sampler, checkpoint="checkpoints/last")
+        for step in muster.ElasticLoop(session, state, epochs=10):
+            with step:
+                if state.step % 100 == 0:
+                    state.save()
+                ...
+
+    The batch of the whole job stays the same: it must divide by every number of ranks there may be.
+
+    Args:
+        model: made by :func:`muster.parallelize` with ``elastic=True``.
+        optimizer: of ``model.parameters()``; its state is made now.
+        sampler: deals out the samples.
+        checkpoint: the directory that :meth:`save` writes and that replacements read; "": none.
+        also: what else is part of the state and the same on all ranks, by name, such as learning rate
+            schedulers.
+
+    Raises:
+        SettingsError: the optimizer is of another model, or its state cannot be made before a first step;
+            the model was not made with ``elastic=True``.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModule,
+        optimizer: Any,
+        sampler: ShardedSampler,
+        *,
+        checkpoint: str | Path = "",
+        also: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(model, ParallelModule) or not model.can_start:
+            raise SettingsError(
+                "ParallelTrainingState takes what parallelize(elastic=True) made, before it trains; for"
+                " data parallelism there is muster.torch.TorchTrainingState"
+            )
+        for name, each in (also or {}).items():
+            if isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
+                raise SettingsError(
+                    f"also: {name} is a {type(each).__name__}, whose tensors the plan does not divide;"
+                    " it takes what is the same on all ranks, such as schedulers"
+                )
+        make_optimizer_state(optimizer)
+        super().__init__({}, sampler)
+        self._model, self._optimizer = model, optimizer
+        self._checkpoint = Path(checkpoint) if checkpoint else None
+        self._tensors = divided_tensors(model, optimizer)
+        self._place = model.communicator.rank
+        self._kept: CopiesAside | None = None
+        self._before: dict[str, Any] = {}
+        self._also_before: dict[str, Any] = {}
+        self._also = AlsoObjects(also or {}, self._device)
+
+    # ------------------------------------------------------------ what users call
+
+    def save(self) -> None:
+        """Saves the last finished step; all ranks call it, at the beginning of a step's block.
+
+        Raises:
+            CheckpointError: a rank could not write; on all ranks.
+        """
+        if self._checkpoint is None:
+            raise StateLostError(
+                "There is no place to save to.", remedy="Give ParallelTrainingState checkpoint=."
+            )
+        save_divided(self._checkpoint, self._model, self._optimizer, extra=self._whole_position())
+
+    def load(self) -> bool:
+        """Takes up the checkpoint, if there is one; all ranks call it. Returns whether there was."""
+        if self._checkpoint is None or not self._is_saved(self._model.communicator):
+            return False
+        self._go_to(load_divided(self._checkpoint, self._model, self._optimizer))
+        return True
+
+    def _is_saved(self, communicator: Communicator) -> bool:
+        """Whether all ranks see a checkpoint."""
+        there = self._checkpoint is not None and (saved_at(self._checkpoint) / ".metadata").exists()
+        return all(gather_numbers(communicator, self._device, int(there)))
+
+    def survival(self, lost: Sequence[int]) -> str:
+        """Says in a sentence what would happen if these ranks were lost now.
+
+        Args:
+            lost: ranks in the present generation.
+        """
+        places = set(range(math.prod(self._model.plan.mesh))) - set(lost)
+        gone = [each.name for each in self._tensors if not _all_held(each.parts, places)]
+        who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+        if not gone:
+            return f"Without {who} the others hold every part of the state: training goes on from there."
+        if self._checkpoint is None:
+            return f"Without {who} nobody holds {gone[0]}, and there is no checkpoint: training would end."
+        return f"Without {who} nobody holds {gone[0]}: training goes on from {self._checkpoint}."
+
+    # ------------------------------------------------------------ what the loop calls
+
+    def begin(self) -> None:
+        """Keeps the state aside; see :class:`TrainingState`."""
+        super().begin()
+        if self._kept is not None:
+            self._kept.take()
+        else:
+            self._kept = CopiesAside(each.own.detach() for each in self._tensors)
+        self._before = self._position()
+        self._also_before = self._also.keep()
+
+    def commit(self) -> None:
+        """Waits for the GPU; see :class:`TrainingState`."""
+        self._wait(self._model.communicator)
+        super().commit()
+
+    def roll_back(self) -> None:
+        """Puts back what was kept, once nothing of the broken step runs any more."""
+        if self.in_step:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._put_back()
+            self._model.forget_backward()
+            self._go_to(self._before)
+        super().roll_back()
+
+    def share(self, session: StateHolder) -> int:
+        """Brings all ranks to one state, divided as the plan for their number says.
+
+        Returns:
+            The lowest rank that held some of it; 0 when all start anew.
+
+        Raises:
+            StateLostError: parts are lost, and there is no checkpoint.
+            StateMismatchError: a rank trains another model.
+            SettingsError: there is no plan for so many ranks, as where the batch does not divide.
+            MembershipChanged: the members changed again; nothing was overwritten.
+        """
+        self.roll_back()
+        communicator: Communicator = session.communicator
+        rank, anew = communicator.rank, session.state_source_rank < 0
+        holds = self.shared and (anew or rank not in session.newcomer_ranks)
+        mine = (self.step, self._place, self._layout()) if holds else (-1, -1, -1)
+        can_start = int(self._model.can_start)
+        rows = gather_rows(communicator, self._device, [*mine, self._digest(), can_start])
+        others = [other for other, row in enumerate(rows) if row[3] != rows[0][3]]
+        if others:
+            raise StateMismatchError(
+                f"The model or the optimizer on the ranks {others} is another than rank 0's.",
+                remedy="Start all workers with the same script and arguments.",
+            )
+        plan = self._model.plan_for(communicator)
+        holding = [row[0] for row in rows if row[0] >= 0]
+        if holding:
+            self._step_back(min(holding))
+            self._redistribute(communicator, plan, [row[:3] for row in rows])
+        elif all(row[4] for row in rows):
+            self._start(communicator, plan)
+        else:  # what some held is gone: a checkpoint was being read when the members changed again
+            self._from_checkpoint(communicator, plan, divided_tensors(self._model, self._optimizer, plan))
+        self.sampler.reshard(rank, communicator.world_size)
+        self._kept, self._place, self.shared = None, rank, True
+        return next((other for other, row in enumerate(rows) if row[0] >= 0), 0)
+
+    def _start(self, communicator: Communicator, plan: Plan) -> None:
+        """Begins a run: all take rank 0's values, or the checkpoint's."""
+        self._model.start(plan, communicator)
+        seed, step = self._model.draws()
+        self._model.draw_on_from([gather_numbers(communicator, self._device, seed)[0], step])
+        self._optimizer.state.clear()
+        make_optimizer_state(self._optimizer)
+        self._tensors = divided_tensors(self._model, self._optimizer)
+        if self.load():
+            log.info("training goes on from %s, step %d", self._checkpoint, self.step)
+
+    def _step_back(self, step: int) -> None:
+        """Goes back to the last step that all ranks have finished."""
+        if self.shared and self.step > step:
+            if self._kept is None or self._before.get("step") != step:
+                raise StateMismatchError(f"This rank is at step {self.step}, and another one at step {step}.")
+            self._put_back()
+            self._go_to(self._before)
+
+    def _redistribute(self, communicator: Communicator, plan: Plan, rows: Sequence[Sequence[int]]) -> None:
+        """Sends each part of the old plan from a holder to all ranks that need it in the new one.
+
+        Ranks may hold parts by different plans, where a change of members met some of them after the last
+        redistribution and some amid it. One plan of which every part is held is enough.
+
+        Args:
+            communicator: of the present generation.
+            plan: of its ranks.
+            rows: of each rank the step, the place in its old plan, and that plan's layout; -1: holds nothing.
+        """
+        mine = json.dumps(
+            {"parts": [_plain(each.parts) for each in self._tensors], "at": self._whole_position()}
+        )
+        wanted = divided_tensors(self._model, self._optimizer, plan)
+        lost: list[str] = []
+        for layout in dict.fromkeys(row[2] for row in rows if row[0] >= 0):
+            holders = {new: row[1] for new, row in enumerate(rows) if row[0] >= 0 and row[2] == layout}
+            given = json.loads(broadcast_text(communicator, self._device, mine, min(holders)))
+            old = [[Part(*map(_tuple, row)) for row in parts] for parts in given["parts"]]
+            rank_of = {place: new for new, place in sorted(holders.items(), reverse=True)}
+            lost = [
+                each.name
+                for each, parts in zip(wanted, old, strict=True)
+                if not _all_held(parts, rank_of.keys())
+            ]
+            if not lost:
+                break
+        else:
+            self._from_checkpoint(communicator, plan, wanted, lost)
+            return
+        place = holders.get(communicator.rank, -1)
+        fresh = [
+            self._collect(communicator, each, parts, rank_of, place)
+            for each, parts in zip(wanted, old, strict=True)
+        ]
+        self._wait(communicator)
+        self._adopt(communicator, plan, wanted, fresh)
+        self._go_to(given["at"])
+
+    def _collect(
+        self,
+        communicator: Communicator,
+        wanted: DividedTensor,
+        old: Sequence[Part],
+        rank_of: Mapping[int, int],
+        place: int,
+    ) -> Any:
+        """This rank's part of a tensor by the new plan, put together from parts of the old one."""
+        own = wanted.own.detach().reshape(-1)
+        part = wanted.parts[communicator.rank]
+        fresh = own.new_zeros(math.prod(wanted.local))
+        done: set[Part] = set()
+        for number, given in enumerate(old):
+            length = given.stop - given.start
+            if number not in rank_of or given in done or not length:
+                continue
+            done.add(given)
+            piece = own[:length].clone() if place == number else own.new_empty(length)
+            communicator.broadcast(array_of(communicator, bytes_of(piece)), rank_of[number])
+            for source in given.boxes():
+                for target in part.boxes():
+                    both = overlap(source, target)
+                    if both is not None:
+                        _within(fresh, target, both).copy_(_within(piece, source, both))
+        return fresh.view(wanted.local)
+
+    def _adopt(
+        self, communicator: Communicator, plan: Plan, tensors: Sequence[DividedTensor], fresh: Sequence[Any]
+    ) -> None:
+        """Replaces the tensors by these, divided by this plan."""
+        by_id = {id(each.own): value for each, value in zip(tensors, fresh, strict=True)}
+        with torch.no_grad():
+            for _, unused in self._model.unused_tensors():
+                unused.copy_(by_id[id(unused)])
+        self._model.move(
+            plan, communicator, {node: by_id[id(tensor)] for node, tensor in self._model.held_tensors()}
+        )
+        for entries in self._optimizer.state.values():
+            for key, value in entries.items():
+                entries[key] = by_id.get(id(value), value)
+        self._tensors = divided_tensors(self._model, self._optimizer)
+
+    def _from_checkpoint(
+        self,
+        communicator: Communicator,
+        plan: Plan,
+        tensors: Sequence[DividedTensor],
+        lost: Sequence[str] = (),
+    ) -> None:
+        what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else "".join(lost) or "the state"
+        if not self._is_saved(communicator):
+            raise StateLostError(
+                f"Parts of {what} were held only by workers that are lost, and there is no checkpoint that"
+                " all ranks see.",
+                remedy="Call state.save() now and then, into a directory that all hosts share.",
+            )
+        self.shared = False  # should the members change again meanwhile, nobody is to take what is here
+        self._adopt(communicator, plan, tensors, [each.own.new_zeros(each.local) for each in tensors])
+        self.load()
+        log.warning(
+            "parts of %s were held only by workers that are lost: training goes on from %s, step %d",
+            what,
+            self._checkpoint,
+            self.step,
+        )
+
+    # ------------------------------------------------------------ where it is
+
+    @property
+    def _device(self) -> Any:
+        return next(self._model.parameters()).device
+
+    def _trained(self) -> list[tuple[str, Any]]:
+        """The parameters that the plan trains, by node; a script may have frozen some since."""
+        return [(name, held.parameter) for name, held in self._model.held_parameters.items()]
+
+    def _position(self) -> dict[str, Any]:
+        """Everything but the tensors, as JSON values."""
+        return {
+            "step": self.step,
+            "run": self.run,
+            "sampler": self.sampler.state(),
+            "rng": None if self.rng is None else self.rng.bit_generator.state,
+            "extra": self.extra,
+            "draws": self._model.draws(),
+            "frozen": [name for name, each in self._trained() if not each.requires_grad],
+            "groups": [
+                {key: number_of(value) for key, value in group.items() if is_number(value)}
+                for group in self._optimizer.param_groups
+            ],
+        }
+
+    def _whole_position(self) -> dict[str, Any]:
+        """The position, with the states of what is also there."""
+        also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
+        return self._position() | {"also": also}
+
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        self.step, self.run = int(position["step"]), position["run"]
+        self.sampler.restore(position["sampler"])
+        self.extra = position["extra"]
+        if self.rng is not None and position["rng"] is not None:
+            self.rng.bit_generator.state = position["rng"]
+        self._model.draw_on_from(position["draws"])
+        frozen = position.get("frozen", ())  # checkpoints of 0.2 do not say
+        for name, parameter in self._trained():
+            parameter.requires_grad_(name not in frozen)
+        self._also.load({name: base64.b64decode(data) for name, data in position.get("also", {}).items()})
+        for group, settings in zip(self._optimizer.param_groups, position["groups"], strict=True):
+            for key, value in settings.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+    def _put_back(self) -> None:
+        assert self._kept is not None
+        self._kept.put_back()
+        self._also.put_back(self._also_before)
+
+    def _layout(self) -> int:
+        """Names who holds what by this rank's plan."""
+        text = json.dumps([_plain(each.parts) for each in self._tensors])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def _digest(self) -> int:
+        text = "\n".join(f"{each.name} {each.own.dtype} {each.shape}" for each in self._tensors)
+        text += "\n".join(sorted(self._also.dump()))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def _wait(self, communicator: Communicator) -> None:
+        """Waits for the GPU, where a broken collective shows only then."""
+        communicator.synchronize()
+
+
+def _plain(parts: Sequence[Part]) -> list[Any]:
+    return [[part.offsets, part.sizes, part.start, part.stop] for part in parts]
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _all_held(parts: Sequence[Part], places: Collection[int]) -> bool:
+    """Whether the ranks at these places together hold every part."""
+    held = {part for number, part in enumerate(parts) if number in places}
+    return all(part in held for part in parts if part.stop > part.start)
+
+
+def _within(flat: Any, box: Box, both: Box) -> Any:
+    """The elements of a rank's flat tensor that lie in the box ``both``."""
+    found = flat.view(-1)[box.start : box.start + box.numel].view(box.sizes)
+    for dim, (outer, offset, size) in enumerate(zip(box.offsets, both.offsets, both.sizes, strict=True)):
+        found = found.narrow(dim, offset - outer, size)
+    return found

@@ -1,0 +1,234 @@
+"""Moves tensors between layouts on a mesh of ranks, over Muster's communicators."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from muster.communicators.base import FINISHED, Communicator, ReduceOp, Work
+from muster.errors import GroupError
+from muster.parallel.planning.layouts import Mesh, Step, coordinates, group_ranks
+from muster.torch.transfer import array_of, bytes_of
+
+
+class Fabric:
+    """One communicator for each set of mesh dimensions that a plan needs.
+
+    Args:
+        communicator: of all ranks of the mesh.
+        mesh: sizes.
+        needed: the sets of mesh dimensions along which something will be sent; the same on all ranks.
+
+    Raises:
+        GroupError: the mesh has not as many ranks as the communicator.
+    """
+
+    def __init__(self, communicator: Communicator, mesh: Mesh, needed: Iterable[tuple[int, ...]]) -> None:
+        if math.prod(mesh) != communicator.world_size:
+            raise GroupError(
+                f"The plan is for {math.prod(mesh)} ranks; the job has {communicator.world_size}.",
+                remedy="Plan anew for this number of ranks.",
+            )
+        self.mesh = mesh
+        self.world = communicator
+        self.place = coordinates(communicator.rank, mesh)
+        self._groups: dict[tuple[int, ...], Communicator] = {}
+        self._stream: Any = None
+        self._in_use = False
+        for dims in sorted(set(needed)):
+            if self._alone(dims):
+                continue
+            for number, ranks in enumerate(group_ranks(dims, mesh)):
+                if len(ranks) == communicator.world_size:
+                    self._groups[dims] = communicator
+                    continue
+                name = f"mesh{'x'.join(map(str, mesh))}.{'-'.join(map(str, dims))}.{number}"
+                part = communicator.split(name, ranks)
+                if part is not None:
+                    self._groups[dims] = part
+
+    def close(self) -> None:
+        """Ends the communicators that were made here."""
+        for group in self._groups.values():
+            if group is not self.world:
+                group.close()
+        self._groups.clear()
+
+    def size(self, dims: Sequence[int]) -> int:
+        """How many ranks differ along these mesh dimensions only."""
+        return math.prod(self.mesh[d] for d in dims)
+
+    def index(self, dims: Sequence[int]) -> int:
+        """This rank's number among those."""
+        number = 0
+        for d in dims:
+            number = number * self.mesh[d] + self.place[d]
+        return number
+
+    def _alone(self, dims: Sequence[int]) -> bool:
+        """Whether nobody else differs along these: nothing is sent, and there is no communicator."""
+        return self.size(dims) == 1
+
+    # ------------------------------------------------------------ beside the current stream
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context in which work runs on a GPU stream of its own, after the current stream's work so far.
+
+        Memory that is used there stays until :meth:`join`: the caller holds on to it.
+        """
+        if not torch.cuda.is_initialized():
+            yield
+            return
+        current = torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(priority=-1)
+        self._stream.wait_stream(current)
+        self._in_use = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Makes the current stream wait for what was done aside."""
+        if self._in_use:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._in_use = False
+
+    # ------------------------------------------------------------ collectives
+
+    def all_reduce(self, x: Any, dims: tuple[int, ...], op: ReduceOp = ReduceOp.SUM) -> Any:
+        """The sum (or else) of the ranks' tensors, as a new tensor."""
+        out = x.detach().contiguous().clone()
+        if self._alone(dims):
+            return out
+        group = self._groups[dims]
+        wire = self._wire(out)
+        group.all_reduce(array_of(group, wire.view(-1)), array_of(group, wire.view(-1)), op)
+        return out if wire is out else wire.to(out.dtype)
+
+    def all_gather(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
+        """The ranks' tensors one after the other along ``dim``."""
+        stacked = self.gather_stacked(x, dims)
+        return stacked.movedim(0, dim).flatten(dim, dim + 1)
+
+    def gather_stacked(self, x: Any, dims: tuple[int, ...]) -> Any:
+        """The ranks' tensors as one of shape [ranks, ...]."""
+        send = x.detach().contiguous()
+        if self._alone(dims):
+            return send.clone().unsqueeze(0)
+        group = self._groups[dims]
+        recv = torch.empty((group.world_size, *send.shape), dtype=send.dtype, device=send.device)
+        group.all_gather(self._raw(group, send), self._raw(group, recv))
+        return recv
+
+    def reduce_scatter(self, x: Any, dims: tuple[int, ...], dim: int) -> Any:
+        """This rank's part along ``dim`` of the sum of the ranks' tensors."""
+        if self._alone(dims):
+            return x.detach().contiguous().clone()
+        group = self._groups[dims]
+        apart = x.detach().unflatten(dim, (group.world_size, -1)).movedim(dim, 0).contiguous()
+        wire = self._wire(apart)
+        out = torch.empty(wire.shape[1:], dtype=wire.dtype, device=wire.device)
+        group.reduce_scatter(array_of(group, wire.view(-1)), array_of(group, out.view(-1)), ReduceOp.SUM)
+        return out.to(x.dtype)
+
+    def all_to_all(self, x: Any, dims: tuple[int, ...], gathered: int, divided: int) -> Any:
+        """Split along ``divided`` instead of ``gathered``."""
+        if self._alone(dims):
+            return x.detach().contiguous().clone()
+        group = self._groups[dims]
+        send = x.detach().unflatten(divided, (group.world_size, -1)).movedim(divided, 0).contiguous()
+        recv = torch.empty_like(send)
+        group.all_to_all(self._raw(group, send), self._raw(group, recv))
+        return recv.movedim(0, gathered).flatten(gathered, gathered + 1)
+
+    def part(self, x: Any, dims: Sequence[int], dim: int) -> Any:
+        """This rank's part along ``dim`` of a tensor that it has whole."""
+        length = x.shape[dim] // self.size(dims)
+        return x.narrow(dim, self.index(dims) * length, length).contiguous()
+
+    def start_all_reduce(self, flat: Any, dims: tuple[int, ...]) -> Work:
+        """Sums ``flat`` over the ranks in place; the result counts after ``wait()``."""
+        if self._alone(dims):
+            return FINISHED
+        group = self._groups[dims]
+        array = array_of(group, flat)
+        return group.all_reduce(array, array, ReduceOp.SUM, async_op=not flat.is_cuda)
+
+    def start_reduce_scatter(self, flat: Any, out: Any, dims: tuple[int, ...]) -> Work:
+        """Puts this rank's part of the sum of ``flat`` into ``out``; it counts after ``wait()``."""
+        if self._alone(dims):
+            out.copy_(flat)
+            return FINISHED
+        group = self._groups[dims]
+        return group.reduce_scatter(
+            array_of(group, flat), array_of(group, out), ReduceOp.SUM, async_op=not flat.is_cuda
+        )
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which sums travel: NumPy knows no bfloat16."""
+        return torch.float32 if dtype == torch.bfloat16 and not self.world.on_device else dtype
+
+    def _wire(self, x: Any) -> Any:
+        return x.to(self.wire_dtype(x.dtype))
+
+    def _raw(self, group: Communicator, x: Any) -> Any:
+        """The tensor as bytes, where it is only moved and needs no arithmetic."""
+        return array_of(group, bytes_of(x))
+
+    # ------------------------------------------------------------ moves
+
+    def run(self, x: Any, steps: Sequence[Step]) -> Any:
+        """Brings a tensor from one layout to another."""
+        for step in steps:
+            if self.size(step.dims) == 1:
+                continue
+            if step.kind == "all_reduce":
+                x = self.all_reduce(x, step.dims)
+            elif step.kind == "all_gather":
+                x = self.all_gather(x, step.dims, step.source)
+            elif step.kind == "reduce_scatter":
+                x = self.reduce_scatter(x, step.dims, step.target)
+            elif step.kind == "all_to_all":
+                x = self.all_to_all(x, step.dims, step.source, step.target)
+            elif step.kind == "slice":
+                x = self.part(x, step.dims, step.target)
+            else:  # share
+                x = x / self.size(step.dims)
+        return x
+
+
+class Move(torch.autograd.Function):  # type: ignore[misc]
+    """A move whose backward pass is the move of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, fabric: Fabric, there: Sequence[Step], back: Sequence[Step]) -> Any:
+        """Moves the value."""
+        ctx.fabric, ctx.back = fabric, back
+        return fabric.run(x, there) if there else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Moves the gradient."""
+        return ctx.fabric.run(grad, ctx.back), None, None, None
+
+
+class Scale(torch.autograd.Function):  # type: ignore[misc]
+    """The value as it is, its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, factor: float) -> Any:
+        """Returns x."""
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Scales the gradient."""
+        return grad * ctx.factor, None

@@ -1,0 +1,345 @@
+"""Parameters as one rank holds them, and how their gradients are summed, in buckets by who sums them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from muster.communicators.base import Work
+from muster.errors import SettingsError, WorkerError
+from muster.parallel.fabric import Fabric
+from muster.parallel.planning.buckets import Holding, PlannedBucket
+from muster.torch.buckets import is_dense
+
+
+class PartialGradient(torch.Tensor):  # type: ignore[misc]  # torch has no types here
+    """A gradient as the optimizer sees it, of which other ranks have other values: it gives no norm.
+
+    ``torch.nn.utils.clip_grad_norm_`` would take that for the norm of all, and each rank scale by another.
+    What is computed from it is an ordinary tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuses norms; see torch.
+
+        Raises:
+            SettingsError: it is one.
+        """
+        if function in _NORMS:
+            raise SettingsError(
+                "this rank has a part of the gradients, and their norm would be that part's: clip by"
+                " model.clip_grad_norm_(max_norm), which returns the norm of all; of the part alone,"
+                " parameter.grad.clone() gives the norm"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if function in _THE_SAME else result
+
+
+_NORMS = {
+    *(torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.norm),
+    *(torch.norm, torch.Tensor.norm, torch._foreach_norm),
+}
+_THE_SAME = {torch.Tensor.detach, torch.Tensor.data.__get__}
+"""What old programs call before they ask for the norm."""
+
+
+class HeldParameter:
+    """A parameter's local part.
+
+    Args:
+        partial: other ranks' gradients of it have other values.
+
+    Attributes:
+        parameter: what the optimizer trains: the local part, or with a divided update this rank's flat share.
+        gathered: the local part, where ``parameter`` is only this rank's share of it.
+        factor: of its gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        holding: Holding,
+        parameter: torch.nn.Parameter,
+        fabric: Fabric,
+        factor: float,
+        *,
+        partial: bool,
+    ) -> None:
+        self.name, self.holding, self.factor = name, holding, factor
+        self._partial = partial
+        self.parameter = parameter
+        self.held: Any = None
+        self._mark: Any = None  # the grad that shows that something is held
+        self._version = -1  # of the parameter's grad since; -1: nothing is held
+        self.gathered: Any = None
+        self._fabric = fabric
+
+    @property
+    def whole(self) -> Any:
+        """The local part; where the update is divided, as :meth:`Gradients.gather` brought it last."""
+        return self.gathered if self.holding.sharded else self.parameter.detach()
+
+    def load(self, local: Any) -> None:
+        """Takes other values of the local part."""
+        self.parameter.copy_(share_of(self.holding, local, self._fabric))
+
+    def hold(self, grad: Any) -> None:
+        """Adds a gradient that is not summed over ranks yet."""
+        held = self.take()
+        self.held = grad if held is None else held + grad
+
+    def keep(self) -> None:
+        """Shows the optimizer a grad of zeros at least while one is held, so that ``zero_grad()`` is seen."""
+        if self.held is None or not self.parameter.requires_grad:
+            return
+        if self.parameter.grad is None:
+            zeros = self.parameter.new_zeros(()).expand(self.parameter.shape)
+            self.parameter.grad = self._mark = self._shown(zeros)
+        self._version = self.parameter.grad._version
+
+    def take(self) -> Any:
+        """Gives away what is held; None: nothing, or it was cleared since."""
+        shown, version = self.parameter.grad, self._version
+        if version >= 0 and (shown is None or (shown._version != version and not shown.any())):
+            self.held = None
+        held, self.held, self._version = self.held, None, -1
+        return held
+
+    def deliver(self, grad: Any) -> None:
+        """Adds a finished gradient to the parameter's ``grad``, unless that was frozen since."""
+        if not self.parameter.requires_grad:
+            return
+        if self.factor != 1:
+            grad = grad * self.factor
+        if self.parameter.grad is None or self.parameter.grad is self._mark:
+            self.parameter.grad, self._mark = self._shown(grad), None
+        else:
+            self.parameter.grad += grad
+
+    def _shown(self, grad: Any) -> Any:
+        return grad.as_subclass(PartialGradient) if self._partial else grad
+
+
+def share_of(holding: Holding, local: Any, fabric: Fabric) -> Any:
+    """What a rank trains of its local part: all of it, or its flat share of a divided update."""
+    if not holding.sharded:
+        return local
+    start = fabric.index(holding.dims) * holding.shard
+    padded = torch.zeros(holding.shard * holding.ranks, dtype=local.dtype, device=local.device)
+    padded[: holding.numel] = local.reshape(-1)
+    return padded[start : start + holding.shard].clone().view(holding.own_shape)
+
+
+class _Bucket:
+    def __init__(self, planned: PlannedBucket, members: Sequence[HeldParameter]) -> None:
+        self.dims, self.sharded, self.members = planned.dims, planned.sharded, list(members)
+        self.waiting = len(self.members)
+        self.work: Work | None = None
+        self.flat: Any = None
+        self.out: Any = None
+        self.views: list[Any] = []
+        self.arrived: list[bool] = []
+        self.counts: Any = None
+        self.packed: list[Any] = []
+
+    def pack(self, fabric: Fabric) -> None:
+        """Puts the held gradients into one flat tensor, in the order that the collective wants.
+
+        Behind them stands for each whether this rank has one, so that all know where nobody has.
+        """
+        first = self.members[0].whole
+        dtype = fabric.wire_dtype(first.dtype)
+        held = [each.take() for each in self.members]
+        self.arrived = [grad is not None for grad in held]
+        # Kept until delivery: another stream may still read them.
+        self.packed = [grad for grad in held if grad is not None]
+        gradients = [
+            torch.zeros_like(each.whole) if grad is None else grad
+            for each, grad in zip(self.members, held, strict=True)
+        ]
+        counts = torch.ones(
+            len(held), dtype=dtype, device=first.device
+        )  # made there: a graph holds no copies
+        for number, arrived in enumerate(self.arrived):
+            if not arrived:
+                counts[number].zero_()
+        if not self.sharded:
+            sizes = [each.holding.numel for each in self.members]
+            self.flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
+            *flats, self.counts = self.flat.split([*sizes, len(sizes)])
+            parts = zip(self.members, flats, strict=True)
+            self.views = [_laid_out_like(each.parameter, part) for each, part in parts]
+            torch._foreach_copy_([*self.views, self.counts], [*gradients, counts])
+            return
+        ranks = self.members[0].holding.ranks
+        rows = []
+        for each, grad in zip(self.members, gradients, strict=True):
+            padded = torch.zeros(ranks * each.holding.shard, dtype=dtype, device=first.device)
+            padded[: each.holding.numel] = grad.reshape(-1)
+            rows.append(padded.view(ranks, -1))
+        rows.append(counts.expand(ranks, -1))
+        self.flat = torch.cat(rows, 1).view(-1)
+        self.out = torch.empty(self.flat.numel() // ranks, dtype=dtype, device=first.device)
+        sizes = [each.holding.shard for each in self.members]
+        *flats, self.counts = self.out.split([*sizes, len(sizes)])
+        self.views = [part.view(each.parameter.shape) for each, part in zip(self.members, flats, strict=True)]
+
+    def deliver(self) -> None:
+        """Hands the sums on to the parameters, where any rank had something to add."""
+        found = self.arrived
+        if not all(found) and not (self.counts.is_cuda and torch.cuda.is_current_stream_capturing()):
+            found = [count > 0 for count in self.counts.tolist()]
+        for each, part, counts in zip(self.members, self.views, found, strict=True):
+            if counts:
+                each.deliver(part.to(each.parameter.dtype))
+        self.flat = self.out = self.work = self.counts = None
+        self.packed, self.views = [], []
+        self.waiting = len(self.members)
+
+
+def _laid_out_like(parameter: Any, flat: Any) -> Any:
+    """The flat tensor in the parameter's shape and memory format: fused optimizers want them alike."""
+    if not is_dense(parameter):
+        return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, parameter.stride())
+
+
+class Gradients:
+    """Sums gradients while the backward pass goes on, and delivers them when it is over.
+
+    A parameter is used as a fresh leaf in each forward pass, so what reaches it is one pass's gradient,
+    whatever the optimizer's ``grad`` holds. All ranks start the buckets in the same order: while the backward
+    pass goes on, or behind it where it may be of several forward passes, whose gradients come one by one.
+    """
+
+    def __init__(
+        self, held: dict[str, HeldParameter], planned: Sequence[PlannedBucket], fabric: Fabric
+    ) -> None:
+        self.held, self._fabric = held, fabric
+        self._buckets = [_Bucket(each, [held[name] for name in each.nodes]) for each in planned]
+        self._bucket_of = {each.name: bucket for bucket in self._buckets for each in bucket.members}
+        self.synchronize = True
+        self._in_backward = False
+        self._task = -1
+        self._launched = 0
+        self._ready: set[str] = set()
+        self._pass = 0
+        self._open: set[int] = set()  # forward passes that no backward pass has reached
+        self._reached: set[int] = set()
+
+    def begin(self) -> None:
+        """A forward pass begins; :meth:`leaf` gives its leaves."""
+        self._pass += 1
+        if torch.is_grad_enabled():
+            self._open.add(self._pass)
+
+    def gather(self) -> None:
+        """Brings the parameters whose update was divided up to date on all ranks."""
+        for bucket in self._buckets:
+            if not bucket.sharded:
+                continue
+            flat = torch.cat([each.parameter.detach().view(-1) for each in bucket.members])
+            rows = self._fabric.gather_stacked(flat, bucket.dims)
+            for each, part in zip(
+                bucket.members, rows.split([m.holding.shard for m in bucket.members], 1), strict=True
+            ):
+                holding = each.holding
+                each.gathered = part.reshape(-1)[: holding.numel].view(holding.shape)
+
+    def leaf(self, name: str) -> Any:
+        """A parameter's local part as a leaf of one forward pass."""
+        held = self.held[name]
+        whole = held.whole.detach()
+        if not torch.is_grad_enabled():
+            return whole
+        whole = whole.requires_grad_()
+        whole.register_post_accumulate_grad_hook(self._hook(held))
+        return whole
+
+    def _hook(self, held: HeldParameter) -> Callable[[Any], None]:
+        of_pass = self._pass
+
+        def ready(leaf: Any) -> None:
+            grad, leaf.grad = leaf.grad, None
+            task = torch._C._current_graph_task_id()
+            if self._in_backward and task != self._task:
+                raise WorkerError(
+                    "the backward pass before this one broke off: ranks may have sent different collectives",
+                    remedy="Let its error end the process, or call forget_backward() on all ranks.",
+                )
+            if not self._in_backward:
+                self._in_backward, self._task = True, task
+                Variable._execution_engine.queue_callback(self._finish)
+            self._reached.add(of_pass)
+            bucket = self._bucket_of.get(held.name)
+            if bucket is not None and bucket.work is not None:
+                raise WorkerError(
+                    f"a second gradient of {held.name} came after the first one was sent",
+                    remedy="Add up the losses of several forward passes before any of them goes backward.",
+                )
+            if bucket is None:
+                held.deliver(grad)
+                return
+            held.hold(grad)
+            if held.name not in self._ready:
+                self._ready.add(held.name)
+                bucket.waiting -= 1
+            if self.synchronize and len(self._open) <= 1:
+                self._launch_ready()
+
+        return ready
+
+    def _launch_ready(self) -> None:
+        while self._launched < len(self._buckets) and self._buckets[self._launched].waiting <= 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        with torch.no_grad(), self._fabric.aside():  # beside the rest of the backward pass
+            bucket.pack(self._fabric)
+            if bucket.sharded:
+                bucket.work = self._fabric.start_reduce_scatter(bucket.flat, bucket.out, bucket.dims)
+            else:
+                bucket.work = self._fabric.start_all_reduce(bucket.flat, bucket.dims)
+
+    def _finish(self) -> None:
+        self._in_backward = False
+        self._ready.clear()
+        self._open -= self._reached
+        self._reached.clear()
+        if self.synchronize:
+            while self._launched < len(self._buckets):
+                self._launch()
+            self._fabric.join()
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    if bucket.work is not None:
+                        bucket.work.wait()
+                    bucket.deliver()
+            self._launched = 0
+        else:
+            for each in self.held.values():
+                each.keep()
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.members)
+
+    def forget(self) -> None:
+        """Drops what a backward pass that broke off has left."""
+        for each in self.held.values():
+            each.take()
+            each.parameter.grad = None
+        for bucket in self._buckets:
+            bucket.waiting, bucket.work, bucket.flat, bucket.out = len(bucket.members), None, None, None
+            bucket.packed.clear()
+        self._launched, self._in_backward = 0, False
+        self._ready.clear()
+        self._open.clear()
+        self._reached.clear()

@@ -1,0 +1,176 @@
+"""Measures a machine: matrix products, memory, and collectives by size and group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.communicators.base import Communicator, ReduceOp
+from muster.errors import SettingsError
+from muster.parallel.planning.costs import Machine
+from muster.parallel.saved import read_json
+from muster.torch.transfer import array_of
+
+SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+_REPEATS = 5
+_CALLS = 50
+"""Of kernels so short that waiting for each would be most of its time."""
+
+
+def measure(
+    communicator: Communicator | None = None, *, sizes: Sequence[int] = SIZES, side: int = 0
+) -> Machine:
+    """Measures this machine; with a communicator its collectives too, by the slowest rank.
+
+    Args:
+        communicator: every rank of it calls this.
+        sizes: of the larger buffer of a collective, in bytes.
+        side: of the square matrices of the product; 0: 8192 on a GPU, 1024 on a CPU.
+    """
+    cuda = torch.cuda.is_available() and (communicator is None or communicator.on_device)
+    device = torch.device("cuda" if cuda else "cpu")
+    side = side or (8192 if cuda else 1024)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    a = torch.randn(side, side, device=device).to(dtype)  # as numbers of a network are: zeros take less power
+    product = _seconds(lambda: a @ a, device)
+    big = torch.rand((256 if cuda else 16) * 2**20 // 4, device=device)
+    other = torch.empty_like(big)
+    copied = _seconds(lambda: other.copy_(big), device)
+    memory = _memory(device)
+    rows = a[:, : side // 8].contiguous()
+    summed = _seconds(lambda: [rows.sum(0) for _ in range(_CALLS)], device) / _CALLS
+    facts = [
+        2 * side**3 / product,
+        2 * big.numel() * 4 / copied,
+        memory,
+        -_launch(device),
+        rows.numel() * rows.element_size() / summed,
+    ]
+    measured: dict[str, dict[str, list[list[float]]]] = {}
+    if communicator is not None and communicator.world_size > 1:
+        facts = [-x for x in _slowest(communicator, [-x for x in facts], device)]
+        measured = _collectives(communicator, sizes, device)
+    name = torch.cuda.get_device_name(device) if cuda else "CPU"
+    ranks = communicator.world_size if communicator is not None else 1
+    sums = measured.get("all_reduce", {}).get(str(ranks), [])
+    bus, latency = Machine.bus_bytes_per_s, Machine.latency_s
+    if sums:
+        latency = sums[0][1]
+        bus = 2 * (ranks - 1) / ranks * sums[-1][0] / max(1e-9, sums[-1][1])
+    return Machine(
+        f"{name}, measured on {ranks} rank{'s' if ranks > 1 else ''}",
+        flops_per_s=facts[0],
+        memory_bytes_per_s=facts[1],
+        column_bytes_per_s=facts[4],
+        bus_bytes_per_s=bus,
+        latency_s=latency,
+        launch_s=-facts[3],
+        memory_bytes=facts[2],
+        measured=measured,
+    )
+
+
+def _seconds(function: Callable[[], Any], device: Any) -> float:
+    """The median time of a call, waiting for the device."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        started = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return sorted(times[1:])[_REPEATS // 2]
+
+
+def _launch(device: Any) -> float:
+    """Seconds of a kernel with nothing to do: on a GPU in a graph, as a captured step has it."""
+    number = torch.zeros(1, device=device)
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            number.add_(1)
+
+    if device.type != "cuda":
+        return _seconds(calls, device) / _CALLS
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        calls()
+        graph.capture_begin(capture_error_mode="thread_local")
+        calls()
+        graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    once = _seconds(graph.replay, device) - _seconds(lambda: None, device)
+    return max(1e-9, once / _CALLS)
+
+
+def _memory(device: Any) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    import os
+
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _slowest(communicator: Communicator, numbers: Sequence[float], device: Any) -> list[float]:
+    tensor = torch.tensor(list(numbers), dtype=torch.float64, device=device)
+    array = array_of(communicator, tensor)
+    communicator.all_reduce(array, array, ReduceOp.MAX)
+    found: list[float] = tensor.tolist()
+    return found
+
+
+def _collectives(
+    communicator: Communicator, sizes: Sequence[int], device: Any
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Seconds by kind, ranks and bytes: of the first ranks, of all sizes of groups that divide the job."""
+    world = communicator.world_size
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for ranks in [n for n in range(2, world + 1) if world % n == 0]:
+        group: Communicator | None = communicator
+        if ranks < world:
+            group = communicator.split(f"measure.{ranks}", tuple(range(ranks)))
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            for nbytes in sizes:
+                seconds = _one(group, kind, nbytes, ranks, device) if group is not None else 0.0
+                seconds = _slowest(communicator, [seconds], device)[0]
+                found.setdefault(kind, {}).setdefault(str(ranks), []).append([float(nbytes), seconds])
+        if group is not None and group is not communicator:
+            group.close()
+    return found
+
+
+def _one(group: Communicator, kind: str, nbytes: int, ranks: int, device: Any) -> float:
+    count = max(ranks, nbytes // 4 // ranks * ranks)
+    whole = array_of(group, torch.ones(count, device=device))
+    part = array_of(group, torch.ones(count // ranks, device=device))
+    out = array_of(group, torch.empty(count, device=device))
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.all_reduce(whole, whole, ReduceOp.MAX),
+        "all_gather": lambda: group.all_gather(part, whole),
+        "reduce_scatter": lambda: group.reduce_scatter(whole, part, ReduceOp.MAX),
+        "all_to_all": lambda: group.all_to_all(whole, out),
+    }
+    return _seconds(calls[kind], device)
+
+
+def load_machine(path: str | Path) -> Machine:
+    """A machine that ``--measure`` wrote.
+
+    Raises:
+        SettingsError: the file cannot be read, or is none.
+    """
+    saved = read_json(path, "the measured machine")
+    try:
+        machine = Machine(**saved)
+        for each in ("flops_per_s", "memory_bytes_per_s", "bus_bytes_per_s", "memory_bytes"):
+            value = getattr(machine, each)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{each} is {value!r}")
+        return machine
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"{path} is no machine that muster plan --measure wrote: {error}") from error

@@ -1,0 +1,641 @@
+"""The parallel module: parameters are this rank's parts, the recorded forward pass runs on local tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from muster.communicators.base import Communicator
+from muster.errors import ArrayError, SettingsError, WorkerError
+from muster.parallel.fabric import Fabric, Move, Scale
+from muster.parallel.gradients import Gradients, HeldParameter, share_of
+from muster.parallel.operators import DRAWS_BY_GENERATOR, Local, Run, local_function
+from muster.parallel.planning.buckets import Holding, edge_layouts, gradient_buckets, holdings
+from muster.parallel.planning.graph import Node, Value
+from muster.parallel.planning.layouts import Layout, local_shape, parts, plan_move, replicated, slices
+from muster.parallel.planning.plan import Plan
+from muster.parallel.planning.problem import State
+from muster.parallel.trace import Traced
+from muster.torch import capture
+from muster.torch.transfer import broadcast_tensors
+
+_WARM_UP, _MEASURED = 2, 5
+_UNMET = 'which nothing passes in a recorded graph: mode="data_parallel" keeps hooks'
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+NO_FLOAT16 = (
+    "autocast to float16 needs scaled losses, and a GradScaler sees the gradients of one rank's parts: use"
+    " torch.bfloat16"
+)
+
+
+@dataclass(slots=True)
+class _Instruction:
+    """One call of the forward pass: sources of its tensors, their moves, the function, its results."""
+
+    name: str
+    module: str
+    sources: tuple[int, ...]
+    moves: tuple[tuple[Any, Any] | None, ...]
+    function: Local
+    outputs: tuple[int, ...]
+    done: tuple[int, ...] = ()
+
+
+class ParallelModule(torch.nn.Module):  # type: ignore[misc]
+    """A module divided among the ranks as a plan says. Made by :func:`muster.parallelize`.
+
+    ``forward`` takes what this rank feeds and returns what the bare module does: numbers whole, the same on
+    all ranks; what has a batch dimension split like the batch, if each rank feeds its part. ``parameters()``
+    are this rank's parts under their usual names, trained by any optimizer that treats elements one by one.
+
+    Attributes:
+        plan: what is divided how, what it costs; print it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        traced: Traced,
+        plan: Plan,
+        communicator: Communicator,
+        *,
+        summed: bool = False,
+        seed: int = 0,
+        autocast: Any = None,
+        planner: Callable[[Communicator], Plan] | None = None,
+        connect: bool = True,
+    ) -> None:
+        super().__init__()
+        self._planner = planner
+        self._whole = [] if connect else [module]  # in a list, lest it become a part of this module
+        self._traced, self._graph = traced, traced.graph
+        self._run = Run(seed)
+        self._summed = summed
+        self._autocast = autocast
+        self._take(plan, _fabric_of(plan, communicator, connect=connect))
+        self._hold(module)
+        self._program = self._compile()
+        self._step_started = 0.0
+        self._recorded = vars(module).keys() - vars(self).keys() - set(dir(self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses what the forward pass may have read when it was recorded."""
+        if name in vars(self).get("_recorded", ()):
+            raise SettingsError(
+                f"{name} was recorded as it was: set it before parallelize(), or make it an argument of the"
+                " forward pass, as a tensor"
+            )
+        super().__setattr__(name, value)
+
+    def _take(self, plan: Plan, fabric: Fabric) -> None:
+        self.plan, self._states, self.fabric = plan, plan.states, fabric
+        self._factors = self._gradient_factors()
+        self._steps_timed = 0
+        self._run.generators.clear()
+        self._goes_on = False  # the next pass is of the step that the last one was of
+        self._captured_passes = 0
+
+    def move(self, plan: Plan, communicator: Communicator, values: Mapping[str, Any]) -> None:
+        """Changes to another plan on other ranks; all of them call this.
+
+        Parameters stay the same objects, so an optimizer keeps them; their contents and sizes change.
+
+        Args:
+            plan: of the same graph.
+            communicator: of the ranks of its mesh.
+            values: what this rank holds by that plan, by node: local parts, flat where the update is
+                divided. Their memory is taken over.
+        """
+        before, fabric = self.fabric, _fabric_of(plan, communicator)
+        self._whole = []
+        self._take(plan, fabric)
+        held = holdings(self._graph, self._states, plan.mesh)
+        with torch.no_grad():
+            for name, kept in self.held_tensors():
+                kept.grad = None
+                kept.data = values[name]
+                if name in held:
+                    self._hold_parameter(name, held[name], kept)
+        self._constants = self._local_constants()
+        self._gradients = Gradients(self.held_parameters, gradient_buckets(list(held.values())), self.fabric)
+        self._program = self._compile()
+        with contextlib.suppress(WorkerError):  # those of a generation that is over
+            before.close()
+
+    def _gradient_factors(self) -> list[float]:
+        """By output, the factor of its gradient: for a mean over the batch's parts, or their sum."""
+        mesh = self.plan.mesh
+        fed = [state.outs[0] for node, state in self._nodes() if node.kind == "input"]
+        batch = max((slices(layout, mesh, 1)[0] for layout in fed), default=1)
+        outputs = next(state.ins for node, state in self._nodes() if node.kind == "output")
+        self._batch_parts = batch
+        return [(batch if self._summed else 1) / parts(layout, mesh) for layout in outputs]
+
+    def _hold_parameter(self, name: str, holding: Holding, parameter: torch.nn.Parameter) -> None:
+        """Trains a parameter. A layerwise one gets the gradient of this rank's own loss."""
+        place, mesh = self._graph.by_name()[name], self.plan.mesh
+        layerwise = self._graph.nodes[place].layerwise
+        factor = self._batch_parts if layerwise and not self._summed else 1
+        divided = holding.sharded or parts(self._states[place].outs[0], mesh) > 1
+        self.held_parameters[name] = HeldParameter(
+            name,
+            holding,
+            parameter,
+            self.fabric,
+            factor,
+            partial=divided or (layerwise and math.prod(mesh) > 1),
+        )
+        (self._divided.add if divided else self._divided.discard)(name)
+
+    def _refuse_outside(self, node: str) -> Callable[[Any], None]:
+        """A hook on a parameter: the recorded pass computes with leaves of its own, so others read a part."""
+        name, divided = self._traced.parameters[node], self._divided  # not self, which has the parameter
+
+        def reached(_: Any) -> None:
+            if node in divided:
+                raise SettingsError(
+                    f"a loss outside of the recorded forward pass reads {name}, of which this rank has a"
+                    " part: compute it in the forward pass, or in the loss that parallelize() is given"
+                )
+
+        return reached
+
+    def _nodes(self) -> Iterator[tuple[Node, State]]:
+        return zip(self._graph.nodes, self._states, strict=True)
+
+    # ------------------------------------------------------------ parameters
+
+    def _hold(self, module: torch.nn.Module) -> None:
+        mesh, traced = self.plan.mesh, self._traced
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        tensors.update(module.named_buffers(remove_duplicate=False))
+        held = holdings(self._graph, self._states, mesh)
+        at = {traced.parameters[node.name]: (node, state) for node, state in self._holders()}
+        self.held_parameters: dict[str, HeldParameter] = {}
+        self._divided: set[str] = set()  # of these, what this rank has parts of
+        kept: dict[int, Any] = {}
+        nodes: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            if name in at:
+                node, state = at[name]
+                nodes[id(tensor)] = node.name
+                kept[id(tensor)] = self._own(node, state, tensor.detach(), held.get(node.name))
+        saved = module.state_dict(keep_vars=True)
+        self._node_of = {  # by the names under which the bare module saves; "": not used
+            name: nodes.get(id(tensor), "")
+            for name, tensor in saved.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}  # by node, where its tensor is registered
+        for name, tensor in tensors.items():  # in the bare module's order: optimizers number parameters
+            node_name = nodes.get(id(tensor), "")
+            if id(tensor) not in kept:
+                own = tensor.detach().clone()
+                if isinstance(tensor, torch.nn.Parameter):
+                    own = torch.nn.Parameter(own, requires_grad=tensor.requires_grad)
+                kept[id(tensor)] = own
+            place = self._register(name, kept[id(tensor)], persistent=name in saved)
+            if node_name:
+                self._places.setdefault(node_name, place)
+        self._constants = self._local_constants()
+        self._gradients = Gradients(self.held_parameters, gradient_buckets(list(held.values())), self.fabric)
+
+    def _holders(self) -> Iterator[tuple[Node, State]]:
+        """The parameters and buffers that the forward pass uses."""
+        return ((node, state) for node, state in self._nodes() if node.name in self._traced.parameters)
+
+    def _own(self, node: Node, state: State, whole: Any, holding: Holding | None) -> Any:
+        """This rank's part of a parameter or buffer, as users see it."""
+        local = self._part(whole, state.outs[0]).clone()
+        if holding is not None:
+            parameter = torch.nn.Parameter(share_of(holding, local, self.fabric))
+            self._hold_parameter(node.name, holding, parameter)
+            parameter.register_hook(self._refuse_outside(node.name))
+            return parameter
+        return torch.nn.Parameter(local, requires_grad=node.trained) if node.kind == "parameter" else local
+
+    def _local_constants(self) -> dict[str, Any]:
+        """By node, this rank's parts of the tensors that the forward pass makes of nothing."""
+        whole = self._traced.constants
+        return {
+            node.name: self._part(whole[node.name], state.outs[0])
+            for node, state in self._nodes()
+            if node.name in whole
+        }
+
+    def _part(self, whole: Any, layout: Layout) -> Any:
+        steps = plan_move(replicated(self.plan.mesh), layout, self.plan.mesh, tuple(whole.shape))
+        return self.fabric.run(whole, steps or ())
+
+    def _register(self, name: str, tensor: Any, *, persistent: bool) -> tuple[dict[str, Any], str]:
+        *path, last = name.split(".")
+        place: torch.nn.Module = self
+        for part in path:
+            if part not in place._modules:
+                place.add_module(part, torch.nn.Module())
+            place = place._modules[part]
+        if hasattr(type(place), last):
+            raise SettingsError(f"a parameter cannot be called {name!r} in a parallel module")
+        if isinstance(tensor, torch.nn.Parameter):
+            place.register_parameter(last, tensor)
+            return place._parameters, last
+        place.register_buffer(last, tensor, persistent=persistent)
+        return place._buffers, last
+
+    # ------------------------------------------------------------ the forward pass
+
+    def _compile(self) -> list[_Instruction]:
+        graph, mesh = self._graph, self.plan.mesh
+        last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
+        program = []
+        for index, (node, state) in enumerate(zip(graph.nodes, self._states, strict=True)):
+            if node.kind not in ("call", "hub", "output"):
+                continue
+            moves: list[tuple[Any, Any] | None] = []
+            for position, value_index in enumerate(node.inputs):
+                value = graph.values[value_index]
+                before, after, grad, grad_after = edge_layouts(graph, self._states, index, position)
+                there = plan_move(before, after, mesh, value.shape) or ()
+                flows = graph.edge_needs_grad(node, position)
+                back = (plan_move(grad, grad_after, mesh, value.shape) or ()) if flows else ()
+                moves.append((there, back) if there or back else None)
+            function: Local = list
+            if node.kind != "output":
+                function = local_function(
+                    graph,
+                    node,
+                    state,
+                    self._traced.functions.get(node.name),
+                    self.fabric,
+                    self._run,
+                    local_norm=self.plan.options.local_norm,
+                )
+            done = tuple({v for v in node.inputs if last_use[v] == index})
+            program.append(
+                _Instruction(node.name, node.module, node.inputs, tuple(moves), function, node.outputs, done)
+            )
+        return program
+
+    def forward(self, *batch: Any) -> Any:
+        """The module's forward pass on this rank's part of the batch.
+
+        Raises:
+            ArrayError: an argument is another one than the plan was made for.
+            SettingsError: something was changed since that the recorded forward pass would not follow.
+        """
+        training = self.training and torch.is_grad_enabled()
+        self._check_modes()
+        self._run.training = self.training
+        self._run.casts.clear()
+        self._gradients.gather()
+        self._gradients.begin()
+        recorded = capture.is_recording(next(self.parameters()).device)
+        if not recorded and not self._goes_on:
+            self._run.begin()
+        values = self._start(batch)
+        clock = self._clock(training)
+        with self._cast():
+            for each in self._program:
+                if not self.training and each.name in self._traced.counters:
+                    continue
+                tensors = [
+                    values[source] if move is None else self._move(values[source], *move)
+                    for source, move in zip(each.sources, each.moves, strict=True)
+                ]
+                result = each.function(tensors)
+                for value in each.done:
+                    del values[value]
+                if not each.outputs:
+                    break
+                if len(each.outputs) == 1 and not isinstance(result, (tuple, list)):
+                    values[each.outputs[0]] = result
+                else:
+                    values.update(zip(each.outputs, result, strict=False))
+                clock(each.module)
+        self._run.casts.clear()
+        self._goes_on = training and not self._gradients.synchronize
+        if recorded:  # computes nothing yet
+            self._captured_passes += self.training
+        else:
+            self._run.step += self.training
+        result = [
+            Scale.apply(x, factor) if factor != 1 and x.requires_grad else x
+            for x, factor in zip(result, self._factors, strict=True)
+        ]
+        return self._traced.unflatten(result)
+
+    def _start(self, batch: Sequence[Any]) -> dict[int, Any]:
+        """The values that exist before the first operator."""
+        graph, mesh = self._graph, self.plan.mesh
+        tensors = iter(self._traced.tensors_of(batch))
+        values: dict[int, Any] = {}
+        for node, state in zip(graph.nodes, self._states, strict=True):
+            if node.kind == "input":
+                value = graph.values[node.outputs[0]]
+                tensor = next(tensors)
+                _check_input(tensor, node, value, local_shape(state.outs[0], mesh, value.shape))
+                values[node.outputs[0]] = tensor
+            elif node.name in self._constants:
+                values[node.outputs[0]] = self._constants[node.name]
+            elif node.name in self._places:
+                tensors_here, last = self._places[node.name]
+                held = self.held_parameters.get(node.name)
+                self._check_parameter(node, tensors_here[last], held)
+                own = self._gradients.leaf(node.name) if held is not None else tensors_here[last].detach()
+                values[node.outputs[0]] = own
+        return values
+
+    def _check_parameter(self, node: Node, registered: Any, held: HeldParameter | None) -> None:
+        """Whether the tensor under a parameter's name is still what the plan divides."""
+        name = self._traced.parameters[node.name]
+        if held is not None and registered is not held.parameter:
+            raise SettingsError(
+                f"{name} is another tensor now: a parallel module computes with its own, so copy into that"
+                " one (functional_call and load_state_dict(assign=True) put others in its place)"
+            )
+        if held is None and node.kind == "parameter" and registered.requires_grad:
+            raise SettingsError(f"{name} was frozen when the plan was made: unfreeze it before parallelize()")
+        own = held is not None  # the hook that _refuse_outside makes
+        if len(registered._backward_hooks or ()) > own or registered._post_accumulate_grad_hooks:
+            raise SettingsError(f"{name} has a hook, {_UNMET}")
+
+    def _check_modes(self) -> None:
+        """The forward pass was recorded in training mode; evaluation and the modes of parts must fit."""
+        if not self.training and self._traced.only_training:
+            raise SettingsError(
+                f"in evaluation this module does something else ({self._traced.only_training}): evaluate the"
+                " bare module, with load_state_dict(model.full_state_dict())"
+            )
+        for name, part in self.named_modules():
+            if part.training != self.training:
+                raise SettingsError(
+                    f"{name} is in another mode than the whole module: set the modes of parts before"
+                    " parallelize()"
+                )
+            if part is not self and any(vars(part)[hooks] for hooks in _HOOKS):
+                raise SettingsError(f"{name} has a hook, {_UNMET}")
+
+    def _move(self, x: Any, there: Any, back: Any) -> Any:
+        if x.requires_grad:
+            return Move.apply(x, self.fabric, there, back)
+        return self.fabric.run(x, there)
+
+    def _cast(self) -> Any:
+        device = next(self.parameters()).device.type
+        if self._autocast is not None:
+            return torch.autocast(device, dtype=self._autocast)
+        scaled = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        if scaled and torch.is_grad_enabled():
+            raise SettingsError(NO_FLOAT16)
+        return contextlib.nullcontext()
+
+    def _clock(self, training: bool) -> Callable[[str], None]:
+        """Measures the forward pass of modules, and whole steps, for some steps after the first two."""
+        now = time.perf_counter()
+        if not training or self._steps_timed > _WARM_UP + _MEASURED or not self._gradients.synchronize:
+            return lambda module: None
+        if self._steps_timed > _WARM_UP:
+            self.plan.note_step(now - self._step_started)
+        self._step_started = now
+        self._steps_timed += 1
+        if self._steps_timed <= _WARM_UP or next(self.parameters()).is_cuda:
+            return lambda module: None
+        last = [now]
+
+        def tick(module: str) -> None:
+            moment = time.perf_counter()
+            self.plan.note_forward(module, moment - last[0], self._steps_timed)
+            last[0] = moment
+
+        return tick
+
+    # ------------------------------------------------------------ what users call
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of all ranks of the mesh."""
+        return self.fabric.world
+
+    @property
+    def capture_obstacle(self) -> str | None:
+        """Why no CUDA graph can hold a step; None: no reason is known."""
+        drawn = [
+            node.name
+            for node in self._graph.nodes
+            if node.kind == "call" and node.draws and node.op not in DRAWS_BY_GENERATOR
+        ]
+        return f"{drawn[0]} draws random numbers that the host seeds in each step" if drawn else None
+
+    def captured_generators(self) -> list[Any]:
+        """What a CUDA graph of a step, whose capture begins now, draws from beside torch's own generator."""
+        self._captured_passes = 0
+        return list(self._run.generators.values())
+
+    def before_replay(self) -> None:
+        """Sets the generators to where an eager step would begin: a graph draws on from there."""
+        self._run.begin()
+        self._run.step += self._captured_passes
+
+    def plan_for(self, communicator: Communicator) -> Plan:
+        """The plan for other ranks; the present one if there are as many of them.
+
+        Raises:
+            SettingsError: there is none.
+        """
+        world = communicator.world_size
+        if math.prod(self.plan.mesh) == world:
+            return self.plan
+        if self._planner is None:
+            raise SettingsError(f"the plan is for {math.prod(self.plan.mesh)} ranks, and there are {world}")
+        return self._planner(communicator)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the whole module's values are still there, which is so until training begins."""
+        return bool(self._whole)
+
+    def start(self, plan: Plan, communicator: Communicator) -> None:
+        """Takes rank 0's values of the whole module, divided by a plan. For modules made ``elastic``."""
+        if not self._whole:
+            raise SettingsError("the module has begun to train, and holds no whole values: make it anew")
+        whole = self._whole.pop()
+        tensors = dict(whole.named_parameters(remove_duplicate=False))
+        tensors.update(whole.named_buffers(remove_duplicate=False))
+        distinct = {id(tensor): tensor.detach() for tensor in tensors.values() if tensor.numel()}
+        if communicator.world_size > 1 and distinct:
+            broadcast_tensors(communicator, list(distinct.values()), 0)
+        fabric = _fabric_of(plan, communicator, connect=False)
+        held = holdings(self._graph, plan.states, plan.mesh)
+        values = {}
+        for node, state in zip(self._graph.nodes, plan.states, strict=True):
+            if node.name not in self._places:
+                continue
+            tensor = tensors[self._traced.parameters[node.name]].detach()
+            steps = plan_move(replicated(plan.mesh), state.outs[0], plan.mesh, tuple(tensor.shape))
+            local = fabric.run(tensor, steps or ()).clone()
+            values[node.name] = share_of(held[node.name], local, fabric) if node.name in held else local
+        with torch.no_grad():
+            for name, unused in self.unused_tensors():
+                unused.copy_(tensors[name])
+        self.move(plan, communicator, values)
+
+    def draws(self) -> list[int]:
+        """What dropout draws by: the seed and the number of training passes."""
+        return [self._run.seed, self._run.step]
+
+    def draw_on_from(self, draws: Sequence[int]) -> None:
+        """Goes on drawing from where :meth:`draws` was."""
+        self._run.seed, self._run.step = draws
+
+    def held_tensors(self) -> Iterator[tuple[str, Any]]:
+        """This rank's parts of parameters and buffers by their nodes in the graph, in its order."""
+        return ((node, tensors[last]) for node, (tensors, last) in self._places.items())
+
+    def unused_tensors(self) -> Iterator[tuple[str, Any]]:
+        """Parameters and buffers that the forward pass does not use, by name; whole on every rank."""
+        used = {id(tensor) for _, tensor in self.held_tensors()}
+        named = (self.named_parameters(), self.named_buffers())
+        return ((name, tensor) for each in named for name, tensor in each if id(tensor) not in used)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the first one outside sums over ranks."""
+        before, self._gradients.synchronize = self._gradients.synchronize, False
+        try:
+            yield
+        finally:
+            self._gradients.synchronize = before
+
+    def clip_grad_norm_(self, max_norm: float) -> Any:
+        """Scales the gradients of all ranks down to a common norm of at most ``max_norm``.
+
+        Each part counts once, however many ranks hold it.
+
+        Returns:
+            The norm of the whole gradient before, a 0-dim tensor, the same on all ranks.
+        """
+        mesh = self.plan.mesh
+        every = tuple(range(len(mesh)))
+        total: Any = None
+        for node, state in self._nodes():
+            held = self.held_parameters.get(node.name)
+            if held is None or held.parameter.grad is None:
+                continue
+            holding = held.holding
+            ranks = parts(state.outs[0], mesh) * (holding.ranks if holding.sharded else 1)
+            square = held.parameter.grad.double().square().sum() * (ranks / self.fabric.size(every))
+            total = square if total is None else total + square
+        if total is None:
+            raise SettingsError("there are no gradients to clip: call backward() first")
+        if self.fabric.size(every) > 1:
+            total = self.fabric.all_reduce(total.reshape(1), every)[0]
+        norm = total.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for held in self.held_parameters.values():
+            if held.parameter.grad is not None:
+                held.parameter.grad.mul_(factor.to(held.parameter.grad.dtype))
+        return norm
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers as the bare module has them, whole, on every rank. All ranks call this."""
+        self._gradients.gather()
+        mesh = self.plan.mesh
+        by_node: dict[str, Any] = {}
+        for node, state in self._holders():
+            shape = self._graph.values[node.outputs[0]].shape
+            steps = plan_move(state.outs[0], replicated(mesh), mesh, shape) or ()
+            by_node[node.name] = self.fabric.run(self._local(node.name).detach(), steps).clone()
+        own = self.state_dict()
+        return {name: by_node[node] if node else own[name].clone() for name, node in self._node_of.items()}
+
+    def _local(self, node: str) -> Any:
+        """The local part that is computed with."""
+        if node in self.held_parameters:
+            return self.held_parameters[node].whole
+        tensors, last = self._places[node]
+        return tensors[last]
+
+    def load_full_state_dict(self, whole: Mapping[str, Any]) -> None:
+        """Takes parameters and buffers as :meth:`full_state_dict` or the bare module gives them.
+
+        Args:
+            whole: each under one of its names at least; every rank gives all of them.
+
+        Raises:
+            SettingsError: one is missing, or has another shape.
+        """
+        states = {node.name: (node, state) for node, state in self._holders()}
+        own = self.state_dict(keep_vars=True)
+        done = set()
+        for name, node_name in self._node_of.items():
+            if node_name and (node_name in done or (name not in whole and self._is_under_other(name, whole))):
+                continue  # tied: one of its names is enough
+            done.add(node_name)
+            value = self._graph.values[states[node_name][0].outputs[0]] if node_name else own[name]
+            shape = tuple(value.shape)
+            if name not in whole or tuple(whole[name].shape) != shape:
+                got = list(whole[name].shape) if name in whole else "missing"
+                raise SettingsError(f"{name} has the shape {list(shape)}; what is loaded is {got}")
+            with torch.no_grad():
+                if not node_name:
+                    own[name].copy_(whole[name])
+                    continue
+                local = self._part(whole[name], states[node_name][1].outs[0])
+                if node_name in self.held_parameters:
+                    self.held_parameters[node_name].load(local)
+                else:
+                    self._local(node_name).copy_(local)
+
+    def _is_under_other(self, name: str, whole: Mapping[str, Any]) -> bool:
+        node = self._node_of[name]
+        return any(other in whole for other, its in self._node_of.items() if its == node)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses ``to()``, ``half()`` and the like, which would leave plan and parts behind."""
+        raise SettingsError("a parallel module stays what and where it is: convert it before parallelize()")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuses copies: a module of other ranks would belong to them."""
+        raise SettingsError(
+            "a parallel module cannot be copied: keep an average of its parameters as a list of tensors,"
+            " [p.detach().clone() for p in model.parameters()], and update that"
+        )
+
+    def forget_backward(self) -> None:
+        """Forgets a backward pass that broke off, and all gradients."""
+        self._gradients.forget()
+        self._goes_on = False
+
+    def close(self) -> None:
+        """Ends the communicators of the mesh."""
+        self.fabric.close()
+
+
+def _check_input(tensor: Any, node: Node, value: Value, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ArrayError(
+            f"The plan takes {node.name} of shape {list(shape)} from each rank; it got {list(tensor.shape)}.",
+            remedy="Plans are for one shape: drop the last, smaller batch, or plan anew.",
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != value.dtype:
+        raise ArrayError(
+            f"The plan takes {node.name} as {value.dtype} from each rank; it got {dtype}.",
+            remedy="Convert it, or give parallelize() an example of this dtype.",
+        )
+    if tensor.requires_grad and not node.trained:
+        raise ArrayError(
+            f"{node.name} requires a gradient, for which the plan has no way back.",
+            remedy="Detach it, or let it require a gradient in parallelize()'s example too.",
+        )
+
+
+def _fabric_of(plan: Plan, communicator: Communicator, *, connect: bool = True) -> Fabric:
+    needed = {each.dims for each in plan.collectives} | {tuple(range(len(plan.mesh)))}
+    return Fabric(communicator, plan.mesh, needed if connect else ())

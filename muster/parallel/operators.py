@@ -1,0 +1,373 @@
+"""Operators on local tensors: what a split changes about a call."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from muster.parallel.fabric import Fabric
+from muster.parallel.functions import losses, products
+from muster.parallel.planning import precision
+from muster.parallel.planning.costs import is_training_norm
+from muster.parallel.planning.graph import HUB, Graph, Node, Ref, names
+from muster.parallel.planning.layouts import PARTIAL, local_shape
+from muster.parallel.planning.problem import State
+from muster.parallel.planning.rules import MEAN
+
+_RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze unsqueeze view_as")
+_LOSSES = names(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
+)
+_WEIGHTS = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
+DRAWS_BY_GENERATOR = names("dropout scaled_dot_product_attention")
+_generators = threading.Lock()
+
+
+Where = tuple[tuple[int, ...], tuple[int, ...]]
+"""The mesh dimensions along which something is divided, and a rank's place in each."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A forward pass: seed, rank, mode; dropout depends on all of it.
+
+    A generator for each division of what is drawn goes on from operator to operator, the same on all ranks
+    that have the same part. A CUDA graph cannot seed, but draws on from where the host has set them.
+
+    Attributes:
+        seed: the same on all ranks.
+        step: number of training passes so far.
+        training: whether dropout and the statistics of batches count.
+        casts: of its weights.
+        generators: by what they draw for.
+    """
+
+    seed: int
+    step: int = 0
+    training: bool = True
+    casts: products.Casts = field(default_factory=products.Casts)
+    generators: dict[Where, Any] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Sets the generators to where this step begins."""
+        for where, generator in self.generators.items():
+            generator.manual_seed(seed_of(self, str(where[0]), where[1]))
+
+    def generator(self, where: Where, device: Any) -> Any:
+        """What draws for a part."""
+        if where not in self.generators:
+            seed = seed_of(self, str(where[0]), where[1])
+            self.generators[where] = torch.Generator(device).manual_seed(seed)
+        return self.generators[where]
+
+
+Local = Callable[[Sequence[Any]], Any]
+
+
+def local_function(
+    graph: Graph, node: Node, state: State, function: Any, fabric: Fabric, run: Run, *, local_norm: bool
+) -> Local:
+    """The function of local inputs that gives an operator's local outputs."""
+    if node.kind == HUB:
+        return lambda tensors: tensors[0]
+    call = LocalFunction(graph, node, state, function, fabric, run, local_norm)
+    return call.choose()
+
+
+def fill(arguments: Any, tensors: Sequence[Any]) -> Any:
+    """Arguments with tensors in the place of references."""
+    if isinstance(arguments, Ref):
+        return tensors[arguments.position]
+    if isinstance(arguments, (list, tuple)):
+        return type(arguments)(fill(each, tensors) for each in arguments)
+    if isinstance(arguments, dict):
+        return {name: fill(each, tensors) for name, each in arguments.items()}
+    return arguments
+
+
+def seed_of(run: Run, name: str, shard: Sequence[int]) -> int:
+    """The seed of what is drawn in a step; ranks with the same part have the same."""
+    text = f"{run.seed} {run.step} {name} {tuple(shard)}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def keep_mask(run: Run, where: Where, shape: Sequence[int], p: float, like: Any) -> Any:
+    """A part's mask for dropout: 0 with probability ``p``, otherwise 1 / (1 - p); of 1 zeros are left."""
+    generator = run.generator(where, like.device)
+    mask = torch.rand(tuple(shape), generator=generator, device=like.device) >= p
+    return mask.to(like.dtype) / (1 - p if p < 1 else 1)
+
+
+class LocalFunction:
+    """One operator on this rank."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        node: Node,
+        state: State,
+        function: Any,
+        fabric: Fabric,
+        run: Run,
+        local_norm: bool,
+    ) -> None:
+        self.node, self.state, self.function = node, state, function
+        self.fabric, self.run, self.local_norm = fabric, run, local_norm
+        mesh = fabric.mesh
+        self.along: dict[str, tuple[int, ...]] = {}
+        for m, name in enumerate(state.modes):
+            self.along[name] = (*self.along.get(name, ()), m)
+        self.split = tuple(m for m, name in enumerate(state.modes) if name not in ("-", "grad", "sum"))
+        self.shapes = [
+            local_shape(layout, mesh, graph.values[v].shape)
+            for layout, v in zip(state.outs, node.outputs, strict=True)
+        ]
+        self.whole = [graph.values[v].shape for v in node.inputs]
+        sums = [m for m, entry in enumerate(state.outs[0]) if entry == PARTIAL and state.modes[m] != "sum"]
+        self.summed = math.prod(mesh[m] for m in sums) if state.outs else 1
+        ends = [*node.inputs[:1], *node.outputs[:1]]
+        self.dtypes = [getattr(torch, graph.values[v].dtype) for v in ends]  # as recorded
+        self.weight = _WEIGHTS.get(node.op, len(node.inputs))
+        self.has_weight = (
+            self.weight < len(node.inputs) and graph.source(node.inputs[self.weight]).kind == "parameter"
+        )
+        self.plain_loss = precision.is_plain_loss(graph, node)
+        self.overwrites = self.plain_loss and precision.reads_alone(graph, node)
+        self.needless = PARTIAL not in state.outs[0] and precision.feeds_a_loss(graph, node)
+
+    def choose(self) -> Local:
+        """The function for this operator."""
+        op = self.node.op
+        if op in _RESHAPES and (op != "view" or isinstance(self.node.args[1], (list, tuple))):
+            return lambda tensors: tensors[0].reshape(self.shapes[0])
+        if self.needless:
+            return lambda tensors: tensors[0] if tensors[0].dtype.itemsize < 4 else self.plain(tensors)
+        if op == "expand":
+            return lambda tensors: tensors[0].expand(self.shapes[0])
+        if op == "cross_entropy_loss" or op.startswith("nll_loss"):
+            return self._cross_entropy
+        if op in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
+            return self.with_bias
+        if op in _WEIGHTS:
+            return lambda tensors: self._product(fill(self.node.args, tensors))
+        if op == "embedding" and "v" in self.along:
+            return self.embedding
+        if op == "batch_norm":
+            return self._batch_norm
+        if op == "dropout":
+            return self._dropout
+        if op == "scaled_dot_product_attention" and self._argument(4, "dropout_p", 0.0):
+            return self._attention
+        if op in ("lstm", "gru", "rnn_tanh", "rnn_relu") and isinstance(self.node.args[-1], bool):
+            return self._recurrent
+        if (op == "mean" or (op in _LOSSES and self._reduces_to_mean())) and self.summed > 1:
+            return lambda tensors: self.plain(tensors) / self.summed
+        if self.node.draws:
+            return self._drawn
+        return self.plain
+
+    def plain(self, tensors: Sequence[Any]) -> Any:
+        """Calls the recorded operator."""
+        return self.function(*fill(self.node.args, tensors), **fill(self.node.kwargs, tensors))
+
+    def _argument(self, index: int, name: str, default: Any) -> Any:
+        if index < len(self.node.args):
+            return self.node.args[index]
+        return self.node.kwargs.get(name, default)
+
+    def _reduces_to_mean(self) -> bool:
+        place = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(self.node.op, 2)
+        return bool(self._argument(place, "reduction", MEAN) == MEAN)
+
+    def _shard(self) -> tuple[int, ...]:
+        return tuple(self.fabric.place[m] for m in self.split)
+
+    # ------------------------------------------------------------ contractions
+
+    def with_bias(self, tensors: Sequence[Any]) -> Any:
+        """A bias goes into a sum once: each part of a contraction adds its share."""
+        args = list(fill(self.node.args, tensors))
+        place = 0 if self.node.op == "addmm" else 2
+        if "k" in self.along and place < len(args) and isinstance(args[place], torch.Tensor):
+            args[place] = args[place] / self.fabric.size(self.along["k"])
+        if "g" in self.along:
+            args[6] //= self.fabric.size(self.along["g"])
+        if self.node.op in _WEIGHTS and not self.node.kwargs:
+            return self._product(args)
+        return self.function(*args, **fill(self.node.kwargs, tensors))
+
+    def _product(self, args: Sequence[Any]) -> Any:
+        """The operator itself, but for a product with a parameter that autocast would cast."""
+        x, weight = args[self.weight - 1], args[self.weight]
+        bias = args[0] if self.node.op == "addmm" else (*args, None)[2]
+        if not self.has_weight or not products.applies(x, weight, bias):
+            return self.function(*args)
+        low = self.run.casts.of(weight, torch.bfloat16)
+        return products.Product.apply(x, weight, bias, low, self.node.op != "linear")
+
+    def embedding(self, tensors: Sequence[Any]) -> Any:
+        """Rows are split: ids of other ranks give zeros."""
+        weight, ids = tensors[:2]
+        rows = weight.shape[0]
+        own = ids - self.fabric.index(self.along["v"]) * rows
+        here = (own >= 0) & (own < rows)
+        found = functional.embedding(own.clamp(0, rows - 1), weight)
+        return found * here.unsqueeze(-1).to(found.dtype)
+
+    # ------------------------------------------------------------ losses and normalisation
+
+    def _cross_entropy(self, tensors: Sequence[Any]) -> Any:
+        scores, target = tensors[:2]
+        reduction = self._argument(3, "reduction", MEAN)
+        ignored = self._argument(4, "ignore_index", -100)
+        fused = self.plain_loss and reduction != 0 and ("v" in self.along or losses.pays(scores))
+        if not fused and self.plain_loss:  # its cast may have been left out
+            scores = scores.to(self.dtypes[0])
+        if not fused and (reduction == 0 or "m" not in self.along):
+            return self.plain([scores, *tensors[1:]])
+        if fused:
+            dims = self.along.get("v", ())
+            gather = functools.partial(self.fabric.gather_stacked, dims=dims) if dims else None
+            first = self.fabric.index(dims) * scores.shape[1]
+            each = losses.CrossEntropy.apply(scores, target, first, gather, ignored, self.overwrites)
+        elif self.node.op == "cross_entropy_loss":
+            smoothing = self._argument(5, "label_smoothing", 0.0)
+            each = functional.cross_entropy(
+                scores, target, reduction="none", ignore_index=ignored, label_smoothing=smoothing
+            )
+        else:
+            each = functional.nll_loss(scores, target, reduction="none", ignore_index=ignored)
+        exact = torch.promote_types(each.dtype, torch.float32)  # float16 ends at 65,504
+        total = each.sum(dtype=exact)
+        if reduction == MEAN:
+            count = (target != ignored).sum().to(exact).reshape(1)
+            if "m" in self.along:  # the ranks may have ignored different numbers of targets
+                count = self.fabric.all_reduce(count, self.along["m"])
+            total = total / count[0]
+        return total.to(self.dtypes[1])
+
+    def _batch_norm(self, tensors: Sequence[Any]) -> Any:
+        training = is_training_norm(self.node) and self.run.training
+        if training and "b" in self.along and not self.local_norm:
+            x: Any
+            mean: Any
+            var: Any
+            x, weight, bias, mean, var = (fill(each, tensors) for each in self.node.args[:5])
+            momentum, epsilon = self.node.args[6], self.node.args[7]
+            out, batch_mean, batch_var = BatchNorm.apply(
+                x, weight, bias, self.fabric, self.along["b"], epsilon
+            )
+            if mean is not None:
+                with torch.no_grad():
+                    count = x.numel() // x.shape[1] * self.fabric.size(self.along["b"])
+                    mean.lerp_(batch_mean.to(mean.dtype), momentum)
+                    var.lerp_((batch_var * (count / max(1, count - 1))).to(var.dtype), momentum)
+            return out
+        args = list(fill(self.node.args, tensors))
+        args[5] = training or args[3] is None
+        return self.function(*args)
+
+    # ------------------------------------------------------------ random numbers
+
+    def _dropout(self, tensors: Sequence[Any]) -> Any:
+        x, p = tensors[0], self.node.args[1]
+        if not (self.run.training and self._argument(2, "train", True)) or p == 0:
+            return x.view_as(x)
+        return x * keep_mask(self.run, (self.split, self._shard()), x.shape, p, x)
+
+    def _attention(self, tensors: Sequence[Any]) -> Any:
+        """Attention with dropout, written out so that the mask is known."""
+        args = list(fill(self.node.args, tensors))
+        kwargs = dict(fill(self.node.kwargs, tensors))
+        p = args[4] if len(args) > 4 else kwargs.pop("dropout_p")
+        if not self.run.training:
+            if len(args) > 4:
+                args[4] = 0.0
+            return self.function(*args, **kwargs)
+        q, k, v = args[:3]
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
+        if kwargs.get("enable_gqa"):
+            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        scale = kwargs.get("scale")
+        scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        weights = torch.ops.aten._safe_softmax(scores, -1)  # a row that is masked as a whole gives zeros
+        kept = keep_mask(self.run, (self.split, self._shard()), weights.shape, p, weights)
+        return (weights * kept) @ v
+
+    def _recurrent(self, tensors: Sequence[Any]) -> Any:
+        args = list(fill(self.node.args, tensors))
+        dropout, train = len(args) - 4, len(args) - 3
+        args[train] = bool(args[train]) and self.run.training
+        if args[train] and args[dropout]:
+            return self._seeded(lambda: self.function(*args))
+        return self.function(*args)
+
+    def _drawn(self, tensors: Sequence[Any]) -> Any:
+        return self._seeded(lambda: self.plain(tensors))
+
+    def _seeded(self, draw: Callable[[], Any]) -> Any:
+        """Calls what takes no generator with torch's own one seeded; other random numbers go on as before."""
+        # A rank uses one device; without naming it, torch would note the generators of all of them, and warn.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with _generators, torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed_of(self.run, self.node.name, self._shard()))
+            return draw()
+
+
+class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
+    """BatchNorm over a batch whose samples are split: statistics of all ranks' samples."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, fabric: Fabric, dims: tuple[int, ...], epsilon: float
+    ) -> Any:
+        """The normalised tensor, and the batch's mean and (biased) variance, of shape [channels]."""
+        over = [0, *range(2, x.dim())]
+        exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        count = x.numel() // x.shape[1]
+        var, mean = torch.var_mean(exact, over, correction=0)
+        parts = fabric.gather_stacked(torch.stack([mean, var]), dims)
+        mean = parts[:, 0].mean(0)
+        var = (parts[:, 1] + (parts[:, 0] - mean).square()).mean(0)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        inverse = (var + epsilon).rsqrt()
+        normal = (exact - mean.view(shape)) * inverse.view(shape)
+        out = normal
+        if weight is not None:
+            out = out * weight.to(out.dtype).view(shape)
+        if bias is not None:
+            out = out + bias.to(out.dtype).view(shape)
+        ctx.save_for_backward(normal, inverse, weight)
+        ctx.where = (fabric, dims, over, shape, count * fabric.size(dims), bias is not None)
+        ctx.mark_non_differentiable(mean, var)
+        return out.to(x.dtype), mean, var
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Any, *others: Any) -> Any:
+        """Gradients of input, weight and bias; the latter two are this rank's part of sums."""
+        normal, inverse, weight = ctx.saved_tensors
+        fabric, dims, over, shape, count, has_bias = ctx.where
+        exact = grad.to(normal.dtype)
+        own = torch.stack([exact.sum(over), (exact * normal).sum(over)])
+        sums = fabric.all_reduce(own, dims) / count
+        x_grad = (exact - sums[0].view(shape) - normal * sums[1].view(shape)) * inverse.view(shape)
+        if weight is not None:
+            x_grad = x_grad * weight.to(x_grad.dtype).view(shape)
+        weight_grad = own[1].to(weight.dtype) if weight is not None else None
+        bias_grad = own[0].to(weight.dtype if weight is not None else grad.dtype) if has_bias else None
+        return x_grad.to(grad.dtype), weight_grad, bias_grad, None, None, None

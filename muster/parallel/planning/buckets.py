@@ -1,0 +1,206 @@
+"""Which gradients travel together, and every collective of a plan: pure, the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.parallel.planning.costs import BUCKET_BYTES, Collective, inner_collectives
+from muster.parallel.planning.graph import Graph, Node
+from muster.parallel.planning.layouts import (
+    COLLECTIVES,
+    PARTIAL,
+    Layout,
+    Mesh,
+    local_shape,
+    plan_move,
+    slices,
+)
+from muster.parallel.planning.problem import State
+from muster.training.buckets import ParameterSpec, plan_buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How one rank holds a parameter.
+
+    Attributes:
+        node: the parameter's node.
+        shape: of the local part.
+        dtype: such as "float32".
+        itemsize: bytes of one element.
+        dims: the mesh dimensions along which its gradient is summed.
+        ranks: how many ranks these are.
+        sharded: its update is divided among them (ZeRO-1).
+    """
+
+    node: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    dims: tuple[int, ...]
+    ranks: int
+    sharded: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local part."""
+        return math.prod(self.shape)
+
+    @property
+    def shard(self) -> int:
+        """Elements of this rank's share of the update, padded so that all ranks have as many."""
+        return -(-self.numel // self.ranks) if self.sharded else self.numel
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of what the optimizer gets: of a divided update a row, with as many dimensions.
+
+        Scripts sort parameters by their number of dimensions, so as not to decay biases.
+        """
+        return (1,) * (len(self.shape) - 1) + (self.shard,) if self.sharded else self.shape
+
+    def own_bytes(self, optimizer_states: int) -> tuple[int, int]:
+        """Bytes of what the optimizer gets, and of what it keeps for that."""
+        own = self.shard * self.itemsize
+        return own, own * optimizer_states
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBucket:
+    """Gradients that one collective sums.
+
+    Attributes:
+        dims: the mesh dimensions along which ranks take part.
+        sharded: the updates are divided (ZeRO-1).
+        nodes: the parameters.
+        nbytes: of the parameters.
+        sent_nbytes: of the larger buffer: the gradients, and for each, whether a rank has one.
+    """
+
+    dims: tuple[int, ...]
+    sharded: bool
+    nodes: tuple[str, ...]
+    nbytes: int
+    sent_nbytes: int
+
+
+def holdings(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, Holding]:
+    """How the trained parameters that the graph uses are held, by node."""
+    used = {value for node in graph.nodes for value in node.inputs}
+    found = {}
+    for node, state in zip(graph.nodes, states, strict=True):
+        if node.kind != "parameter" or not node.trained or node.outputs[0] not in used:
+            continue
+        value = graph.values[node.outputs[0]]
+        partial = (d for d, entry in enumerate(state.out_grads[0]) if entry == PARTIAL)
+        dims = () if node.layerwise else tuple(partial)
+        found[node.name] = Holding(
+            node.name,
+            local_shape(state.outs[0], mesh, value.shape),
+            value.dtype,
+            value.itemsize,
+            dims,
+            math.prod(mesh[d] for d in dims),
+            state.sharded,
+        )
+    return found
+
+
+def gradient_buckets(held: Sequence[Holding], bucket_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
+    """Packs gradients, in the order in which the backward pass makes them, by who sums them."""
+    by_name = {each.node: each for each in held}
+    specs = [
+        ParameterSpec(
+            each.node,
+            each.shard * each.ranks if each.sharded else each.numel,
+            f"{each.dtype} {each.dims} {each.sharded}",
+            each.itemsize,
+        )
+        for each in reversed(held)
+        if each.dims
+    ]
+    buckets = []
+    for bucket in plan_buckets(specs, bucket_bytes=bucket_bytes, first_bytes=bucket_bytes):
+        first = by_name[bucket.slots[0].name]
+        names = tuple(slot.name for slot in bucket.slots)
+        counts = len(names) * (first.ranks if first.sharded else 1)
+        nbytes, sent = bucket.size * first.itemsize, (bucket.size + counts) * first.itemsize
+        buckets.append(PlannedBucket(first.dims, first.sharded, names, nbytes, sent))
+    return buckets
+
+
+def edge_layouts(
+    graph: Graph, states: Sequence[State], node: int, position: int
+) -> tuple[Layout, Layout, Layout, Layout]:
+    """Layouts along an edge: of the value before and after, of its gradient before and after."""
+    value = graph.values[graph.nodes[node].inputs[position]]
+    producer = graph.nodes[value.node]
+    place = producer.outputs.index(graph.nodes[node].inputs[position])
+    source, target = states[value.node], states[node]
+    return (
+        source.outs[place],
+        target.ins[position],
+        target.in_grads[position],
+        source.out_grads[place],
+    )
+
+
+def collectives(
+    graph: Graph,
+    states: Sequence[State],
+    mesh: Mesh,
+    *,
+    local_norm: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[Collective]:
+    """Every collective of one training step, by node in the order of the forward pass."""
+    found: list[Collective] = []
+    for index in range(len(graph.nodes)):
+        found += node_collectives(graph, states, mesh, index, local_norm=local_norm)
+    held = list(holdings(graph, states, mesh).values())
+    for number, bucket in enumerate(gradient_buckets(held, bucket_bytes)):
+        kind = "reduce_scatter" if bucket.sharded else "all_reduce"
+        name = f"bucket {number}"
+        found.append(Collective("gradients", name, kind, bucket.dims, bucket.sent_nbytes))
+        if bucket.sharded:
+            found.append(Collective("parameters", name, "all_gather", bucket.dims, bucket.nbytes))
+    return found
+
+
+def node_collectives(
+    graph: Graph, states: Sequence[State], mesh: Mesh, index: int, *, local_norm: bool
+) -> list[Collective]:
+    """The collectives of one node: moves of inputs and their gradients, and its inner ones."""
+    node, state = graph.nodes[index], states[index]
+    found = move_collectives(graph, states, mesh, index)
+    if node.kind == "call":
+        found += inner_collectives(graph, node, state.modes, state.ins, mesh, local_norm=local_norm)
+    return found
+
+
+def move_collectives(graph: Graph, states: Sequence[State], mesh: Mesh, index: int) -> list[Collective]:
+    """The collectives that bring a node's inputs, and their gradients, from one layout to another."""
+    node = graph.nodes[index]
+    found: list[Collective] = []
+    for position, value_index in enumerate(node.inputs):
+        value = graph.values[value_index]
+        before, after, grad, grad_after = edge_layouts(graph, states, index, position)
+        moves = [("forward", before, after)]
+        if graph.edge_needs_grad(node, position):
+            moves.append(("backward", grad, grad_after))
+        for phase, source, target in moves:
+            for step in plan_move(source, target, mesh, value.shape) or ():
+                if step.kind in COLLECTIVES:
+                    nbytes = value.nbytes // step.divisor
+                    found.append(Collective(phase, node.name, step.kind, step.dims, nbytes))
+    return found
+
+
+def split_text(graph: Graph, node: Node, state: State, mesh: Mesh) -> str:
+    """How the inputs of a node are cut, as MindSpore writes strategies: ((2, 4), (4, 1))."""
+    layouts = state.ins or state.outs
+    values = node.inputs if state.ins else node.outputs
+    cuts = [slices(a, mesh, len(graph.values[v].shape)) for a, v in zip(layouts, values, strict=True)]
+    return "(" + ", ".join("(" + ", ".join(map(str, cut)) + ")" for cut in cuts) + ")"

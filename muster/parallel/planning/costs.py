@@ -1,0 +1,391 @@
+"""What a plan costs: time of operators and collectives, and memory, on a measured or assumed machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from muster.parallel.planning.graph import HUB, Graph, Node, Ref, Value, names
+from muster.parallel.planning.layouts import COLLECTIVES, Layout, Mesh, Step, local_shape, parts
+from muster.parallel.planning.precision import RUNS_EXACT, feeds_a_loss
+from muster.parallel.planning.rules import LINEAR_VIEWS, MEAN
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a plan, as the communicator gets it.
+
+    Attributes:
+        phase: "forward", "backward", "gradients" or "parameters".
+        node: the name of the node for which it is.
+        kind: one of ``COLLECTIVES``.
+        dims: the mesh dimensions along which ranks take part.
+        nbytes: of the larger of the two buffers.
+    """
+
+    phase: str
+    node: str
+    kind: str
+    dims: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast one rank computes and the group communicates.
+
+    Attributes:
+        name: for people.
+        flops_per_s: of a matrix product.
+        memory_bytes_per_s: of reading and writing memory.
+        column_bytes_per_s: of reading rows to add them up, as gradients of biases and norms do.
+        bus_bytes_per_s: of collectives, as nccl-tests define it.
+        latency_s: of a collective that has to be waited for.
+        launch_s: of a kernel of a captured step, beside what it computes.
+        memory_bytes: of one rank.
+        exposed: the share of gradient communication that is not hidden behind the backward pass, 0 to 1.
+        measured: seconds of collectives: kind -> ranks as text -> [bytes, seconds] rows, smallest first.
+    """
+
+    name: str = "H200, assumed"
+    flops_per_s: float = 600e12
+    memory_bytes_per_s: float = 3.6e12
+    column_bytes_per_s: float = 1e12
+    bus_bytes_per_s: float = 355e9
+    latency_s: float = 15e-6
+    launch_s: float = 2e-6
+    memory_bytes: float = 139e9
+    exposed: float = 0.7
+    measured: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = field(default_factory=dict)
+
+    def collective_s(self, kind: str, ranks: int, nbytes: float, *, latency: bool = True) -> float:
+        """Seconds of one collective; ``nbytes`` is that of the larger buffer."""
+        if ranks == 1 or not nbytes:
+            return 0.0
+        rows = self.measured.get(kind, {}).get(str(ranks))
+        if rows:
+            seconds = _interpolated(rows, nbytes)
+            return seconds if latency else max(0.0, seconds - rows[0][1])
+        factor = {"all_reduce": 2.0, "all_to_all": 1.3}.get(kind, 1.0)
+        moved = factor * (ranks - 1) / ranks * nbytes / self.bus_bytes_per_s
+        return moved + (self.latency_s if latency else 0.0)
+
+    def move_s(self, steps: Sequence[Step], nbytes: float, mesh: Mesh) -> float:
+        """Seconds of a move of a tensor that has ``nbytes`` as a whole."""
+        return sum(
+            self.collective_s(step.kind, math.prod(mesh[d] for d in step.dims), nbytes / step.divisor)
+            for step in steps
+            if step.kind in COLLECTIVES
+        )
+
+    def gradients_s(self, ranks: int, nbytes: float, *, sharded: bool) -> float:
+        """Seconds of what a parameter adds to its bucket, as far as the backward pass does not hide it.
+
+        With ``sharded`` (ZeRO-1) gradients are reduced and scattered, and the updated parameters gathered.
+        """
+        if ranks == 1:
+            return 0.0
+        share = min(1.0, nbytes / BUCKET_BYTES)  # of a bucket's latency
+        if not sharded:
+            whole = self.collective_s("all_reduce", ranks, nbytes, latency=False)
+            return self.exposed * (whole + share * self.latency_s)
+        scatter = self.collective_s("reduce_scatter", ranks, nbytes, latency=False)
+        gather = self.collective_s("all_gather", ranks, nbytes, latency=False)
+        return self.exposed * (scatter + share * self.latency_s) + gather + share * self.latency_s
+
+    def to_json(self) -> dict[str, Any]:
+        """All attributes, as a measurement is saved."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def _interpolated(rows: Sequence[Sequence[float]], nbytes: float) -> float:
+    """Between measured sizes in a straight line; beyond the largest in proportion."""
+    if nbytes <= rows[0][0]:
+        return float(rows[0][1])
+    for (a, s), (b, t) in itertools.pairwise(rows):
+        if nbytes <= b:
+            return float(s + (t - s) * (nbytes - a) / (b - a))
+    return float(rows[-1][1] * nbytes / rows[-1][0])
+
+
+# ---------------------------------------------------------------- operators
+
+_ATTENTION = "scaled_dot_product_attention"
+_ATTENTION_SPEED = 0.3
+"""Of a product's: between its two products an attention kernel takes exponentials, which are slower."""
+_PRODUCTS = names("linear matmul mm bmm addmm einsum conv1d conv2d conv3d")
+_WRITES_WIDER = names("linear matmul mm addmm")  # gradients of weights, in their own precision at once
+_RECURRENT = names("lstm gru rnn_tanh rnn_relu")
+_NORMS = names("layer_norm group_norm rms_norm")
+_COPIES = names("contiguous clone")
+_INDEX_BYTES = 8
+
+
+def flops(graph: Graph, node: Node) -> float:
+    """Floating-point operations of the forward pass of a whole operator, of those that count."""
+    shapes = [graph.values[v].shape for v in node.inputs]
+    out = graph.values[node.outputs[0]].numel if node.outputs else 0
+    if node.op in ("linear", "matmul", "mm", "bmm"):
+        return 2.0 * out * shapes[0][-1]
+    if node.op == "addmm":
+        return 2.0 * out * shapes[1][-1]
+    if node.op in ("conv1d", "conv2d", "conv3d"):
+        return 2.0 * out * math.prod(shapes[1][1:])
+    if node.op == _ATTENTION:
+        causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+        return (2.0 if causal else 4.0) * out * shapes[1][-2]
+    if node.op in _RECURRENT and shapes:
+        steps = math.prod(shapes[0][:-1])
+        return 2.0 * steps * sum(math.prod(shape) for shape in shapes[2:] if len(shape) == 2)
+    if node.op == "einsum":
+        sizes: dict[str, int] = {}
+        for term, shape in zip(
+            str(node.args[0]).replace(" ", "").split("->")[0].split(","), shapes, strict=False
+        ):
+            sizes.update(zip(term, shape, strict=False))
+        return 2.0 * math.prod(sizes.values())
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of the two passes of an operator on one rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        """One after the other."""
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+
+class Works:
+    """The time of the operators of one graph on one machine, as a step runs them: kernel by kernel.
+
+    Nothing is fused but the cross entropy: an operator reads its inputs and writes its results. Kernels are
+    launched by a captured graph.
+    """
+
+    def __init__(self, graph: Graph, mesh: Mesh, machine: Machine) -> None:
+        self.graph, self.mesh, self.machine = graph, mesh, machine
+        self._uses = Counter(
+            value
+            for node in graph.nodes
+            for position, value in enumerate(node.inputs)
+            if graph.edge_needs_grad(node, position)
+        )
+
+    def traits(self, node: Node) -> tuple[object, ...]:
+        """What of a node's place in the graph its time depends on, beside operator, arguments and shapes."""
+        values = self.graph.values
+        grads = [self.graph.edge_needs_grad(node, position) for position in range(len(node.inputs))]
+        return (
+            [values[v].itemsize for v in (*node.inputs, *node.outputs)],
+            grads,
+            self._uses[node.outputs[0]] if node.kind == HUB else feeds_a_loss(self.graph, node),
+        )
+
+    def seconds(self, node: Node, ins: Sequence[Layout], outs: Sequence[Layout], divided: int) -> Seconds:
+        """Of a node on one rank.
+
+        Args:
+            node: of the graph.
+            ins: the layouts of its inputs.
+            outs: the layouts of its outputs.
+            divided: how many ranks share its products.
+        """
+        return _Work(self, node, ins, outs, divided).seconds()
+
+    def gradients_of(self, node: Node) -> int:
+        """How many gradients a hub adds up."""
+        return self._uses[node.outputs[0]]
+
+
+class _Work:
+    """One operator on one rank."""
+
+    def __init__(
+        self, works: Works, node: Node, ins: Sequence[Layout], outs: Sequence[Layout], divided: int
+    ) -> None:
+        graph, mesh = works.graph, works.mesh
+        self.works, self.node, self.graph, self.machine = works, node, graph, works.machine
+        self.values: list[Value] = [graph.values[v] for v in node.inputs]
+        self.counts = [v.numel / parts(at, mesh) for v, at in zip(self.values, ins, strict=True)]
+        results = [graph.values[v] for v in node.outputs]
+        self.out = sum(v.nbytes / parts(at, mesh) for v, at in zip(results, outs, strict=True))
+        self.width = results[0].itemsize if results else 0
+        self.grads = [graph.edge_needs_grad(node, position) for position in range(len(self.values))]
+        self.sizes = [n * v.itemsize for n, v in zip(self.counts, self.values, strict=True)]
+        self.flops_s = flops(graph, node) / divided / self.machine.flops_per_s
+
+    def seconds(self) -> Seconds:
+        node = self.node
+        if node.kind == HUB:
+            more = max(0, self.works.gradients_of(node) - 1)
+            return Seconds(0.0, more * self._moves(3 * self.out))
+        if node.kind != "call" or (node.op in LINEAR_VIEWS and node.op not in _COPIES):
+            return Seconds()
+        if feeds_a_loss(self.graph, node):
+            return Seconds()
+        if node.op in _PRODUCTS:
+            return self._casts() + self._product()
+        if node.op == _ATTENTION:
+            return self._casts() + self._attention()
+        if node.op in _RECURRENT:
+            once = max(self.flops_s, self._moves(sum(self.sizes) + self.out))
+            return self._casts() + Seconds(once, 2 * once if any(self.grads) else 0.0)
+        if node.op == "cross_entropy_loss" or node.op.startswith("nll_loss"):
+            scores = self.sizes[0]
+            return Seconds(self._moves(scores), self._moves(2 * scores) if self.grads[0] else 0.0)
+        if node.op == "batch_norm" and is_training_norm(node):
+            return self._batch_norm()
+        if node.op in _NORMS:
+            return self._casts() + self._norm()
+        return self._elementwise()
+
+    def _moves(self, nbytes: float) -> float:
+        """One kernel that reads and writes so much."""
+        return nbytes / self.machine.memory_bytes_per_s + self.machine.launch_s
+
+    def _column_sums(self, nbytes: float) -> float:
+        """One kernel that adds up rows."""
+        return nbytes / self.machine.column_bytes_per_s + self.machine.launch_s
+
+    def _multiplies(self, flops_s: float, nbytes: float) -> float:
+        """One kernel that does both."""
+        return max(flops_s, nbytes / self.machine.memory_bytes_per_s) + self.machine.launch_s
+
+    # ------------------------------------------------------------ operators
+
+    def _casts(self) -> Seconds:
+        """Brings inputs to the precision in which the operator runs, and their gradients back."""
+        total = Seconds()
+        exact = self.node.op in RUNS_EXACT
+        for count, value, grad in zip(self.counts, self.values, self.grads, strict=True):
+            if not value.floating or value.itemsize == self.width or (exact and len(value.shape) == 1):
+                continue
+            once = self._moves(count * (value.itemsize + self.width))
+            weight = self._is_parameter(value) and self.node.op in _WRITES_WIDER
+            total += Seconds(once, once if grad and not weight else 0.0)
+        return total
+
+    def _is_parameter(self, value: Value) -> bool:
+        maker = self.graph.nodes[value.node]
+        return maker.kind == "parameter" or maker.of_parameters
+
+    def _product(self) -> Seconds:
+        """A product has two for its backward pass: one for each factor's gradient."""
+        first = 1 if self.node.op == "addmm" else 0
+        factors = [first, first + 1] if self.node.op != "einsum" else range(len(self.values))
+        low = {i: self.counts[i] * self.width for i in factors}
+        forward = self._multiplies(self.flops_s, sum(low.values()) + self.out)
+        backward = 0.0
+        for i, (value, grad) in enumerate(zip(self.values, self.grads, strict=True)):
+            if not grad:
+                continue
+            if i not in low:  # a bias
+                backward += self._column_sums(self.out)
+                continue
+            wider = self._is_parameter(value) and self.node.op in _WRITES_WIDER
+            written = self.sizes[i] if wider else low[i]
+            others = sum(nbytes for j, nbytes in low.items() if j != i)
+            backward += self._multiplies(self.flops_s, self.out + others + written)
+        return Seconds(forward, backward)
+
+    def _attention(self) -> Seconds:
+        """The backward pass has five products for two."""
+        nbytes = self.width * sum(self.counts[:3]) + self.out
+        forward = self._multiplies(self.flops_s / _ATTENTION_SPEED, nbytes)
+        backward = self._multiplies(2.5 * self.flops_s / _ATTENTION_SPEED, 2 * nbytes)
+        return Seconds(forward, backward if any(self.grads) else 0.0)
+
+    def _batch_norm(self) -> Seconds:
+        """Both passes sum over the batch first, and then read everything again."""
+        x = self.sizes[0]
+        forward = self._column_sums(x) + self._moves(x + self.out)
+        backward = self._column_sums(x + self.out) + self._moves(2 * x + self.out)
+        return Seconds(forward, backward if any(self.grads) else 0.0)
+
+    def _norm(self) -> Seconds:
+        x = self.counts[0] * self.width
+        backward = self._moves(2 * x + self.out) if self.grads[0] else 0.0
+        if any(self.grads[1:]):
+            backward += self._column_sums(x + self.out)
+        return Seconds(self._moves(x + self.out), backward)
+
+    def _elementwise(self) -> Seconds:
+        """Everything else, and what there is no rule for."""
+        op = self.node.op
+        if op == "embedding":
+            back = self._moves(self.sizes[0] + 2 * self.out) if self.grads[0] else 0.0
+            return Seconds(self._moves(2 * self.out), back)
+        extra = self.out / max(1, self.width) * _INDEX_BYTES if op.startswith("max_pool") else 0.0
+        forward = self._moves(sum(self.sizes) + self.out + extra)
+        backward = 0.0
+        for size, count, value, grad in zip(self.sizes, self.counts, self.values, self.grads, strict=True):
+            if not grad:
+                continue
+            if count * self.width < self.out and op in ("add", "sub", "mul", "div"):  # it was repeated
+                backward += self._column_sums(self.out)
+            elif op in ("add", "sub", *_COPIES):  # a gradient is handed on, at most in another precision
+                backward += self._moves(self.out + size) if value.itemsize != self.width else 0.0
+            else:
+                backward += self._moves(self.out + 2 * size + extra)
+        return Seconds(forward, backward)
+
+
+def kept_bytes(graph: Graph, node: Node, outs: Sequence[Layout], mesh: Mesh) -> float:
+    """Bytes that an operator's results hold on one rank until the backward pass has used them."""
+    if node.kind != "call" or node.op in LINEAR_VIEWS:
+        return 0.0
+    values = [graph.values[v] for v in node.outputs]
+    return sum(value.nbytes / parts(layout, mesh) for value, layout in zip(values, outs, strict=True))
+
+
+def inner_collectives(
+    graph: Graph, node: Node, names: Sequence[str], ins: Sequence[Layout], mesh: Mesh, *, local_norm: bool
+) -> list[Collective]:
+    """The collectives that an operator needs within itself.
+
+    Args:
+        graph: of the node.
+        node: the operator.
+        names: the axis that each mesh dimension splits.
+        ins: the layouts of the inputs.
+        mesh: sizes.
+        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
+    """
+    along = {name: tuple(m for m, each in enumerate(names) if each == name) for name in names}
+    shape = local_shape(ins[0], mesh, graph.values[node.inputs[0]].shape) if node.inputs else ()
+    item = max(4, graph.values[node.inputs[0]].itemsize) if node.inputs else 0  # sums are of float32 at least
+    found = []
+
+    def add(phase: str, kind: str, dims: tuple[int, ...], elements: int) -> None:
+        found.append(Collective(phase, node.name, kind, dims, elements * item))
+
+    needs_grad = bool(node.outputs) and graph.values[node.outputs[0]].needs_grad
+    if node.op == "cross_entropy_loss" or node.op.startswith("nll_loss"):
+        reduction = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", MEAN)
+        if "m" in along and reduction == MEAN:
+            add("forward", "all_reduce", along["m"], 1)
+        if "v" in along:  # maxima, sums and targets' scores
+            ranks = math.prod(mesh[d] for d in along["v"])
+            add("forward", "all_gather", along["v"], ranks * 3 * shape[0])
+    if node.op == "batch_norm" and "b" in along and is_training_norm(node) and not local_norm:
+        ranks = math.prod(mesh[d] for d in along["b"])
+        add("forward", "all_gather", along["b"], ranks * 2 * shape[1])
+        if needs_grad:
+            add("backward", "all_reduce", along["b"], 2 * shape[1])
+    return found
+
+
+def is_training_norm(node: Node) -> bool:
+    """Whether a BatchNorm uses the statistics of its batch."""
+    flag = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
+    return bool(flag) or not any(isinstance(argument, Ref) for argument in node.args[3:5])

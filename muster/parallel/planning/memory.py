@@ -1,0 +1,305 @@
+"""How much memory a step takes on one rank: what is kept for the backward pass, played through. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, holdings
+from muster.parallel.planning.graph import HUB, Graph, Node, Value, names
+from muster.parallel.planning.layouts import Layout, Mesh, parts
+from muster.parallel.planning.precision import (
+    FUSED_FROM,
+    RUNS_EXACT,
+    RUNS_LOW,
+    feeds_a_loss,
+    is_plain_loss,
+    reads_alone,
+)
+from muster.parallel.planning.problem import State
+from muster.parallel.planning.rules import LINEAR_VIEWS
+
+_SAVES_INPUTS = names(
+    "linear matmul mm bmm addmm einsum conv1d conv2d conv3d batch_norm layer_norm group_norm gelu silu "
+    "elu mish softplus hardtanh hardswish hardsigmoid leaky_relu pow log log1p abs sin cos square clamp "
+    "clamp_min clamp_max mul div maximum minimum mse_loss l1_loss smooth_l1_loss huber_loss avg_pool1d "
+    "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d max_pool2d "
+    "max_pool3d scaled_dot_product_attention rms_norm var std prelu embedding binary_cross_entropy "
+    "binary_cross_entropy_with_logits logsigmoid where masked_fill"
+)
+_SAVES_OUTPUTS = names(
+    "relu tanh sigmoid softmax log_softmax _softmax _log_softmax exp sqrt rsqrt reciprocal "
+    "scaled_dot_product_attention amax amin logsumexp expm1"
+)
+_SAVES_NOTHING = LINEAR_VIEWS | names(
+    "add sub neg rsub cat stack mean sum to _to_copy detach zeros_like ones_like full_like type_as pad "
+    "constant_pad_nd cumsum flip roll dropout cross_entropy_loss nll_loss nll_loss_nd eq ne lt gt le ge "
+    "floor ceil round sign arange zeros ones full"
+)
+_COPIES = names("contiguous clone")
+_TURNS = names("transpose permute t numpy_T movedim swapaxes expand")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        held: parameters, buffers, and what the optimizer keeps: there all the time.
+        kept: what the forward pass leaves for the backward pass, at its end.
+        peak: the most at any moment of forward and backward pass, gradients included.
+    """
+
+    held: int
+    kept: int
+    peak: int
+
+
+def step_memory(graph: Graph, states: Sequence[State], mesh: Mesh, *, optimizer_states: int = 2) -> Memory:
+    """Plays a step and adds up what is there at each moment.
+
+    Gradients begin as None. What operators need within themselves is not counted, nor what the optimizer's
+    own step needs beside its state.
+
+    Args:
+        graph: with hubs.
+        states: one of each node's.
+        mesh: sizes.
+        optimizer_states: tensors that the optimizer keeps for each parameter.
+    """
+    return _Play(graph, states, mesh).play(optimizer_states)
+
+
+class _Play:
+    """One step, moment by moment. A storage is named by who made it; views are their source's storage."""
+
+    def __init__(self, graph: Graph, states: Sequence[State], mesh: Mesh) -> None:
+        self.graph, self.states, self.mesh = graph, states, mesh
+        self.storage: dict[int, tuple[str, int]] = {}  # by value
+        self.turned: set[int] = set()
+        self.live: dict[tuple[str, int], int] = {}
+        self.saved: dict[int, list[tuple[str, int]]] = {}  # by node, what it keeps for its backward pass
+        self.owners: dict[tuple[str, int], int] = {}  # by storage, how many nodes keep it
+        self.now = self.peak = 0
+
+    def play(self, optimizer_states: int) -> Memory:
+        held = self._held(optimizer_states)
+        self.now = self.peak = held
+        last_use = {value: index for index, node in enumerate(self.graph.nodes) for value in node.inputs}
+        for index, node in enumerate(self.graph.nodes):
+            self._forward(index, node)
+            for value in {v for v in node.inputs if last_use[v] == index}:
+                self._leave(value, last_use, index)
+        kept = self.now - held
+        self._backward()
+        return Memory(held, kept, self.peak)
+
+    def _held(self, optimizer_states: int) -> int:
+        total = 0
+        held = holdings(self.graph, self.states, self.mesh)
+        for node, state in zip(self.graph.nodes, self.states, strict=True):
+            if node.kind in ("parameter", "buffer"):
+                total += self._local(self.graph.values[node.outputs[0]], state.outs[0])
+            if node.name in held:
+                own, kept = held[node.name].own_bytes(optimizer_states)
+                total += kept + (own if held[node.name].sharded else 0)
+        return total
+
+    def _local(self, value: Value, layout: Layout) -> int:
+        return value.nbytes // parts(layout, self.mesh)
+
+    def _take(self, name: tuple[str, int], nbytes: int) -> None:
+        self.live[name] = self.live.get(name, 0) + nbytes
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, name: tuple[str, int]) -> None:
+        self.now -= self.live.pop(name, 0)
+
+    def _leave(self, value: int, last_use: dict[int, int], index: int) -> None:
+        """A value has had its last use; its storage goes with the last of its views that nobody keeps."""
+        name = self.storage.get(value)
+        if name is None or self.owners.get(name):
+            return
+        if all(last_use.get(v, -1) <= index for v, other in self.storage.items() if other == name):
+            self._drop(name)
+
+    # ------------------------------------------------------------ the forward pass
+
+    def _forward(self, index: int, node: Node) -> None:
+        state = self.states[index]
+        moved: dict[int, tuple[str, int]] = {}  # by position, copies in another layout
+        for position, value_index in enumerate(node.inputs):
+            before, after, _, _ = edge_layouts(self.graph, self.states, index, position)
+            if before != after:
+                moved[position] = (f"{node.name}<", position)
+                self._take(moved[position], self._local(self.graph.values[value_index], after))
+        view = self._is_view(node)
+        for number, value_index in enumerate(node.outputs):
+            if node.kind in ("parameter", "buffer", "input"):
+                continue
+            if view:
+                source = moved.get(0, self.storage.get(node.inputs[0]))
+                if source is not None:
+                    self.storage[value_index] = source
+                if node.op in _TURNS or (node.kind == HUB and node.inputs[0] in self.turned):
+                    self.turned.add(value_index)
+                continue
+            self.storage[value_index] = (node.name, number)
+            self._take((node.name, number), self._local(self.graph.values[value_index], state.outs[number]))
+        self._save(index, node, moved)
+        for position, name in moved.items():
+            if not self.owners.get(name) and not (view and position == 0):
+                self._drop(name)
+
+    def _is_view(self, node: Node) -> bool:
+        if node.kind == HUB or node.op == "detach" or feeds_a_loss(self.graph, node):
+            return True
+        if node.op in ("reshape", "flatten") and node.inputs[0] in self.turned:
+            return False  # a copy, in the order of the new shape
+        return node.op in LINEAR_VIEWS and node.op not in _COPIES
+
+    def _is_fused(self, index: int) -> bool:
+        """Whether a cross entropy keeps its scores and no more."""
+        node, state = self.graph.nodes[index], self.states[index]
+        if node.op != "cross_entropy_loss":
+            return False
+        scores = self.graph.values[node.inputs[0]]
+        many = scores.numel / parts(state.ins[0], self.mesh) >= FUSED_FROM
+        return "v" in state.modes or (many and is_plain_loss(self.graph, node))
+
+    def _save(self, index: int, node: Node, moved: dict[int, tuple[str, int]]) -> None:
+        graph = self.graph
+        if node.kind != "call" or not any(graph.values[v].needs_grad for v in node.outputs):
+            return
+        keeps: list[tuple[str, int]] = []
+        known = node.op in _SAVES_INPUTS | _SAVES_OUTPUTS | _SAVES_NOTHING
+        fused = self._is_fused(index)
+        synchronised = node.op == "batch_norm" and "b" in self.states[index].modes
+        if (node.op in _SAVES_INPUTS and not synchronised) or not known or fused:
+            for position, value in enumerate(node.inputs):
+                single = node.op in ("mul", "div") and len(node.inputs) == 1
+                name = moved.get(position, self.storage.get(value))
+                cast = self._cast(index, position)
+                if cast is not None:
+                    keeps.append(cast)
+                elif name is not None and not single:
+                    keeps.append(name)
+        if node.op in _SAVES_OUTPUTS or not known:
+            keeps += [self.storage[value] for value in node.outputs]
+        extra = self._extra(index, node)
+        if extra:
+            self._take((f"{node.name}+", 0), extra)
+            keeps.append((f"{node.name}+", 0))
+        self.saved[index] = list(dict.fromkeys(keeps))
+        for name in self.saved[index]:
+            self.owners[name] = self.owners.get(name, 0) + 1
+
+    def _cast(self, index: int, position: int) -> tuple[str, int] | None:
+        """The copy of an input in the precision in which an operator runs; of a weight there is one."""
+        node, value = self.graph.nodes[index], self.graph.values[self.graph.nodes[index].inputs[position]]
+        width = self.graph.values[node.outputs[0]].itemsize
+        if (
+            node.op not in RUNS_LOW | RUNS_EXACT
+            or node.op == "cross_entropy_loss"
+            or not value.floating
+            or value.itemsize == width
+            or len(value.shape) < 2
+        ):
+            return None
+        maker = self.graph.source(node.inputs[position])
+        name = (f"{maker.name if maker.kind == 'parameter' else node.name}~", position)
+        if name not in self.live:
+            self._take(name, self._local(value, self.states[index].ins[position]) * width // value.itemsize)
+        return name
+
+    def _extra(self, index: int, node: Node) -> int:
+        """Bytes that an operator makes for its backward pass only."""
+        state, values = self.states[index], self.graph.values
+        own = self._local(values[node.inputs[0]], state.ins[0]) if node.inputs else 0
+        out = self._local(values[node.outputs[0]], state.outs[0])
+        if node.op == "cross_entropy_loss" and not self._is_fused(index):
+            return own  # the logarithms of the probabilities
+        if node.op == "batch_norm" and "b" in state.modes:
+            return own  # the normalised input
+        if node.op == "dropout" and node.draws:
+            return out  # the mask
+        results = out // max(1, values[node.outputs[0]].itemsize)
+        if node.op == "layer_norm":
+            width: int = math.prod(node.args[1])
+            return results // width * 8  # mean and deviation of each row, in float32
+        if node.op == "scaled_dot_product_attention":
+            return results // values[node.outputs[0]].shape[-1] * 4  # each query's sum of exponentials
+        if node.op.startswith("max_pool"):
+            return results * 8  # indices
+        return 0
+
+    # ------------------------------------------------------------ the backward pass
+
+    def _backward(self) -> None:
+        graph = self.graph
+        held = holdings(graph, self.states, self.mesh)
+        buckets = [(set(bucket.nodes), bucket.nodes) for bucket in gradient_buckets(list(held.values()))]
+        sizes = {name: each.numel * each.itemsize for name, each in held.items()}
+        root: dict[int, int] = {}  # hubs hand on what they get
+        left: dict[int, int] = {}  # by value, how many of its users have given no gradient yet
+        for node in graph.nodes:
+            if node.kind == HUB:
+                root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
+                continue
+            for position, value in enumerate(node.inputs):
+                source = root.get(value, value)
+                left[source] = left.get(source, 0) + graph.edge_needs_grad(node, position)
+        for index in reversed(range(len(graph.nodes))):
+            node = graph.nodes[index]
+            if node.kind not in ("call", "output"):
+                continue
+            for position, value in enumerate(node.inputs):
+                if graph.edge_needs_grad(node, position):
+                    source = root.get(value, value)
+                    self._gradient(index, position, source)
+                    left[source] -= 1
+                    maker = graph.nodes[graph.values[source].node]
+                    if maker.kind == "parameter" and not left[source]:
+                        self._arrived(maker.name, buckets, sizes)
+            for value in node.outputs:
+                self._drop(("grad", value))
+            for name in self.saved.get(index, ()):
+                self.owners[name] -= 1
+                if not self.owners[name]:
+                    self._drop(name)
+
+    def _gradient(self, index: int, position: int, value: int) -> None:
+        """One user of a value gives its gradient."""
+        node, state = self.graph.nodes[index], self.states[index]
+        handed_on = node.op in ("add", "sub") or self._is_view(node)
+        scores = self.storage.get(value)
+        nbytes = self._local(self.graph.values[value], state.in_grads[position])
+        name = ("grad", value)
+        width = self.graph.values[node.outputs[0]].itemsize if node.outputs else 0
+        itemsize = self.graph.values[value].itemsize
+        of_weight = self.graph.nodes[self.graph.values[value].node].kind == "parameter"
+        if node.op in RUNS_LOW and itemsize > width and not of_weight:  # it comes low, and is cast
+            self._take(("low", value), nbytes * width // itemsize)
+        if name in self.live:  # added to what is there: for a moment both
+            if not handed_on:
+                self._take(("sum", value), nbytes)
+                self._drop(("sum", value))
+        elif handed_on and ("grad", node.outputs[0]) in self.live:
+            self.live[name] = self.live.pop(("grad", node.outputs[0]))
+        elif scores is not None and self._is_fused(index) and reads_alone(self.graph, node):
+            self.live[name] = self.live.pop(scores, 0)  # it takes the scores' memory
+        elif node.kind != "output":
+            self._take(name, nbytes)
+        self._drop(("low", value))
+
+    def _arrived(
+        self, name: str, buckets: list[tuple[set[str], tuple[str, ...]]], sizes: dict[str, int]
+    ) -> None:
+        """A parameter has its gradient; full buckets are packed, in order, beside what they are made of."""
+        for missing, _ in buckets:
+            missing.discard(name)
+        while buckets and not buckets[0][0]:
+            _, members = buckets.pop(0)
+            self._take(("bucket", len(buckets)), sum(sizes[each] for each in members))

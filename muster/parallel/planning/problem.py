@@ -1,0 +1,337 @@
+"""The search problem: the states of each node, what each costs, and what each change between them costs.
+
+The total is a sum over nodes and over edges, so ``search`` finds its minimum exactly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from muster.parallel.planning.costs import Machine, Works, inner_collectives, kept_bytes
+from muster.parallel.planning.graph import HUB, Graph, Node
+from muster.parallel.planning.layouts import (
+    PARTIAL,
+    REPLICATED,
+    Entry,
+    Layout,
+    Mesh,
+    coordinates,
+    fits,
+    layout_text,
+    parts,
+    plan_move,
+)
+from muster.parallel.planning.rules import WHOLE, Mode, modes_of
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One way to run a node, or to hold a parameter.
+
+    Attributes:
+        key: unique among the node's states, the same in every process: axes, or layouts.
+        modes: of an operator, the axis that each mesh dimension splits.
+        ins: layouts of the inputs.
+        in_grads: layouts of their gradients.
+        outs: layouts of the outputs.
+        out_grads: layouts of their gradients.
+        seconds: of a step.
+        nbytes: of memory on each rank.
+        sharded: a parameter's update is divided among the ranks that hold the same part (ZeRO-1).
+    """
+
+    key: str
+    modes: tuple[str, ...]
+    ins: tuple[Layout, ...]
+    in_grads: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    out_grads: tuple[Layout, ...]
+    seconds: float
+    nbytes: float
+    sharded: bool = False
+
+
+ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What users may choose about a plan.
+
+    Attributes:
+        inputs: the layout of each input, in order.
+        outputs: the layout of each output, in order.
+        optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum.
+        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
+        shard_updates: whether updates may be divided (ZeRO-1); ``ALWAYS``: they are, where they can be.
+        whole_parameters: every rank holds all parameters: data parallelism.
+        communication_only: only communication counts, as in sharding propagation.
+        hosts: the host of each rank, if every part of the state must be on two of them; (): it need not.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    optimizer_states: int = 2
+    local_norm: bool = False
+    shard_updates: bool | str = True
+    whole_parameters: bool = False
+    communication_only: bool = False
+    hosts: tuple[str, ...] = ()
+
+
+Pin = Callable[[Node, State], bool]
+
+
+@dataclass(slots=True)
+class Problem:
+    """States of each node, and a matrix of seconds for each edge (producer, consumer)."""
+
+    graph: Graph
+    mesh: Mesh
+    machine: Machine
+    states: list[list[State]] = field(default_factory=list)
+    edges: list[tuple[int, int, Matrix]] = field(default_factory=list)
+    without_rule: list[str] = field(default_factory=list)
+
+    def seconds(self, choice: Sequence[int]) -> float:
+        """Predicted seconds of a step."""
+        total = sum(states[c].seconds for states, c in zip(self.states, choice, strict=True))
+        return float(total + sum(matrix[choice[u], choice[v]] for u, v, matrix in self.edges))
+
+    def nbytes(self, choice: Sequence[int]) -> float:
+        """Predicted bytes of memory on each rank."""
+        return float(sum(states[c].nbytes for states, c in zip(self.states, choice, strict=True)))
+
+    def chosen(self, choice: Sequence[int]) -> list[State]:
+        """The states of a choice."""
+        return [states[c] for states, c in zip(self.states, choice, strict=True)]
+
+    def choice_of(self, keys: Mapping[str, str]) -> list[int]:
+        """The choice with these keys, by node.
+
+        Raises:
+            KeyError: a node is not there, or has no such state; the first one, in words.
+        """
+        choice = []
+        for node, states in zip(self.graph.nodes, self.states, strict=True):
+            if node.name not in keys:
+                raise KeyError(f"nothing is said of {node.name}")
+            found = [i for i, state in enumerate(states) if state.key == keys[node.name]]
+            if not found:
+                raise KeyError(f"{node.name} cannot be split as {keys[node.name]!r}")
+            choice.append(found[0])
+        return choice
+
+
+def build(
+    graph: Graph, mesh: Mesh, machine: Machine, options: Options, pins: Mapping[str, Pin] | None = None
+) -> Problem:
+    """States and edges of a graph on a mesh.
+
+    Args:
+        graph: with hubs.
+        mesh: sizes.
+        machine: what things cost.
+        options: see there.
+        pins: by node, which states may be chosen.
+
+    Raises:
+        KeyError: a pinned node has no such state on this mesh.
+    """
+    problem, works = Problem(graph, mesh, machine), Works(graph, mesh, machine)
+    inputs, outputs = iter(options.inputs), iter(options.outputs)
+    used = _dims_used(graph)
+    alike: dict[str, list[State]] = {}  # layers come again and again
+    for node in graph.nodes:
+        if node.kind == "input":
+            layout = next(inputs)
+            states = [State(layout_text(layout), (), (), (), (layout,), (layout,), 0.0, 0.0)]
+        elif node.kind in ("parameter", "buffer"):
+            states = _holdings(problem, node, options, used.get(node.outputs[0], set()))
+        elif node.kind == "output":
+            wanted = tuple(next(outputs) for _ in node.inputs)
+            states = [State("output", (), wanted, wanted, (), (), 0.0, 0.0)]
+        else:
+            modes, known = modes_of(graph, node)
+            if not known and not node.op.endswith("_"):
+                problem.without_rule.append(node.name)
+            shapes = [(graph.values[v].shape, graph.values[v].dtype) for v in (*node.inputs, *node.outputs)]
+            grad = [graph.values[v].needs_grad for v in node.outputs]
+            place = works.traits(node)
+            memo = f"{node.op} {node.kind} {modes} {shapes} {grad} {node.args} {node.kwargs} {place}"
+            if memo not in alike:
+                alike[memo] = _ways(problem, works, node, modes, options)
+            states = alike[memo]
+        if pins and node.name in pins:
+            states = [state for state in states if pins[node.name](node, state)]
+            if not states:
+                raise KeyError(node.name)
+        problem.states.append(states)
+    _connect(problem)
+    return problem
+
+
+def _dims_used(graph: Graph) -> dict[int, set[int]]:
+    """By value: the dimensions along which some consumer, through views too, might want it split."""
+    used: dict[int, set[int]] = {}
+    for node in reversed(graph.nodes):
+        if node.kind not in ("call", HUB):
+            continue
+        modes, _ = modes_of(graph, node)
+        for position, value in enumerate(node.inputs):
+            wanted = used.setdefault(value, set())
+            for mode in modes:
+                entry = mode.ins[position]
+                passes = node.kind != HUB or entry in used.get(node.outputs[0], set())
+                if isinstance(entry, int) and passes:
+                    wanted.add(entry)
+    return used
+
+
+def _ways(problem: Problem, works: Works, node: Node, modes: Sequence[Mode], options: Options) -> list[State]:
+    graph, mesh, machine = problem.graph, problem.mesh, problem.machine
+    ins = [graph.values[v].shape for v in node.inputs]
+    outs = [graph.values[v].shape for v in node.outputs]
+    found = []
+    for combination in itertools.product(modes, repeat=len(mesh)):
+        names = tuple(mode.name for mode in combination)
+        sizes = {mode.name: mode.size for mode in combination if mode.size}
+        if any(
+            size % math.prod(n for n, name in zip(mesh, names, strict=True) if name == axis)
+            for axis, size in sizes.items()
+        ):
+            continue
+
+        def layouts(entries: Sequence[Sequence[Entry]], count: int) -> tuple[Layout, ...]:
+            return tuple(tuple(each[i] for each in entries) for i in range(count))
+
+        state_ins = layouts([mode.ins for mode in combination], len(ins))
+        state_outs = layouts([mode.outs for mode in combination], len(outs))
+        if not all(fits(a, mesh, s) for a, s in zip(state_ins, ins, strict=True)):
+            continue
+        if not all(fits(a, mesh, s) for a, s in zip(state_outs, outs, strict=True)):
+            continue
+        divided = math.prod(n for n, mode in zip(mesh, combination, strict=True) if mode.size)
+        work = works.seconds(node, state_ins, state_outs, divided)
+        seconds = 0.0 if options.communication_only else work.forward + work.backward
+        for each in inner_collectives(graph, node, names, state_ins, mesh, local_norm=options.local_norm):
+            seconds += machine.collective_s(each.kind, math.prod(mesh[d] for d in each.dims), each.nbytes)
+        found.append(
+            State(
+                ",".join(names),
+                names,
+                state_ins,
+                layouts([mode.in_grads for mode in combination], len(ins)),
+                state_outs,
+                layouts([mode.out_grads for mode in combination], len(outs)),
+                seconds,
+                kept_bytes(graph, node, state_outs, mesh),
+            )
+        )
+    return found
+
+
+def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) -> list[State]:
+    """How a parameter or buffer may be held."""
+    graph, mesh, machine = problem.graph, problem.mesh, problem.machine
+    value = graph.values[node.outputs[0]]
+    entries: list[Entry] = [REPLICATED]
+    if not (options.whole_parameters or node.layerwise):
+        entries += sorted(dims)
+    found = []
+    for layout in itertools.product(entries, repeat=len(mesh)):
+        if not fits(layout, mesh, value.shape):
+            continue
+        local = value.nbytes / parts(layout, mesh)
+        if not value.needs_grad:
+            found.append(State(layout_text(layout), (), (), (), (layout,), (layout,), 0.0, local))
+            continue
+        choices = [(REPLICATED, PARTIAL) if entry == REPLICATED else (entry,) for entry in layout]
+        for grad in itertools.product(*choices):
+            ranks = math.prod(n for n, entry in zip(mesh, grad, strict=True) if entry == PARTIAL)
+            if node.layerwise:
+                ranks = 1
+            traffic = (3 + 2 * options.optimizer_states) * local / machine.memory_bytes_per_s
+            # A number stays one: flat, its state would look like another kind than a number of steps.
+            divisible = ranks > 1 and options.shard_updates and bool(value.shape)
+            possible = []
+            for sharded in (False, True) if divisible else (False,):
+                apart = [
+                    isinstance(entry, int) or (sharded and of_grad == PARTIAL)
+                    for entry, of_grad in zip(layout, grad, strict=True)
+                ]
+                if options.hosts and not _on_two_hosts(apart, mesh, options.hosts):
+                    continue
+                update = 0.0 if options.communication_only else traffic / (ranks if sharded else 1)
+                own = (1 + options.optimizer_states) * local
+                memory = 2 * local + own / ranks if sharded else local + own
+                seconds = update + machine.gradients_s(ranks, local, sharded=sharded)
+                key = f"{layout_text(layout)}|{layout_text(grad)}" + ("|sharded" if sharded else "")
+                possible.append(State(key, (), (), (), (layout,), (grad,), seconds, memory, sharded))
+            always = options.shard_updates == ALWAYS
+            found += [state for state in possible if always and state.sharded] or possible
+    return found
+
+
+def _on_two_hosts(apart: Sequence[bool], mesh: Mesh, hosts: Sequence[str]) -> bool:
+    """Whether each part has holders on two hosts; along these mesh dimensions ranks hold other parts."""
+    holders: dict[tuple[int, ...], set[str]] = {}
+    for rank, host in enumerate(hosts):
+        place = coordinates(rank, mesh)
+        part = tuple(index for index, differs in zip(place, apart, strict=True) if differs)
+        holders.setdefault(part, set()).add(host)
+    return all(len(on) > 1 for on in holders.values())
+
+
+def _connect(problem: Problem) -> None:
+    graph, mesh, machine = problem.graph, problem.mesh, problem.machine
+    seconds: dict[tuple[object, ...], float] = {}
+    matrices: dict[tuple[object, ...], Matrix] = {}
+
+    def move(source: Layout, target: Layout, shape: tuple[int, ...], nbytes: int) -> float:
+        if source == target:
+            return 0.0
+        memo = (source, target, shape, nbytes)
+        if memo not in seconds:
+            steps = plan_move(source, target, mesh, shape)
+            seconds[memo] = math.inf if steps is None else machine.move_s(steps, nbytes, mesh)
+        return seconds[memo]
+
+    for consumer, node in enumerate(graph.nodes):
+        for position, index in enumerate(node.inputs):
+            value = graph.values[index]
+            producer = value.node
+            place = graph.nodes[producer].outputs.index(index)
+            fixed = graph.nodes[producer].mutated
+            before = tuple((s.outs[place], s.out_grads[place]) for s in problem.states[producer])
+            after = tuple((s.ins[position], s.in_grads[position]) for s in problem.states[consumer])
+            grad = graph.edge_needs_grad(node, position)
+            memo = (before, after, value.shape, value.itemsize, grad, value.floating, fixed)
+            if memo not in matrices:
+                rows, columns = list(dict.fromkeys(before)), list(dict.fromkeys(after))
+                small = np.zeros((len(rows), len(columns)))
+                for i, (out, out_grad) in enumerate(rows):
+                    for j, (want, want_grad) in enumerate(columns):
+                        cost = move(out, want, value.shape, value.nbytes)
+                        if (fixed and out != want) or (not value.floating and PARTIAL in want):
+                            cost = math.inf
+                        if grad:
+                            cost += move(want_grad, out_grad, value.shape, value.nbytes)
+                        small[i, j] = cost
+                index_a = {pair: i for i, pair in enumerate(rows)}
+                index_b = {pair: j for j, pair in enumerate(columns)}
+                matrices[memo] = small[np.ix_([index_a[p] for p in before], [index_b[p] for p in after])]
+            problem.edges.append((producer, consumer, matrices[memo]))
+
+
+def whole_mode(state: State) -> bool:
+    """Whether every rank does all of an operator."""
+    return bool(state.modes) and all(mode in (WHOLE, "grad", "sum") for mode in state.modes)

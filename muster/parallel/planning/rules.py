@@ -1,0 +1,558 @@
+"""Which axes each operator has: what can be split, and what that means for inputs, outputs and gradients.
+
+An operator is a list of named axes. Giving a mesh dimension to an axis splits the inputs that have it; those
+that lack it stay whole, and their gradients are partial sums. Outputs that have it are split; those that lack
+it are partial sums. The backward pass follows from that, so only forward rules exist. Whatever has no rule is
+kept whole on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from muster.parallel.planning.graph import HUB, Graph, Node, Ref, names
+from muster.parallel.planning.layouts import PARTIAL, REPLICATED, Entry, Shape
+
+WHOLE = "-"
+EXCHANGED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What one mesh dimension may do to an operator.
+
+    Attributes:
+        name: the axis that is split; ``WHOLE``: every rank computes the same.
+        size: what the number of slices of this axis must divide; 0: any.
+        ins: the entry of each input's layout.
+        in_grads: the entry of the layout of each input's gradient.
+        outs: the entry of each output's layout.
+        out_grads: the entry of the layout of each output's gradient.
+    """
+
+    name: str
+    size: int
+    ins: tuple[Entry, ...]
+    in_grads: tuple[Entry, ...]
+    outs: tuple[Entry, ...]
+    out_grads: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A named axis: the dimension that it is of each input and output; None: not there.
+
+    An output that is ``EXCHANGED`` comes out whole: the ranks exchange what is needed within the operator.
+    """
+
+    name: str
+    size: int
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
+
+    def mode(self) -> Mode:
+        """What splitting this axis means."""
+        return Mode(
+            self.name,
+            self.size,
+            tuple(REPLICATED if d is None else d for d in self.ins),
+            tuple(PARTIAL if d is None else d for d in self.ins),
+            tuple(PARTIAL if d is None else REPLICATED if d == EXCHANGED else d for d in self.outs),
+            tuple(REPLICATED if d in (None, EXCHANGED) else d for d in self.outs),
+        )
+
+
+class Call:
+    """An operator as rules see it: names, arguments and shapes."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.op = node.op
+        self.args = node.args
+        self.kwargs = node.kwargs
+        self.ins: list[Shape] = [graph.values[v].shape for v in node.inputs]
+        self.outs: list[Shape] = [graph.values[v].shape for v in node.outputs]
+        self.floating = [graph.values[v].floating for v in node.inputs]
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        if index < len(self.args):
+            return self.args[index]
+        return self.kwargs.get(name, default)
+
+    def dim(self, value: int, of: Shape | None = None) -> int:
+        """A dimension of the first input counted from 0."""
+        return value % max(1, len(self.ins[0] if of is None else of))
+
+    def dims(self, value: Any) -> list[int]:
+        """Dimensions of the first input counted from 0; None: all."""
+        if value is None or value == [] or isinstance(value, bool):
+            return list(range(len(self.ins[0])))
+        return [self.dim(d) for d in ([value] if isinstance(value, int) else value)]
+
+    def one(self, position: int, dim: int | None) -> tuple[int | None, ...]:
+        """``dim`` for one input, None for the others."""
+        return tuple(dim if i == position else None for i in range(len(self.ins)))
+
+
+Rule = Callable[[Call], "list[Axis] | None"]
+_RULES: dict[str, Rule] = {}
+
+LINEAR_VIEWS = names(
+    "view reshape flatten unflatten _unsafe_view squeeze unsqueeze transpose t permute numpy_T slice "
+    "select chunk split split_with_sizes unbind contiguous clone alias expand narrow view_as movedim "
+    "swapaxes"
+)
+"""Operators whose output only has the input's elements: sums may pass through them unadded."""
+
+_ELEMENTWISE = names(
+    "add sub mul div relu relu_ gelu silu tanh sigmoid dropout pow to _to_copy neg exp log sqrt rsqrt "
+    "abs sin cos erf hardtanh hardswish hardsigmoid leaky_relu elu softplus mish alias detach "
+    "contiguous clone masked_fill where eq ne lt gt le ge logical_and logical_or logical_not "
+    "bitwise_and bitwise_or bitwise_not clamp clamp_min clamp_max maximum minimum square reciprocal "
+    "type_as ones_like zeros_like full_like log1p expm1 sign floor ceil round isnan isinf lerp "
+    "addcmul addcdiv threshold relu6 logsigmoid rsub true_divide atan tan"
+)
+_SUMS = names("add sub")
+_SCALED = names("mul div neg")
+
+
+def rule(*ops: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operators."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            _RULES[op] = function
+        return function
+
+    return register
+
+
+def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
+    """The axes of an operator; None: there is no rule for it, or for these arguments."""
+    call = Call(graph, node)
+    if node.kind == HUB:
+        return _each_dim(call)
+    found = _RULES.get(node.op)
+    if found is not None:
+        try:
+            return found(call)
+        except (IndexError, KeyError, TypeError, ValueError):
+            return None  # arguments that the rule does not know
+    return _elementwise(call) if node.op in _ELEMENTWISE and call.ins else None
+
+
+def modes_of(graph: Graph, node: Node) -> tuple[list[Mode], bool]:
+    """What a mesh dimension may do to an operator, and whether there is a rule for it."""
+    ins, outs = len(node.inputs), len(node.outputs)
+    whole = (REPLICATED,)
+    modes = [Mode(WHOLE, 0, whole * ins, whole * ins, whole * outs, whole * outs)]
+    axes = axes_of(graph, node)
+    modes += [axis.mode() for axis in axes or () if axis.size > 1]
+    if node.kind == HUB or node.of_parameters or node.op in LINEAR_VIEWS:
+        # The backward pass is linear in the gradient: parts of it may pass unadded.
+        modes.append(Mode("grad", 0, whole * ins, (PARTIAL,) * ins, whole * outs, (PARTIAL,) * outs))
+    if axes is not None and _passes_sums(graph, node):
+        modes.append(Mode("sum", 0, (PARTIAL,) * ins, whole * ins, (PARTIAL,) * outs, whole * outs))
+    return modes, axes is not None
+
+
+def _passes_sums(graph: Graph, node: Node) -> bool:
+    if node.kind != "call" or not all(graph.values[v].floating for v in node.inputs):
+        return False
+    if node.op in LINEAR_VIEWS:
+        return len(node.inputs) == 1
+    tensors = [isinstance(argument, Ref) for argument in node.args]
+    if node.op in _SUMS:
+        same = len({graph.values[v].shape for v in node.inputs}) == 1
+        return len(node.inputs) == 2 and tensors[:2] == [True, True] and same
+    return node.op in _SCALED and len(node.inputs) == 1 and tensors[:1] == [True] and not node.kwargs
+
+
+# ---------------------------------------------------------------- contractions
+
+
+@rule("linear")
+def _linear(call: Call) -> list[Axis]:
+    last = len(call.ins[0]) - 1
+    bias = (0,) if len(call.ins) > 2 else ()
+    none = (None,) * len(bias)
+    axes = [Axis(f"b{d}", call.outs[0][d], (d, None, *none), (d,)) for d in range(last)]
+    axes.append(Axis("n", call.outs[0][-1], (None, 0, *bias), (last,)))
+    axes.append(Axis("k", call.ins[0][-1], (last, 1, *none), (None,)))
+    return axes
+
+
+@rule("matmul", "mm", "bmm")
+def _matmul(call: Call) -> list[Axis] | None:
+    a, b = call.ins
+    out = call.outs[0]
+    if len(a) < 2 or len(b) < 2:
+        return None
+    axes = []
+    for d in range(len(out) - 2):
+        left, right = d - (len(out) - len(a)), d - (len(out) - len(b))
+        axes.append(
+            Axis(
+                f"b{d}",
+                out[d],
+                (
+                    left if left >= 0 and a[left] == out[d] else None,
+                    right if right >= 0 and b[right] == out[d] else None,
+                ),
+                (d,),
+            )
+        )
+    rows, columns = len(out) - 2, len(out) - 1
+    axes.append(Axis("m", out[-2], (len(a) - 2, None), (rows,)))
+    axes.append(Axis("k", a[-1], (len(a) - 1, len(b) - 2), (None,)))
+    axes.append(Axis("n", out[-1], (None, len(b) - 1), (columns,)))
+    return axes
+
+
+@rule("addmm")
+def _addmm(call: Call) -> list[Axis] | None:
+    bias, a, b = call.ins
+    if len(bias) != 1 or call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
+        return None
+    return [
+        Axis("m", a[0], (None, 0, None), (0,)),
+        Axis("k", a[1], (None, 1, 0), (None,)),
+        Axis("n", b[1], (0, None, 1), (1,)),
+    ]
+
+
+@rule("einsum")
+def _einsum(call: Call) -> list[Axis] | None:
+    equation = str(call.args[0]).replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    left, out = equation.split("->")
+    terms = left.split(",")
+    if any(len(set(term)) != len(term) for term in (*terms, out)):
+        return None
+    sizes = {
+        letter: size
+        for term, shape in zip(terms, call.ins, strict=True)
+        for letter, size in zip(term, shape, strict=True)
+    }
+    return [
+        Axis(
+            letter,
+            size,
+            tuple(term.index(letter) if letter in term else None for term in terms),
+            (out.index(letter) if letter in out else None,),
+        )
+        for letter, size in sizes.items()
+        # A letter of one term only that is not in the output is a sum: the part's sums add up.
+    ]
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def _convolution(call: Call) -> list[Axis] | None:
+    groups = call.argument(6, "groups", 1)
+    x, weight = call.ins[:2]
+    if len(x) != len(weight):
+        return None
+    more = len(call.ins) - 2
+    axes = [Axis("b", x[0], (0, None, *(None,) * more), (0,))]
+    if groups > 1:
+        return [*axes, Axis("g", groups, (1, 0, *(0,) * more), (1,))]
+    axes.append(Axis("n", weight[0], (None, 0, *(0,) * more), (1,)))
+    axes.append(Axis("k", weight[1], (1, 1, *(None,) * more), (None,)))
+    return axes
+
+
+@rule("scaled_dot_product_attention")
+def _attention(call: Call) -> list[Axis] | None:
+    q, k = call.ins[:2]
+    if len(q) != 4 or len(k) != 4:
+        return None
+    masks = call.ins[3:]
+
+    def axis(name: str, d: int, size: int) -> Axis:
+        of_masks = []
+        for mask in masks:
+            place = d - (4 - len(mask))
+            of_masks.append(place if place >= 0 and mask[place] == q[d] else None)
+        return Axis(name, size, (d, d, d, *of_masks), (d,))
+
+    heads = math.gcd(q[1], k[1])
+    if any(len(mask) >= 3 and mask[-3] not in (1, q[1]) for mask in masks):
+        return [axis("b", 0, q[0])]
+    return [axis("b", 0, q[0]), axis("h", 1, heads)]
+
+
+@rule("embedding")
+def _embedding(call: Call) -> list[Axis] | None:
+    # padding_idx, scale_grad_by_freq and sparse change gradients only by rows, which the last two mix.
+    if call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False):
+        return None
+    out = call.outs[0]
+    padding = call.argument(2, "padding_idx", -1)
+    axes = [Axis(f"b{d}", out[d], (None, d), (d,)) for d in range(len(out) - 1)]
+    axes.append(Axis("n", out[-1], (1, None), (len(out) - 1,)))
+    if padding is None or padding < 0:
+        axes.append(Axis("v", call.ins[0][0], (0, None), (None,)))
+    return axes
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(call: Call) -> list[Axis] | None:
+    """By samples only: the states of a sequence depend on one another."""
+    x = call.ins[0]
+    states = 2 if call.op == "lstm" else 1
+    if len(x) != 3 or not isinstance(call.args[-1], bool):  # packed sequences have other arguments
+        return None
+    # Torch 2.11 records the states of a CPU with a dimension too many.
+    if any(len(out) != 3 for out in call.outs):
+        return None
+    batch = 0 if call.args[-1] else 1
+    ins = (batch, *(1,) * states, *(None,) * (len(call.ins) - 1 - states))
+    return [Axis("b", x[batch], ins, (batch, *(1,) * states))]
+
+
+# ---------------------------------------------------------------- normalisation and losses
+
+
+@rule("batch_norm")
+def _batch_norm(call: Call) -> list[Axis]:
+    more = len(call.ins) - 1
+    axes = [Axis("b", call.ins[0][0], (0, *(None,) * more), (0,))]
+    return [*axes, Axis("c", call.ins[0][1], (1, *(0,) * more), (1,))]
+
+
+@rule("layer_norm", "rms_norm")
+def _layer_norm(call: Call) -> list[Axis]:
+    kept = len(call.ins[0]) - len(call.args[1])
+    return [Axis(f"b{d}", call.ins[0][d], call.one(0, d), (d,)) for d in range(kept)]
+
+
+@rule("group_norm")
+def _group_norm(call: Call) -> list[Axis]:
+    return [Axis("b", call.ins[0][0], call.one(0, 0), (0,))]
+
+
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "glu")
+def _along_one_dim(call: Call) -> list[Axis]:
+    axis = call.dim(call.argument(1, "dim", -1))
+    return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0]) if d != axis]
+
+
+MEAN = 1
+
+
+@rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+def _cross_entropy(call: Call) -> list[Axis] | None:
+    scores = call.ins[0]
+    reduction = call.argument(3, "reduction", MEAN)
+    smoothing = call.argument(5, "label_smoothing", 0.0) if call.op == "cross_entropy_loss" else 0.0
+    if len(call.ins) > 2 or call.floating[1] or len(scores) < 2:
+        return None
+    rest = (0,) if reduction == 0 else (None,)
+    axes = [Axis("m", scores[0], (0, 0), rest)]
+    if call.op == "cross_entropy_loss" and len(scores) == 2 and not smoothing and reduction != 0:
+        axes.append(_classes(scores[1]))
+    return axes
+
+
+def _classes(size: int) -> Axis:
+    """The classes of a loss: the ranks exchange maxima and sums."""
+    return Axis("v", size, (1, None), (EXCHANGED,))
+
+
+@rule(
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+def _pointwise_loss(call: Call) -> list[Axis] | None:
+    # Weights may stand before the reduction: then only what has defaults is split.
+    where = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(call.op, 2)
+    reduction = call.argument(where, "reduction", MEAN)
+    if len(call.ins) != 2 or call.ins[0] != call.ins[1]:
+        return None
+    return [
+        Axis(f"d{d}", size, (d, d), (d if reduction == 0 else None,)) for d, size in enumerate(call.ins[0])
+    ]
+
+
+@rule("mean", "sum")
+def _reduction(call: Call) -> list[Axis]:
+    gone = call.dims(call.argument(1, "dim"))
+    keeps = len(call.outs[0]) == len(call.ins[0])
+    axes = []
+    for d, size in enumerate(call.ins[0]):
+        place = d if keeps else d - sum(g < d for g in gone)
+        axes.append(Axis(f"d{d}", size, (d,), (None if d in gone else place,)))
+    return axes
+
+
+@rule(
+    "amax", "amin", "argmax", "argmin", "max", "min", "std", "var", "logsumexp", "any", "all", "topk", "sort"
+)
+def _kept_dims(call: Call) -> list[Axis] | None:
+    """Reductions that are no sums: dimensions that stay may be split."""
+    index = 2 if call.op == "topk" else 1
+    dim = call.argument(index, "dim", -1 if call.op in ("topk", "sort") else None)
+    if len(call.ins) != 1 or dim is None:
+        return []
+    gone = call.dims(dim)
+    keeps = len(call.outs[0]) == len(call.ins[0])
+    return [
+        Axis(f"d{d}", size, (d,), (d if keeps else d - sum(g < d for g in gone),) * len(call.outs))
+        for d, size in enumerate(call.ins[0])
+        if d not in gone
+    ]
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d")
+@rule("upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle")
+def _pooling(call: Call) -> list[Axis] | None:
+    spatial = 1 if "1d" in call.op else 3 if "3d" in call.op else 2
+    if len(call.ins[0]) != spatial + 2:
+        return None
+    axes = [Axis("b", call.ins[0][0], (0,), (0,) * len(call.outs))]
+    if call.op != "pixel_shuffle":
+        axes.append(Axis("c", call.ins[0][1], (1,), (1,) * len(call.outs)))
+    return axes
+
+
+# ---------------------------------------------------------------- elementwise and views
+
+
+def _each_dim(call: Call) -> list[Axis]:
+    return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0])]
+
+
+def _elementwise(call: Call) -> list[Axis]:
+    out = call.outs[0]
+    axes = []
+    for d, size in enumerate(out):
+        places = []
+        for shape in call.ins:
+            place = d - (len(out) - len(shape))
+            places.append(place if place >= 0 and shape[place] == size else None)
+        axes.append(Axis(f"d{d}", size, tuple(places), (d,) * len(call.outs)))
+    return axes
+
+
+@rule("prelu")
+def _prelu(call: Call) -> list[Axis]:
+    shared = math.prod(call.ins[1]) == 1
+    return [
+        Axis(f"d{d}", size, (d, 0 if d == 1 and not shared else None), (d,))
+        for d, size in enumerate(call.ins[0])
+    ]
+
+
+@rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze", "unsqueeze", "view_as")
+def _view(call: Call) -> list[Axis] | None:
+    if call.op == "view" and not isinstance(call.argument(1, "size"), (list, tuple)):
+        return None  # the same bytes as another dtype
+    more = (None,) * (len(call.ins) - 1)
+    return [Axis(f"d{a}", size, (a, *more), (b,)) for a, b, size in view_groups(call.ins[0], call.outs[0])]
+
+
+def view_groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Dimensions that correspond across a reshape, with what the number of slices must divide.
+
+    Elements keep their order, so only the leading dimension of each group of dimensions can be split.
+    """
+    a = [d for d, size in enumerate(before) if size != 1]
+    b = [d for d, size in enumerate(after) if size != 1]
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        found.append((a[i], b[j], math.gcd(before[a[i]], after[b[j]])))
+        x, y = before[a[i]], after[b[j]]
+        while x != y:
+            if x < y:
+                i += 1
+                x *= before[a[i]]
+            else:
+                j += 1
+                y *= after[b[j]]
+        i, j = i + 1, j + 1
+    return found
+
+
+@rule("expand")
+def _expand(call: Call) -> list[Axis]:
+    shape, out = call.ins[0], call.outs[0]
+    axes = []
+    for d, size in enumerate(out):
+        place = d - (len(out) - len(shape))
+        axes.append(Axis(f"d{d}", size, (place if place >= 0 and shape[place] == size else None,), (d,)))
+    return axes
+
+
+@rule("transpose", "t", "permute", "numpy_T", "swapaxes", "movedim")
+def _permutation(call: Call) -> list[Axis] | None:
+    order = list(range(len(call.ins[0])))
+    if call.op == "permute":
+        order = [call.dim(d) for d in call.args[1]]
+    elif call.op in ("transpose", "swapaxes"):
+        a, b = call.dim(call.args[1]), call.dim(call.args[2])
+        order[a], order[b] = b, a
+    elif call.op == "movedim":
+        if not isinstance(call.args[1], int):
+            return None
+        moved = order.pop(call.dim(call.args[1]))
+        order.insert(call.dim(call.args[2]), moved)
+    else:
+        order.reverse()
+    return [Axis(f"d{d}", size, (d,), (order.index(d),)) for d, size in enumerate(call.ins[0])]
+
+
+@rule("slice", "narrow", "chunk", "split", "split_with_sizes", "flip", "roll")
+def _cut(call: Call) -> list[Axis] | None:
+    place = 1 if call.op in ("slice", "narrow", "flip") else 2
+    name = "dims" if call.op in ("flip", "roll") else "dim"
+    given = call.argument(place, name, [] if call.op == "roll" else 0)
+    if given == []:
+        return None
+    gone = call.dims(given)
+    return [
+        Axis(f"d{d}", size, (d,), (d,) * len(call.outs))
+        for d, size in enumerate(call.ins[0])
+        if d not in gone
+    ]
+
+
+@rule("select", "unbind")
+def _drop(call: Call) -> list[Axis]:
+    gone = call.dim(call.argument(1, "dim", 0))
+    return [
+        Axis(f"d{d}", size, (d,), (d - (d > gone),) * len(call.outs))
+        for d, size in enumerate(call.ins[0])
+        if d != gone
+    ]
+
+
+@rule("cat", "stack")
+def _join(call: Call) -> list[Axis] | None:
+    dim = call.argument(1, "dim", 0)
+    if any(len(shape) != len(call.ins[0]) for shape in call.ins):
+        return None
+    if call.op == "stack":
+        dim = call.dim(dim, call.outs[0])
+        return [
+            Axis(f"d{d}", size, (d,) * len(call.ins), (d + (d >= dim),)) for d, size in enumerate(call.ins[0])
+        ]
+    dim = call.dim(dim)
+    return [
+        Axis(f"d{d}", size, (d,) * len(call.ins), (d,)) for d, size in enumerate(call.outs[0]) if d != dim
+    ]
+
+
+@rule("pad", "constant_pad_nd")
+def _pad(call: Call) -> list[Axis]:
+    padded = len(call.args[1]) // 2
+    kept = len(call.ins[0]) - padded
+    return [Axis(f"d{d}", size, (d,), (d,)) for d, size in enumerate(call.ins[0][:kept])]

@@ -1,0 +1,43 @@
+"""Reads the JSON files that users hand to the parallel modes: saved plans and measured machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from muster.errors import SettingsError
+from muster.parallel.planning import plan
+from muster.wire.files import read_regular
+
+MAX_BYTES = 64 * 1024 * 1024
+"""Of a file: the plan of a model with 10,000 nodes has some 2 MB."""
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Reads a regular JSON file; a FIFO or an endless device holds nobody up.
+
+    Args:
+        path: the file.
+        what: what it should be, for the error: "the plan".
+
+    Raises:
+        SettingsError: it cannot be read, has more than 64 MiB, or is not JSON.
+    """
+    try:
+        return json.loads(read_regular(path, MAX_BYTES))
+    except OSError as error:
+        raise SettingsError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise SettingsError(f"{what} {path} cannot be read: it is nested too deep") from None
+    except ValueError as error:
+        raise SettingsError(f"{what} {path} cannot be read: it is not JSON: {error}") from error
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """Reads a plan that :meth:`~muster.parallel.planning.plan.Plan.save` wrote.
+
+    Raises:
+        SettingsError: there is none, or not in this format.
+    """
+    return plan.check_saved(read_json(path, "the plan"), path)

@@ -1,0 +1,322 @@
+"""Holds the session of one worker whose script knows nothing of Muster, and its store; starts the script.
+
+``muster run`` starts one agent for each worker whose command is a torch program. The agent joins, waits for
+the group, opens the store's listener on loopback, and runs the command with what torchrun would set. It lives
+as long as its script and no longer:
+
+- The script ends well: the worker has finished. It fails: the worker has failed, with the same exit code or
+  signal, unless another member's script failed first. Then it was a consequence, and the script is started
+  again in the next generation.
+- The generation ends: the script and all it has started are ended (SIGTERM, then SIGKILL), and the script is
+  started again in the next generation, with the ranks of that. A script that has asked for it
+  (:func:`muster.torch.on_new_generation`) learns of both instead and goes on.
+- The agent is killed: the launcher, which leads no other process group for it, kills what is left of its
+  group, script and all. The launcher is killed: its guardian does the same.
+- The scheduler goes: the session waits for it as every worker does, the store's operations wait with it, and
+  the script goes on with what it has connected. What the store held may be lost then, if the scheduler is
+  started again: the agents ask for another generation.
+
+Nothing here runs in the script's process, so neither its interpreter's lock nor its end can harm the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from muster.errors import SIGTERM_EXIT_CODE, MembershipChanged, WorkerError
+from muster.programs.assignment import handover_of, own_keys
+from muster.programs.client import StoreClient
+from muster.programs.link import StoreEndedError, StoreLostError
+from muster.worker import ending, runtime
+from muster.worker.program_environment import (
+    AGENT_PID_VARIABLE,
+    AGENT_VARIABLE,
+    GLOO_VARIABLE,
+    JAX_PROGRAM,
+    NODE_VARIABLE,
+    place_of,
+    torch_variables,
+)
+from muster.worker.session.connection import load_keyring
+
+if TYPE_CHECKING:
+    from muster.worker.session.session import Session
+
+log = logging.getLogger("muster.worker")
+
+TORCH_PREFIX = b"torch/"
+FIRST_FAILURE = b"agent/first-failure"
+LOOK_S = 0.05
+MOST_HEARD_BYTES = 65536
+"""A line of the script is no longer."""
+
+CONSEQUENCE_S = 60.0
+"""So long a script's failure that another's came before may wait for the generation to end."""
+
+RAISED = 1
+"""The exit code of Python after an exception, which may be what the loss of another brought about."""
+
+RAISED_SETTLE_S = 1.0
+CAUGHT_SETTLE_S = 2.0
+"""A process that dies breaks its connections before its end is seen: who fails by an exception waits so long
+for a worse end of another, and longer where its process goes on and had nothing to tear down."""
+
+END_GRACE_S = 5.0
+"""What a script has between SIGTERM and SIGKILL when its generation is over."""
+
+_SET_CHILD_SUBREAPER = 36
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs ``-- COMMAND [ARGUMENT...]`` as a worker of the job that the environment names."""
+    command = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    sys.argv[0] = next((word for word in command if word.endswith(".py")), command[0])  # for `ps`
+    return Agent(command).run()
+
+
+class Agent:
+    """One worker's agent.
+
+    Args:
+        command: what to run.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._script: subprocess.Popen[bytes] | None = None
+        self._session: Session | None = None
+        self._line: socket.socket | None = None
+        self._heard = b""
+        self._lost: StoreClient | None = None
+        self._rebuilds = False
+        self._asked_to_end = False
+        self._starts = 0
+
+    def run(self) -> int:
+        """Joins, and runs the command in one generation after the other; returns its exit code.
+
+        Raises:
+            WorkerError: there is no place for this worker (any more).
+        """
+        gloo = os.environ.get(GLOO_VARIABLE, "")
+        ending.note(encrypts_gloo=gloo == "muster" and JAX_PROGRAM not in self._command)
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        session = self._session = runtime.init("torch")
+        signal.signal(signal.SIGTERM, self._ask_to_end)
+        signal.signal(signal.SIGINT, self._ask_to_end)
+        try:
+            while True:
+                code = self._run_generation(session)
+                if code is not None:
+                    return self._leave(session, code)
+                self._rejoin(session)
+        finally:
+            self._end_script()
+
+    def _ask_to_end(self, number: int, _frame: FrameType | None) -> None:
+        self._asked_to_end = True
+        script, session = self._script, self._session
+        if script is not None and ending.NOTES_VARIABLE not in os.environ:  # a launcher signals all of it
+            script.send_signal(number)
+        if script is None and session is not None:
+            session.leave_now(signal.Signals(number).name)
+
+    def _rejoin(self, session: Session) -> None:
+        while True:
+            try:
+                session.rejoin()
+                return
+            except MembershipChanged as change:
+                log.info("%s", change.message)
+
+    def _leave(self, session: Session, code: int) -> int:
+        """The exit code for the launcher; a script that a signal has ended lets its agent end by the same."""
+        if code == 0:
+            session.release(finished=True)
+        elif self._asked_to_end and code in (-signal.SIGTERM, SIGTERM_EXIT_CODE):
+            session.note_left()
+            return SIGTERM_EXIT_CODE
+        elif code < 0:
+            name = signal.Signals(-code).name
+            runtime.abandon(WorkerError(f"its script was ended by {name}"))
+            with contextlib.suppress(OSError):  # SIGKILL has no other handler
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        else:  # also where no launcher sees how this process ends
+            runtime.abandon(SystemExit(code))
+        return code if code > 0 else 0 if code == 0 else 128 - code
+
+    # ------------------------------------------------------------ one generation
+
+    def _run_generation(self, session: Session) -> int | None:
+        """Runs the script in this generation; returns its exit code, None: the generation is over."""
+        keyring = load_keyring(session.settings, os.environ)
+        me, generation = session.me, session.generation
+        store = StoreClient(session.settings, keyring, me.node_id, me.incarnation, generation)
+        try:
+            place = place_of(session.job_id, generation, session.members, session.rank, self._starts)
+            port = store.open_proxy(TORCH_PREFIX, own_keys(handover_of(session)))
+            variables = {
+                **torch_variables(place, port, os.environ.get(GLOO_VARIABLE, "")),
+                NODE_VARIABLE: me.node_id,
+                AGENT_PID_VARIABLE: str(os.getpid()),
+            }
+            session.report(self._starts + 1, 0.0)  # it has begun, so it holds what state there is
+            script = self._begin(variables)
+            self._starts += 1
+            if self._watch(session, store, script):
+                return self._ended(session, store, script.returncode)
+            if not self._rebuilds or not self._say(over="The generation is over."):
+                self._end_script()
+            return None
+        except MembershipChanged as change:  # it was over before the script could begin
+            log.info("%s", change.message)
+            return None
+        finally:
+            store.close("The generation is over.")
+
+    def _begin(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Starts the script, unless it has lived through the generation before."""
+        if self._script is not None and self._say(variables=dict(variables)):
+            return self._script
+        self._end_script()
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            env = {**os.environ, **variables, AGENT_VARIABLE: str(theirs.fileno())}
+            script = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(),))
+        self._script, self._rebuilds, self._heard = script, False, b""
+        if self._asked_to_end:  # it came just before
+            script.send_signal(signal.SIGTERM)
+        return script
+
+    def _say(self, **said: object) -> bool:
+        """Says something to a script that listens; returns whether it is there."""
+        assert self._line is not None
+        try:
+            self._line.sendall(json.dumps(said).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def _watch(self, session: Session, store: StoreClient, script: subprocess.Popen[bytes]) -> bool:
+        """Waits for the end of the script (True) or of the generation (False)."""
+        assert self._line is not None
+        ended = select.poll()
+        handle, line = os.pidfd_open(script.pid), self._line.fileno()
+        ended.register(handle, select.POLLIN)
+        ended.register(line, select.POLLIN)
+        try:
+            while script.poll() is None:
+                if self._is_over(session, store):
+                    return script.poll() == 0
+                if any(which == line for which, _ in ended.poll(1000 * LOOK_S)):
+                    heard = self._line.recv(4096)
+                    if not heard:
+                        ended.unregister(line)
+                    self._hear(session, store, heard)
+        finally:
+            os.close(handle)
+        return True
+
+    def _hear(self, session: Session, store: StoreClient, heard: bytes) -> None:
+        """Takes in what the script says, a line for each matter."""
+        *lines, rest = (self._heard + heard).split(b"\n")
+        self._heard = rest[:MOST_HEARD_BYTES]
+        for line in lines:
+            if line == b"rebuilds":
+                self._rebuilds = True
+            elif line == b"failed":
+                if self._is_first_failure(session, store, CAUGHT_SETTLE_S):
+                    self._say(first=True)
+            else:
+                # It may say anything.
+                with contextlib.suppress(
+                    ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, WorkerError
+                ):
+                    session.report(**json.loads(line)["report"])
+
+    def _is_over(self, session: Session, store: StoreClient) -> bool:
+        try:
+            if isinstance(store.error, StoreLostError) and self._lost is not store:
+                self._lost = store
+                session.ask_for_new_generation(store.error.message)
+            if session.membership_event is not None:  # a planned change: this worker may go at any time
+                session.step_boundary(self._starts)
+            _ = session.communicator
+        except MembershipChanged as change:
+            log.info("%s", change.message)
+            return True
+        return False
+
+    def _ended(self, session: Session, store: StoreClient, code: int) -> int | None:
+        """Whether a script that has ended ends its worker: not if another member's failed before."""
+        if code == 0 or self._asked_to_end:
+            return code
+        if self._is_first_failure(session, store, RAISED_SETTLE_S if code == RAISED else 0.0):
+            return code
+        deadline = time.monotonic() + CONSEQUENCE_S
+        while time.monotonic() < deadline and not self._asked_to_end:
+            if self._is_over(session, store):
+                log.info("the script ended with %d because another member's did", code)
+                return None
+            time.sleep(LOOK_S)
+        return code
+
+    def _is_first_failure(self, session: Session, store: StoreClient, settle_s: float) -> bool:
+        """Whether no other member's script has failed in this generation before, or does within a while."""
+        me = session.node_id.encode()
+        try:
+            if settle_s:
+                store.wait(FIRST_FAILURE, settle_s)
+            return store.compare_set(FIRST_FAILURE, b"", me) == me
+        except (StoreEndedError, TimeoutError):  # the generation is over, or about to be
+            return False
+
+    def _end_script(self) -> None:
+        """Ends the script and all that it has started, which are children of this process by then."""
+        script, self._script = self._script, None
+        if script is None:
+            return
+        if self._line is not None:
+            self._line.close()
+        if script.poll() is None:
+            script.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                script.wait(END_GRACE_S)
+        if script.poll() is None:
+            script.kill()
+            script.wait()
+        while left := _children():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in left:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """Processes whose parent is this one, by whichever of its threads."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

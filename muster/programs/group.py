@@ -1,0 +1,835 @@
+"""Torch's process group over Muster's encrypted connections, for tensors on CPUs.
+
+A subclass of ProcessGroup and not of Backend, which Python cannot derive from in every torch from 2.5 on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from muster.communicators.base import ARITHMETIC, Membership, ReduceOp, WorkQueue, describe
+from muster.communicators.tcp.communicator import TcpCommunicator
+from muster.communicators.tcp.endpoint import peer_name
+from muster.communicators.tcp.messages import BARRIER, USER, Message, Messages
+from muster.errors import (
+    ArrayError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    FormationTimeoutError,
+    WorkerError,
+)
+from muster.programs.assignment import KEY, Handover
+from muster.programs.callbacks import PROGRAM, Callbacks, caller
+from muster.programs.meeting import close_stations, meet, open_station
+from muster.programs.works import GroupWork, MessageWork
+
+Tensor = Any
+NAME = "muster"
+_AGENT_TIMEOUT = timedelta(seconds=60)
+_MOST_TAG = (1 << 31) - 1
+
+_BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
+_OPERATIONS = {
+    "SUM": ReduceOp.SUM,
+    "AVG": ReduceOp.MEAN,
+    "MIN": ReduceOp.MIN,
+    "MAX": ReduceOp.MAX,
+    "PRODUCT": ReduceOp.PROD,
+}
+_LOGICAL = {
+    "SUM": ReduceOp.MAX,
+    "MAX": ReduceOp.MAX,
+    "BOR": ReduceOp.MAX,
+    "PRODUCT": ReduceOp.MIN,
+    "MIN": ReduceOp.MIN,
+    "BAND": ReduceOp.MIN,
+}
+"""Of truth values, where a sum is "any" and a product "all", as torch's own are."""
+
+Combine = ReduceOp | Callable[..., Any]
+
+
+class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
+    """One group of ranks. Collectives run one at a time, in the order of their calls, the same on all ranks.
+
+    A synchronous collective runs in the thread that calls it; others run in a thread of the group. What fails
+    with anything but :class:`~muster.errors.ArrayError` makes the group unusable, on all ranks.
+
+    Args:
+        store: torch's, with keys of this group alone.
+        rank: of this process within the group.
+        size: how many ranks there are.
+        timeout: of each collective and message.
+        name: for messages.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str = "world") -> None:
+        super().__init__(rank, size)
+        self._closed = False
+        self._process_id = os.getpid()
+        self._group_name = self._group_desc = name
+        timeout_s = timeout.total_seconds()
+        handover = Handover.decode(bytes(_agent_store().get(KEY)))
+        station = open_station(handover, os.environ)
+        try:
+            membership, path = meet(store, handover, station, name or "world", rank, size)
+        except dist.DistStoreError as error:
+            raise FormationTimeoutError(
+                f"Rank {rank} of group {name!r} has not met all of its {size} ranks: {error}",
+                remedy="All ranks must make the same groups in the same order; see the others' logs.",
+            ) from None
+        self._open(membership, station.backend.endpoint, path, timeout_s)
+        self._store = store  # torch lets go of it
+        _opened[id(self)] = self  # and of this, while C++ still calls it
+
+    def _open(self, membership: Membership, endpoint: Any, path: str, timeout_s: float) -> None:
+        self.membership = membership
+        self._endpoint, self._path = endpoint, path
+        self._lanes: dict[str, _Lane] = {}
+        self._lanes_lock = threading.Lock()
+        self._running = threading.local()
+        communicator = TcpCommunicator(membership, endpoint, path=path, timeout_s=timeout_s)
+        self._messages = Messages(
+            membership, endpoint, path=path, timeout_s=timeout_s, others=communicator.links
+        )
+        try:
+            communicator.bring_up(timeout_s, lambda: None)
+        except BaseException:
+            self._messages.close()
+            raise
+        self._lanes[PROGRAM] = self._make_lane(PROGRAM, communicator)
+
+    def _make_lane(self, of: str, communicator: TcpCommunicator) -> _Lane:
+        queue = WorkQueue(f"muster-{self.membership.group}")
+        return _Lane(communicator, queue, Callbacks(self._path, of), is_up=of == PROGRAM)
+
+    def _lane(self) -> _Lane:
+        """That of who calls; made when somebody first does."""
+        of = caller()
+        with self._lanes_lock:
+            lane = self._lanes.get(of)
+            if lane is None:
+                timeout_s = self._lanes[PROGRAM].communicator.timeout_s
+                path = f"{self._path}/{of}"
+                communicator = TcpCommunicator(
+                    self.membership, self._endpoint, path=path, timeout_s=timeout_s
+                )
+                lane = self._lanes[of] = self._make_lane(of, communicator)
+            return lane
+
+    def _all_lanes(self) -> list[_Lane]:
+        with self._lanes_lock:
+            return list(self._lanes.values())
+
+    @property
+    def _communicator(self) -> TcpCommunicator:
+        """That of the collective which this thread runs."""
+        communicator: TcpCommunicator = self._running.communicator
+        return communicator
+
+    # ------------------------------------------------------------ what torch asks
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """See torch."""
+        return NAME
+
+    def name(self) -> str:
+        """See torch."""
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """See torch; C++ finds the group by it."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """See torch."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """See torch."""
+        return self._group_desc
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        """See torch."""
+        self._group_desc = text
+
+    # Before torch 2.6 C++ knows no name of a group without backends.
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    def getRank(self) -> int:  # noqa: N802
+        """See torch."""
+        return self.membership.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """See torch."""
+        return self.membership.world_size
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Changes the deadline of what is called from now on."""
+        self._messages.timeout_s = timeout.total_seconds()
+        for lane in self._all_lanes():
+            lane.communicator.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """Ends what hangs; the group is unusable then."""
+        if self._is_inherited:
+            return
+        error = CommunicatorAbortedError("The process group was aborted.")
+        self._messages.abort(error)
+        for lane in self._all_lanes():
+            lane.communicator.abort(error)
+        _opened.pop(id(self), None)
+
+    def shutdown(self) -> None:
+        """Ends the group after what was called before; idempotent."""
+        if self._closed or self._is_inherited:
+            return
+        while not self._idle:  # callbacks may call more
+            for lane in self._all_lanes():
+                lane.queue.close()
+                lane.callbacks.drain(lane.communicator.timeout_s)
+            if caller() != PROGRAM:
+                break  # a callback ends it, and does not wait for itself
+        self._closed = True
+        self._messages.close()
+        for lane in self._all_lanes():
+            lane.queue.close()
+            lane.callbacks.close()
+            with contextlib.suppress(WorkerError):
+                lane.communicator.close()
+        _opened.pop(id(self), None)
+
+    def end(self) -> None:
+        """Ends the group without waiting for what others have not called."""
+        if self._idle:
+            self.shutdown()
+        else:
+            self.abort()
+
+    @property
+    def _idle(self) -> bool:
+        return all(lane.queue.idle and lane.callbacks.idle for lane in self._all_lanes())
+
+    # ------------------------------------------------------------ running
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process was forked from the one whose group it is."""
+        return os.getpid() != self._process_id
+
+    def _check(self) -> None:
+        """Checks that the group can be used.
+
+        Raises:
+            CommunicatorAbortedError: it was destroyed, or its connections are a parent's: two processes that
+                use the same would mix their records, and encrypt them by the same keys and numbers.
+        """
+        if self._is_inherited:
+            raise CommunicatorAbortedError(
+                f"This process group belongs to process {self._process_id}, and this one was forked from it.",
+                remedy="Make a group in the child: destroy_process_group(), then init_process_group().",
+            )
+        if self._closed:
+            raise CommunicatorAbortedError("The process group was destroyed.")
+
+    def _run(self, action: Callable[[], None], opts: Any, results: Sequence[Tensor]) -> GroupWork:
+        """Does something now if the caller waits anyway, else in the group's thread, in order."""
+        self._check()
+        lane = self._lane()
+        work = GroupWork(results, lane.callbacks)
+        mode = _mode()
+
+        def run() -> None:
+            self._running.communicator = lane.communicator
+            try:
+                if not lane.is_up:
+                    lane.communicator.bring_up(lane.communicator.timeout_s, lambda: None)
+                    lane.is_up = True
+                with mode():
+                    action()
+            except Exception as error:
+                self._fail_others(lane, error)
+                work.finish(error)
+            else:
+                work.finish()
+
+        if lane.queue.idle and not getattr(opts, "asyncOp", True):
+            run()
+            work.wait()
+        else:
+            lane.queue.put(run)
+        return work
+
+    def _fail_others(self, failed: _Lane, error: Exception) -> None:
+        """Makes the group unusable for all callers."""
+        if isinstance(error, WorkerError) and not isinstance(error, ArrayError):
+            for lane in self._all_lanes():
+                if lane is not failed:
+                    lane.communicator.abort(error)
+
+    # ------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        """See torch. Sparse tensors are summed."""
+        opts = opts or dist.AllreduceOptions()
+
+        def action() -> None:
+            for tensor in tensors:
+                if tensor.layout is not torch.strided:
+                    self._sum_sparse(tensor, opts.reduceOp)
+                else:
+                    self._all_reduce(tensor, opts.reduceOp)
+
+        return self._run(action, opts, tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        """See torch."""
+        return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        with _Flat(tensor, writes=True) as flat:
+            combine = operation(op, flat.array)
+            if isinstance(combine, ReduceOp):
+                self._communicator.all_reduce(flat.array, flat.array, combine)
+                return
+            everybodys = flat.array.new_empty((self.size(), flat.array.numel()))
+            self._communicator.all_gather(flat.array, everybodys)
+            combine.reduce(everybodys.numpy(), axis=0, out=flat.array.numpy())  # type: ignore[attr-defined]
+
+    def _sum_sparse(self, tensor: Tensor, op: Any) -> None:
+        """Replaces a sparse COO tensor by the sum of all ranks' ones."""
+        if operation_name(op) != "SUM" or tensor.layout is not torch.sparse_coo:
+            raise ArrayError("Sparse tensors can be summed only, and must be of the layout COO.")
+        mine = tensor.coalesce()
+        head = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape])
+        heads = head.new_empty((self.size(), head.numel()))
+        self._communicator.all_gather(head, heads)
+        if not bool((heads[:, 1:] == heads[0, 1:]).all()):
+            raise ArrayError("The sparse tensors of the ranks differ in shape.")
+        counts = heads[:, 0].tolist()
+        indices = self._gather_rows(mine.indices().t(), counts)
+        values = self._gather_rows(mine.values(), counts)
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+        tensor.copy_(total)  # not that of detach(), which has lists of its own
+
+    def _gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """All ranks' rows, of which rank r has ``counts[r]``."""
+        rows = rows.contiguous()
+        found = rows.new_empty((sum(counts), *rows.shape[1:]))
+        pieces = list(found.split(list(counts)))
+        self._exchange([rows] * self.size(), pieces)
+        return found
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+        """See torch; the tensors of other ranks than the root stay as they are."""
+
+        def action() -> None:
+            for tensor in tensors:
+                self._reduce(tensor, opts.reduceOp, opts.rootRank)
+
+        return self._run(action, opts, tensors)
+
+    def _reduce(self, tensor: Tensor, op: Any, root: int) -> None:
+        is_root = root == self.rank()
+        with _Flat(tensor, writes=is_root) as flat:
+            combine = operation(op, flat.array)
+            if isinstance(combine, ReduceOp):
+                self._communicator.reduce(flat.array, flat.array if is_root else None, combine, root)
+                return
+            everybodys = flat.array.new_empty((self.size(), flat.array.numel())) if is_root else None
+            self._communicator.gather(flat.array, everybodys, root)
+            if everybodys is not None:
+                combine.reduce(everybodys.numpy(), axis=0, out=flat.array.numpy())  # type: ignore[attr-defined]
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> GroupWork:
+        """See torch."""
+        opts = opts or dist.ReduceScatterOptions()
+
+        def action() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                check_parts(parts, output, self.size(), "reduce_scatter")
+                self._reduce_scatter(output, torch.cat([part.reshape(-1) for part in parts]), opts.reduceOp)
+
+        return self._run(action, opts, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> GroupWork:
+        """See torch."""
+        opts = opts or dist.ReduceScatterOptions()
+        return self._run(lambda: self._reduce_scatter(output, given, opts.reduceOp), opts, [output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        """See torch."""
+        opts = opts or dist.ReduceScatterOptions()
+
+        def action() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(output, given, opts.reduceOp)
+
+        return self._run(action, opts, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
+        check_same_dtype(output, given, "reduce_scatter")
+        with _Flat(output, writes=True) as target, _Flat(given) as source:
+            sent, combine = _apart(source.array, target.array), operation(op, source.array)
+            if isinstance(combine, ReduceOp):
+                self._communicator.reduce_scatter(sent, target.array, combine)
+                return
+            parts = sent.new_empty((self.size(), target.array.numel()))
+            self._communicator.all_to_all(sent, parts)
+            combine.reduce(parts.numpy(), axis=0, out=target.array.numpy())  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------ moving
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        """See torch."""
+        opts = opts or dist.BroadcastOptions()
+
+        def action() -> None:
+            for tensor in tensors:
+                with _Flat(tensor, writes=opts.rootRank != self.rank()) as flat:
+                    self._communicator.broadcast(flat.array, opts.rootRank)
+
+        return self._run(action, opts, tensors)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        """See torch."""
+
+        def action() -> None:
+            for parts, given in zip(outputs, inputs, strict=True):
+                check_parts(parts, given, self.size(), "all_gather")
+                with _Flat(given) as source:
+                    found = source.array.new_empty((self.size(), source.array.numel()))
+                    self._communicator.all_gather(source.array, found)
+                    _hand_out(found, parts)
+
+        return self._run(action, opts, [each for parts in outputs for each in parts])
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        """See torch: ``outputs`` has a list of results for each rank."""
+        if len(outputs) != self.size() or any(len(each) != len(inputs) for each in outputs):
+            raise ArrayError(f"all_gather_coalesced needs {self.size()} lists of {len(inputs)} tensors.")
+        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> GroupWork:
+        """See torch."""
+        return self._run(lambda: self._all_gather(output, given), opts, [output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        """See torch."""
+
+        def action() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._all_gather(output, given)
+
+        return self._run(action, opts, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather(self, output: Tensor, given: Tensor) -> None:
+        check_same_dtype(output, given, "all_gather")
+        with _Flat(output, writes=True) as target, _Flat(given) as source:
+            offset = self.rank() * source.array.numel()
+            self._communicator.all_gather(_apart(source.array, target.array, offset), target.array)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> GroupWork:
+        """See torch."""
+        is_root = opts.rootRank == self.rank()
+
+        def action() -> None:
+            for index, given in enumerate(inputs):
+                with _Flat(given) as source:
+                    found = None
+                    if is_root:
+                        check_parts(outputs[index], given, self.size(), "gather")
+                        found = source.array.new_empty((self.size(), source.array.numel()))
+                    self._communicator.gather(source.array, found, opts.rootRank)
+                    if found is not None:
+                        _hand_out(found, outputs[index])
+
+        return self._run(action, opts, [each for parts in outputs for each in parts])
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> GroupWork:
+        """See torch."""
+        is_root = opts.rootRank == self.rank()
+
+        def action() -> None:
+            for index, output in enumerate(outputs):
+                with _Flat(output, writes=True) as target:
+                    sent = None
+                    if is_root:
+                        parts = inputs[index]
+                        check_parts(parts, output, self.size(), "scatter")
+                        with _Flat(torch.cat([part.reshape(-1) for part in parts])) as source:
+                            sent = source.array
+                    self._communicator.scatter(sent, target.array, opts.rootRank)
+
+        return self._run(action, opts, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> GroupWork:
+        """See torch; the sizes count rows, none: all ranks get as many."""
+
+        def action() -> None:
+            check_same_dtype(output, given, "all_to_all")
+            with _Flat(output, writes=True) as target, _Flat(given) as source:
+                sent = _apart(source.array, target.array, None)
+                self._exchange(
+                    split_rows(sent, given.shape, input_sizes, self.size(), "input"),
+                    split_rows(target.array, output.shape, output_sizes, self.size(), "output"),
+                )
+
+        return self._run(action, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        """See torch; the tensors may be of different sizes."""
+        if len(outputs) != self.size() or len(inputs) != self.size():
+            raise ArrayError(f"all_to_all needs {self.size()} tensors to send and as many to fill.")
+
+        def action() -> None:
+            with contextlib.ExitStack() as stack:
+                targets = [stack.enter_context(_Flat(each, writes=True)).array for each in outputs]
+                sources = [stack.enter_context(_Flat(each)).array for each in inputs]
+                self._exchange(sources, targets)
+
+        return self._run(action, opts, outputs)
+
+    def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> None:
+        sources, targets = [describe(each) for each in send], [describe(each) for each in recv]
+        if len({each.dtype for each in (*sources, *targets)}) > 1:
+            raise ArrayError("all_to_all needs tensors of one dtype.")
+        flats = [each.flat for each in sources], [each.flat for each in targets]
+        self._communicator.all_to_all_pieces(*flats, sources[0].dtype)
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        """See torch."""
+        return self._run(lambda: self._communicator.barrier(), opts or dist.BarrierOptions(), [])
+
+    # ------------------------------------------------------------ messages
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> GroupWork:
+        """See torch; over when the other side has called for it."""
+        self.membership.check_peer(peer)
+        return self._message(self._messages.send, tensors, peer, tag, writes=False)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> GroupWork:
+        """See torch."""
+        self.membership.check_peer(peer)
+        return self._message(self._messages.receive, tensors, peer, tag, writes=True)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
+        """See torch."""
+        return self._message(self._messages.receive, tensors, -1, tag, writes=True)
+
+    def _message(
+        self, begin: Callable[..., Message], tensors: Sequence[Tensor], peer: int, tag: int, *, writes: bool
+    ) -> GroupWork:
+        self._check()
+        if not 0 <= tag <= _MOST_TAG:
+            raise ArrayError(f"tag must be from 0 to {_MOST_TAG}; it is {tag}.")
+        flats = [_Flat(each, writes=writes) for each in tensors]
+        views = [describe(flat.array) for flat in flats]
+        messages = [begin(view.flat.view(np.uint8).data, peer, tag, view.dtype, USER) for view in views]
+        mode = _mode()
+
+        def filled() -> None:
+            with mode():
+                for flat in flats:
+                    flat.finish()
+
+        return MessageWork(messages, tensors, self._lane().callbacks, filled if writes else None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Returns when all ranks have called it; says which have not.
+
+        Args:
+            timeout: None: the group's own.
+            wait_all_ranks: name all ranks that did not come, not only the first.
+
+        Raises:
+            CollectiveTimeoutError: on every rank that came, with the names of those that did not.
+        """
+        self._check()
+        timeout_s = timeout.total_seconds() if timeout else self._messages.timeout_s
+        deadline = time.monotonic() + timeout_s
+        if self.size() == 1:
+            return
+        missing = self._count_barrier(deadline) if self.rank() == 0 else self._come_to_barrier(deadline)
+        if not missing:
+            return
+        named = missing if wait_all_ranks else missing[:1]
+        names = ", ".join(peer_name(self.membership.peers[rank]) for rank in named)
+        raise CollectiveTimeoutError(
+            f"monitored_barrier in group {self.membership.group!r}: {names} did not come in {timeout_s:g} s.",
+            remedy="See those workers' logs.",
+        )
+
+    def _count_barrier(self, deadline: float) -> list[int]:
+        """At rank 0: who has not come; all who have get to know."""
+        here = {r: self._messages.receive(_byte(), r, 0, "uint8", BARRIER) for r in range(1, self.size())}
+        missing = []
+        for rank, message in here.items():
+            if not message.wait(max(0.0, deadline - time.monotonic())) or message.error is not None:
+                missing.append(rank)
+        answer = bytes(int(rank in missing) for rank in range(self.size()))
+        answers = [
+            self._messages.send(memoryview(answer), rank, 1, "uint8", BARRIER)
+            for rank in here
+            if rank not in missing
+        ]
+        for message in answers:
+            message.wait(max(0.1, deadline - time.monotonic()))
+        return missing
+
+    def _come_to_barrier(self, deadline: float) -> list[int]:
+        answer = memoryview(bytearray(self.size()))
+        self._messages.send(_byte(), 0, 0, "uint8", BARRIER)
+        heard = self._messages.receive(answer, 0, 1, "uint8", BARRIER)
+        # Rank 0 waits for as long and then says who was missing, which takes a moment.
+        if not heard.wait(max(0.0, deadline - time.monotonic()) + 1.0) or heard.error is not None:
+            return [0]
+        return [rank for rank, flag in enumerate(answer) if flag]
+
+
+@dataclass
+class _Lane:
+    """What one caller's collectives take: connections of their own, in an order of their own.
+
+    Attributes:
+        is_up: the connections stand; those of callbacks are made with their first collective.
+    """
+
+    communicator: TcpCommunicator
+    queue: WorkQueue
+    callbacks: Callbacks
+    is_up: bool
+
+
+class GroupNamedGloo(MusterProcessGroup):
+    """A group of Muster's where torch makes one of Gloo, with what it sets and calls there."""
+
+    class _Options:
+        """What torch sets here is of no effect."""
+
+    options: Any = None  # of torch's own class it cannot be set before torch 2.6
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        **_options: object,  # of Gloo's, more in each torch
+    ) -> None:
+        self.options = self._Options()
+        super().__init__(store, rank, size, timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Calls are numbered anyway."""
+
+
+_opened: dict[int, MusterProcessGroup] = {}
+"""C++ holds groups that Python has let go of; kept until they are shut down."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the groups of a program that ends without destroy_process_group().
+
+    Others may still be in a collective which this rank has done its part of: they go on, for the connection
+    says goodbye, and is not lost.
+    """
+    for group in list(_opened.values()):
+        group.end()
+    close_stations()
+
+
+def _agent_store() -> Any:
+    """This program's agent's listener."""
+    host, _, port = os.environ["MUSTER_STORE"].rpartition(":")
+    return dist.TCPStore(host, int(port), None, False, timeout=_AGENT_TIMEOUT, wait_for_workers=False)
+
+
+def _byte() -> memoryview:
+    return memoryview(bytearray(1))
+
+
+def _mode() -> Callable[[], Any]:
+    """How the caller's tensors may be written; for another thread, which has a mode of its own."""
+    modes: tuple[Callable[[], Any], ...] = torch.no_grad, torch.inference_mode
+    return modes[bool(torch.is_inference_mode_enabled())]
+
+
+# ---------------------------------------------------------------- tensors
+
+
+class _Flat:
+    """A tensor as the communicator takes it: dense, and of a dtype that it knows.
+
+    Attributes:
+        array: over the tensor's memory where that is possible, else a copy, written back by :meth:`finish`.
+    """
+
+    def __init__(self, tensor: Tensor, *, writes: bool = False) -> None:
+        if not tensor.is_cpu:
+            raise ArrayError(
+                f"The process group {NAME!r} takes tensors on the CPU; this one is on {tensor.device}.",
+                remedy='For those of a GPU make another group, with backend="nccl".',
+            )
+        if tensor.layout is not torch.strided:
+            raise ArrayError("Sparse tensors can be summed by all_reduce, and nothing else.")
+        self._tensor = tensor.detach()
+        self._writes = writes
+        plain = self._tensor.resolve_conj().resolve_neg()
+        self._dense = plain.contiguous()
+        self._copied = self._dense.data_ptr() != self._tensor.data_ptr() and tensor.numel() > 0
+        self.array = _known(self._dense)
+
+    def __enter__(self) -> _Flat:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        if kind is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Puts the result where it belongs."""
+        if self._writes and self._copied:
+            self._tensor.copy_(self._dense)
+
+
+def _known(dense: Tensor) -> Tensor:
+    """The same memory in a dtype that the communicator knows."""
+    if dense.is_complex():
+        return torch.view_as_real(dense)
+    if str(dense.dtype).removeprefix("torch.") in ARITHMETIC:
+        return dense
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def _apart(source: Tensor, target: Tensor, offset: int | None = None) -> Tensor:
+    """``source``, or a copy if it shares memory with ``target`` and does not lie exactly ``offset`` in it."""
+    if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+        return source
+    if offset is not None and source.data_ptr() == target.data_ptr() + offset * target.element_size():
+        return source
+    return source.clone()
+
+
+def _hand_out(found: Tensor, parts: Sequence[Tensor]) -> None:
+    for row, part in zip(found, parts, strict=True):
+        with _Flat(part, writes=True) as flat:
+            flat.array.view(-1).copy_(row)
+
+
+def check_same_dtype(first: Tensor, second: Tensor, what: str) -> None:
+    """Checks that input and output of a collective have one dtype.
+
+    Raises:
+        ArrayError: they do not.
+    """
+    if first.dtype != second.dtype:
+        raise ArrayError(f"{what} needs tensors of one dtype; these have {first.dtype} and {second.dtype}.")
+
+
+def check_parts(parts: Sequence[Tensor], like: Tensor, size: int, what: str) -> None:
+    """Checks that there is a tensor for each rank, of the dtype and number of elements of ``like``.
+
+    Raises:
+        ArrayError: there is not.
+    """
+    if len(parts) != size:
+        raise ArrayError(f"{what} needs a list of {size} tensors, one for each rank; it has {len(parts)}.")
+    for part in parts:
+        check_same_dtype(part, like, what)
+        if part.numel() != like.numel():
+            raise ArrayError(f"{what} needs tensors of one size; these have {part.numel()}, {like.numel()}.")
+
+
+def split_rows(
+    flat: Tensor, shape: Sequence[int], sizes: Sequence[int], ranks: int, name: str
+) -> list[Tensor]:
+    """Cuts a tensor into rows for each rank.
+
+    Args:
+        flat: the tensor.
+        shape: as the user gave it.
+        sizes: rows for each rank; none: as many for each.
+        ranks: how many ranks there are.
+        name: "input" or "output", for messages.
+
+    Raises:
+        ArrayError: the sizes do not fit the tensor.
+    """
+    rows = shape[0] if len(shape) else 1
+    if not sizes:
+        if rows % ranks:
+            raise ArrayError(f"The {name} has {rows} rows, which {ranks} ranks cannot share evenly.")
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
+        raise ArrayError(f"The {name}'s split sizes {list(sizes)} are not {ranks} that sum to {rows} rows.")
+    per_row = flat.numel() // rows if rows else math.prod(shape[1:])
+    return list(flat.reshape(-1).split([count * per_row for count in sizes]))
+
+
+# ---------------------------------------------------------------- operations
+
+
+def operation_name(op: Any) -> str:
+    """The name of one of torch's operations: "SUM", say."""
+    return next((name for name in (*_OPERATIONS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
+
+
+def operation(op: Any, tensor: Tensor) -> Combine:
+    """What combines values of this tensor's dtype: one of the communicator's operations, or NumPy's.
+
+    Raises:
+        ArrayError: there is none.
+    """
+    name = operation_name(op)
+    if tensor.dtype is torch.bool and name in _LOGICAL:
+        return _LOGICAL[name]
+    if name in _OPERATIONS:
+        return _OPERATIONS[name]
+    if name in _BITWISE and not tensor.is_floating_point():
+        return _BITWISE[name]
+    raise ArrayError(f"{name} is not defined for {tensor.dtype} in the backend {NAME!r}.")

@@ -1,0 +1,146 @@
+"""Handles of what a process group does, as torch wants them: to wait for, and as futures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import Work
+
+from muster.errors import CollectiveTimeoutError
+from muster.programs.callbacks import CallbackFuture, Callbacks
+
+if TYPE_CHECKING:
+    from muster.communicators.tcp.messages import Message
+
+Tensor = Any
+_SIGNALS_S = 0.1
+"""How long one wait lasts at most: a signal that another thread takes is handled between two."""
+
+
+class GroupWork(Work):  # type: ignore[misc]  # torch has no types here
+    """Something under way or over.
+
+    Args:
+        tensors: its results.
+        callbacks: of who has called it.
+        ordered: callbacks run in the order in which they are attached; else whenever it is over.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], callbacks: Callbacks, *, ordered: bool = True) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._callbacks = callbacks
+        self._ordered = ordered
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._future: Any = None
+        self._lock = threading.Lock()
+
+    def finish(self, error: Exception | None = None) -> None:
+        """It is over."""
+        with self._lock:
+            self._error = error
+            self._over.set()
+            future = self._future
+        if future is not None:
+            self._callbacks.complete(lambda: self._complete(future))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Waits until the results are there.
+
+        Raises:
+            CollectiveTimeoutError: they are not within ``timeout``; it goes on nevertheless.
+            CommunicatorError: what it failed with.
+        """
+        left_s = timeout.total_seconds()
+        while not self._over.is_set():
+            if timeout > timedelta(0) and left_s <= 0:
+                raise CollectiveTimeoutError(f"It was not done in {timeout.total_seconds():g} s.")
+            pause_s = min(_SIGNALS_S, left_s) if timeout > timedelta(0) else _SIGNALS_S
+            self._over.wait(pause_s)
+            left_s -= pause_s
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # another wait adds to it
+        return True
+
+    def synchronize(self) -> None:
+        """See torch; the same as to wait, on a CPU."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is over, and well."""
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """What it failed with."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The tensors with the results."""
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """A future of the tensors; what it failed with is raised by whatever waits for that."""
+        with self._lock:
+            if self._future is None:
+                self._future = CallbackFuture(self._callbacks, ordered=self._ordered)
+                if self._over.is_set():
+                    self._complete(self._future)
+        return self._future
+
+    def _complete(self, future: Any) -> None:
+        if self._error is not None:
+            future.fail(self._error)
+        else:
+            future.set_result(self._tensors)
+
+
+class MessageWork(GroupWork):
+    """A message, or several, to or from one rank.
+
+    Args:
+        messages: all of them must be over.
+        tensors: that are sent or filled.
+        callbacks: of who has called for it.
+        filled: called when they are, before anybody who waits goes on.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tensors: Sequence[Tensor],
+        callbacks: Callbacks,
+        filled: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(tensors, callbacks, ordered=False)
+        self._messages = messages
+        self._left = len(messages)
+        self._filled = filled
+        self._count_lock = threading.Lock()
+        for message in messages:
+            message.when_done(self._ended)
+        if not messages:
+            self.finish()
+
+    def _ended(self, error: Exception | None) -> None:
+        with self._count_lock:
+            self._left -= 1
+            last = self._left == 0
+        if error is None and last and self._filled is not None:
+            try:
+                self._filled()
+            except Exception as failure:  # this thread serves others, and would not wake who waits
+                error = failure
+        if (error is not None or last) and not self.is_completed():
+            self.finish(error)
+
+    def _source_rank(self) -> int:
+        """Which rank a message of anybody came from."""
+        return self._messages[0].peer

@@ -1,0 +1,10 @@
+"""Training with torch: what :mod:`muster` offers for it, in one place. Importing it imports torch."""
+
+from muster.programs.generations import Generation as Generation
+from muster.programs.generations import on_new_generation as on_new_generation
+from muster.torch.capture import CaptureError as CaptureError
+from muster.torch.capture import TrainingStep as TrainingStep
+from muster.torch.capture import capture_step as capture_step
+from muster.torch.data_parallel import DataParallel as DataParallel
+from muster.torch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from muster.torch.state import TorchTrainingState as TorchTrainingState

@@ -1,0 +1,605 @@
+"""``muster.capture_step``: a whole training step (forward, backward, AllReduce, optimizer) as one CUDA graph.
+
+With small batches a GPU waits for the host, which launches some thousand kernels per step. A captured step
+is launched once; the AllReduce of each bucket runs inside it, beside the rest of the backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from muster.communicators.base import Communicator, ReduceOp
+from muster.errors import ArrayError, SettingsError, WorkerError
+from muster.torch.optimizer_state import check_trains
+from muster.torch.sharded_optimizer import ShardedOptimizer
+from muster.torch.sparse_gradients import SparseGradients
+from muster.torch.transfer import array_of
+
+Tensors = tuple[Any, ...]
+
+
+class StepBody:
+    """The work of a step, whether a graph records it or not. The arguments are ``capture_step``'s."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        *,
+        autocast: Any | None,
+        clip_norm: float | None,
+        accumulate: int,
+    ) -> None:
+        self._loss, self._model, self._optimizer = loss, model, optimizer
+        self._autocast, self._clip_norm, self._accumulate = autocast, clip_norm, accumulate
+        self._device = next(model.parameters()).device
+
+    def run(self, batch: Tensors, samples: int | None = None) -> Any:
+        """Trains on a batch, which is on the device.
+
+        Args:
+            batch: tensors for the loss function.
+            samples: how many this rank has, where ranks have different numbers; 0: none, but take part.
+
+        Returns:
+            The loss of this rank's samples, a 0-dim tensor.
+
+        Raises:
+            ArrayError: it cannot be cut into parts.
+        """
+        total = self.differentiate(batch, samples)
+        self.update()
+        return total
+
+    def differentiate(self, batch: Tensors, samples: int | None = None) -> Any:
+        """The part of :meth:`run` that comes to gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+        uneven = getattr(self._model, "uneven_batch", None) if samples is not None else None
+        with uneven(samples) if uneven else contextlib.nullcontext():
+            total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        return total
+
+    def update(self) -> None:
+        """The part of :meth:`run` that changes parameters."""
+        self._optimizer.step()
+
+    def _passes(self, batch: Tensors) -> Any:
+        """Forward and backward passes over the parts of a batch; returns the loss."""
+        parts = self._parts(batch)
+        no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
+        total = None
+        for number, (share, part) in enumerate(parts, 1):
+            with contextlib.nullcontext() if number == len(parts) else no_sync():
+                with self._precision():
+                    loss = self._loss(*part)
+                loss = loss * share if len(parts) > 1 else loss
+                loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        return total
+
+    def _parts(self, batch: Tensors) -> list[tuple[float, Tensors]]:
+        """The parts of a batch, each with its share of the samples: the last part may be smaller."""
+        if self._accumulate == 1:
+            return [(1.0, batch)]
+        lengths = {len(tensor) if tensor.dim() else 0 for tensor in batch}
+        if len(lengths) != 1 or lengths == {0}:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch)
+            raise ArrayError(
+                f"accumulate={self._accumulate} cuts all tensors of a batch along their first axis,"
+                f" which must be as long in each; these have the shapes {shapes}.",
+                remedy="What is no part of the batch can be bound by the loss function.",
+            )
+        count = lengths.pop()
+        cut = zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True)
+        return [(len(part[0]) / count, part) for part in cut]
+
+    def _precision(self) -> Any:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+    def _clip(self, norm: float) -> None:
+        whole = getattr(self._model, "clip_grad_norm_", None)
+        if whole is not None:  # ranks have parts of the gradients, and of their norm
+            whole(norm)
+            return
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)
+
+
+_MOST_CHANGES = 10
+"""Settings that change this many times before a capture count as changing in each step."""
+
+
+_trains, _in_training = attrgetter("requires_grad"), attrgetter("training")
+
+
+class CapturedSettings:
+    """An optimizer's settings and a model's modes, so that a captured step notices what it would not follow.
+
+    Learning rates become tensors on the GPU: a number would be fixed in the graph for ever.
+
+    Args:
+        optimizer: of torch.
+        model: which of its parameters are frozen, and which of its modules are in training mode, counts.
+        device: where the model is.
+    """
+
+    def __init__(self, optimizer: Any, model: Any, device: Any) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._modules = list(model.modules())
+        self._parameters = [
+            each for module in self._modules for each in module._parameters.values() if each is not None
+        ]
+        self._modes = self._modes_now()
+        self._before: list[Any] = []
+        self._changes = 0
+        self._last = ""
+        self._make_rates()
+
+    def changed(self) -> bool:
+        """Whether modes, or other settings than learning rates, are not what they were at the last call."""
+        modes, self._modes = self._modes, self._modes_now()
+        return self._settings_changed() or self._count(modes != self._modes, "which parts of the model train")
+
+    def _modes_now(self) -> list[bool]:
+        return [*map(_trains, self._parameters), *map(_in_training, self._modules)]
+
+    def _settings_changed(self) -> bool:
+        settings = [
+            {key: id(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            | {"lr": None, "params": len(group["params"])}
+            for group in self._optimizer.param_groups
+        ]
+        before, self._before = self._before, settings
+        if settings == before or not before:
+            return False
+        if len(settings) != len(before):
+            self._make_rates()
+            return True
+        pairs = zip(before, settings, strict=True)
+        keys = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
+        return self._count(True, f"the optimizer's {', '.join(keys)}")
+
+    def _count(self, changed: bool, what: str) -> bool:
+        if changed:
+            self._changes += 1
+            self._last = what
+        return changed
+
+    def obstacle(self) -> str | None:
+        """Why a capture with these settings would be of no use; None: no reason is known."""
+        if self._changes < _MOST_CHANGES:
+            return None
+        return f"{self._last} changes in each step, and a graph holds it fixed"
+
+    def captured(self) -> None:
+        """Notes that a graph holds the settings: changes are counted anew."""
+        self._changes = 0
+
+    def update_rates(self) -> None:
+        """Brings learning rates that were set by hand, or by a scheduler, to where a graph reads them."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                rate.fill_(float(group["lr"]))
+                group["lr"] = rate
+
+    def _make_rates(self) -> None:
+        self._rates = []
+        for group in self._optimizer.param_groups:
+            self._rates.append(torch.tensor(float(group["lr"]), device=self._device))
+            group["lr"] = self._rates[-1]
+
+
+def host_bound(optimizer: Any) -> str | None:
+    """Why no graph can hold this optimizer's step; None: no reason is known."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS decides on the host how often to evaluate the loss"
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            if not group["capturable"]:
+                return f"{kind} reads its step count on the host: make it with capturable=True"
+        elif type(optimizer).__module__.startswith("torch.optim") and not group.get("fused"):
+            remedy = ": make it with fused=True" if "fused" in group else ""
+            return f"{kind} reads its learning rate on the host{remedy}"
+    return None
+
+
+_log = logging.getLogger(__name__)
+_LAUNCH_WAIT_S = 0.02
+"""Longer than a launch takes, unless it waits for a step that has broken."""
+
+
+class CaptureError(WorkerError):
+    """A step cannot be captured into a CUDA graph; says why."""
+
+
+class TrainingStep:
+    """One training step; made by :func:`capture_step`. Call it with the tensors of a batch."""
+
+    reason: str | None
+    """Why steps run eagerly; None while they are, or are going to be, captured."""
+
+    def __init__(
+        self,
+        body: StepBody,
+        model: Any,
+        optimizer: Any,
+        *,
+        warmup_steps: int,
+        capture: bool,
+        strict: bool,
+    ) -> None:
+        self._body, self._model, self._optimizer = body, model, optimizer
+        self._warmup_steps, self._strict = warmup_steps, strict
+        self._device = next(model.parameters()).device
+        self._graph: Any = None
+        self._update: Any = None
+        self._updates_last = False
+        self._static: tuple[Any, ...] = ()
+        self._fed: tuple[tuple[Any, ...], Any] | None = None
+        self._static_loss: Any = None
+        self._eager_steps = 0
+        self._communicator: Communicator | None = None
+        self._held: list[Any] = []
+        self._capture_failed = False
+        self._forget: Callable[[], None] = _nothing
+        self._note: Callable[[str], None] = _ignore
+        self._lock = threading.Lock()
+        self._ended = False
+        self.reason = None if capture else "capture is switched off"
+        self._decline(self.obstacle())
+        if self.reason is None:
+            self._stream = torch.cuda.Stream(self._device)
+            self._copies = torch.cuda.Stream(self._device)
+            self._settings = CapturedSettings(optimizer, model, self._device)
+            drop = weakref.WeakMethod(self._drop)  # the optimizer may live longer
+            optimizer.register_load_state_dict_post_hook(lambda _: (call := drop()) and call())
+
+    # ------------------------------------------------------------ what users call
+
+    def __call__(self, *batch: Any, samples: int | None = None) -> Any:
+        """Trains one step on a batch.
+
+        Args:
+            batch: tensors for the loss function; none: those given to :meth:`feed` before.
+            samples: how many this rank has, where ranks have different numbers, as in the last batch of an
+                epoch: gradients are averaged over all samples then. 0: none, but take part. All ranks must
+                give it in such a step, which runs eagerly.
+
+        Returns:
+            The loss of this rank's samples, a 0-dim tensor that the next step overwrites. The host does not
+            wait for it.
+
+        Raises:
+            ArrayError: the batch is not all tensors; with ``accumulate``, their first axes differ.
+            SettingsError: there is no batch.
+        """
+        if not batch and samples != 0:
+            batch = self._take_fed()
+        wrong = [type(part).__name__ for part in batch if not isinstance(part, torch.Tensor)]
+        if wrong:
+            raise ArrayError(
+                f"a batch is made of tensors, not of {', '.join(wrong)}",
+                remedy="Let the loss function bind what is no part of the batch.",
+            )
+        self._follow_communicator()
+        check = getattr(self._model, "check_step", None)
+        if check is not None:
+            check(begins=True)
+        if self.reason is None and self._settings.changed():
+            self._drop()
+            self._decline(self._settings.obstacle())
+        if self.reason is not None:
+            self._before_update()
+            return self._body.run(self._to_device(batch), samples)
+        uneven = samples is not None or getattr(self._model, "uneven", False)
+        if self._graph is None or uneven or not self._fits(batch):
+            self._before_update()
+        if self._graph is None and self._eager_steps >= self._warmup_steps and not uneven:
+            self._capture(self._to_device(batch))
+        if self._graph is None or uneven or not self._fits(batch):
+            self._eager_steps += 1
+            return self._run_eagerly(self._to_device(batch), samples)
+        self._settings.update_rates()
+        with self._lock:  # an abort in another thread may take the graph away
+            if self._graph is not None:
+                for static, given in zip(self._static, batch, strict=True):
+                    static.copy_(given, non_blocking=True)
+                self._note("captured_step")
+                if not self._updates_last:  # another step of this model may have said so of itself
+                    self._before_update()
+                getattr(self._model, "before_replay", _nothing)()
+                self._graph.replay()
+                self._before_update()
+                self._update.replay()
+        if self._ended:
+            self.release()
+        return self._static_loss
+
+    def feed(self, *batch: Any) -> None:
+        """Starts copying the next batch to the GPU, beside the running step; pin it for that to work."""
+        if self.reason is not None:
+            self._fed = (batch, None)
+            return
+        with torch.cuda.stream(self._copies):
+            copies = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
+            self._fed = (copies, self._copies.record_event())
+
+    def mean_over_ranks(self, loss: Any) -> float:
+        """The mean of the ranks' losses, for a line of progress. All ranks call it; the host waits.
+
+        Args:
+            loss: of one element, as a step returned it.
+
+        Raises:
+            MembershipChanged: call it within ``with step``, so that an elastic loop redoes the step.
+        """
+        communicator = getattr(self._model, "communicator", None)
+        mean = loss.detach().to(torch.float32, copy=True).reshape(1)
+        if communicator is not None:
+            array = array_of(communicator, mean)
+            communicator.all_reduce(array, array, ReduceOp.MEAN)
+            communicator.synchronize()  # a plain read would return what an aborted collective left, or hang
+        return float(mean)
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next step of the captured shape is launched as a graph."""
+        return self._graph is not None
+
+    def release(self) -> None:
+        """Gives up the graph. Runs by itself on an abort, or before a close; idempotent."""
+        self._ended = True
+        if not self._lock.acquire(timeout=_LAUNCH_WAIT_S):
+            return  # a launch hangs until the abort frees it; that thread then releases the graph itself
+        try:
+            graphs = [graph for graph in (self._update, self._graph) if graph is not None]
+            self._graph = self._update = None
+            self._say_updates_last(False)
+            self._eager_steps = 0
+            for graph in graphs:
+                graph.reset()
+        finally:
+            self._lock.release()
+
+    def _before_update(self) -> None:
+        """Lets the GPU finish what has to be done before parameters change, as copies of them."""
+        getattr(self._model, "before_update", _nothing)()
+
+    def _say_updates_last(self, updates_last: bool) -> None:
+        self._updates_last = updates_last
+        if hasattr(self._model, "updates_last"):
+            self._model.updates_last = updates_last
+
+    def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
+        """Runs a step eagerly on the capture's stream, which makes what libraries create lazily for it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            loss = self._body.run(batch, samples)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return loss
+
+    # ------------------------------------------------------------ capturing
+
+    def obstacle(self) -> str | None:
+        """Why the step cannot be captured; None if it can."""
+        if SparseGradients(self._model).parameters:
+            return "sparse gradients cannot be captured: each step reads how many rows there are"
+        if self._device.type != "cuda":
+            return f"the module is on the {self._device.type}"
+        bound = host_bound(self._optimizer)
+        if bound is not None:
+            return bound
+        communicator = getattr(self._model, "communicator", None)
+        if communicator is not None and not communicator.capturable:
+            return f'the backend "{communicator.name}" cannot be captured'
+        return getattr(self._model, "capture_obstacle", None)
+
+    def _decline(self, reason: str | None) -> None:
+        if reason is None or self.reason is not None:
+            return
+        if self._strict:
+            raise CaptureError(f"this step cannot be captured: {reason}", remedy="Or leave strict out.")
+        self.reason = reason
+        _log.warning("training steps run eagerly: %s", reason)
+
+    def _capture(self, batch: tuple[Any, ...]) -> None:
+        self._settings.update_rates()
+        static = tuple(tensor.clone() for tensor in batch)
+        graph, update, loss, error = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), None, None
+        versions = self._versions()
+        generators: list[Any] = getattr(self._model, "captured_generators", list)()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        communicator: Any = self._communicator
+        self._note = _ignore if communicator is None else communicator.note
+        self._ended = False
+        if communicator is not None:  # before the capture: an abort may come at any time
+            self._forget = communicator.before_end(self.release)
+        try:
+            # thread_local: other threads (heartbeats, the autograd engine) may call CUDA meanwhile
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                loss = self._body.differentiate(static)
+            updates_last = self._versions() == versions
+            with torch.cuda.graph(
+                update, pool=graph.pool(), stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self._body.update()
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            free_generators(self._device, generators)
+        succeeded = False
+        try:
+            succeeded = self._all_succeeded(error is None)
+        finally:
+            if not succeeded:
+                update.reset()
+                graph.reset()
+                self._drop()
+                self._forget_gradients()
+        if not succeeded:
+            self._capture_failed = True
+            self._decline(error or "another rank could not capture it")
+            return
+        self._settings.captured()
+        self._held = self._of_model()
+        with self._lock:
+            self._static, self._static_loss, self._graph, self._update = static, loss, graph, update
+            self._say_updates_last(updates_last)
+        if self._ended:
+            self.release()
+
+    def _versions(self) -> list[int]:
+        """Changes in place of each parameter so far."""
+        return [parameter._version for parameter in self._model.parameters()]
+
+    def _drop(self) -> None:
+        """Gives up the graph and begins to warm up anew."""
+        self._forget()
+        self.release()
+        self._held = []
+
+    def _forget_gradients(self) -> None:
+        """Clears gradients after a capture that failed on some rank: it computed and sent nothing."""
+        self._optimizer.zero_grad(set_to_none=True)
+        getattr(self._model, "forget_backward", _nothing)()
+
+    def _all_succeeded(self, succeeded: bool) -> bool:
+        flag = torch.tensor([int(succeeded)], dtype=torch.int32, device=self._device)
+        if self._communicator is not None:
+            self._communicator.all_reduce(flag, flag, ReduceOp.MIN)
+        return bool(flag.item())
+
+    def _follow_communicator(self) -> None:
+        """Begins anew with another generation's communicator, as newcomers do."""
+        communicator = getattr(self._model, "communicator", None)
+        if communicator is self._communicator:
+            if self._graph is not None and any(map(operator.is_not, self._held, self._of_model())):
+                self._drop()  # gradients lie elsewhere now: the graph would use memory that is free
+            return
+        self._communicator = communicator
+        self._drop()
+        if self._capture_failed:
+            self._capture_failed, self.reason = False, None
+
+    def _of_model(self) -> list[Any]:
+        """The wrapper's tensors that a graph holds: kept, so that the memory stays, and compared."""
+        return [getattr(self._model, name, None) for name in ("buckets", "_numbers")]
+
+    def _fits(self, batch: tuple[Any, ...]) -> bool:
+        return len(batch) == len(self._static) and all(
+            given.shape == static.shape and given.dtype == static.dtype
+            for given, static in zip(batch, self._static, strict=True)
+        )
+
+    # ------------------------------------------------------------ batches
+
+    def _to_device(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
+
+    def _take_fed(self) -> tuple[Any, ...]:
+        if self._fed is None:
+            raise SettingsError("a step without a batch needs feed() before it")
+        (batch, event), self._fed = self._fed, None
+        if event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(event)
+            for tensor in batch:
+                tensor.record_stream(current)
+        return batch
+
+
+def capture_step(
+    loss: Callable[..., Any],
+    model: Any,
+    optimizer: Any,
+    *,
+    autocast: Any | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    warmup_steps: int = 3,
+    capture: bool = True,
+    strict: bool = False,
+) -> TrainingStep:
+    """Makes a training step that runs as one CUDA graph where that is possible.
+
+    ::
+
+        step = muster.capture_step(
+            lambda images, labels: cross_entropy(model(images), labels),
+            model, optimizer, autocast=torch.bfloat16,
+        )
+        for images, labels in batches:
+            loss = step(images, labels)
+
+    The first ``warmup_steps`` calls train eagerly (libraries choose their algorithms then); the next one
+    captures. A batch of another shape runs eagerly. Learning rates may be changed at any time through
+    ``optimizer.param_groups`` or a scheduler. A graph holds fixed: other settings, what
+    ``optimizer.load_state_dict`` brings, which parameters are frozen, which modules are in training mode.
+    After a change of those, which all ranks must make, it is captured anew. Where capture fails, on any rank,
+    all ranks go on eagerly and ``step.reason`` says why.
+
+    Args:
+        loss: gets the batch, calls the model, returns a scalar, a mean over the samples; must not read the
+            GPU (``item()``, ``if`` on a tensor).
+        model: a :class:`muster.DataParallel`, or a bare module in a job of one.
+        optimizer: of torch; ``SGD(fused=True)`` or ``AdamW(fused=True, capturable=True)`` are fast.
+        autocast: dtype of mixed precision, or None. Losses are not scaled, as float16 would need it.
+        clip_norm: clip the averaged gradient to this norm.
+        accumulate: cut each batch along the first axis into so many parts (fewer where it is too short),
+            and reduce once. Parts count by their samples, so a loss that is a mean over them gives what the
+            whole batch would.
+        warmup_steps: eager steps before the capture, at least 2.
+        capture: False: always run eagerly.
+        strict: raise :class:`CaptureError` instead of running eagerly.
+
+    Raises:
+        SettingsError: an argument is out of range, or the optimizer is not one of this model.
+        CaptureError: with ``strict``, the step cannot be captured.
+    """
+    if warmup_steps < 2:
+        raise SettingsError(
+            f"warmup_steps is at least 2 (optimizers make their state then), not {warmup_steps}"
+        )
+    if accumulate < 1:
+        raise SettingsError(f"accumulate is at least 1, not {accumulate}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise SettingsError(
+            "a ShardedOptimizer runs collectives of its own: call its step() without capture_step"
+        )
+    check_trains(optimizer, model)
+    body = StepBody(loss, model, optimizer, autocast=autocast, clip_norm=clip_norm, accumulate=accumulate)
+    return TrainingStep(body, model, optimizer, warmup_steps=warmup_steps, capture=capture, strict=strict)
+
+
+def free_generators(device: Any, others: Sequence[Any]) -> None:
+    """Frees the GPU's random generators from a failed capture, in which torch leaves them."""
+    for generator in (torch.cuda.default_generators[device.index], *others):
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def is_recording(device: Any) -> bool:
+    """Whether what is called now is recorded into a graph, and computed by its replays only."""
+    return bool(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _ignore(text: str) -> None:
+    return None

@@ -1,0 +1,617 @@
+"""``muster.DataParallel``: data-parallel training of a torch module, on GPUs (NCCL) and CPUs alike."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from muster.communicators.base import Communicator, ReduceOp
+from muster.errors import SettingsError, WorkerError
+from muster.torch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
+from muster.torch.functional_call import let_functional_call_know
+from muster.torch.passes import RankNumbers, UnfinishedPasses
+from muster.torch.sparse_gradients import SparseGradients
+from muster.torch.sync_batch_norm import adopt
+from muster.torch.transfer import (
+    FROZEN,
+    Lane,
+    array_of,
+    broadcast_tensors,
+    check_same_tensors,
+    gather_numbers,
+    gather_rows,
+)
+from muster.torch.wrapper import MasterWeights, ModuleWrapper, communicator_of
+from muster.training.buckets import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
+from muster.training.frameworks import warn_if_data_is_not_divided
+
+_DTYPES = {None: None, "bf16": torch.bfloat16}
+DEFAULT_LAST_BYTES = 4 * 2**20
+DEFAULT_IN_PLACE_BYTES = 2**20
+
+
+class DataParallel(ModuleWrapper):
+    """Wraps a module so that every backward pass leaves gradients averaged over all ranks.
+
+    ::
+
+        model = muster.DataParallel(module)
+        loss_function(model(images), labels).backward()   # gradients are averaged when this returns
+        optimizer.step()
+
+    Gradients travel in flat buckets while the backward pass still runs; afterwards each ``parameter.grad``
+    is a view into its bucket, but for large ones on a CPU. Parameters without a gradient on this rank count
+    as zero; where no rank has one, ``grad`` stays None. Buffers (BatchNorm statistics) are rank 0's after
+    every training step.
+    ``state_dict``, the names of parameters and the signature of ``forward`` are the bare module's. A
+    parameter has one wrapper: a later one takes the earlier one's place. A hook of yours on a parameter sees
+    this rank's own gradient. What is unfrozen after the wrapping, on all ranks, is averaged from then on.
+
+    ``Embedding`` and ``EmbeddingBag`` layers with ``sparse=True`` have sparse gradients, whose rows travel
+    after the buckets. ``copy.deepcopy`` copies the module into a wrapper of its own, and a pickle is read in
+    any job. ``torch.optim.swa_utils.AveragedModel(model)`` averages it; with masters, ``use_buffers=True``.
+
+    ``torch.nn.SyncBatchNorm`` layers normalise with the statistics of all ranks' samples, also where ranks
+    have different numbers, and in captured steps. All ranks must use the same ones in the same order.
+
+    A rank that leaves a training pass unfinished (an error that the script catches, a batch that it skips)
+    and goes on with the next would be a step apart. The ranks compare that with their gradients: on a CPU in
+    that very backward pass; on a GPU without a wait, at the beginning of the next step that finds the result.
+    So a forward pass in training mode without a backward pass belongs under ``torch.no_grad()``.
+
+    Within the training loop of Accelerate, Transformers or Lightning, which divide the data among the
+    processes that they know, it warns where those are fewer (``muster.errors.DataNotDividedWarning``).
+
+    Args:
+        module: on one device; its parameters need not be the same on all ranks, those of rank 0 are taken.
+        session: whose communicator to use; None: that of ``muster.init()``.
+        communicator: use this one instead of a session's.
+        gradients_mean: average over ranks; False: sum. What was summed is summed again if gradients are not
+            cleared before the next pass; accumulate in :meth:`no_sync`.
+        parameter_broadcast: take parameters and buffers from rank 0 now.
+        broadcast_buffers: keep buffers equal to rank 0's.
+        forward_sync_buffers: the same, by the name that torch 2.15 has for it; it decides where it is given.
+        elastic: send nothing now: members may be there already. :meth:`join` follows, on all ranks.
+        weights: "bf16": compute with bfloat16 weights (but for normalisation layers) and keep float32
+            masters, which ``parameters()`` gives to the optimizer then. Faster than autocast. All
+            parameters must be float32 and require gradients; what no rank used counts as having a gradient
+            of zero, so that weight decay and momentum go on. None: as they are.
+        compression: "bf16": gradients travel as bfloat16, but for complex ones; None: in their own dtype.
+        bucket_bytes: cap of a bucket, in bytes.
+        first_bytes: cap of the first one.
+        last_bytes: so many bytes at the end of the backward pass travel apart from what comes before.
+        in_place_bytes: on a CPU gradients of so many bytes are reduced one by one, where autograd has put
+            them, because copying costs more; unless they are compressed or have masters.
+
+    Attributes:
+        updates_last: the next step's graphs change parameters in the last one alone, and ``before_update`` is
+            called before that.
+        before_update: a state that copies parameters beside the step lets the stream wait for that.
+
+    Raises:
+        ArrayError: parameters on several devices, of a dtype that the backend does not take, or different
+            from another rank's; in the backward pass: a sparse gradient that no layer announces, or a
+            parameter or buffer that was converted since; in the forward pass: ranks have unfrozen others.
+        SettingsError: no such compression, these parameters cannot have masters, or FSDP or tensor
+            parallelism divides them among ranks; in the backward pass:
+            the module was moved since, away from its masters.
+        CollectiveMismatchError: in the forward or backward pass, on all ranks: one of them is a step apart.
+        WorkerError: nothing to train; in the backward pass: the one before it broke off; in the forward
+            pass: a later wrapper has some of the parameters, or the module has got others since.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        session: Any = None,
+        *,
+        communicator: Communicator | None = None,
+        gradients_mean: bool = True,
+        parameter_broadcast: bool = True,
+        broadcast_buffers: bool = True,
+        forward_sync_buffers: bool | None = None,
+        elastic: bool = False,
+        weights: str | None = None,
+        compression: str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        first_bytes: int = DEFAULT_FIRST_BYTES,
+        last_bytes: int = DEFAULT_LAST_BYTES,
+        in_place_bytes: int = DEFAULT_IN_PLACE_BYTES,
+    ) -> None:
+        super().__init__(module)
+        if forward_sync_buffers is not None:
+            broadcast_buffers = forward_sync_buffers
+        self._settings = {
+            "gradients_mean": gradients_mean,
+            "broadcast_buffers": broadcast_buffers,
+            "weights": weights,
+            "compression": compression,
+            "bucket_bytes": bucket_bytes,
+            "first_bytes": first_bytes,
+            "last_bytes": last_bytes,
+            "in_place_bytes": in_place_bytes,
+        }
+        for name, value in (("compression", compression), ("weights", weights)):
+            if value not in _DTYPES:
+                raise SettingsError(f'{name} is None or "bf16", not {value!r}')
+        self.communicator = communicator or communicator_of(session)
+        self._lane = Lane(self.communicator, self.device)
+        self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
+        self._wire_dtype = _DTYPES[compression]
+        for dtype in {self._wire_dtype or p.dtype for _, p in self._named}:  # refused now, not later
+            array_of(self.communicator, torch.empty(1, dtype=dtype, device=self.device))
+        self._caps: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "first_bytes": first_bytes,
+            "last_bytes": last_bytes,
+            "in_place_bytes": None
+            if self.device.type == "cuda" or weights or compression
+            else in_place_bytes,
+        }
+        self._joined = not elastic
+        self.before_update: Callable[[], None] = _nothing
+        self.updates_last = False
+        if not elastic:
+            self._begin_alike(parameter_broadcast, broadcast_buffers)
+        self._follow_structure()
+        self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
+        self._synchronize = True
+        self._scale: Any = None
+        self._task = -1
+        self._whole = False
+        self.read_aside: list[Any] = []
+        self._unused_in_capture: dict[int, frozenset[int]] = {}
+        self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
+        self._passes = UnfinishedPasses()
+        self._apart: WorkerError | None = None
+        self._ran = False
+        self._asks_frameworks = True
+        self._sparse = SparseGradients(module)
+        if weights is not None and self._sparse.parameters:
+            raise SettingsError('weights="bf16" keeps masters, which sparse gradients cannot train')
+        self._index()
+        if weights is not None:
+            self._masters = MasterWeights(module, self.buckets, _DTYPES[weights])
+        self._hook(self._ready)  # after the masters: a hook fixes the gradient's dtype
+        self._show_signature()
+        self._made = frozenset(vars(self)) | {"_made"}
+
+    def _begin_alike(self, parameter_broadcast: bool, broadcast_buffers: bool) -> None:
+        """Compares the ranks' modules, and takes rank 0's values if wanted.
+
+        Only here what is frozen counts: members that join later may have frozen something meanwhile.
+        """
+        follow = parameter_broadcast or broadcast_buffers
+        sent = [*self._named_and_frozen(), *(self.module.named_buffers() if follow else ())]
+        check_same_tensors(self.communicator, self.device, sent)
+        if parameter_broadcast:
+            self.broadcast_parameters()
+
+    # ------------------------------------------------------------ what users call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.check_step()
+        self.refresh_weights()
+        trains = self.module.training and torch.is_grad_enabled()
+        if not compiling and trains:
+            self._follow_thawed()
+        if self._asks_frameworks and trains and not compiling:
+            self._asks_frameworks = False
+            warn_if_data_is_not_divided(self.communicator.world_size)
+        if compiling or not (trains and self._synchronize and self._joined):
+            return self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._passes.broke_off()
+            raise
+        self._passes.follow(output)
+        return output
+
+    def check_step(self, *, begins: bool = False) -> None:
+        """Makes sure that the module is what was wrapped, and that all ranks are in the same step.
+
+        Args:
+            begins: a step begins that may be a captured one: no forward pass waits for its backward pass.
+
+        Raises:
+            WorkerError: parameters have been added or exchanged, or a later wrapper has some of them.
+            CollectiveMismatchError: a rank went on after a training pass that it did not finish.
+        """
+        if self._apart is not None:
+            raise self._apart
+        self._check_wrapped()
+        self._whole = True
+        if begins:
+            self._follow_thawed()
+            self._numbers.set(self._passes.settle())
+        if self._read_later and not self._lane.capturing():
+            self._compare_numbers()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the first one outside reduces the sum."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    @contextlib.contextmanager
+    def uneven_batch(self, samples: int) -> Iterator[None]:
+        """For one backward pass in which ranks have different numbers of samples, possibly none.
+
+        Gradients (of losses that are means over the rank's samples) are weighted by the number of samples,
+        so that the average is over all samples; with them, what :meth:`no_sync` has accumulated before. A
+        rank with none does nothing inside. Every rank must enter.
+
+        Args:
+            samples: how many this rank has, >= 0.
+        """
+        if samples < 0:
+            raise SettingsError(f"a batch has at least 0 samples, not {samples}")
+        counts = gather_numbers(self.communicator, self.device, samples)
+        if 0 in counts and self._shares_statistics and self.module.training:
+            empty = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
+            raise SettingsError(
+                f"no samples on rank {empty}, and a SyncBatchNorm layer needs all ranks: drop the samples"
+                " that are left over, or divide them so that each rank has one at least."
+            )
+        total = max(1, sum(counts))
+        share = samples * len(counts) / total if self._op is ReduceOp.MEAN else samples / total
+        self._scale = torch.tensor(share, dtype=torch.float64, device=self.device)
+        self._ran = False
+        try:
+            yield
+            if not self._ran:
+                self._finish()
+        finally:
+            self._scale = None
+
+    @property
+    def lane(self) -> Lane | None:
+        """The lane for layers that compute with all ranks; None in a world of one."""
+        return self._lane if self._joined and self.communicator.world_size > 1 else None
+
+    @property
+    def share(self) -> Any | None:
+        """A 0-dim tensor by which this rank's gradients are multiplied, in :meth:`uneven_batch`; or None."""
+        return self._scale
+
+    @property
+    def uneven(self) -> bool:
+        """Whether this is within :meth:`uneven_batch`."""
+        return self._scale is not None
+
+    def clip_grad_norm_(self, max_norm: float) -> Any:
+        """Scales the averaged gradients down to a norm of at most ``max_norm``.
+
+        Returns:
+            The norm before, a 0-dim tensor; the host does not wait for it.
+        """
+        return torch.nn.utils.clip_grad_norm_(list(self.parameters()), max_norm, foreach=True)
+
+    def flat_buffers(self) -> list[Any]:
+        """The flat tensors in which the module's buffers lie, if they are kept equal to rank 0's."""
+        return [each.flat for each in self._flat_buffers]
+
+    def broadcast_parameters(self, source: int = 0) -> None:
+        """Overwrites all ranks' parameters and buffers with those of rank ``source``."""
+        tensors = [parameter.detach() for parameter in self.parameters()]
+        tensors += [buffer for buffer in self.module.buffers() if buffer.numel()]
+        broadcast_tensors(self.communicator, tensors, source)
+
+    def rebind(self, communicator: Communicator, *, source: int | None = None) -> None:
+        """Goes on with another generation's communicator, without gradients: a pass may have broken off.
+
+        Args:
+            communicator: the new one.
+            source: take parameters and buffers from this rank; None: they are the same already.
+        """
+        changed, self.communicator = communicator is not self.communicator, communicator
+        self._lane = Lane(communicator, self.device)
+        self._joined = True
+        if changed:  # what a captured graph holds stays where it is
+            self._follow_world()
+        self.forget_backward()
+        if self._order is not None:
+            self._order = []
+        if source is not None:
+            self.broadcast_parameters(source)
+
+    def forget_backward(self) -> None:
+        """Forgets a backward pass that broke off, and all gradients: what came of its AllReduces is void.
+
+        Right if all ranks do so, and the communicator has nothing of it under way.
+        """
+        for bucket in self.buckets:
+            bucket.forget()
+        self._launched = 0
+        self._in_backward = False
+        self._seen.clear()
+        self.read_aside.clear()
+        self._passes.forget()
+        self._numbers.forget()
+        self._apart = None
+        self.zero_grad()
+
+    def join(self, communicator: Communicator, source: int) -> None:
+        """Joins a generation that may have newcomers: compares modules, agrees on buckets; all ranks call it.
+
+        Parameters and buffers are not sent: ``TorchTrainingState`` does that. What one rank trains is
+        averaged by all: newcomers may still have frozen what others have unfrozen meanwhile.
+
+        Args:
+            communicator: the generation's.
+            source: the rank that all follow in how gradients are put into buckets.
+        """
+        self.rebind(communicator)
+        check_same_tensors(self.communicator, self.device, self._wrapped.items())
+        mine = {id(parameter) for _, parameter in self._named}
+        flags = [int(id(parameter) in mine) for parameter in self._wrapped.values()]
+        anywhere = map(any, zip(*gather_rows(communicator, self.device, flags), strict=True))
+        self._take_in([each for each, trains in zip(self._wrapped.values(), anywhere, strict=True) if trains])
+        settled = self._order is None
+        announced = torch.tensor([int(settled), *self.bucket_order()], dtype=torch.int64, device=self.device)
+        broadcast_tensors(communicator, [announced], source)
+        theirs_settled, *theirs = announced.tolist()
+        self.follow_order(theirs)
+        self._order = None if theirs_settled else []
+
+    def bucket_order(self) -> list[int]:
+        """The parameters' numbers in the order in which they lie in buckets, but for those of sparse ones."""
+        return list(self._built)
+
+    def follow_order(self, order: list[int]) -> None:
+        """Puts parameters into buckets in this order, from now on.
+
+        With more than two ranks the sums of an AllReduce depend on it, by rounding. Masters, and another
+        number of parameters than these, leave it as it is.
+        """
+        if self._masters is None and sorted(order) == list(range(len(self._named))):
+            if order != self.bucket_order():
+                self._build(order)
+            self._order = None
+
+    # ------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The module, how it is wrapped, and what users have added; without the communicator."""
+        torchs = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
+        return {
+            "module": self.module,
+            "masters": {name: view.clone() for name, view in self._master_views().items()},
+            "settings": self._settings,
+            "joined": self._joined,
+            "order": None if self._order is not None else self.bucket_order(),
+            "trained": [name for name, _ in self._named],
+            "others": {k: v for k, v in vars(self).items() if k not in self._made or k in torchs},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Wraps the module as it was wrapped, in the job of this process.
+
+        Raises:
+            NotInitializedError: there is none.
+        """
+        self._restore(state, communicator_of(None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A copy of the module in a wrapper of its own, over the same communicator; sends nothing."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made._restore(copy.deepcopy(self.__getstate__(), memo), self.communicator)
+        return made
+
+    def _restore(self, state: dict[str, Any], communicator: Communicator) -> None:
+        module = state["module"]
+        for name, parameter in module.named_parameters():
+            if name in state["masters"]:
+                parameter.data = state["masters"][name]
+        DataParallel.__init__(self, module, communicator=communicator, elastic=True, **state["settings"])
+        self._take_in([self._wrapped[name] for name in state["trained"]])
+        self._joined = state["joined"]
+        if state["order"] is not None:
+            self.follow_order(state["order"])
+        self.__dict__.update(state["others"])
+
+    # ------------------------------------------------------------ the backward pass
+
+    def _follow_structure(self) -> None:
+        self._shares_statistics = adopt(self.module, self)
+
+    def _index(self) -> None:
+        """Numbers the parameters, and puts them into buckets as the backward pass probably finishes them."""
+        self._indices = {id(parameter): index for index, (_, parameter) in enumerate(self._named)}
+        self._build(list(reversed(range(len(self._named)))))
+
+    def _build(self, order: list[int]) -> None:
+        self._built = order
+        self.buckets: list[GradientBucket] = make_buckets(
+            [self._named[index] for index in order if self._named[index][1] not in self._sparse],
+            wire_dtype=self._wire_dtype,
+            device=self.device,
+            ranks=self.communicator.world_size,
+            **self._caps,
+        )
+        self._bucket_of = {
+            id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters
+        }
+        self._launched = 0
+        self._in_backward = False
+        self._seen: set[int] = set()
+        self._follow_world()
+
+    def _follow_world(self) -> None:
+        """Fits the last bucket to the number of ranks, of which each has a number there."""
+        last = self.buckets[-1]
+        if len(last.numbers) != self.communicator.world_size:
+            last.allocate(self.communicator.world_size)
+        numbers: RankNumbers | None = getattr(self, "_numbers", None)
+        if numbers is None or not numbers.serve(self.communicator, last.numbers):
+            self._numbers = RankNumbers(self.communicator, last.numbers)
+        self._read_later = False
+
+    def _follow_thawed(self) -> None:
+        """Takes in what was frozen until now and requires a gradient; all ranks must have unfrozen it."""
+        if self._thawed():
+            trained = [p for _, p in self._named] + [p for p in self._without_hook if p.requires_grad]
+            if self._take_in(trained) and self._joined:
+                check_same_tensors(self.communicator, self.device, self._named_and_frozen())
+            self._hook_what_trains()
+
+    def _named_and_frozen(self) -> list[tuple[str, Any]]:
+        """All parameters, those of which gradients are averaged first; the names of the others say so."""
+        named = {name for name, _ in self._named}
+        others = [(name + FROZEN, each) for name, each in self._wrapped.items() if name not in named]
+        return [*self._named, *others]
+
+    def _take_in(self, trained: list[Any]) -> bool:
+        """Averages the gradients of these parameters from now on; returns whether there are new ones."""
+        wanted = {id(parameter) for parameter in trained}
+        if wanted <= self._indices.keys():
+            return False
+        self._named = [(name, each) for name, each in self._wrapped.items() if id(each) in wanted]
+        self._index()
+        self._order = []
+        self._claim(trained)
+        return True
+
+    def _ready(self, parameter: Any) -> None:
+        """Handles a complete gradient, within the backward pass."""
+        if not self._synchronize:
+            return
+        if not self._in_backward:
+            self._begin()
+        if id(parameter) in self._seen:
+            raise WorkerError(
+                "a gradient came twice in one backward pass, or the pass before it broke off: the ranks may"
+                " have sent different AllReduces",
+                remedy="Let an error in a backward pass end the process; checkpoint shared layers with"
+                " use_reentrant=False.",
+            )
+        self._seen.add(id(parameter))
+        if self._order is not None:
+            self._order.append(self._indices[id(parameter)])
+        if parameter not in self._sparse:
+            self._bucket_of[id(parameter)].waiting -= 1
+        while self._launched < len(self.buckets) and self.buckets[self._launched].waiting <= 0:
+            if self._launched == len(self.buckets) - 1 and self._passes.waiting:
+                break  # whether this backward pass goes through it too is known only at the end
+            self._launch(self.buckets[self._launched])
+
+    def _begin(self) -> None:
+        """Begins a backward pass, at its first gradient."""
+        if not self._joined:
+            raise WorkerError(
+                "this DataParallel was made with elastic=True, and nothing has joined it to the others yet",
+                remedy="Train in an ElasticLoop with a TorchTrainingState, or leave elastic out.",
+            )
+        if self._masters is not None:
+            self._masters.check_in_place()
+        self._follow_thawed()
+        if not self._whole:  # compiled, or called past this wrapper
+            self.check_step()
+        # Tasks are numbered: an older one that goes on shows that the last pass was part of this one, and
+        # was reduced too early. A mean bears to be taken twice.
+        before, self._task = self._task, torch._C._current_graph_task_id()
+        exact = self._op is ReduceOp.MEAN and self._masters is None and self._scale is None
+        if self._task < before and not exact:
+            raise WorkerError(
+                "a backward pass within a backward pass: sums, masters and uneven batches cannot bear that",
+                remedy="Use torch.utils.checkpoint with use_reentrant=False.",
+            )
+        self._in_backward = self._ran = True
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        self._launched += 1
+        last = self._launched == len(self.buckets)
+        buffers = self._flat_buffers if last and self.module.training else []
+        with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
+            self._keep(bucket.fill(self._scale))
+            if last:
+                if not self._lane.capturing():
+                    self._numbers.set(self._passes.settle())
+                self._numbers.put(bucket.numbers)
+            for flat in buffers:
+                self._keep(flat.gather())
+            for gradient in bucket.in_place:
+                self._lane.reduce(gradient, self._op)
+            self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
+            if self._lane.in_order:
+                bucket.unpack()
+
+    def _keep(self, tensors: list[Any]) -> None:
+        """Keeps tensors alive that only the lane reads, so that their memory is not reused too early."""
+        if self._lane.capturing():
+            self.read_aside += tensors
+        elif self._lane.in_order:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def _finish(self) -> None:
+        """Ends a backward pass; on a rank without samples it is called instead of one."""
+        self._in_backward = False
+        while self._launched < len(self.buckets):
+            self._launch(self.buckets[self._launched])
+        self._sparse.reduce(self._lane, self._op, self._scale)
+        self._lane.join()
+        self._launched = 0
+        self._seen.clear()
+        self.read_aside.clear()
+        self._whole = False
+        self._numbers.take(self.buckets[-1].numbers)
+        self._read_later = self._read_later or self.device.type != "cpu" or self._lane.capturing()
+        if not self._read_later:
+            self._compare_numbers()
+        for number, bucket in enumerate(self.buckets):
+            if not self._lane.in_order:
+                bucket.unpack()
+            bucket.finish(unused=self._unused(number, bucket))
+        if self._order is not None and not self._lane.capturing():
+            self._reorder(self._order)
+
+    def _compare_numbers(self) -> None:
+        try:
+            self._numbers.check()
+        except WorkerError as error:
+            self._apart = error  # a script that catches this too must not go on
+            raise
+
+    def _unused(self, number: int, bucket: GradientBucket) -> frozenset[int]:
+        """The bucket's parameters without a gradient on any rank; reads the device only if one is missing."""
+        if not bucket.missing:
+            return frozenset()
+        if self._lane.capturing():  # nothing can be read now: what the steps before the capture showed holds
+            return self._unused_in_capture.get(number, frozenset())
+        flags = bucket.flags.tolist()
+        unused = frozenset(index for index in bucket.missing if flags[index] == 0)
+        self._unused_in_capture[number] = unused
+        return unused
+
+    def _reorder(self, seen: list[int]) -> None:
+        """Makes buckets anew in the order in which rank 0's gradients became ready."""
+        self._order = None
+        planned = list(reversed(range(len(self._named))))
+        known = set(seen)
+        seen = seen + [index for index in planned if index not in known]
+        order = torch.tensor(seen, dtype=torch.int64, device=self.device)
+        broadcast_tensors(self.communicator, [order], 0)
+        if order.tolist() != planned:
+            self._build(order.tolist())
+
+
+def _nothing() -> None:
+    return None
+
+
+let_functional_call_know()

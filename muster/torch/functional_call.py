@@ -1,0 +1,67 @@
+"""``torch.func.functional_call`` on a DataParallel: a forward pass with the caller's tensors as parameters.
+
+As in DDP a gradient is averaged where it reaches a parameter that is wrapped, also through what is computed
+from it. Tensors of the caller's own have each rank's own gradients. Names may be those of the wrapper's
+``named_parameters()``, or DDP's, which begin with "module.".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn.utils import stateless
+
+from muster.errors import SettingsError
+from muster.torch.wrapper import ModuleWrapper, parameters_are_lent
+
+_PREFIX = "module."
+_plain_call: Any = stateless._functional_call
+
+
+def let_functional_call_know() -> None:
+    """Lets torch's functional_call know the wrapper, as it knows how to refuse torch.nn.DataParallel."""
+    stateless._functional_call = functional_call
+
+
+def functional_call(
+    module: Any,
+    tensors: dict[str, Any],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    """Calls a module, or one that holds a DataParallel, with these tensors in the place of its own.
+
+    Raises:
+        SettingsError: it computes with weights in bfloat16, which follow from masters.
+    """
+    options: dict[str, Any] = {"tie_weights": tie_weights, "strict": strict}
+    with parameters_are_lent():
+        if not isinstance(module, ModuleWrapper):
+            return _plain_call(module, tensors, args, kwargs, **options)
+        if module.weights_dtype is not None:
+            raise SettingsError(
+                'functional_call needs the parameters that the module computes with; with weights="bf16" they'
+                " follow from float32 masters. Leave weights out and use torch.autocast."
+            )
+        given = args if isinstance(args, tuple) else () if args is None else (args,)
+        with (
+            _named_as_within(module.module, tensors) as named,
+            stateless._reparametrize_module(module.module, named, **options),
+        ):
+            return module(*given, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _named_as_within(module: Any, tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tensors by the module's own names; what a forward pass puts in their place goes back."""
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    names = {name: name if name in known else name.removeprefix(_PREFIX) for name in tensors}
+    named = {names[name]: tensor for name, tensor in tensors.items()}
+    yield named
+    tensors.update({name: named[names[name]] for name in tensors})

@@ -1,0 +1,176 @@
+"""Creates a torch optimizer's state before its first step.
+
+Optimizers make their state lazily, within the step. A run whose state is shared must have it before: so one
+step is done without a gradient, what each entry was at the moment it was made is kept, and all else that the
+step did is undone. Zeros would be right for most optimizers, not for all: Rprop's step sizes begin as the
+learning rate, NAdam's product of momenta as one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from muster.errors import SettingsError
+
+_FIRST_STEP = "Do one step before you make the training state"
+
+
+def check_trains(optimizer: Any, model: torch.nn.Module) -> None:
+    """Makes sure that the optimizer and the model belong together.
+
+    Raises:
+        SettingsError: no parameter of the model is the optimizer's.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise SettingsError(
+            "the optimizer trains no parameter of this model: make it of model.parameters(), with the model"
+            ' as muster.DataParallel returned it (with weights="bf16" these are float32 masters)'
+        )
+
+
+def make_optimizer_state(optimizer: Any) -> None:
+    """Gives each parameter that has no state yet the one that it would have in its first step.
+
+    Parameters, gradients and settings stay as they are.
+
+    Args:
+        optimizer: of torch, or made like those: it writes ``state[parameter][name]`` when it first sees a
+            gradient, and then updates in place.
+
+    Raises:
+        SettingsError: this optimizer's state cannot be made beforehand, or cannot be shared: it is not all
+            tensors.
+    """
+    _check_tensors(optimizer)  # of what is there already: nothing else could be done about it
+    lacking = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not optimizer.state.get(parameter)
+    ]
+    if lacking:
+        _check_dampening(optimizer)
+        with _undone(optimizer, lacking):
+            first = _first_values(optimizer, lacking)
+        optimizer.state.update(first)
+        _check_tensors(optimizer)
+
+
+class _FirstValues(dict[str, Any]):
+    """One parameter's state that remembers what each entry was when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self.first:
+            tensor = isinstance(value, torch.Tensor)
+            self.first[key] = value.detach().clone() if tensor else copy.deepcopy(value)
+        super().__setitem__(key, value)
+
+    def update(self, *given: Mapping[str, Any], **named: Any) -> None:  # type: ignore[override]
+        for key, value in dict(*given, **named).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+def _first_values(optimizer: Any, lacking: list[Any]) -> dict[Any, dict[str, Any]]:
+    """Runs an optimizer step; returns each parameter's state as it was when the step created it."""
+    before = optimizer.state
+    optimizer.state = defaultdict(_FirstValues, before)
+    try:
+        optimizer.step()
+        made = {parameter: optimizer.state[parameter] for parameter in lacking}
+    except Exception as error:
+        raise SettingsError(
+            f"{_kind(optimizer)} cannot make its state before its first step: {error}.",
+            remedy=f"{_FIRST_STEP}, or use another optimizer.",
+        ) from error
+    finally:
+        optimizer.state = before
+    if not all(isinstance(values, _FirstValues) for values in made.values()):
+        raise SettingsError(
+            f"{_kind(optimizer)} replaces a parameter's state as a whole: what it begins with is not known.",
+            remedy=f"{_FIRST_STEP}.",
+        )
+    return {parameter: values.first for parameter, values in made.items() if values.first}
+
+
+@contextmanager
+def _undone(optimizer: Any, lacking: list[Any]) -> Iterator[None]:
+    """Context in which only ``lacking`` have gradients (zeros), and which restores all but the state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    values = [parameter.detach().clone() for parameter in lacking]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in lacking:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        # SGD's momentum begins as the first gradient, which decay would be part of.
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, kept in zip(optimizer.param_groups, settings, strict=True):
+            group.update(kept)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for parameter, value in zip(lacking, values, strict=True):
+                parameter.copy_(value)
+
+
+def _check_dampening(optimizer: Any) -> None:
+    """Refuses dampening: no initial momentum gives the same first step."""
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        raise SettingsError(
+            f"{_kind(optimizer)} with dampening cannot make its state before its first step:"
+            " momentum begins as the first gradient.",
+            remedy=f"{_FIRST_STEP}, or set dampening=0.",
+        )
+
+
+def _check_tensors(optimizer: Any) -> None:
+    """Refuses state that is no tensor or number: it could not be sent or put back."""
+    names = {
+        str(name)
+        for values in optimizer.state.values()
+        for name, value in values.items()
+        if value is not None and not isinstance(value, torch.Tensor)
+    }
+    if names:
+        raise SettingsError(
+            f"{_kind(optimizer)} keeps {', '.join(sorted(names))} otherwise than in tensors, so its state can"
+            " be neither shared nor undone.",
+            remedy="Use another optimizer.",
+        )
+
+
+def _kind(optimizer: Any) -> str:
+    return type(optimizer).__name__
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting of a parameter group is one number, as a tensor or not."""
+    scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def number_of(value: Any) -> Any:
+    """A number as Python has it."""
+    return value.item() if isinstance(value, torch.Tensor) else value

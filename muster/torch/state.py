@@ -1,0 +1,560 @@
+"""A torch model in an ``ElasticLoop``: its state outlives members, captured or not.
+
+On a GPU the host runs ahead, and what an aborted AllReduce leaves behind still flows into the optimizer's
+update, which may be part of a CUDA graph. So the state is copied aside before each step, and a step that
+broke is undone from that copy. Whether it broke the host learns while the GPU is at work on the next one,
+which is undone with it: there are two copies, in turns. What only the update changes (parameters, the
+optimizer's state) is copied beside the other passes of a captured step, and the update waits for that.
+
+On a CPU the second copy is for a rank that is lost before the others know where its random generators were
+after a step: to give them to a newcomer they go back to before that step.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from muster.communicators.base import Communicator
+from muster.errors import MembershipChanged, SettingsError, WorkerError
+from muster.torch.also import AlsoObjects
+from muster.torch.comparison import RankComparison
+from muster.torch.data_parallel import DataParallel
+from muster.torch.optimizer_state import check_trains, is_number, make_optimizer_state, number_of
+from muster.torch.random import RandomState, seed_of
+from muster.torch.transfer import CopiesAside, TensorLibrary, memory_bytes
+from muster.training.carrier import Carrier
+from muster.training.sampler import ShardedSampler
+from muster.training.state import StateMismatchError, TrainingState
+
+_log = logging.getLogger(__name__)
+_MOST_OF_MEMORY = 0.1
+_ALSO = "@also."
+"""Before the name of what ``also`` holds, where a file has it as an array of bytes."""
+
+
+class TorchTrainingState(TrainingState):
+    """Parameters, buffers, the optimizer's state, and the position in the data.
+
+    ::
+
+        model = muster.DataParallel(net, session, elastic=True)
+        state = TorchTrainingState(model, optimizer, sampler)
+        for step in ElasticLoop(session, state, epochs=90):
+            with step:
+                loss = train_step(images[step.batch.indices], labels[step.batch.indices])
+
+    Of torch's default generators, the CPU's and this GPU's, each rank has its own: a step that is redone
+    draws what it drew before. After each step all ranks know those of all (up to 256), and so does a
+    checkpoint: who takes a lost rank's place, or resumes the run with as many ranks, draws what that rank
+    would have drawn. Where the number of ranks is another one, newcomers seed them anew, from the initial
+    seed, the rank and the step. What ``optimizer.load_state_dict`` brings becomes part of the state,
+    and so do parameters that it is given later, on all ranks. Generators of your own are not part of it:
+    seed them from (seed, step, rank).
+
+    After each step the ranks compare the optimizer's settings (rates, betas, decay) and step counts. Where
+    they differ, the next step ends on all ranks with RanksDifferError, which names what differs.
+
+    Args:
+        model: made with ``elastic=True``.
+        optimizer: of torch; its state is made now, as its first step would make it.
+        sampler: deals out the samples.
+        samples_per_rank: keep this number per rank whatever the number of ranks, so that shapes, and with
+            them captured graphs and tuned kernels, stay the same; None: keep the global batch.
+        also: what else is part of the state, by name: learning rate schedulers, a GradScaler, averaged
+            parameters, another optimizer, any object with ``state_dict()`` and ``load_state_dict()``. It is
+            given to newcomers, saved, and put back after a broken step. The same on all ranks.
+
+    Raises:
+        SettingsError: the optimizer is of another model, or its state cannot be made before a first step or
+            is not all tensors; or an object in ``also`` cannot be part of a state.
+    """
+
+    def __init__(
+        self,
+        model: DataParallel,
+        optimizer: Any,
+        sampler: ShardedSampler,
+        *,
+        samples_per_rank: int | None = None,
+        also: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(model, DataParallel):
+            raise SettingsError(
+                f"TorchTrainingState takes a muster.DataParallel, not a {type(model).__name__}: a module that"
+                " parallelize() divided has muster.ParallelTrainingState"
+            )
+        check_trains(optimizer, model)
+        make_optimizer_state(optimizer)
+        self._model = model
+        self._optimizer = optimizer
+        self._also = AlsoObjects(also or {}, model.device)
+        self._updated: set[str] = set()
+        super().__init__(self._tensors(), sampler)
+        self._samples_per_rank = samples_per_rank
+        self._copies: list[_Before] = []
+        self._began: _Before | None = None
+        self._committed: _Before | None = None
+        self._unknown: _Before | None = None  # before a step after which not all know all generators yet
+        self._room = True  # for two copies
+        self._stream: Any = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._beside: Any = None  # the end of a copy that may be under way
+        self._changes = 0
+        self._may_copy_beside = True
+        self._comparison = RankComparison(optimizer, model.device)
+        self._generators_at: tuple[int, list[str]] = (0, [])
+        self._parameter_count = _parameter_count(optimizer)
+        self._random = RandomState(model.device)
+        self._loader_generator = torch.Generator()
+        self._takes_up = False  # joins a run that has made steps
+        self._restored = False  # has got the state since it last entered a generation
+        follow = WeakMethod(self._follow_optimizer)  # the optimizer and the model may live longer
+        optimizer.register_load_state_dict_post_hook(lambda _: (call := follow()) and call())
+        wait = WeakMethod(self._await_copy)
+        model.before_update = lambda: (call := wait()) and call()
+        optimizer.register_step_pre_hook(lambda *_: (call := wait()) and call())
+
+    # ------------------------------------------------------------ what the loop calls
+
+    def carrier(self, communicator: Communicator) -> Carrier:
+        """See :class:`TrainingState`."""
+        return Carrier(communicator, TensorLibrary(self._model.device))
+
+    def begin(self) -> None:
+        """Keeps the state aside; see :class:`TrainingState`."""
+        if self.in_step:
+            self.roll_back()
+        if _parameter_count(self._optimizer) != self._parameter_count:
+            self._confirm_or_undo()
+            self._follow_optimizer()
+        self._began = self._spare()
+        super().begin()
+        self._began.note(
+            step=self.step,
+            sampler=self.sampler.state(),
+            extra=copy.deepcopy(self.extra),
+            rng=self._rng_before,
+            random=self._random.keep(),
+            also=self._also.keep(),
+            settings=[_kept_settings(group) for group in self._optimizer.param_groups],
+        )
+
+    def _spare(self) -> _Before:
+        """The state as it is now, in the copies that no step may have to go back to any more."""
+        self._await_copy()
+        for each in self._copies:
+            if each is not self._committed and each is not self._unknown:
+                self._take(each)
+                return each
+        if self._copies and not self._has_room():
+            _log.warning("no room on the GPU for a second copy of the state: each step is waited for")
+            self._room = False
+            self._confirm_or_undo()
+            self._take(self._copies[0])
+        else:
+            self._copies.append(_Before(*self._copy()))
+        return self._copies[-1]
+
+    def _copy(self) -> tuple[CopiesAside, CopiesAside]:
+        """Copies of what only the update changes, and of the rest but what follows from the former."""
+        updated = [tensor for name, tensor in self.arrays.items() if name in self._updated]
+        left_out = set(self._updated)
+        if self._model.weights_dtype is not None:  # the module's parameters follow from their masters
+            left_out.update(name for name, _ in self._model.module.named_parameters())
+        rest = [tensor for name, tensor in self.arrays.items() if name not in left_out]
+        flat = {each.untyped_storage().data_ptr(): each for each in self._model.flat_buffers()}
+        homes = [flat.get(tensor.untyped_storage().data_ptr(), tensor) for tensor in rest]
+        return CopiesAside(updated), CopiesAside({id(home): home for home in homes}.values())
+
+    def _take(self, copies: _Before) -> None:
+        """Copies the state as it is now; where the step is so made, partly beside the step."""
+        copies.rest.take()
+        copies.is_torn = False
+        if not (self._model.updates_last and self._may_copy_beside and self._stream):
+            copies.updated.take()
+            return
+        self._changes = self._count_changes()
+        self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(self._stream):
+            copies.updated.take()
+            self._beside = self._stream.record_event()
+
+    def _await_copy(self) -> None:
+        """Lets the current stream wait until nothing is read any more by a copy beside it."""
+        end, self._beside = self._beside, None
+        if end is None:
+            return
+        torch.cuda.current_stream(self._model.device).wait_event(end)
+        if self._count_changes() != self._changes and self._began is not None:
+            _log.warning("parameters are changed in a step before its captured part: it now waits for copies")
+            self._began.is_torn, self._may_copy_beside = True, False
+
+    def _count_changes(self) -> int:
+        """How often torch has changed the optimizer's parameters in place."""
+        return sum(each._version for group in self._optimizer.param_groups for each in group["params"])
+
+    def _has_room(self) -> bool:
+        """Whether two copies leave the model enough: what is larger also has longer steps, and gains less."""
+        size_bytes: int = sum(each.numel() * each.element_size() for each in self.arrays.values())
+        return size_bytes <= memory_bytes(self._model.device) * _MOST_OF_MEMORY
+
+    def _confirm_or_undo(self) -> bool:
+        """Undoes what was committed if it has broken, and says so; what begins then breaks with its group."""
+        with contextlib.suppress(WorkerError):
+            self.confirm()
+        if self._committed is None:
+            return False
+        self._undo(self._committed)
+        return True
+
+    def commit(self) -> None:
+        """Sees whether the step before broke on a GPU, and compares settings; see :class:`TrainingState`.
+
+        Raises:
+            MembershipChanged: this step broke, or the one before.
+            RanksDifferError: the ranks had different learning rates, say, in the step before.
+        """
+        self.confirm()
+        self._comparison.receive()
+        self._comparison.send(self.step + 1, self._random.now())
+        with self._comparison.beside():
+            wait = self._model.communicator.mark()
+        self._unknown = self._began if self._comparison.under_way else None
+        if wait is not None and self._began is not None:
+            self._began.wait, self._committed = wait, self._began
+            if not self._room:
+                self.confirm()
+        super().commit()
+
+    def confirm(self) -> None:
+        """See :class:`TrainingState`."""
+        if self._committed is not None:
+            try:
+                self._committed.wait()
+            except WorkerError as error:
+                self._committed.wait = partial(_raise, error)
+                raise
+            self._comparison.arrive()
+            self._committed = None
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """See :class:`TrainingState`; draws nothing from torch's own generators, as a loader usually does.
+
+        The seeds of the loader's processes follow from the initial seed, the rank and the step instead,
+        unless it has a generator of its own. They lead process groups of their own: a signal to this
+        process's group, by which a launcher asks it to leave, would end them amid a step.
+        """
+        begin = getattr(loader, "worker_init_fn", None)
+        if not (isinstance(begin, partial) and begin.func is _lead_group):
+            loader.worker_init_fn = partial(_lead_group, begin)
+        generator = getattr(loader, "generator", None)
+        if generator is None or generator is self._loader_generator:
+            seed = seed_of(torch.initial_seed(), self.sampler.rank, self.step)
+            loader.generator = self._loader_generator.manual_seed(seed)
+        return iter(loader)
+
+    def settle(self) -> None:
+        """Compares what the ranks said of their last step; see :class:`TrainingState`."""
+        self.confirm()
+        self._comparison.receive()
+
+    def roll_back(self) -> None:
+        """Puts back what was kept, once nothing of the broken steps runs any more."""
+        began = self._began if self.in_step else None
+        super().roll_back()
+        if not self._confirm_or_undo() and began is not None:
+            self._undo(began)
+
+    def before_newcomers(self) -> None:
+        """Goes back a step if a lost rank's generators are not known after it; see :class:`TrainingState`."""
+        if self._unknown is not None and not self._generator_rows():
+            self._undo(self._unknown)
+
+    def _undo(self, before: _Before) -> None:
+        """Goes back to before a step."""
+        if before.is_torn:
+            raise WorkerError(
+                "a step that broke cannot be undone: its parameters were changed before its captured part",
+                remedy="Change them within that part, or between steps; go on from a checkpoint.",
+            )
+        self._committed = None
+        if before is self._unknown:
+            self._unknown = None
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        before.updated.put_back()
+        before.rest.put_back()
+        self._model.refresh_weights()
+        self.step = before.step
+        self.sampler.restore(before.sampler)
+        self.extra = before.extra
+        if self.rng is not None:
+            self.rng.bit_generator.state = before.rng
+        self._random.put_back(before.random)
+        self._also.put_back(before.also)
+        for group, settings in zip(self._optimizer.param_groups, before.settings, strict=False):
+            for key, (value, kept) in settings.items():
+                group[key] = value if kept is None else value.copy_(kept)
+
+    def enter(self, communicator: Communicator, source: int) -> None:
+        """See :class:`TrainingState`."""
+        super().enter(communicator, source)
+        if self._samples_per_rank is not None:
+            self.sampler.batch_size = self._samples_per_rank * communicator.world_size
+        self._enter_generators(communicator)
+        self._model.join(communicator, source)
+        self._comparison.enter(communicator)
+
+    def _enter_generators(self, communicator: Communicator) -> None:
+        """Goes on with what this rank drew from, whichever process it was; else a newcomer seeds anew."""
+        rank, rows = communicator.rank, self._generator_rows()
+        known = len(rows) == communicator.world_size
+        if self._restored or self._model.communicator.rank != rank:
+            goes_on = known and self._random.set(_unpacked(rows[rank]))
+            if self._takes_up and not goes_on:
+                self._random.begin(rank, self.step)
+        self._takes_up = self._restored = False
+        self._generators_at = (self.step, rows if known else [])  # the first step may have to go back to it
+        self._unknown = None
+
+    def _tensors(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        seen = set()
+        module = self._model.module
+        trained = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        also = {id(tensor) for _, tensor in self._also.tensors()}
+        for name, tensor in (*module.named_parameters(), *module.named_buffers(), *self._also.tensors()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = tensor.detach()
+        model_names = set(found)
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in seen:  # master weights
+                    found[f"optimizer.{number}.{index}"] = parameter.detach()
+                for key, value in sorted(self._optimizer.state[parameter].items()):
+                    if isinstance(value, torch.Tensor):
+                        found[f"optimizer.{number}.{index}.{key}"] = value
+        self._updated = set(found) - model_names | {
+            name for name, parameter in module.named_parameters() if id(parameter) in trained - also
+        }
+        return found
+
+    def _follow_optimizer(self) -> None:
+        """The optimizer's tensors are others now: it has loaded a state, or got more parameters."""
+        self.confirm()  # a step before could no more be undone
+        make_optimizer_state(self._optimizer)
+        self.arrays.clear()
+        self.arrays.update(self._tensors())
+        self._parameter_count = _parameter_count(self._optimizer)
+        self._await_copy()  # their memory may be reused at once
+        self._copies.clear()
+        self._unknown = None
+        if self._began is not None and self.in_step:  # what it goes back to if it breaks
+            self._began.updated, self._began.rest = self._copy()
+            self._copies.append(self._began)
+
+    # ------------------------------------------------------------ what travels beside the tensors
+
+    def describe(self) -> str:
+        """See :class:`TrainingState`; with the optimizer's numbers (learning rates, say)."""
+        groups = [
+            {key: _plain(value) for key, value in group.items() if _is_setting(key, value)}
+            for group in self._optimizer.param_groups
+        ]
+        also = {name: base64.b64encode(data).decode() for name, data in self._also.dump().items()}
+        more = {"groups": groups, "also": also, "generators": self._generator_rows()}
+        return json.dumps(json.loads(super().describe()) | more)
+
+    def restore(self, description: str) -> None:
+        """See :class:`TrainingState`."""
+        steps_before = self.step
+        super().restore(description)
+        self._takes_up |= steps_before == 0 < self.step
+        self._restored = True
+        values = json.loads(description)
+        for group, settings in zip(self._optimizer.param_groups, values["groups"], strict=True):
+            for key, value in settings.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
+        self._also.load({name: base64.b64decode(data) for name, data in values.get("also", {}).items()})
+        self._generators_at = (self.step, values.get("generators", []))
+        self._model.follow_order(values.get("buckets", []))
+
+    def check(self, description: str, origin: str) -> None:
+        """See :class:`TrainingState`."""
+        super().check(description, origin)
+        values = json.loads(description)
+        groups, own = len(values.get("groups", [])), len(self._optimizer.param_groups)
+        if groups != own:
+            raise StateMismatchError(
+                f"The state in {origin} is of an optimizer with {groups} parameter groups, this has {own}.",
+                remedy="Make the optimizer with the groups of the run that the state comes from.",
+            )
+        theirs, mine = values.get("also"), self._also.dump().keys()
+        if theirs is not None and theirs.keys() != mine:
+            raise StateMismatchError(
+                f"The state in {origin} has other objects beside the model:"
+                f" {', '.join(sorted(theirs)) or 'none'} there and {', '.join(sorted(mine)) or 'none'} here.",
+                remedy="Give TorchTrainingState the same names in also.",
+            )
+
+    # ------------------------------------------------------------ what a checkpoint holds
+
+    def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
+        """See :class:`TrainingState`; what NumPy has no dtype for stands there in float32, which is exact.
+
+        A step that was committed and broke is not in it.
+        """
+        try:
+            self.confirm()
+        except MembershipChanged:
+            if self.in_step:
+                raise
+            self.roll_back()
+        derived = self.derived()
+        arrays = {name: _to_host(tensor) for name, tensor in self.arrays.items() if name not in derived}
+        values = json.loads(self.describe())
+        for name, data in values["also"].items():  # too much for a header, maybe
+            arrays[_ALSO + name] = np.frombuffer(base64.b64decode(data), np.uint8)
+            values["also"][name] = ""
+        generators = [_packed(row) for row in self._all_generators()]
+        order = self._model.bucket_order()
+        return json.dumps(values | {"generators": generators, "buckets": order}), arrays
+
+    def _all_generators(self) -> list[Any]:
+        """Every rank's generators, by rank; none where those of the others are not known."""
+        communicator = self._model.communicator
+        known = self._comparison.generators(self.step)
+        if known is None:
+            return [self._random.now()] if communicator.world_size == 1 else []
+        rows = list(known)
+        rows[communicator.rank] = self._random.now()
+        return rows
+
+    def _generator_rows(self) -> list[str]:
+        """Every rank's generators after the last step, by rank, as a description has them; else none."""
+        known = self._comparison.generators(self.step)
+        if known is not None:
+            return [_packed(row) for row in known]
+        step, rows = self._generators_at
+        return rows if step == self.step else []
+
+    def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """See :class:`TrainingState`."""
+        derived = self.derived()
+        for name, tensor in self.arrays.items():
+            if name not in derived:
+                tensor.detach().copy_(torch.from_numpy(arrays[name]).view(tensor.shape))
+        self._model.refresh_weights()
+        values = json.loads(description)
+        for name in values.get("also", {}):
+            values["also"][name] = base64.b64encode(arrays[_ALSO + name].tobytes()).decode()
+        self.restore(json.dumps(values))
+
+    def layout(self) -> dict[str, str]:
+        """See :class:`TrainingState`."""
+        return {name: text.removeprefix("torch.") for name, text in super().layout().items()}
+
+    def derived(self) -> set[str]:
+        """The weights that are computed with, where the optimizer trains masters of them."""
+        low = self._model.weights_dtype
+        return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
+
+
+class _Before:
+    """All that a step may change as it was before, to go back to.
+
+    Args:
+        updated: copies of the arrays that only an update changes.
+        rest: copies of the others.
+
+    Attributes:
+        is_torn: something else changed ``updated`` while it was copied.
+    """
+
+    def __init__(self, updated: CopiesAside, rest: CopiesAside) -> None:
+        self.updated, self.rest = updated, rest
+        self.is_torn = False
+        self.wait: Callable[[], None] = lambda: None
+        """Waits for the step's end, once it is committed; raises what broke it."""
+
+    def note(
+        self,
+        *,
+        step: int,
+        sampler: dict[str, Any],
+        extra: dict[str, Any],
+        rng: Any,
+        random: list[Any],
+        also: dict[str, Any],
+        settings: list[dict[str, tuple[Any, Any]]],
+    ) -> None:
+        """Notes what is not in the arrays."""
+        self.step, self.sampler, self.extra, self.rng = step, sampler, extra, rng
+        self.random, self.also, self.settings = random, also, settings
+
+
+def _packed(generators: Any) -> str:
+    return base64.b64encode(generators.numpy()).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _raise(error: WorkerError) -> None:
+    raise error.with_traceback(None)
+
+
+def _lead_group(then: Callable[[int], object] | None, number: int) -> None:
+    """Begins a process of a DataLoader."""
+    os.setpgid(0, 0)
+    if then is not None:
+        then(number)
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    pair = key != "params" and isinstance(value, (tuple, list)) and all(map(is_number, value))
+    return pair or is_number(value)
+
+
+def _plain(value: Any) -> Any:
+    return [number_of(each) for each in value] if isinstance(value, (tuple, list)) else number_of(value)
+
+
+def _kept_settings(group: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """A group's settings, each with a copy if it is a tensor, which stays the one that a graph reads."""
+    return {
+        key: (value, value.clone() if isinstance(value, torch.Tensor) else None)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _parameter_count(optimizer: Any) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _to_host(tensor: Any) -> NDArray[Any]:
+    host = tensor.detach().to("cpu", copy=True).contiguous()
+    # Torch is asked: NumPy may have a dtype that torch cannot give it, bfloat16 where ml_dtypes is loaded.
+    try:
+        array: NDArray[Any] = host.numpy()
+    except TypeError:
+        array = host.float().numpy()
+    return array

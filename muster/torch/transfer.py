@@ -1,0 +1,263 @@
+"""Runs collectives on torch tensors: on a stream beside the backward pass (GPU), or in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from muster.communicators.base import Communicator, ReduceOp, Work
+from muster.errors import ArrayError
+from muster.training.carrier import Carrier
+
+FROZEN = " (frozen)"
+"""The mark behind the name of a parameter that requires no gradient."""
+
+
+def array_of(communicator: Communicator, tensor: Any) -> Any:
+    """The tensor as an array that the communicator takes; shares its memory.
+
+    Raises:
+        ArrayError: the tensor is not where this communicator works, or has a dtype it does not know.
+    """
+    if communicator.on_device:
+        if not tensor.is_cuda:
+            raise ArrayError(
+                "the module is on the CPU, and the backend is NCCL",
+                remedy='Move it with module.cuda(), or use muster.init("tcp").',
+            )
+        return tensor
+    if tensor.is_cuda:
+        raise ArrayError(
+            f'the module is on {tensor.device}, and the backend is "{communicator.name}"',
+            remedy='Use muster.init("nccl").',
+        )
+    if tensor.dtype is torch.bfloat16:
+        return tensor
+    try:
+        return tensor.detach().numpy()
+    except TypeError as error:
+        raise ArrayError(
+            f'the backend "{communicator.name}" does not take {tensor.dtype}: {error}'
+        ) from error
+
+
+def bytes_of(tensor: Any) -> Any:
+    """A dense tensor's memory as a flat one of uint8.
+
+    What is only moved needs no dtype with which the communicator can compute: bool or complex numbers, say.
+    """
+    flat = tensor.detach().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element counts as dense in any stride
+
+
+class TensorLibrary:
+    """Tensors on one device; see :class:`muster.training.carrier.Library`."""
+
+    in_background = False
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def numbers(self, values: Sequence[int], dtype: str) -> Any:
+        """See :class:`Library`."""
+        if dtype == "uint8" and values:
+            return torch.frombuffer(bytearray(values), dtype=torch.uint8).to(self._device)
+        return torch.tensor(list(values), dtype=getattr(torch, dtype), device=self._device)
+
+    def empty(self, size: int, like: Any) -> Any:
+        """See :class:`Library`."""
+        return torch.empty(size, dtype=like.dtype, device=self._device)
+
+    def packed(self, arrays: Sequence[Any]) -> Any:
+        """See :class:`Library`."""
+        return torch.cat([tensor.reshape(-1) for tensor in arrays])
+
+    def to_bytes(self, array: Any) -> bytes:
+        """See :class:`Library`."""
+        raw: bytes = array.cpu().numpy().tobytes()
+        return raw
+
+    def sent(self, communicator: Communicator, flat: Any) -> Any:
+        """See :class:`Library`."""
+        return array_of(communicator, flat if flat.dtype == torch.int64 else bytes_of(flat))
+
+
+def broadcast_tensors(communicator: Communicator, tensors: Sequence[Any], source: int) -> None:
+    """Overwrites tensors of all ranks with those of rank ``source``, in few collectives."""
+    if not tensors:
+        return
+    carrier = Carrier(communicator, TensorLibrary(tensors[0].device))
+    with torch.no_grad():
+        for number, part in carrier.broadcast(dict(enumerate(tensors)), source):
+            tensors[number].copy_(part)
+
+
+def memory_bytes(device: Any) -> float:
+    """The memory of a device; a host's counts as endless."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf
+
+
+class CopiesAside:
+    """Copies of tensors as they are now, which can be taken anew and put back, at little cost of the host.
+
+    Given several dtypes at once, torch copies one tensor after the other: hundreds of launches for a ResNet.
+    So each dtype has its list, made once: making them costs as much as the copies.
+
+    Args:
+        tensors: which stay the same objects.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        groups: dict[Any, tuple[list[Any], list[Any]]] = {}
+        for tensor in tensors:
+            live, kept = groups.setdefault(tensor.dtype, ([], []))
+            live.append(tensor)
+            kept.append(tensor.clone())
+        self._groups = list(groups.values())
+
+    def take(self) -> None:
+        """Copies them anew."""
+        for live, kept in self._groups:
+            torch._foreach_copy_(kept, live)
+
+    def put_back(self) -> None:
+        """Overwrites them with the copies."""
+        for live, kept in self._groups:
+            torch._foreach_copy_(live, kept)
+
+
+def check_same_tensors(communicator: Communicator, device: Any, named: Iterable[tuple[str, Any]]) -> None:
+    """Compares names, shapes and dtypes of all ranks' parameters and buffers. The host waits.
+
+    Raises:
+        ArrayError: they differ; the same on all ranks, with the first that does.
+    """
+    text = "\n".join(f"{name}\t{_kind(tensor)}" for name, tensor in named)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digests = gather_numbers(communicator, device, digest)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        texts = [broadcast_text(communicator, device, text, rank) for rank in (0, others[0])]
+        ranks = f"ranks {', '.join(map(str, others))}" if len(others) > 1 else f"rank {others[0]}"
+        raise ArrayError(
+            f"the module on {ranks} differs from rank 0's: {_first_difference(others[0], *texts)}",
+            remedy="Build the same module on all ranks.",
+        )
+
+
+def _kind(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _first_difference(rank: int, text: str, other_text: str) -> str:
+    """The first tensor in which a rank's module differs from rank 0's; texts have one per line."""
+    first, other = (dict(line.split("\t") for line in each.splitlines()) for each in (text, other_text))
+    differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    if not differ:
+        return f"rank {rank} has them in another order"
+    name = differ[0]
+    more = f" ({len(differ) - 1} more differ)" if len(differ) > 1 else ""
+    bare = name.removesuffix(FROZEN)
+    frozen_on = [
+        r for r, each in ((0, first), (rank, other)) if f"{bare}{FROZEN}" in each and bare not in each
+    ]
+    if len(frozen_on) == 1 and bare in (other if frozen_on == [0] else first):
+        return f"{bare} is frozen on rank {frozen_on[0]} and not on rank {rank - frozen_on[0]}"
+    if name not in other:
+        return f"rank {rank} has no {name}{more}"
+    if name not in first:
+        return f"rank {rank} has {name}, and rank 0 has none{more}"
+    return f"{name} is {other[name]} on rank {rank} and {first[name]} on rank 0{more}"
+
+
+def broadcast_text(communicator: Communicator, device: Any, mine: str, source: int) -> str:
+    """The text of rank ``source``, on all ranks. The host waits."""
+    raw = mine.encode()
+    length = gather_numbers(communicator, device, len(raw))[source]
+    return Carrier(communicator, TensorLibrary(device)).broadcast_text(raw, length, source)
+
+
+def gather_numbers(communicator: Communicator, device: Any, number: int) -> list[int]:
+    """Every rank's number (below 2**63), on all ranks. The host waits."""
+    return [row[0] for row in gather_rows(communicator, device, [number])]
+
+
+def gather_rows(communicator: Communicator, device: Any, row: list[int]) -> list[list[int]]:
+    """Every rank's numbers (below 2**63, as many on each), on all ranks. The host waits."""
+    return Carrier(communicator, TensorLibrary(device)).gather(row)
+
+
+class Lane:
+    """Where gradients are reduced: a stream of its own on a GPU, the communicator's thread on a CPU."""
+
+    def __init__(self, communicator: Communicator, device: Any) -> None:
+        self.communicator = communicator
+        self.device = device
+        self._works: list[Work] = []
+        self.in_order = device.type == "cuda"
+        """Whether what is called after :meth:`reduce` sees its result."""
+        self._stream = torch.cuda.Stream(device, priority=-1) if self.in_order else None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context in which work runs beside the current stream, after its work so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def reduce(self, flat: Any, op: ReduceOp, *, buffers: Sequence[Any] = ()) -> None:
+        """Reduces ``flat`` over all ranks and overwrites ``buffers`` (dense) with rank 0's; in place."""
+        communicator = self.communicator
+        arrays = [array_of(communicator, bytes_of(buffer)) for buffer in buffers]
+        array = array_of(communicator, torch.view_as_real(flat) if flat.is_complex() else flat)
+        if self._stream is None:
+            self._works.append(communicator.all_reduce(array, array, op, async_op=True))
+            self._works += [communicator.broadcast(each, 0, async_op=True) for each in arrays]
+            return
+        with communicator.group() if arrays and communicator.on_device else contextlib.nullcontext():
+            communicator.all_reduce(array, array, op)
+            for each in arrays:
+                communicator.broadcast(each, 0)
+
+    def all_gather(self, mine: Any) -> Any:
+        """Every rank's ``mine``, flat, as rows by rank; what follows on the current stream sees them."""
+        communicator = self.communicator
+        rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
+        with self.amid():
+            communicator.all_gather(array_of(communicator, mine), array_of(communicator, rows.view(-1)))
+        return rows
+
+    def all_reduce(self, mine: Any, op: ReduceOp) -> Any:
+        """``mine`` of all ranks, combined in place; what follows on the current stream sees it."""
+        array = array_of(self.communicator, mine)
+        with self.amid():
+            self.communicator.all_reduce(array, array, op)
+        return mine
+
+    @contextlib.contextmanager
+    def amid(self) -> Iterator[None]:
+        """Like :meth:`aside`, but the current stream waits for the work."""
+        with self.aside():
+            yield
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def join(self) -> None:
+        """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self._stream is not None and bool(torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,638 @@
+"""Checkpoints: one safetensors file each, written atomically, checked when read.
+
+A file holds every array of a ``TrainingState``; step, epoch, position, seed, random
+generators and a digest over all of it stand in its metadata. So do the program, the model (a fingerprint of
+names, dtypes and shapes) and the run that it is of: only files of the same three make room for each other.
+Any safetensors reader can open it.
+
+Which of two files is the later one the number of the attempt says, then the generation, then the step, and no
+clock. A launch takes the folder's next number as it begins, and so does what goes back to a checkpoint. Hosts
+whose clocks differ agree on that, and a worker that was expelled may write as late as it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.errors import NotInitializedError, WorkerError
+from muster.training.state import TrainingState
+from muster.wire.files import beside, read_regular, remove_left
+from muster.worker import runtime as process
+
+log = logging.getLogger("muster.worker")
+
+_SUFFIX = ".safetensors"
+_FORMAT = "1"
+_ATTEMPTS = ".attempts"
+"""The directory of a folder where each attempt has a file: its number's name, and who took it."""
+TAKEN_WITHIN_S = 1.0
+"""How long a number's file may be without a name, on file systems without hard links."""
+
+_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
+
+
+class Session(Protocol):
+    """What is needed of a :class:`muster.worker.session.session.Session`."""
+
+    @property
+    def launch(self) -> int:
+        """Names this launch of the job; 0: not known."""
+
+    @property
+    def state_source_rank(self) -> int:
+        """The rank with the training state; -1: none."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Says that this rank works alone while the others wait for it."""
+
+
+class CheckpointError(WorkerError):
+    """A checkpoint could not be written or read."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint file is cut off, altered, or not a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint file whose header can be read.
+
+    Attributes:
+        path: where it is.
+        saved_at: seconds since 1970.
+        step: steps finished.
+        model: fingerprint of the arrays' names, dtypes and shapes.
+        program: the script that saved it; "" in files of version 0.1.
+        run: names the training; see :class:`~muster.training.state.TrainingState`.
+        launch: names the launch that saved it.
+        attempt: its number in the folder; 0 in files of version 0.2 and before.
+        generation: the one that it was saved in; 0: not in a job.
+    """
+
+    path: Path
+    saved_at: float
+    step: int
+    model: str = ""
+    program: str = ""
+    run: str = ""
+    launch: str = ""
+    attempt: int = 0
+    generation: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, float, int]:
+        """The later of two files has the greater; those before there were attempts go by the clock."""
+        return self.attempt, self.generation, 0.0 if self.attempt else self.saved_at, self.step
+
+    @property
+    def kin(self) -> tuple[str, str, str]:
+        """The key of files that may replace one another: program, model and run."""
+        return self.program, self.model, self.run
+
+
+def save(
+    directory: str | Path, state: TrainingState, *, keep: int = 3, clock: Callable[[], float] = time.time
+) -> Path:
+    """Writes the state; the file appears under its name only when it is whole and on disk.
+
+    Call it on rank 0 alone.
+
+    Args:
+        directory: made if it is not there.
+        state: what to write.
+        keep: how many checkpoints of this run to leave in the directory, this one and the latest before it;
+            0: all. Those of other programs, models and runs stay, and so do those that are later than this
+            one or of a higher step.
+        clock: gives the time of saving, in seconds since 1970.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        CheckpointError: it cannot be written; or a step is under way, whose half would be saved.
+    """
+    return _save(Path(directory), Path(directory), state, keep=keep, clock=clock)
+
+
+def _save(
+    root: Path, folder: Path, state: TrainingState, *, keep: int = 3, clock: Callable[[], float] = time.time
+) -> Path:
+    """See :func:`save`; ``root`` is where attempts are counted."""
+    if state.in_step:
+        raise CheckpointError(
+            f"The state is amid a step: {state.step} are finished, and the next one has begun.",
+            remedy="Save after the block of `with step`; after an error call state.roll_back() first.",
+        )
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    description, arrays = state.for_checkpoint()
+    step = _step_of(description)  # the state's own attribute may be an adapter's, and late
+    unfinished = beside(_path(folder, step))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_left(folder)
+        new = Found(
+            folder,
+            clock(),
+            step,
+            _model_of(description, state.derived()),
+            _program(),
+            state.run,
+            state.launch,
+            _number(root, state.attempt),
+            state.generation,
+        )
+        metadata = {
+            "format": _FORMAT,
+            "state": description,
+            "step": str(step),
+            "saved_at": repr(new.saved_at),
+            "program": new.program,
+            "model": new.model,
+            "run": new.run,
+            "launch": new.launch,
+            "attempt": str(new.attempt),
+            "generation": str(new.generation),
+            "digest": digest_of(description, arrays),
+        }
+        save_file(arrays, unfinished, metadata)
+        _flush(unfinished)
+        path = _put(unfinished, folder, new)
+        _flush(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"The checkpoint {_path(folder, step)} could not be written: {reason}.",
+            remedy="Make room, or choose another directory with --checkpoint-dir.",
+        ) from None  # the reason is said; a traceback of the serializer would hide it
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    before = [
+        one
+        for one in find(folder)
+        if one.path.parent == folder and one.kin == new.kin and one.order < new.order and one.step <= step
+    ]
+    for old in [one for one in before if one.path != path][keep - 1 :] if keep else []:
+        old.path.unlink(missing_ok=True)
+    return path
+
+
+def find(directory: str | Path) -> list[Found]:
+    """Checkpoints of a directory and of the runs' directories in it, the latest first.
+
+    Files whose header is damaged are left out.
+    """
+    found = []
+    for path in _files(Path(directory)):
+        with contextlib.suppress(DamagedCheckpointError):
+            found.append(_found(path))
+    return sorted(found, key=lambda one: one.order, reverse=True)
+
+
+def load(path: str | Path, state: TrainingState) -> None:
+    """Reads one checkpoint into ``state``, arrays in place; a refused file changes nothing.
+
+    What is saved from then on is of a new attempt: later than all that is there, whatever its step.
+
+    Raises:
+        DamagedCheckpointError: the file is damaged; names the sound one saved before it, if any.
+        StateMismatchError: it is of another model or optimizer.
+        CheckpointError: it is not there.
+    """
+    path = Path(path)
+    try:
+        _load_anew(path, state)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(error.message, remedy=_offer_before(path)) from error
+
+
+def load_latest(
+    directory: str | Path, state: TrainingState, *, say: Callable[[str], None] = lambda sentence: None
+) -> Path | None:
+    """Reads the latest sound checkpoint of a directory into ``state``; those of other models are passed over.
+
+    Args:
+        directory: where to look.
+        state: what to overwrite.
+        say: gets a sentence for each damaged file that is passed over.
+
+    Returns:
+        The file that was read; None when the directory holds no checkpoint at all.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, but none is sound.
+        StateMismatchError: all sound ones are of another model or optimizer.
+    """
+    folder = Path(directory)
+    found = find(folder)
+    for path in sorted(set(_files(folder)) - {one.path for one in found}):
+        say(_reason_for_damage(path))
+    model = _model_of(state.describe(), state.derived())
+    for one in [each for each in found if each.model == model] or found:
+        try:
+            _load_anew(one.path, state)
+            return one.path
+        except DamagedCheckpointError as error:
+            say(error.message)
+    if any(_files(folder)):
+        raise DamagedCheckpointError(
+            f"No checkpoint in {folder} is sound.",
+            remedy="Move them away to start anew, or name another directory.",
+        )
+    return None
+
+
+class Folder:
+    """Where one run keeps its checkpoints.
+
+    A launch that begins anew beside an earlier run of the same program and model saves in a directory of its
+    own, ``run_...`` in this one.
+
+    Args:
+        directory: "" keeps none.
+        state: what is saved and resumed.
+        session: this worker's place in the job; None: that of ``muster.init()``, if there is one.
+    """
+
+    def __init__(self, directory: str, state: TrainingState, session: Session | None = None) -> None:
+        self._directory = directory
+        self._state = state
+        self._session = session
+        self._place: Path | None = None
+        self._read: Path | None = None
+
+    def save(self) -> None:
+        """See :func:`save`; a save that takes long is no standstill to the scheduler."""
+        if not self._directory:
+            return
+        session = self._current()
+        with session.busy("saves a checkpoint") if session is not None else contextlib.nullcontext():
+            self._place = self._place or self._choose()
+            if not self._state.launch and session is not None:  # a loop of the script's own
+                self._state.launch = self._launch
+            _save(Path(self._directory), self._place, self._state)
+
+    def resume(self, source: str, *, say: Callable[[str], None]) -> None:
+        """Does what ``--resume`` asks for, and says what it read.
+
+        Args:
+            source: a file, or "latest" for the latest sound one of the folder; "": none but one of this same
+                launch, for a worker that replaces another when nobody holds the state any more.
+            say: gets the sentences.
+
+        Raises:
+            CheckpointError: see :func:`load` and :func:`load_latest`.
+            StateMismatchError: the checkpoint is of another model or optimizer.
+        """
+        self._take_number()
+        if not source:
+            self._begin(say)
+            return
+        path: Path | None = Path(source)
+        if source == "latest":
+            path = load_latest(self._directory, self._state, say=say)
+        else:
+            load(source, self._state)
+        self._read = path
+        if path is None:
+            say(f"no checkpoint in {self._directory!r}: starting anew")
+        else:
+            say(f"resumed after step {self._state.step} from {path}")
+
+    def take_up(self, *, say: Callable[[str], None] = log.warning) -> None:
+        """Reads the latest sound checkpoint of this launch, if there is a later one than the state.
+
+        Args:
+            say: gets the sentences.
+        """
+        state, launch = self._state, self._launch
+        for one in [each for each in self._alike() if each.launch == launch] if launch else ():
+            # What this launch has saved came after what it was begun from, also where that was further.
+            if one.path == self._read or (state.launch and one.step <= state.step):
+                return
+            try:
+                _load(one.path, state)
+            except DamagedCheckpointError as error:
+                say(error.message)
+                continue
+            self._read = one.path
+            say(f"no member holds the state: resumed after step {one.step} from {one.path}")
+            return
+
+    def _take_number(self) -> None:
+        """Takes the launch's number as it begins: a launch before it that saves later is before it still.
+
+        Where this worker may not write, another does it, or whoever saves.
+        """
+        if self._directory and self._launch and not self._state.launch:
+            with contextlib.suppress(OSError):
+                _number(Path(self._directory), f"{self._launch}.0")
+
+    def _begin(self, say: Callable[[str], None]) -> None:
+        session = self._current()
+        if session is None or session.state_source_rank >= 0:
+            return
+        self.take_up(say=say)
+        place, earlier = self._choose(), self._alike()
+        if place != Path(self._directory):
+            step = earlier[0].step
+            say(f"{self._directory} holds an earlier run up to step {step}, which --resume goes on with.")
+            say(f"This run begins anew and saves in {place}.")
+
+    def _choose(self) -> Path:
+        """Where this run has saved before; else the directory, or one in it where an earlier run is there."""
+        root, launch, run = Path(self._directory), self._launch, self._state.run
+        found = self._alike()
+        for one in found:
+            if (launch and one.launch == launch) or (run and one.run == run):
+                return one.path.parent
+        beside = launch and any(one.path.parent == root for one in found)
+        return root / f"run_{launch[:8]}" if beside else root
+
+    def _alike(self) -> list[Found]:
+        """Checkpoints of this program and model, or of this model by version 0.1; the latest first."""
+        if not self._directory:
+            return []
+        model = _model_of(self._state.describe(), self._state.derived())
+        return [
+            one for one in find(self._directory) if one.model == model and one.program in ("", _program())
+        ]
+
+    @property
+    def _launch(self) -> str:
+        session = self._current()
+        return f"{session.launch:016x}" if session is not None and session.launch else ""
+
+    def _current(self) -> Session | None:
+        if self._session is None:
+            with contextlib.suppress(NotInitializedError):
+                self._session = process.current()
+        return self._session
+
+
+def _program() -> str:
+    """The script's name, which keeps runs of different programs in one directory apart."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.stem or "python"
+
+
+def _model_of(description: str, derived: set[str]) -> str:
+    """Fingerprint of names, dtypes and shapes."""
+    arrays = json.loads(description)["arrays"]
+    text = json.dumps({name: arrays[name] for name in sorted(arrays) if name not in derived})
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _number(root: Path, attempt: str) -> int:
+    """An attempt's number in a folder: the one that it has, or the next one, which is its own from now on.
+
+    Whoever makes the file of a number has it, also where several hosts share the file system.
+
+    Raises:
+        OSError: the folder cannot be written, or not read.
+    """
+    folder = root / _ATTEMPTS
+    folder.mkdir(parents=True, exist_ok=True)
+    number = max([*(one.attempt for one in find(root)), *_taken(folder)], default=0)
+    # Numbers are taken in order. A folder that is read while they are may show one and not the one before: a
+    # second look has all up to the highest of the first.
+    for each in sorted(_taken(folder), reverse=True):
+        if _who_took(folder, each) == attempt:
+            return each
+    while True:
+        number += 1
+        try:
+            _take(folder / f"{number:06d}", attempt)
+        except FileExistsError:
+            if _who_took(folder, number) != attempt:
+                continue
+        return number
+
+
+def _taken(folder: Path) -> list[int]:
+    return [int(each.name) for each in folder.iterdir() if each.name.isascii() and each.name.isdigit()]
+
+
+def _take(path: Path, attempt: str) -> None:
+    """Makes the file of a number, with the attempt's name in it from its first moment on.
+
+    Raises:
+        FileExistsError: somebody has the number.
+        OSError: the file cannot be written.
+    """
+    new = beside(path)
+    try:
+        _write_new(new, attempt)
+        try:
+            os.link(new, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _write_new(path, attempt)  # the name comes a moment after the file: who sees none waits for it
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _who_took(folder: Path, number: int) -> str:
+    """The attempt that has a number; "": none that can be told."""
+    path, until = folder / f"{number:06d}", time.monotonic() + TAKEN_WITHIN_S
+    while True:
+        try:
+            name = read_regular(path, 200).decode("ascii", "replace")
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # a network's file system: it was made anew
+                return ""
+            name = ""
+        if name or time.monotonic() > until:
+            return name
+        time.sleep(0.01)
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:09d}{_SUFFIX}"
+
+
+def _put(unfinished: Path, folder: Path, new: Found) -> Path:
+    """Gives a file its name; what another host puts there at the same moment is not replaced unseen."""
+    while True:
+        path = _free_path(folder, new)
+        if os.path.lexists(path):
+            unfinished.replace(path)
+            return path
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            unfinished.replace(path)
+        return path
+
+
+def _free_path(folder: Path, new: Found) -> Path:
+    """The file's path. One of that name is replaced only if it is of the same run and step, and no later."""
+    path = _path(folder, new.step)
+    with contextlib.suppress(DamagedCheckpointError):
+        if path.exists():
+            there = _found(path)
+            if (there.kin, there.step) != (new.kin, new.step):
+                return _named_apart(path, *new.kin)
+            if there.order > new.order:
+                return _named_apart(path, *new.kin, str(new.attempt), str(new.generation))
+    return path
+
+
+def _named_apart(path: Path, *parts: str) -> Path:
+    return path.with_stem(
+        f"{path.stem}_{hashlib.blake2b(' '.join(parts).encode(), digest_size=4).hexdigest()}"
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    named = [*folder.glob(f"step_*{_SUFFIX}"), *folder.glob(f"run_*/step_*{_SUFFIX}")]
+    return sorted(path for path in named if path.is_file())  # opening a FIFO would wait for ever
+
+
+def _found(path: Path) -> Found:
+    metadata = _metadata(path)
+    description = metadata["state"]
+    try:
+        saved_at = float(metadata["saved_at"])
+        if not math.isfinite(saved_at):
+            raise ValueError("the time of saving is no time")
+        return Found(
+            path,
+            saved_at,
+            _step_of(description),
+            metadata.get("model") or _model_of(description, set()),
+            program=metadata.get("program", ""),
+            run=metadata.get("run", ""),
+            launch=metadata.get("launch", ""),
+            attempt=_count(metadata.get("attempt", "0")),
+            generation=_count(metadata.get("generation", "0")),
+        )
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: its header makes no sense.") from error
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 63:
+        raise ValueError("the number of an attempt or a generation is none")
+    return number
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
+    if metadata.get("format") != _FORMAT or not {"state", "step", "saved_at", "digest"} <= metadata.keys():
+        raise DamagedCheckpointError(f"{path} is not a checkpoint of this program, or its header is damaged.")
+    return metadata
+
+
+def _read(path: Path) -> tuple[str, dict[str, NDArray[Any]]]:
+    """Reads description and arrays of a sound file."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    metadata = _metadata(path)
+    try:
+        arrays: dict[str, NDArray[Any]] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
+    if digest_of(metadata["state"], arrays) != metadata["digest"]:
+        raise DamagedCheckpointError(f"{path} is damaged: its contents do not match its digest.")
+    return metadata["state"], arrays
+
+
+def _load(path: Path, state: TrainingState) -> None:
+    description, arrays = _read(path)
+    state.check(description, str(path))
+    state.from_checkpoint(description, arrays)
+
+
+def _load_anew(path: Path, state: TrainingState) -> None:
+    """Reads one checkpoint; what is saved from then on is of a new attempt."""
+    returns = state.returns
+    _load(path, state)
+    state.returns = returns
+    state.begin_attempt()
+
+
+def _step_of(description: str) -> int:
+    """Steps finished. Files of version 0.1 may have a lower number in their names."""
+    return int(json.loads(description)["step"])
+
+
+def _reason_for_damage(path: Path) -> str:
+    """Why the file is damaged; empty when it is sound."""
+    try:
+        _read(path)
+    except DamagedCheckpointError as error:
+        return error.message
+    return ""
+
+
+def _offer_before(path: Path) -> str:
+    for one in find(path.parent):
+        if one.path != path and one.path.parent == path.parent and not _reason_for_damage(one.path):
+            return f"The last sound one beside it is of step {one.step}: resume with --resume {one.path}."
+    return "There is no sound one beside it."
+
+
+def digest_of(description: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+    """The digest that a checkpoint of these stands under."""
+    digest = hashlib.blake2b(description.encode(), digest_size=32)
+    for name in sorted(arrays):
+        digest.update(f"\0{name}\0{arrays[name].dtype}{arrays[name].shape}\0".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Makes a file's contents, or a directory's entries, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""Prepares the data of the next steps, by a DataLoader's processes or a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from muster.errors import SettingsError
+from muster.training.sampler import Batch, Place, ShardedSampler
+from muster.training.state import TrainingState
+
+Source = Iterable[Any] | Callable[[Batch], Any]
+"""A DataLoader whose ``batch_sampler`` is the state's sampler, or a function of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    place: Place
+    data: Any = None
+    error: Exception | None = None
+
+
+class Loading:
+    """The data of a run's batches, in their order, through redone steps and changes of members.
+
+    Steps that are redone among the same members get the very same objects again. Where the position or the
+    members have become others, what was made ahead is forgotten, and the loader begins anew at the position.
+
+    Args:
+        source: see :data:`Source`.
+        state: whose sampler says which batches come.
+
+    Raises:
+        SettingsError: a loader of another sampler.
+    """
+
+    def __init__(self, source: Source, state: TrainingState) -> None:
+        self._source = source
+        self._state = state
+        self._iterator: Iterator[Any] | None = None
+        self._next: Place | None = None
+        self._made: list[_Made] = []  # the step before, the last one taken, and the one ahead
+        if not callable(source) and getattr(source, "batch_sampler", None) is not state.sampler:
+            raise SettingsError(
+                "the loader must deal out what the state's sampler says:"
+                " DataLoader(dataset, batch_sampler=state.sampler, ...)"
+            )
+
+    def take(self) -> Any:
+        """The data of the sampler's next batch; None where this rank has no sample in it.
+
+        Raises:
+            SettingsError: the loader ended before the epoch did.
+        """
+        sampler = self._state.sampler
+        for index, made in enumerate(self._made):
+            if made.place == sampler.place:
+                del self._made[: max(index - 1, 0)]
+                break
+        else:
+            made = _Made(sampler.place, self._make(sampler, anew=sampler.place != self._next))
+            self._made = [*self._made[-1:], made]
+        if made.error is not None:
+            raise made.error
+        return made.data
+
+    def prepare(self) -> None:
+        """Prepares the batch after the sampler's next one, within the epoch; errors are raised with it."""
+        following = self._state.sampler.following()
+        if following.epoch != self._state.sampler.epoch:
+            return
+        if any(made.place == following.place for made in self._made):
+            return
+        if not callable(self._source) and following.place != self._next:
+            return
+        try:
+            made = _Made(following.place, self._make(following, anew=False))
+        except Exception as error:
+            made = _Made(following.place, error=error)
+        self._made.append(made)
+
+    def close(self) -> None:
+        """Ends a loader's processes, as far as they are not to persist."""
+        self._iterator = self._next = None
+        self._made = []
+
+    def _make(self, sampler: ShardedSampler, *, anew: bool) -> Any:
+        batch = sampler.batch()
+        if callable(self._source):
+            return self._source(batch)
+        following = sampler.following()
+        if not len(batch.indices):
+            return None
+        if anew or self._iterator is None:
+            self._iterator = None  # ends the processes of the one before, which would be in the way
+            self._iterator = self._state.iterate(self._source)
+        self._next = None
+        try:
+            data = next(self._iterator)
+        except StopIteration:
+            raise SettingsError("the loader ended before the epoch did") from None
+        self._next = following.place if following.epoch == sampler.epoch else None
+        return data

@@ -1,0 +1,227 @@
+"""Which samples each rank takes in each step.
+
+The order of an epoch is a function of (seed, epoch) alone. Global batches are cut from it one after the
+other, and each rank takes its part of the batch. So any number of workers trains on the same global batches
+as one process does, and a change of the number of workers in the middle of an epoch changes only how the
+next batches are divided: nothing is lost or doubled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.errors import SettingsError, WorkerError
+
+
+class Place(NamedTuple):
+    """Which part of which batch comes next: equal places have equal samples."""
+
+    epoch: int
+    position: int
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This rank's part of one global batch.
+
+    Attributes:
+        epoch: from 0.
+        step: number of the batch within its epoch, from 0 (counted in batches of the present size).
+        indices: int64, the samples of this rank; may be empty where a last batch is smaller than the world.
+        global_size: samples of the batch over all ranks.
+        world_size: ranks that the batch is divided among.
+        last: whether it ends the epoch.
+    """
+
+    epoch: int
+    step: int
+    indices: NDArray[np.int64]
+    global_size: int
+    world_size: int
+    last: bool
+
+    @property
+    def share(self) -> float:
+        """This rank's part of the batch's samples. A sum over ranks of ``share * local mean`` is the mean."""
+        return len(self.indices) / self.global_size
+
+    @property
+    def weight(self) -> float:
+        """Factor for this rank's mean loss where gradients are averaged over ranks; 1 when parts are even."""
+        return self.share * self.world_size
+
+    def split(self, parts: int) -> list[NDArray[np.int64]]:
+        """Divides this rank's samples into ``parts`` pieces of nearly equal size, some maybe empty."""
+        return np.array_split(self.indices, parts)
+
+
+class ShardedSampler:
+    """Deals the samples of a data set out to ranks, epoch by epoch.
+
+    ``batch()`` returns the next batch, repeatedly; only ``advance()`` consumes it. A step that
+    broke is thus redone by doing nothing. All ranks must call ``advance()`` for the same batches.
+
+    It also serves as the ``batch_sampler`` of torch's ``DataLoader``: iterating gives this rank's samples of
+    each batch from the present position to the epoch's end, and consumes nothing, however far a loader looks
+    ahead. An :class:`~muster.training.loop.ElasticLoop` drives such a loader; without one, call
+    ``advance()`` after each step, and take ``drop_last``: where a last batch has none for this rank, it is
+    left out here, and other ranks have one more.
+
+    Args:
+        size: samples in the data set, > 0.
+        batch_size: samples of a global batch, over all ranks, > 0.
+        rank: this process's rank.
+        world_size: number of ranks.
+        seed: of the shuffle, >= 0.
+        shuffle: False keeps the data set's own order in every epoch.
+        drop_last: leaves out a last batch that is smaller than ``batch_size``.
+
+    Raises:
+        SettingsError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        _require(size >= 1, "size", size, ">= 1")
+        _require(batch_size >= 1, "batch_size", batch_size, ">= 1")
+        _require(not drop_last or batch_size <= size, "batch_size", batch_size, f"<= {size} with drop_last")
+        _require(0 <= seed < 2**63, "seed", seed, "0 to 2**63 - 1")
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.position = 0
+        self._order_of: tuple[int, int] | None = None
+        self._order: NDArray[np.int64] = np.arange(size, dtype=np.int64)
+        self.reshard(rank, world_size)
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        """Takes this process's place in a changed world; the position in the epoch stays."""
+        _require(world_size >= 1, "world_size", world_size, ">= 1")
+        _require(0 <= rank < world_size, "rank", rank, f"0 to {world_size - 1}")
+        self.rank, self.world_size = rank, world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in a whole epoch."""
+        full, rest = divmod(self.size, self.batch_size)
+        return full + bool(rest and not self.drop_last)
+
+    def batch(self) -> Batch:
+        """This rank's part of the next global batch, which is not consumed."""
+        start = self.position
+        stop = min(start + self.batch_size, self._end)
+        count = stop - start
+        first = start + count * self.rank // self.world_size
+        beyond = start + count * (self.rank + 1) // self.world_size
+        return Batch(
+            epoch=self.epoch,
+            step=-(-start // self.batch_size),
+            indices=self._epoch_order()[first:beyond],
+            global_size=count,
+            world_size=self.world_size,
+            last=stop == self._end,
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's samples of each batch that is left of the epoch; nothing for batches without any."""
+        ahead = copy.copy(self)
+        for _ in range(len(self)):
+            indices = ahead.batch().indices.tolist()
+            ahead.advance()
+            if indices:
+                yield indices
+
+    def __len__(self) -> int:
+        """Batches that are left of the epoch."""
+        return -(-(self._end - self.position) // self.batch_size)
+
+    @property
+    def place(self) -> Place:
+        """What ``batch()`` depends on."""
+        return Place(
+            self.epoch, self.position, self.batch_size, self.rank, self.world_size, self.seed, self.shuffle
+        )
+
+    def following(self) -> ShardedSampler:
+        """A sampler that is one batch further; this one stays."""
+        ahead = copy.copy(self)
+        ahead.advance()
+        return ahead
+
+    def advance(self) -> None:
+        """Consumes the batch that ``batch()`` returns; after the last one the next epoch begins."""
+        self.position = min(self.position + self.batch_size, self._end)
+        self._normalize()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint or a newcomer needs to go on at this place; plain numbers."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "size": self.size,
+            "shuffle": self.shuffle,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was taken, whatever the number of ranks and the batch size were then.
+
+        Raises:
+            WorkerError: the state is of a data set of another size.
+        """
+        if state["size"] != self.size:
+            raise WorkerError(
+                f"The saved position is in a data set of {state['size']} samples, this one has {self.size}.",
+                remedy="Resume with the data that the run began with, or start anew without --resume.",
+            )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
+        self._normalize()
+
+    @property
+    def _end(self) -> int:
+        """Where the epoch ends; with ``drop_last``, with the last whole batch that fits."""
+        if not self.drop_last:
+            return self.size
+        return self.position + (self.size - self.position) // self.batch_size * self.batch_size
+
+    def _normalize(self) -> None:
+        if self.position >= self._end:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _epoch_order(self) -> NDArray[np.int64]:
+        wanted = (self.seed, self.epoch) if self.shuffle else None
+        if self._order_of != wanted:
+            self._order = np.arange(self.size, dtype=np.int64)
+            if wanted:
+                np.random.Generator(np.random.Philox(key=list(wanted))).shuffle(self._order)
+            self._order_of = wanted
+        return self._order
+
+
+def _require(holds: bool, name: str, value: int, legal: str) -> None:
+    if not holds:
+        raise SettingsError(f"ShardedSampler: {name} is {value}, it must be {legal}.")

@@ -1,0 +1,299 @@
+"""The state of a training run at a step boundary, for checkpoints and newcomers."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.communicators.base import Array, Communicator
+from muster.errors import WorkerError
+from muster.training.carrier import Carrier, NumpyLibrary, array_module
+from muster.training.sampler import ShardedSampler
+
+
+class StateMismatchError(WorkerError):
+    """A saved or received state is of another model, optimizer or data set."""
+
+
+def _some_name() -> str:
+    return os.urandom(8).hex()
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """State of a run; arrays are overwritten in place, so the model may hold on to them.
+
+    Attributes:
+        arrays: parameters and the optimizer's arrays by name, C-contiguous, NumPy or CuPy.
+        sampler: its epoch and position.
+        step: steps finished since the run began.
+        rng: the run's random generator, if it draws from one. It is the same on all ranks; what must
+            differ between ranks is best drawn from (seed, step, rank).
+        extra: anything else, as JSON knows it (a learning rate schedule, say).
+        run: names the training since its beginning, also after it was resumed; "": it has not begun in a job.
+        launch: names the launch of the job that goes on with it.
+        generation: the one whose members all had it last; 0: none yet.
+        returns: how often this launch has gone back to a checkpoint.
+        shared: it has been that of all ranks once; until then a rank may know less than a newcomer.
+        in_step: a step has begun, and has been neither committed nor rolled back.
+    """
+
+    arrays: dict[str, Array]
+    sampler: ShardedSampler
+    step: int = 0
+    rng: np.random.Generator | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    run: str = field(default="", init=False)
+    launch: str = field(default="", init=False)
+    generation: int = field(default=0, init=False)
+    returns: int = field(default=0, init=False)
+    shared: bool = field(default=False, init=False)
+    in_step: bool = field(default=False, init=False)
+    _rng_before: Any = field(default=None, init=False, repr=False)
+    _alone: str = field(default_factory=_some_name, init=False, repr=False)
+
+    @property
+    def attempt(self) -> str:
+        """Names the attempt whose checkpoints go by generation and step; the same on all ranks.
+
+        That is the launch, until it goes back to a checkpoint; without a launch it is this object.
+        """
+        return f"{self.launch}.{self.returns}" if self.launch else self._alone
+
+    def begin_attempt(self) -> None:
+        """Makes what is saved from now on later than all before, also at a lower step."""
+        self.returns = self.returns + 1 if self.launch else 0
+        self._alone = _some_name()
+
+    def describe(self) -> str:
+        """Everything but the arrays' contents, as JSON."""
+        return json.dumps(
+            {
+                "step": self.step,
+                "run": self.run,
+                "returns": self.returns,
+                "sampler": self.sampler.state(),
+                "rng": None if self.rng is None else self.rng.bit_generator.state,
+                "extra": self.extra,
+                "arrays": self.layout(),
+            },
+            default=_encode_array,
+        )
+
+    def carrier(self, communicator: Communicator) -> Carrier:
+        """What takes the arrays to other ranks."""
+        return Carrier(communicator, NumpyLibrary(array_module(self.arrays)))
+
+    def begin(self) -> None:
+        """Begins a step: its changes can be undone until :meth:`commit`.
+
+        A step before it that was neither committed nor rolled back (the script caught its error, say) is
+        undone first.
+        """
+        if self.in_step:
+            self.roll_back()
+        self.in_step = True
+        self._rng_before = None if self.rng is None else self.rng.bit_generator.state
+
+    def commit(self) -> None:
+        """Ends a step, which then counts as finished. Whether it broke on a device may be learnt later.
+
+        Raises:
+            MembershipChanged: it, or the one before, did not come to its end after all.
+        """
+        self.in_step = False
+
+    def confirm(self) -> None:
+        """Waits until all that was committed has come to its end.
+
+        Raises:
+            MembershipChanged: it broke: :meth:`roll_back` undoes it.
+        """
+
+    def roll_back(self) -> None:
+        """Undoes the step that has begun, if one has, and what was committed and has broken.
+
+        Before the state is shared or saved.
+        """
+        if self.in_step and self.rng is not None:
+            self.rng.bit_generator.state = self._rng_before  # to draw the same again
+        self.in_step = False
+
+    def before_newcomers(self) -> None:
+        """Goes back a step where newcomers need what is not known after the last; after :meth:`roll_back`."""
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """Begins to go through a DataLoader whose ``batch_sampler`` is the sampler."""
+        return iter(loader)
+
+    def settle(self) -> None:
+        """Ends the run, after every rank has committed its last step.
+
+        Raises:
+            MembershipChanged: that step broke.
+            RanksDifferError: the ranks differed in that step.
+        """
+
+    def enter(self, communicator: Communicator, source: int) -> None:
+        """Enters a generation; ``source`` is the rank whose state all hold now."""
+        self.sampler.reshard(communicator.rank, communicator.world_size)
+        self.generation = communicator.membership.generation
+
+    def layout(self) -> dict[str, str]:
+        """Dtype and shape of every array, in words."""
+        return {name: f"{array.dtype}{list(array.shape)}" for name, array in self.arrays.items()}
+
+    def derived(self) -> set[str]:
+        """Names of arrays that follow from others; a checkpoint does without them."""
+        return set()
+
+    def check(self, description: str, origin: str) -> None:
+        """Refuses a description that this state cannot take over; ``origin`` says where it comes from.
+
+        Raises:
+            StateMismatchError: arrays differ in name, dtype or shape.
+        """
+        mine = self.layout()
+        theirs = {name: mine[name] for name in self.derived()} | json.loads(description)["arrays"]
+        differences = [
+            f"{name} is {theirs.get(name, 'absent')} there and {mine.get(name, 'absent')} here"
+            for name in [*mine, *(name for name in theirs if name not in mine)]
+            if theirs.get(name) != mine.get(name)
+        ]
+        if differences:
+            raise StateMismatchError(
+                f"The state in {origin} is of another model: {'; '.join(differences[:5])}.",
+                remedy="Use the same model, optimizer and dtype as the run that it comes from.",
+            )
+
+    def restore(self, description: str) -> None:
+        """Takes over everything but the arrays' contents."""
+        values = json.loads(description, object_hook=_decode_array)
+        self.step = int(values["step"])
+        self.sampler.restore(values["sampler"])
+        self.extra = values["extra"]
+        self.run = values.get("run", "")
+        self.returns = int(values.get("returns", 0))
+        if self.rng is not None and values["rng"] is not None:
+            self.rng.bit_generator.state = values["rng"]
+
+    # ------------------------------------------------------------ what a checkpoint holds
+
+    def for_checkpoint(self) -> tuple[str, dict[str, NDArray[Any]]]:
+        """The description and every array on the host, as :meth:`from_checkpoint` takes them."""
+        return self.describe(), {name: _to_host(array) for name, array in self.arrays.items()}
+
+    def from_checkpoint(self, description: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes over what :meth:`for_checkpoint` gave and :meth:`check` did not refuse; arrays in place."""
+        for name, array in self.arrays.items():
+            if isinstance(array, np.ndarray):
+                array[...] = arrays[name]
+            else:
+                array.set(arrays[name])
+        self.restore(description)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"__array__": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
+
+
+def _decode_array(value: dict[str, Any]) -> Any:
+    return np.array(value["__array__"], dtype=value["dtype"]) if "__array__" in value else value
+
+
+def _to_host(array: Array) -> NDArray[Any]:
+    return np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.get())
+
+
+# ---------------------------------------------------------------- one state on all ranks
+
+
+class StateHolder(Protocol):
+    """The part of a :class:`muster.worker.session.session.Session` that is used here."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The world's communicator in the present generation."""
+
+    @property
+    def state_source_rank(self) -> int:
+        """The rank with the state that newcomers take; -1: all start anew."""
+
+    @property
+    def newcomer_ranks(self) -> tuple[int, ...]:
+        """The ranks without the state."""
+
+
+@runtime_checkable
+class SharesItself(Protocol):
+    """A state of which no rank holds all, so that it shares itself."""
+
+    def share(self, session: StateHolder) -> int:
+        """Does what :func:`share_state` does."""
+
+
+def share_state(session: StateHolder, state: TrainingState) -> int:
+    """Makes the state of all ranks that of the furthest one, and the sampler fit the new world.
+
+    A change of members may catch some ranks just before, others just after a step: the most steps win, so
+    that a finished step is redone only for a newcomer that would not know what all others do. When all start
+    anew, a rank that resumed from a checkpoint is the furthest. Should it die before any other has its state,
+    the rest start anew once more: its replacement may have the checkpoint, too. Where nobody lacks anything,
+    one small collective is all that happens.
+
+    What is received is put in place only when it is there as a whole: a giver that dies half-way leaves
+    every other rank with the state it had.
+
+    Returns:
+        The rank whose state it is now.
+
+    Raises:
+        StateMismatchError: the giver trains another model.
+        MembershipChanged: the members changed again; nothing was overwritten.
+    """
+    if isinstance(state, SharesItself):
+        return state.share(session)
+    communicator = session.communicator
+    state.roll_back()
+    if session.newcomer_ranks:
+        state.before_newcomers()
+    rank, anew = communicator.rank, session.state_source_rank < 0
+    carrier = state.carrier(communicator)
+    description = state.describe().encode()
+    holds = anew or (state.shared and rank not in session.newcomer_ranks)
+    digest = [zlib.crc32(description), len(description)]
+    tickets = carrier.gather([state.step if holds else -1, *digest])
+    if all(steps < 0 for steps, *_ in tickets):
+        anew, tickets = True, carrier.gather([state.step, *digest])
+    source = _furthest([ticket[0] for ticket in tickets], session.state_source_rank)
+    if anew or any(ticket != tickets[source] for ticket in tickets):
+        text = carrier.broadcast_text(description, tickets[source][2], source)
+        if rank != source:
+            state.check(text, f"rank {source}")
+        received = carrier.receive(state.arrays, source)
+        if rank != source and (anew or tickets[rank] != tickets[source]):
+            for name, array in received.items():
+                state.arrays[name][...] = array
+            state.restore(text)
+    state.enter(communicator, source)
+    state.shared = True
+    return source
+
+
+def _furthest(steps: list[int], preferred: int) -> int:
+    """The rank with the most steps; among equals the longest-lived, as the scheduler says, else the first."""
+    most = max(steps)
+    if preferred >= 0 and steps[preferred] == most:
+        return preferred
+    return steps.index(most)

@@ -1,0 +1,707 @@
+"""Encodes the values of :mod:`muster.wire.messages` as protobuf, and decodes and checks them.
+
+Nothing malformed gets past a decoder: every number has its bounds, what workers send has a limit on every
+string and count, names hold no blanks or control characters, and free text is made fit for one log line.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast
+
+from google.protobuf.message import DecodeError
+
+from muster.wire import messages as m
+from muster.wire.errors import RemediedError
+from muster.wire.log_lines import one_line
+from muster.wire.messages import Value
+from muster.wire.v1 import rendezvous_pb2 as pb
+from muster.wire.v1 import watch_pb2 as watch_pb
+
+PROTOCOL_VERSION = 1
+MAX_COUNT = 65_536
+MAX_NUMBER = 2**63 - 1
+MAX_TEXT = 2048
+MAX_FACTS = 32
+MAX_RECENT = 64
+MAX_UNIQUE_IDS = 512
+MAX_UNIQUE_ID_BYTES = 1024
+PACKED_FROM_BYTES = 4096
+"""Bytes from which on an assignment is compressed, once for all members."""
+MAX_UNPACKED_BYTES = 64 * 1024 * 1024
+"""Limit of an unpacked assignment: more than MAX_COUNT members take; beyond, it is refused."""
+DELTA_FROM_MEMBERS = 64
+"""Members from which on those that hold the generation before are sent only what has changed."""
+DEVICE_KINDS = ("cpu", "cuda")
+
+ValueT = TypeVar("ValueT", bound=Value)
+Rule = Callable[[str, Any], Any]
+"""Takes a field's name and what stands there, and returns its value; raises WireError."""
+
+
+class WireError(RemediedError):
+    """A message breaks the protocol; names the field."""
+
+
+# ---------------------------------------------------------------- encoding
+
+_WRAPPERS: tuple[Any, ...] = (pb.WorkerMessage, pb.SchedulerMessage)
+_BODIES = {
+    getattr(m, field.message_type.name): (wrapper, field.name)
+    for wrapper in _WRAPPERS
+    for field in wrapper.DESCRIPTOR.fields
+}
+"""For each message class, the protobuf message that carries it, and its field."""
+
+
+def encode(message: m.WorkerMessage | m.SchedulerMessage) -> bytes:
+    """Encodes one message of a session, as a serialized WorkerMessage or SchedulerMessage."""
+    wrapper, body = _BODIES[type(message)]
+    return cast(bytes, wrapper(**{body: to_proto(message)}).SerializeToString())
+
+
+def to_proto(value: Any) -> Any:
+    """Converts a value, or one of its fields, to protobuf's classes."""
+    if isinstance(value, Value):
+        return _ENCODERS.get(type(value), _same_fields)(value)
+    return [to_proto(item) for item in value] if isinstance(value, tuple) else value
+
+
+_AS_THEY_ARE = frozenset((int, float, bool, str, bytes))
+
+
+def _same_fields(value: Any) -> Any:
+    fields = {
+        name: item if type(item) in _AS_THEY_ARE else to_proto(item) for name, item in vars(value).items()
+    }
+    return vars(pb)[type(value).__name__](**fields)
+
+
+def _join(join: m.Join) -> pb.Join:
+    return pb.Join(
+        protocol_version=PROTOCOL_VERSION,
+        held_generation=join.held_generation,
+        held_rank=join.held_rank,
+        built=join.built,
+        step=join.step,
+        held_world_size=join.held_world_size,
+        takes_deltas=join.takes_deltas,
+        **{
+            **{name: to_proto(item) for name, item in vars(join.profile).items()},
+            "facts": dict(join.profile.facts),
+        },
+    )
+
+
+def _heartbeat(beat: m.Heartbeat) -> Any:
+    return _same_fields(beat.replaced(recent=beat.recent[-MAX_RECENT:]))
+
+
+def _text_cut(field: str) -> Callable[[Any], Any]:
+    return lambda message: _same_fields(message.replaced(**{field: getattr(message, field)[:MAX_TEXT]}))
+
+
+def _probed(probed: m.Probed) -> pb.Probed:
+    return pb.Probed(
+        round=probed.round,
+        unreached=[pb.Unreached(node_id=n, detail=one_line(why)[:MAX_TEXT]) for n, why in probed.unreached],
+        late=probed.late,
+        waits=probed.waits,
+        busy=one_line(probed.busy)[:MAX_TEXT],
+        seconds=probed.seconds,
+    )
+
+
+def _probe(probe: m.Probe) -> pb.Probe:
+    targets = [pb.ProbeTarget(node_id=node_id, address=address) for node_id, address in probe.targets]
+    return pb.Probe(round=probe.round, targets=targets)
+
+
+def _assignment(assignment: m.Assignment) -> pb.Assignment:
+    """Encodes an assignment: each host once, however many of its devices take part."""
+    hosts = list(dict.fromkeys(member.host for member in assignment.members))
+    index = {host: i for i, host in enumerate(hosts)}
+    members = [_member(each, index[each.host]) for each in assignment.members]
+    rest = {name: to_proto(item) for name, item in vars(assignment).items() if name != "members"}
+    return pb.Assignment(hosts=to_proto(tuple(hosts)), members=members, **rest)
+
+
+def _member(member: m.Member, host_index: int) -> pb.Member:
+    fields = {name: to_proto(item) for name, item in vars(member).items() if name != "host"}
+    return pb.Member(host_index=host_index, **fields)
+
+
+_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    m.Join: _join,
+    m.Heartbeat: _heartbeat,
+    m.SuspectPeer: _text_cut("detail"),
+    m.RequestLeave: _text_cut("reason"),
+    m.Leave: _text_cut("reason"),
+    m.Probed: _probed,
+    m.Probe: _probe,
+    m.Assignment: _assignment,
+}
+"""Encoders of messages whose fields differ from protobuf's."""
+
+
+class AssignmentEncoder:
+    """Encodes what several are sent once: a generation's assignments differ in the rank alone.
+
+    Building the list of members once makes 1,000 assignments of 1,000 members a matter of
+    milliseconds each thousand, not of minutes. Who holds the generation before gets what has changed.
+
+    Args:
+        delta_from: the least members of a generation for that.
+    """
+
+    def __init__(self, *, delta_from: int = DELTA_FROM_MEMBERS) -> None:
+        self._delta_from = delta_from
+        self._last: m.Assignment | None = None
+        self._before: m.Assignment | None = None
+        self._whole: bytes | None = None
+        self._delta: bytes | None = None
+        self._other: tuple[m.SchedulerMessage | None, bytes] = (None, b"")
+
+    def encode(self, message: m.SchedulerMessage) -> bytes:
+        """Encodes any message; assignments that share their members share the work."""
+        return b"".join(self.encode_parts(message))
+
+    def encode_parts(self, message: m.SchedulerMessage, held: int = 0) -> tuple[bytes, ...]:
+        """Encodes any message in pieces to be joined; an assignment's receivers share the large piece.
+
+        The small piece repeats the assignment's field with the rank alone: protobuf merges the two
+        (Protocol Buffers, "Encoding": last one wins, and sub-messages are merged).
+
+        Args:
+            message: what to encode.
+            held: the generation of the assignment that came last on the receiver's stream; 0: none, or the
+                receiver takes no deltas.
+        """
+        if not isinstance(message, m.Assignment):
+            if self._other[0] is not message:  # what all members are sent, unique ids say, is one value
+                self._other = (message, encode(message))
+            return (self._other[1],)
+        last = self._last
+        if last is None or not _same_but_rank(last, message):
+            if last is not None and last.generation < message.generation:
+                self._before = last
+            self._last, self._whole, self._delta = message, None, None
+        own = pb.SchedulerMessage(assignment=pb.Assignment(rank=message.rank))
+        return self._shared(message, held), own.SerializeToString()
+
+    def _shared(self, message: m.Assignment, held: int) -> bytes:
+        before = self._before
+        if before is not None and 0 < held == before.generation < message.generation:
+            if self._delta is None:
+                large = len(message.members) >= self._delta_from
+                delta = _changes(before, message) if large else None
+                self._delta = _packed(delta) if delta is not None else b""
+            if self._delta:
+                return self._delta
+        if self._whole is None:
+            self._whole = _packed(_assignment(message.replaced(rank=0)))
+        return self._whole
+
+
+def _changes(before: m.Assignment, new: m.Assignment) -> pb.Assignment | None:
+    """The assignment with those members alone that are not in the one before as they are; None: too many."""
+    ranks = {member.node_id: member.rank for member in before.members}
+    changed: list[m.Member] = []
+    kept: list[int] = []
+    for member in new.members:
+        rank = ranks.get(member.node_id, -1)
+        if rank < 0 or before.members[rank].replaced(rank=member.rank) != member:
+            changed.append(member)
+        elif kept and rank == kept[-2] + kept[-1]:
+            kept[-1] += 1
+        else:
+            kept += (rank, 1)
+    if 2 * len(changed) > len(new.members):
+        return None
+    whole = _assignment(new.replaced(rank=0, members=tuple(changed)))
+    whole.base = before.generation
+    whole.kept.extend(kept)
+    return whole
+
+
+def _packed(whole: pb.Assignment) -> bytes:
+    """A message with this assignment, whose large fields are compressed."""
+    large = pb.Assignment(members=whole.members, hosts=whole.hosts, lost=whole.lost).SerializeToString()
+    if PACKED_FROM_BYTES <= len(large) <= MAX_UNPACKED_BYTES:
+        for name in _LARGE:
+            whole.ClearField(name)
+        whole.packed = zlib.compress(large)
+    return pb.SchedulerMessage(assignment=whole).SerializeToString()
+
+
+_LARGE: tuple[Literal["members", "hosts", "lost"], ...] = ("members", "hosts", "lost")
+"""The fields of an assignment that grow with the number of members."""
+
+
+def _unpacked(body: pb.Assignment) -> pb.Assignment:
+    """The assignment with all its fields, whether it came packed or not.
+
+    Raises:
+        WireError: it does not unpack to these fields, or to too much, or has them beside.
+    """
+    if not body.packed:
+        return body
+    if any(len(getattr(body, name)) for name in _LARGE):
+        raise WireError("an assignment has members beside those that are packed.")
+    stream = zlib.decompressobj()
+    try:
+        large = stream.decompress(body.packed, MAX_UNPACKED_BYTES)
+    except zlib.error as error:
+        raise WireError(f"packed must be a zlib stream: {error}.") from error
+    if not stream.eof:  # it is cut, or there is more than was taken
+        raise WireError(f"packed must be a whole zlib stream of at most {MAX_UNPACKED_BYTES} bytes.")
+    if stream.unused_data:
+        raise WireError("something follows the zlib stream in packed.")
+    inner = _parse(pb.Assignment, large)
+    if not {field.name for field, _ in inner.ListFields()} <= set(_LARGE):
+        raise WireError(f"packed must hold {', '.join(_LARGE)} alone.")
+    body.ClearField("packed")
+    body.MergeFrom(inner)
+    return body
+
+
+def _same_but_rank(a: m.Assignment, b: m.Assignment) -> bool:
+    own = {"rank": 0, "members": ()}
+    return a.members is b.members and {**vars(a), **own} == {**vars(b), **own}
+
+
+# ---------------------------------------------------------------- what a field may hold
+
+
+def _as_is(_: str, value: Any) -> Any:
+    return value
+
+
+def _whole(low: int = 0, high: int = MAX_NUMBER) -> Rule:
+    def rule(field: str, value: int) -> int:
+        if not low <= value <= high:
+            raise WireError(f"{field} must be from {low} to {high}; it is {value}.")
+        return value
+
+    return rule
+
+
+def _name(limit: int = 128, *, empty: bool = False) -> Rule:
+    def rule(field: str, value: str) -> str:
+        if not value and empty:
+            return value
+        if not 1 <= len(value) <= limit:
+            raise WireError(f"{field} must have 1 to {limit} characters; it has {len(value)}.")
+        if not value.isprintable() or " " in value:
+            raise WireError(
+                f"{field} must hold neither blanks nor control characters; it is {value[:140]!a}."
+            )
+        return value
+
+    return rule
+
+
+def _label(limit: int = 256) -> Rule:
+    def rule(field: str, value: str) -> str:
+        if len(value) > limit or not value.isprintable():
+            raise WireError(f"{field} must be printable and have at most {limit} characters.")
+        return value
+
+    return rule
+
+
+def _text(field: str, value: str) -> str:
+    """Reads free text, made safe so that it cannot forge a second log line."""
+    if len(value) > MAX_TEXT:
+        raise WireError(f"{field} must have at most {MAX_TEXT} characters; it has {len(value)}.")
+    return one_line(value)
+
+
+def _line(_: str, value: str) -> str:
+    """Reads free text of the scheduler, which may be long."""
+    return one_line(value)
+
+
+def _rate(field: str, value: float) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise WireError(f"{field} must be a number from 0; it is {value}.")
+    return value
+
+
+def _seconds(above: float) -> Rule:
+    def rule(field: str, value: float) -> float:
+        if not math.isfinite(value) or value <= above:
+            raise WireError(f"{field} must be a number of seconds; it is {value}.")
+        return value
+
+    return rule
+
+
+def _each(rule: Rule, what: str, low: int, high: int) -> Rule:
+    """A tuple of so many; ``what`` names one of them and, in the plural, all."""
+    count = _whole(low, high)
+
+    def of_all(_: str, values: Any) -> tuple[Any, ...]:
+        count(f"number of {what}s", len(values))
+        return tuple(rule(what, value) for value in values)
+
+    return of_all
+
+
+def _unique_id(what: str, value: bytes) -> bytes:
+    _whole(1, MAX_UNIQUE_ID_BYTES)(f"length of a {what}", len(value))
+    return value
+
+
+def _device_kind(field: str, value: str) -> str:
+    if value not in DEVICE_KINDS:
+        raise WireError(f"{field} must be one of {', '.join(DEVICE_KINDS)}; it is {value[:40]!a}.")
+    return value
+
+
+def _unreached(what: str, body: pb.Unreached) -> tuple[str, str]:
+    return _name()(f"node_id of an {what}", body.node_id), _text("detail", body.detail) or "no reason given"
+
+
+def _first_loss(_: str, body: pb.FirstLoss) -> m.FirstLoss | None:
+    return _read(m.FirstLoss, body) if body.node_id else None
+
+
+def _refusal_code(_: str, value: int) -> m.RefusalCode:
+    try:
+        return m.RefusalCode(value)
+    except ValueError:  # a newer scheduler's reason: its sentence says what matters
+        return m.RefusalCode.UNSPECIFIED
+
+
+_GENERATION, _RANK, _EXIT_CODE = _whole(1), _whole(0, MAX_COUNT - 1), _whole(0, 255)
+_UNIQUE_IDS = _each(_unique_id, "unique id", 1, MAX_UNIQUE_IDS)
+
+_RULES: dict[type[Value], dict[str, Rule]] = {
+    m.Host: {"id": _name(), "name": _name(253), "address": _name(253, empty=True), "topology": _label()},
+    m.Device: {
+        "kind": _device_kind,
+        "index": _whole(-1, MAX_COUNT),
+        "pci_bus_id": _name(64, empty=True),
+        "model": _label(),
+    },
+    m.Collective: {
+        "sequence": _whole(),
+        "name": _name(64),
+        "group": _label(128),
+        "dtype": _label(32),
+        "size_bytes": _whole(),
+        "done": _as_is,
+    },
+    m.PublishUniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
+    m.Built: {"generation": _GENERATION},
+    m.Heartbeat: {
+        "generation": _whole(),
+        "step": _whole(),
+        "started_step": _whole(),
+        "samples_per_s": _rate,
+        "recent": _each(lambda what, c: _read(m.Collective, c, f"{what}'s "), "collective", 0, MAX_RECENT),
+        "entered_generation": _whole(),
+        "loss": _as_is,
+        "pid": _whole(),
+        "learning_rate": _as_is,
+    },
+    m.Quiesced: {"generation": _GENERATION, "last_started_step": _whole()},
+    m.SuspectPeer: {"generation": _GENERATION, "rank": _whole(-1, MAX_COUNT - 1), "detail": _text},
+    m.Late: {"generation": _GENERATION, "seconds": _rate},
+    m.Probed: {
+        "round": _whole(),
+        "unreached": _each(_unreached, "unreached worker", 0, MAX_COUNT),
+        "late": _as_is,
+        "waits": _as_is,
+        "busy": _text,
+        "seconds": _rate,
+    },
+    m.RequestLeave: {"generation": _whole(), "reason": _text},
+    m.Leave: {
+        "generation": _whole(),
+        "finished": _as_is,
+        "reason": _text,
+        "consequence": _as_is,
+        "exit_code": _EXIT_CODE,
+    },
+    m.Welcome: {
+        "heartbeat_interval_s": _seconds(0.0),
+        "node_timeout_s": _seconds(0.0),
+        "topo_timeout_s": _seconds(0.0),
+        "spare": _as_is,
+        "waiting_interval_s": _rate,
+        "version": _label(),
+    },
+    m.Waiting: {
+        "present": _as_is,
+        "needed": _as_is,
+        "sentence": _line,
+        "finished_ranks": _each(_RANK, "finished rank", 0, MAX_COUNT),
+        "undecided": _as_is,
+    },
+    m.FirstLoss: {"node_id": _line, "incarnation": _as_is, "sentence": _line, "exit_code": _EXIT_CODE},
+    m.UniqueIds: {"generation": _GENERATION, "unique_ids": _UNIQUE_IDS},
+    m.GroupBuilt: {"generation": _GENERATION},
+    m.Suspended: {
+        "generation": _GENERATION,
+        "reason": _line,
+        "wait_s": _seconds(-1.0),
+        "first_loss": _first_loss,
+        "save": _as_is,
+    },
+    m.Quiesce: {"generation": _GENERATION, "reason": _line},
+    m.Probe: {"round": _as_is, "targets": _each(lambda _, t: (t.node_id, t.address), "target", 0, MAX_COUNT)},
+    m.Refused: {"code": _refusal_code, "sentence": _line},
+    m.Ended: {"ok": _as_is, "reason": _line, "leave": _as_is, "first_loss": _first_loss},
+}
+
+
+_OPTIONAL: dict[type[Value], tuple[str, ...]] = {m.Heartbeat: ("loss", "learning_rate")}
+"""Fields that are None where they are missing."""
+
+
+def _read(kind: type[ValueT], body: Any, whose: str = "") -> ValueT:
+    """Reads a value of this class, each field by its rule."""
+    rules = _rules_of(cast(Any, kind), whose)
+    fields = {name: rule(label, getattr(body, name)) for name, label, rule in rules}
+    for name in _OPTIONAL.get(kind, ()):
+        if not body.HasField(name):
+            fields[name] = None
+    return kind(**fields)
+
+
+@functools.cache
+def _rules_of(kind: Any, whose: str) -> tuple[tuple[str, str, Rule], ...]:
+    return tuple((name, whose + name, rule) for name, rule in _RULES[kind].items())
+
+
+# ---------------------------------------------------------------- decoding
+
+
+def decode_worker_message(data: bytes) -> m.WorkerMessage:
+    """Decodes one message of a worker.
+
+    Args:
+        data: a serialized WorkerMessage.
+
+    Raises:
+        WireError: not protobuf, no known body, or a field out of bounds.
+    """
+    return cast(m.WorkerMessage, _decode(pb.WorkerMessage, data))
+
+
+def decode_scheduler_message(data: bytes, held: m.Assignment | None = None) -> m.SchedulerMessage:
+    """Decodes one message of the scheduler.
+
+    Args:
+        data: a serialized SchedulerMessage.
+        held: the assignment that came last on the same stream, on which another may build.
+
+    Raises:
+        WireError: not protobuf, no known body, or a field out of bounds.
+    """
+    return cast(m.SchedulerMessage, _decode(pb.SchedulerMessage, data, held))
+
+
+def _decode(wrapper: Any, data: bytes, held: m.Assignment | None = None) -> object:
+    message = _parse(wrapper, data)
+    body = message.WhichOneof("body")
+    if body is None:
+        raise WireError(f"The {wrapper.DESCRIPTOR.name} has no body that is known here.")
+    content = getattr(message, body)
+    if body == "join":
+        return _read_join(content)
+    if body == "assignment":
+        return _read_assignment(content, held)
+    return _read(getattr(m, content.DESCRIPTOR.name), content)
+
+
+def _parse(kind: Any, data: bytes) -> Any:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise WireError(f"The message is not a {kind.DESCRIPTOR.name} of rendezvous.v1.") from error
+
+
+def _read_join(join: pb.Join) -> m.Join:
+    if join.protocol_version != PROTOCOL_VERSION:
+        raise WireError(
+            f"The worker speaks protocol version {join.protocol_version}, this scheduler {PROTOCOL_VERSION}.",
+            remedy="Install the same version of Muster on both.",
+        )
+    held_generation = _whole()("held_generation", join.held_generation)
+    return m.Join(
+        profile=_read_profile(join),
+        held_generation=held_generation,
+        held_rank=_whole(-1, MAX_COUNT - 1)("held_rank", join.held_rank) if held_generation else -1,
+        built=join.built,
+        step=_whole()("step", join.step),
+        held_world_size=_whole(0, MAX_COUNT)("held_world_size", join.held_world_size),
+        takes_deltas=join.takes_deltas,
+    )
+
+
+def _read_profile(join: pb.Join) -> m.Profile:
+    worker_num = _whole(1, MAX_COUNT)("worker_num", join.worker_num)
+    if not join.incarnation:
+        raise WireError("incarnation must be a random number drawn at the worker's start; it is 0.")
+    _whole(0, MAX_FACTS)("number of facts", len(join.facts))
+    return m.Profile(
+        job_id=_name()("job_id", join.job_id),
+        node_id=_name()("node_id", join.node_id),
+        incarnation=join.incarnation,
+        host=_read(m.Host, join.host, "host."),
+        device=_read(m.Device, join.device, "device."),
+        worker_num=worker_num,
+        worker_min=_whole(0, worker_num)("worker_min", join.worker_min) or worker_num,
+        backend=_name(32)("backend", join.backend),
+        local_index=_whole(-1, MAX_COUNT)("local_index", join.local_index),
+        data_address=_name(300, empty=True)("data_address", join.data_address),
+        probe_address=_name(300, empty=True)("probe_address", join.probe_address),
+        last_call_s=_seconds(-1.0)("last_call_s", join.last_call_s),
+        spare=join.spare,
+        facts=tuple(
+            (_name(64)("a fact's name", key), _label()("a fact's value", value))
+            for key, value in sorted(join.facts.items())
+        ),
+    )
+
+
+def _read_assignment(body: pb.Assignment, held: m.Assignment | None) -> m.Assignment:
+    body = _unpacked(body)
+    hosts = [m.Host(host.id, host.name, host.address, host.topology) for host in body.hosts]
+    members = tuple(_read_member(member, hosts) for member in body.members)
+    if body.base:
+        members = _with_kept(members, body, held)
+    size = len(members)
+    if [member.rank for member in members] != list(range(size)):
+        raise WireError("members must be in order of rank, from 0, without a gap.")
+    if len({member.node_id for member in members}) != size:
+        raise WireError("a node id stands twice among the members.")
+    among, maybe = _whole(0, size - 1), _whole(-1, size - 1)
+    rank = maybe("rank", body.rank)
+    return m.Assignment(
+        generation=_GENERATION("generation", body.generation),
+        rank=rank,
+        members=members,
+        state_source_rank=maybe("state_source_rank", body.state_source_rank),
+        newcomer_ranks=tuple(among("newcomer_ranks", r) for r in body.newcomer_ranks),
+        unique_id_count=_whole(0 if rank < 0 else 1, MAX_UNIQUE_IDS)("unique_id_count", body.unique_id_count),
+        reason=one_line(body.reason),
+        switch_after_step=_whole(-1)("switch_after_step", body.switch_after_step),
+        lost=tuple(one_line(sentence) for sentence in body.lost),
+        launch=body.launch,
+        first_loss=_first_loss("first_loss", body.first_loss),
+    )
+
+
+def _with_kept(
+    changed: tuple[m.Member, ...], body: pb.Assignment, held: m.Assignment | None
+) -> tuple[m.Member, ...]:
+    """All members, of an assignment that names those alone that are not kept from the one before.
+
+    Raises:
+        WireError: the one before did not come, or has no such members.
+    """
+    if held is None or held.generation != body.base:
+        raise WireError(
+            f"the assignment builds on generation {body.base}, which has not come on this stream."
+        )
+    firsts, counts = body.kept[::2], body.kept[1::2]
+    most = len(held.members)
+    if (
+        len(firsts) != len(counts)
+        or sum(counts) > most
+        or any(map(lambda a, n: a + n > most, firsts, counts))
+    ):
+        raise WireError(f"kept does not name ranks of generation {body.base}, which has {most}.")
+    rest = (
+        held.members[first + n] for first, count in zip(firsts, counts, strict=True) for n in range(count)
+    )
+    listed = {member.rank: member for member in changed}
+    members = []
+    for rank in range(len(changed) + sum(counts)):
+        member = listed.get(rank)
+        if member is None:
+            kept = next(rest, None)
+            if kept is None:
+                raise WireError("members must be in order of rank, from 0, without a gap.")
+            member = kept if kept.rank == rank else kept.replaced(rank=rank)
+        members.append(member)
+    return tuple(members)
+
+
+def _read_member(body: pb.Member, hosts: list[m.Host]) -> m.Member:
+    device = body.device
+    if not body.node_id:
+        raise WireError("a member has no node_id.")
+    local_world_size = _whole(1, MAX_COUNT)("local_world_size", body.local_world_size)
+    return m.Member(
+        rank=_RANK("rank", body.rank),
+        node_id=body.node_id,
+        incarnation=body.incarnation,
+        host=hosts[_whole(0, len(hosts) - 1)("host_index", body.host_index)],
+        device=m.Device(device.kind, device.index, device.pci_bus_id, device.model),
+        local_rank=_whole(0, local_world_size - 1)("local_rank", body.local_rank),
+        local_world_size=local_world_size,
+        data_address=body.data_address,
+    )
+
+
+# ---------------------------------------------------------------- unary calls
+
+
+def decode_status_request(data: bytes) -> str:
+    """Returns the job that is asked for; "" for the scheduler's own.
+
+    Raises:
+        WireError: not protobuf, or a field out of bounds.
+    """
+    return cast(str, _name(empty=True)("job_id", _parse(pb.StatusRequest, data).job_id))
+
+
+def decode_drain_request(data: bytes) -> tuple[str, str, str]:
+    """Returns the job ("" for the scheduler's own), the node that is to leave, and why.
+
+    Raises:
+        WireError: not protobuf, or a field out of bounds.
+    """
+    request = _parse(pb.DrainRequest, data)
+    job_id = _name(empty=True)("job_id", request.job_id)
+    return job_id, _name()("node_id", request.node_id), _text("reason", request.reason)
+
+
+def decode_process_ended_request(data: bytes) -> tuple[str, str, int, str]:
+    """Returns the job ("" for the scheduler's own), the node, its incarnation, and how that ended.
+
+    Raises:
+        WireError: not protobuf, or a field out of bounds.
+    """
+    request = _parse(pb.ProcessEndedRequest, data)
+    job_id = _name(empty=True)("job_id", request.job_id)
+    node_id, detail = _name()("node_id", request.node_id), _text("detail", request.detail)
+    return job_id, node_id, request.incarnation, detail or "has ended"
+
+
+def encode_process_ended_reply(*, gone: bool) -> bytes:
+    """Encodes the answer to a launcher's ProcessEnded."""
+    return pb.ProcessEndedReply(gone=gone).SerializeToString()
+
+
+def decode_end_job_request(data: bytes) -> tuple[str, str]:
+    """Returns the job ("" for the scheduler's own) that is to end, and why.
+
+    Raises:
+        WireError: not protobuf, or a field out of bounds.
+    """
+    request = _parse(watch_pb.EndJobRequest, data)
+    return _name(empty=True)("job_id", request.job_id), _text("reason", request.reason)
+
+
+def encode_drain_reply(sentence: str) -> bytes:
+    """Encodes the answer to an operator's Drain."""
+    return pb.DrainReply(sentence=sentence).SerializeToString()

@@ -1,0 +1,330 @@
+"""A launch's directory of logs, the record of the run in it, and where ``muster status`` finds the job.
+
+The launcher writes them. Passwords are in none. While it runs, a file names the scheduler and the
+certificates: for its owner only, in a directory that nobody else can write to.
+
+The record is for ``muster report`` and ``web``: a file for each launcher, a JSON object a line, with what it
+said, the groups that stood, how far the training was, and how each process ended. Its size is bounded: the
+longer a run, the further apart its figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from muster.wire.files import open_own, read_regular
+
+RUNS = Path("muster-runs")
+LATEST = "latest"
+ATTEMPTS = 1000
+
+MAX_RECORD_BYTES = 8 * 1024 * 1024
+MAX_READ_BYTES, MAX_LINES = 64 * 1024 * 1024, 200_000
+"""What is read of all records of a run at most: bytes, and lines with figures, and other lines."""
+
+MAX_LINE = 1024 * 1024
+"""Characters of a line at most."""
+
+LAST_S = 2.5e11
+"""Some 8,000 years from now: no time of day is later, and calendars end soon after."""
+
+FIGURES_BEFORE_THINNING = 1000
+_RECORD = re.compile(r"record_[\w.-]+\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launch that runs on this host.
+
+    Attributes:
+        job_id: its job.
+        host: where the job's scheduler listens.
+        port: likewise.
+        config: the job's config.json; empty: none.
+        password_file: of the certificates; empty: not known.
+        directory: of its logs.
+        pid: of the launcher.
+        began: when that process was started, in the kernel's ticks: another may get its number.
+    """
+
+    job_id: str
+    host: str
+    port: str
+    config: str
+    password_file: str
+    directory: str
+    pid: int
+    began: int
+
+
+class LaunchDirectory:
+    """One launch's directory, and its file while it runs.
+
+    Args:
+        job_id: the job.
+        directory: of the logs, which exists.
+    """
+
+    def __init__(self, job_id: str, directory: Path) -> None:
+        self.path = directory
+        self._job_id = job_id
+        self._file: Path | None = None
+
+    @classmethod
+    def begin(cls, job_id: str, log_dir: Path | None, *, shared: bool = False) -> LaunchDirectory:
+        """Makes the directory of the logs.
+
+        Args:
+            job_id: the job.
+            log_dir: the directory to take; None: a new one, ``muster-runs/<job>-<time>``, to which the link
+                ``muster-runs/latest`` leads from then on.
+            shared: the job has other hosts, which may share the file system: this one's name is added.
+
+        Raises:
+            OSError: it cannot be made, or not be written to.
+        """
+        if log_dir is None:
+            return cls(job_id, _new_directory(job_id, os.uname().nodename if shared else ""))
+        log_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(log_dir, os.W_OK | os.X_OK):
+            raise PermissionError(13, "permission denied", str(log_dir))
+        return cls(job_id, log_dir)
+
+    def publish(self, *, host: str, port: str, config: str, password_file: str) -> None:
+        """Lets ``muster status`` find the job. Where that cannot be written, it asks for the address."""
+        pid = os.getpid()
+        began = _began(pid) or 0
+        facts = Launched(
+            self._job_id, host, port, config, password_file, str(self.path.absolute()), pid, began
+        )
+        with contextlib.suppress(OSError):
+            file = _own_directory(os.environ) / f"{pid}.json"
+            file.unlink(missing_ok=True)  # of a process that had this number before
+            self._file = file
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+                json.dump(asdict(facts), out)
+
+    def withdraw(self) -> None:
+        """The launch is over."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+            self._file = None
+
+
+def running(env: Mapping[str, str]) -> list[Launched]:
+    """The launches of this user that run on this host, the latest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for file in _own_directory(env).glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                launch = _read(file)
+                if launch.began and _began(launch.pid) == launch.began:
+                    found.append(launch)
+    return sorted(found, key=lambda launch: launch.began, reverse=True)
+
+
+def chosen(env: Mapping[str, str], job_id: str = "", here: Path = RUNS / LATEST) -> Launched | None:
+    """The launch of this user that a command means which names no scheduler; None: there is none.
+
+    Args:
+        env: the environment.
+        job_id: of the job that is meant; empty: any.
+        here: a link to the directory of the launch that comes before others.
+
+    Raises:
+        LookupError: there are several, and the message lists them.
+    """
+    found = [launch for launch in running(env) if job_id in ("", launch.job_id)]
+    with contextlib.suppress(OSError):
+        latest = here.resolve(strict=True)
+        own = [launch for launch in found if Path(launch.directory).resolve() == latest]
+        found = own or found
+    if len(found) > 1:
+        raise LookupError("; ".join(f"job {launch.job_id} in {launch.directory}" for launch in found))
+    return found[0] if found else None
+
+
+def _read(file: Path) -> Launched:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, encoding="utf-8") as text:
+        return Launched(**json.load(text))
+
+
+def _own_directory(env: Mapping[str, str]) -> Path:
+    """A directory that is this user's alone.
+
+    Raises:
+        OSError: there is none, and none can be made.
+    """
+    runtime, temporary = env.get("XDG_RUNTIME_DIR", ""), env.get("TMPDIR") or "/tmp"
+    directory = Path(runtime) / "muster" if runtime else Path(temporary) / f"muster-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(1, "is not this user's alone", str(directory))
+    return directory
+
+
+def _began(pid: int) -> int | None:
+    """When a process was started, in ticks since the machine was; None: there is no such process."""
+    try:
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        )
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _new_directory(job_id: str, host: str) -> Path:
+    words = [job_id, time.strftime("%Y%m%d-%H%M%S"), host]
+    name = "-".join(_in_file_names(word) for word in words if word)
+    RUNS.mkdir(exist_ok=True)
+    for attempt in range(1, ATTEMPTS):
+        directory = RUNS / (name if attempt == 1 else f"{name}-{attempt}")
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            _point_to(directory)
+            return directory
+    raise FileExistsError(17, "there are too many of that name", str(RUNS / name))
+
+
+def _in_file_names(word: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", word)[:64]
+
+
+def _point_to(directory: Path) -> None:
+    """Makes the link beside and renames it, so that it always leads somewhere."""
+    link = directory.parent / f".{LATEST}-{os.getpid()}"
+    with contextlib.suppress(OSError):  # a file system without links
+        link.unlink(missing_ok=True)
+        link.symlink_to(directory.name)
+        os.replace(link, directory.parent / LATEST)  # noqa: PTH105
+
+
+# ---------------------------------------------------------------- the record of a run
+
+
+class RunRecord:
+    """Appends to the record of one launcher. What cannot be written is left out: the run goes on.
+
+    No file is held open, so that a fork has nothing to let go of.
+
+    Args:
+        directory: of the run, which exists.
+        host: of the launcher.
+        wall_clock: seconds since 1970.
+        clock: seconds since whenever, by which figures are apart: nobody puts it back.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        host: str,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = directory / f"record_{_in_file_names(host) or 'host'}.jsonl"
+        self._wall_clock = wall_clock
+        self._clock = clock
+        self._bytes = 0
+        self._apart_s = 1.0
+        self._figures = 0
+        self._due_s = 0.0
+
+    def note(self, kind: str, **facts: object) -> None:
+        """Keeps one thing that happened, now."""
+        line = {"time": round(self._wall_clock(), 3), "kind": kind, **facts}
+        data = (json.dumps(_finite(line), separators=(",", ":")) + "\n").encode()
+        if self._bytes + len(data) > MAX_RECORD_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            descriptor = open_own(self._path)
+            try:
+                self._bytes += os.write(descriptor, data)
+            finally:
+                os.close(descriptor)
+
+    @property
+    def wants_figures(self) -> bool:
+        """Whether it is time for the next figures: once a second, and ever more seldom."""
+        return self._clock() >= self._due_s
+
+    def figures(self, **facts: object) -> None:
+        """Keeps how far the training is; call it when :attr:`wants_figures`."""
+        self._figures += 1
+        if self._figures % FIGURES_BEFORE_THINNING == 0:
+            self._apart_s *= 2
+        self._due_s = self._clock() + self._apart_s
+        self.note("figures", **facts)
+
+
+def read_records(directory: Path) -> Iterator[dict[str, Any]]:
+    """What the launchers of a run have kept, in order of time; what is no such line is passed over.
+
+    So is what would be too much, whatever somebody else has put there: files are read from the smallest on,
+    up to :data:`MAX_READ_BYTES` together, and of lines with figures, and of others, :data:`MAX_LINES` are
+    kept. Each is parsed again when its turn comes: what is parsed takes many times the memory.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    room, lines, kept = MAX_READ_BYTES, list[tuple[float, str]](), Counter[bool]()
+    found = (path for path in directory.iterdir() if _RECORD.fullmatch(path.name))
+    for path in sorted(found, key=lambda path: (_size(path), path.name)):
+        with contextlib.suppress(OSError):
+            data = read_regular(path, min(room, 2 * MAX_RECORD_BYTES))
+            room -= len(data)
+            for text in data.decode("utf-8", errors="replace").splitlines():
+                line = _record_of(text)
+                is_figure = line is not None and line.get("kind") == "figures"
+                if line is not None and kept[is_figure] < MAX_LINES:
+                    kept[is_figure] += 1
+                    lines.append((line["time"], text))
+    lines.sort(key=lambda line: line[0])
+    for _, text in lines:
+        line = _record_of(text)
+        if line is not None:
+            yield line
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:  # it is gone
+        return 0
+
+
+def _record_of(text: str) -> dict[str, Any] | None:
+    """A line of a record; None: it is none."""
+    if len(text) > MAX_LINE:
+        return None
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    time_s = line.get("time") if isinstance(line, dict) else None
+    return line if isinstance(time_s, int | float) and 0 <= time_s < LAST_S else None
+
+
+def _finite(value: Any) -> Any:
+    """The number, or None for NaN and infinity, which JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return value

@@ -1,1 +1,0 @@
-"""torch.distributed's process groups on CPUs over Muster's encrypted connections: the backend "muster"."""

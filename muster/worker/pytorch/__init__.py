@@ -1,1 +1,0 @@
-"""Training with torch: DataParallel, its state, captured steps."""

@@ -1,0 +1,865 @@
+"""The worker's state machine: its membership, from the first Join to the last Leave, and reconnects.
+
+It has no clock, no thread and no socket. What drives it, the :class:`~muster.worker.session.client.Client`,
+keeps to this:
+
+* ``step(event, now)`` is called by one thread at a time, with a clock that never goes back. Of one stream,
+  events come in the order in which they happened.
+* Of the decision, the notices are carried out in their order, then the messages are sent in theirs on the
+  newest stream, all before the next step. What may block may follow later, on any thread.
+* ``Connect`` is answered by one ``StreamOpened``, each message by ``Received``, and the end of the attempt
+  or the stream by one ``StreamLost`` or ``StreamDenied``. Events of older streams change nothing.
+* ``MintUniqueIds`` is answered by ``UniqueIdsMinted``, ``Build`` by ``CommunicatorBuilt`` or
+  ``CommunicatorFailed``, ``ProbeWanted`` by ``ProbesDone``. ``Over`` aborts the generation's communicators
+  unless it was planned; the training thread then comes back with ``EntryRequested``, or says ``Goodbye``.
+* After each step ``deadline()`` says when ``Tick`` is due, if nothing happens before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from muster.version import __version__
+from muster.wire import messages as m
+from muster.worker.session import events as e
+from muster.worker.session.events import Timing
+
+LEAST_S = 10.0
+STEPS = 5
+"""How many median steps a collective may take."""
+
+KEPT = 31
+
+
+class Pace:
+    """The durations of the last steps, in seconds; in a script that counts none, of long waits.
+
+    Args:
+        least_s: however short the steps are, so long a collective may take.
+    """
+
+    def __init__(self, least_s: float = LEAST_S) -> None:
+        self._least_s = least_s
+        self._durations: deque[float] = deque(maxlen=KEPT)
+        self._waits: deque[float] = deque(maxlen=KEPT)
+        self._step: int | None = None
+        self._since = 0.0
+
+    def note_step(self, step: int, now: float) -> None:
+        """Notes that ``step`` steps are finished, and the next one begins."""
+        if self._step is not None and step == self._step + 1:
+            self._durations.append(now - self._since)
+        self._step, self._since = step, now
+
+    def note_wait(self, seconds: float) -> None:
+        """Notes that a long wait has ended well: in a script that counts no steps that may be usual.
+
+        Where steps are counted, its step's duration holds it already.
+        """
+        self._waits.append(seconds)
+
+    @property
+    def limit_s(self) -> float:
+        """How long a collective may take: five times the median step, at least ``least_s``.
+
+        Of two in the middle the shorter one: after two steps, of which one waited for a busy rank, the other
+        says how long a step is.
+        """
+        usual = self._durations or self._waits
+        return max(self._least_s, STEPS * statistics.median_low(usual)) if usual else self._least_s
+
+
+UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
+UNFORMED_S = 5.0  # for the next generation to form
+
+
+class LoneLeave:
+    """Whether a leave was asked for, and what has stood in its way for too long.
+
+    Args:
+        unfinished_s: how long after it was asked it waits for others that do not come to the step's end.
+        unreachable_s: how long the worker waits for a lost scheduler's consent.
+        unformed_s: how long it waits for a generation to form.
+
+    Attributes:
+        wanted: when the leave was asked for, and why; None: it was not. One value, so that a signal handler
+            can set it without a lock.
+        at_once: the worker has begun nothing yet and need wait for nobody.
+    """
+
+    def __init__(
+        self,
+        *,
+        unfinished_s: float,
+        unreachable_s: float = UNREACHABLE_S,
+        unformed_s: float = UNFORMED_S,
+    ) -> None:
+        self._unreachable_s = unreachable_s
+        self._unformed_s = unformed_s
+        self._unfinished_s = unfinished_s
+        self._entering_since: float | None = None
+        self.wanted: tuple[float, str] | None = None
+        self.at_once = False
+
+    def note_entering(self, now: float) -> None:
+        """Notes that the worker waits for a generation."""
+        if self._entering_since is None:
+            self._entering_since = now
+
+    @property
+    def entering(self) -> bool:
+        """Whether the worker waits for a generation."""
+        return self._entering_since is not None
+
+    def note_entered(self) -> None:
+        """Notes that the generation was entered."""
+        self._entering_since = None
+
+    def obstacle(self, now: float, *, away: bool, waits: bool) -> str:
+        """The reason for which this worker leaves by itself; empty: it does not, or not yet.
+
+        Args:
+            now: seconds on the clock of all other times here.
+            away: there is no line to the scheduler.
+            waits: others keep this worker from the step's end; its own work may take as long as it likes.
+        """
+        if self.wanted is None:
+            return ""
+        since, entering = self.wanted[0], self._entering_since
+        if away and now >= since + self._unreachable_s:
+            return "the scheduler cannot be reached"
+        if entering is not None and now >= max(since, entering) + self._unformed_s:
+            return f"the next generation did not form within {self._unformed_s:g} s"
+        if waits and now >= since + self._unfinished_s:
+            return f"others did not finish the step with it within {self._unfinished_s:g} s"
+        return ""
+
+
+class Link:
+    """State of the stream to the scheduler; streams are numbered from 1, only the newest one counts.
+
+    Attributes:
+        stream: number of the newest stream.
+        open: it stands.
+        settled: the scheduler has welcomed this worker on it.
+        away_since: since when there is no settled stream; None while there is one.
+        retry_at: when to connect next; None while an attempt or a stream is under way.
+        detail: what the last attempt failed with.
+    """
+
+    def __init__(self, timing: Timing, jitter: Callable[[], float]) -> None:
+        self._timing = timing
+        self._jitter = jitter
+        self.stream = 0
+        self.open = False
+        self.settled = False
+        self.away_since: float | None = None
+        self.retry_at: float | None = None
+        self.report_at: float | None = None
+        self._report_interval_s = 0.0
+        self.detail = ""
+
+    def start(self, now: float) -> int:
+        """Begins an attempt at once; returns its stream number."""
+        self._note_absence(now)
+        self.open = self.settled = False
+        self.retry_at = None
+        self.stream += 1
+        return self.stream
+
+    def opened(self, stream: int) -> bool:
+        """Notes that a stream stands; False if it is not the newest."""
+        self.open = stream == self.stream and self.retry_at is None
+        return self.open
+
+    def welcomed(self) -> None:
+        """Notes that the scheduler has answered, which ends earlier trouble."""
+        self.settled = True
+        self.away_since = self.report_at = None
+
+    def lost(self, stream: int, detail: str, now: float) -> bool:
+        """Notes the end of a stream or attempt and plans the next; False if it is not the newest."""
+        if stream != self.stream or self.retry_at is not None:
+            return False
+        away_since = self._note_absence(now)
+        self.open = self.settled = False
+        self.detail = detail
+        timing = self._timing
+        pause = max(timing.retry_first_s, timing.retry_share * (now - away_since))
+        self.retry_at = now + min(pause, timing.retry_last_s) * (0.5 + self._jitter())
+        return True
+
+    def _note_absence(self, now: float) -> float:
+        """Notes since when the scheduler has been away."""
+        if self.away_since is None:
+            self.away_since = now
+            self._report_interval_s = self._timing.report_first_s
+            self.report_at = now + self._report_interval_s
+        return self.away_since
+
+    def reported(self, now: float) -> None:
+        """Notes that a line about the trouble was logged."""
+        self._report_interval_s = min(2 * self._report_interval_s, self._timing.report_last_s)
+        self.report_at = now + self._report_interval_s
+
+    def put_off(self, now: float) -> None:
+        """Notes that the scheduler is there, and can neither welcome nor refuse anybody for now."""
+        if self.away_since is not None:
+            self.away_since = now
+            self.reported(now)
+
+    def close(self) -> None:
+        """No further attempts."""
+        self.open = self.settled = False
+        self.retry_at = self.report_at = self.away_since = None
+        self.stream += 1
+
+
+class Membership:
+    """The state machine of one worker process's membership, from its first Join to its Leave.
+
+    Args:
+        profile: who this worker is.
+        timing: deadlines.
+        jitter: random numbers from [0, 1).
+        address: the scheduler's host and port, for sentences about it.
+    """
+
+    def __init__(
+        self, profile: m.Profile, timing: e.Timing, jitter: Callable[[], float], address: str = ""
+    ) -> None:
+        self.profile = profile
+        self._scheduler = f"the scheduler at {address}" if address else "the scheduler"
+        self._timing = timing
+        self._link = Link(timing, jitter)
+        self._step = 0
+        self._started = 0
+        self._samples_per_s = 0.0
+        self._loss: float | None = None
+        self._learning_rate: float | None = None
+        self._now = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            e.Started: self._on_started,
+            e.StreamOpened: self._on_stream_opened,
+            e.StreamLost: self._on_stream_lost,
+            e.StreamDenied: self._on_stream_denied,
+            e.Received: self._on_received,
+            e.UniqueIdsMinted: self._on_minted,
+            e.EntryRequested: self._on_entry_requested,
+            e.CommunicatorBuilt: self._on_built,
+            e.CommunicatorFailed: self._on_failed,
+            e.CollectivesStuck: self._on_stuck,
+            e.PeersLate: self._on_peers_late,
+            e.ProbesDone: self._on_probes_done,
+            e.StepStarting: self._on_step_starting,
+            e.Progress: self._on_progress,
+            e.LeaveRequested: self._on_leave_requested,
+            e.Goodbye: self._on_goodbye,
+            e.Renewed: self._on_renewed,
+            e.Tick: self._on_tick,
+            m.Welcome: self._on_welcome,
+            m.Waiting: self._on_waiting,
+            m.Assignment: self._on_assignment,
+            m.UniqueIds: self._on_unique_ids,
+            m.GroupBuilt: self._on_group_built,
+            m.Suspended: self._on_suspended,
+            m.Quiesce: self._on_quiesce,
+            m.Probe: self._on_probe,
+            m.Refused: self._on_refused,
+            m.Ended: self._on_ended,
+        }
+        self._reset()
+
+    def _reset(self) -> None:
+        self._messages: list[m.WorkerMessage] = []
+        self._notices: list[e.Notice] = []
+        self._reason = ""
+        self._ended = False
+        self._welcome: m.Welcome | None = None
+        self._renewed = False  # and not welcomed since
+        self._heartbeat_at: float | None = None
+        self._waiting_sentence = ""
+        self.times_put_off = 0  # how often the scheduler has said that it can decide nothing
+        self._absent = False  # the scheduler's absence was logged
+        self._seen = 0  # highest generation heard of
+        self._over = 0  # generations up to this one are over
+        self._current: m.Assignment | None = None  # the generation that the training thread is in
+        self._next: m.Assignment | None = None  # a newer one that it has not entered yet
+        self._ids: m.UniqueIds | None = None
+        self._minted: e.UniqueIdsMinted | None = None
+        self._wants_entry = False
+        self._built = False
+        self._running = False
+        self._suspended = False
+        self._held = 0  # generation in which no further step may begin
+        self._uses_steps = False
+        self._stepped_in = 0  # the last generation in which a step was begun
+        self._leave_reason: str | None = None
+        self._goodbye: e.Goodbye | None = None
+        self._leave_at: float | None = None
+        self._suspicion_since: float | None = None
+        self._suspicion: m.SuspectPeer | None = None
+        self._late_reported_at: float | None = None
+        self._timed_out_step = -1  # in which collectives timed out before
+        self._stuck = False  # cut off from the scheduler, and from some peer too
+        self._need_since: float | None = None
+
+    def deadline(self) -> float | None:
+        """The time of the next Tick; None: no timer is needed."""
+        if self._ended:
+            return None
+        times = (
+            self._link.retry_at,
+            self._link.report_at,
+            self._heartbeat_at if self._link.settled else None,
+            self._give_up_at(),
+            self._verdict_at(),
+            self._leave_at,
+        )
+        return min((t for t in times if t is not None), default=None)
+
+    @property
+    def phase(self) -> str:
+        """The state in one word, for logs and tests."""
+        if self._ended:
+            return "ended"
+        if self._goodbye is not None:
+            return "leaving"
+        if self._seen and not self._link.settled:
+            return "reconnecting"
+        if self._suspended:
+            return "suspended"
+        if self._next is not None:
+            return "changing" if self._current is not None else "assigned"
+        if self._current is not None:
+            return "running" if self._running else "building"
+        return "waiting" if self._welcome is not None else "joining"
+
+    @property
+    def generation(self) -> int:
+        """The generation that the training thread is in; 0 before the first."""
+        return self._current.generation if self._current is not None else 0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no scheduler at the moment."""
+        return not self._link.settled
+
+    def is_over(self, generation: int) -> bool:
+        """Whether ``generation`` has ended, or a newer one is known."""
+        return self._ended or generation <= self._over or generation < self._seen
+
+    def _send(self, message: m.WorkerMessage) -> None:
+        """Sends if the stream stands; what matters is sent again after a reconnect."""
+        if self._link.open:
+            self._messages.append(message)
+
+    # ------------------------------------------------------------ time
+
+    def _on_tick(self, _: e.Tick) -> None:
+        if self._ended:
+            return
+        now, link = self._now, self._link
+        if self._is_due(self._leave_at):
+            self._finish_leaving(heard=False)
+        elif self._is_due(self._give_up_at()):
+            self._give_up()
+        else:
+            if self._is_due(link.report_at):
+                link.reported(now)
+                self._absent = True
+                self._notices.append(e.LogLine(self._absence()))
+            if self._is_due(link.retry_at):
+                self._notices.append(e.Connect(link.start(now)))
+            if self._is_due(self._verdict_at()):
+                self._end_suspicion()
+            if link.settled and self._is_due(self._heartbeat_at):
+                self._send_heartbeat()
+
+    def _end_suspicion(self, finished_rank: int = -1, sentence: str = "") -> None:
+        self._suspicion_since = None
+        self._notices.append(e.NoVerdict(self.generation, finished_rank, sentence))
+
+    def _is_due(self, at: float | None) -> bool:
+        return at is not None and at <= self._now
+
+    def _interval_s(self, welcome: m.Welcome) -> float:
+        """How often the scheduler wants to hear of this worker: less often before it has a place."""
+        waits = self._seen == 0 and welcome.waiting_interval_s
+        return welcome.waiting_interval_s if waits else welcome.heartbeat_interval_s
+
+    def _send_heartbeat(self) -> None:
+        assert self._welcome is not None
+        self._heartbeat_at = self._now + self._interval_s(self._welcome)
+        self._send(
+            m.Heartbeat(
+                self._seen,
+                self._step,
+                self._started,
+                self._samples_per_s,
+                entered_generation=self.generation,
+                loss=self._loss,
+                learning_rate=self._learning_rate,
+            )
+        )
+
+    def _is_calm(self) -> bool:
+        """Whether nothing is wanted from the scheduler, so that training may go on without it."""
+        return (
+            self._running
+            and self._next is None
+            and self._standing() is not None
+            and self._held != self.generation
+            and self._suspicion_since is None
+            and not self._stuck
+            and self._goodbye is None
+        )
+
+    def _give_up_at(self) -> float | None:
+        away = self._link.away_since
+        if self._link.settled or away is None:
+            return None
+        if self._seen == 0:
+            looks_s = self._timing.topo_timeout_s
+            # The scheduler was there: it need not be waited for as one that is to start.
+            if self._renewed and not self._timing.waits_without_limit:
+                looks_s = min(looks_s, self._timing.reconnect_timeout_s)
+            return away + looks_s
+        if self._need_since is None or self._timing.waits_without_limit:
+            return None
+        return max(away, self._need_since) + self._timing.reconnect_timeout_s
+
+    def _verdict_at(self) -> float | None:
+        if self._suspicion_since is None or self._welcome is None or not self._link.settled:
+            return None
+        patience_s = self._welcome.node_timeout_s + self._timing.verdict_margin_s
+        if self._suspicion is not None:  # answered with a generation, however far behind the scheduler is
+            patience_s = max(patience_s, self._timing.reconnect_timeout_s)
+        return self._suspicion_since + patience_s
+
+    def _absence(self) -> str:
+        since = self._now - (self._link.away_since or self._now)
+        detail = f" ({self._link.detail})" if self._link.detail else ""
+        give_up_at = self._give_up_at()
+        if give_up_at is not None:
+            until = f"for {give_up_at - self._now:.0f} s more"
+        elif self._need_since is None:
+            until = "training goes on"
+        else:
+            until = "without limit, as MS_RECONNECT_TIMEOUT is not set; training waits"
+        return f"{self._scheduler} has not answered for {since:.0f} s{detail}; trying again, {until}."
+
+    def _give_up(self) -> None:
+        since = self._now - (self._link.away_since or self._now)
+        detail = f": {self._link.detail}" if self._link.detail else ""
+        if self._stuck or self._suspicion_since is not None:
+            sentence = (
+                f"this worker seems to be cut off: its collectives stand still or fail, and the scheduler, "
+                f"which would know why, has been away for {since:.0f} s{detail}"
+            )
+        elif self._seen:
+            sentence = (
+                f"a change of members needs the scheduler, which has been away for {since:.0f} s{detail}"
+            )
+        else:
+            sentence = f"{self._scheduler} could not be reached within {since:.0f} s{detail}"
+        self._fail(e.FailureKind.UNREACHABLE, sentence)
+
+    # ------------------------------------------------------------ endings
+
+    def _newest(self) -> m.Assignment | None:
+        return self._next if self._next is not None else self._current
+
+    def _standing(self) -> m.Assignment | None:
+        """The generation that the training thread is in, unless it is over."""
+        current = self._current
+        return None if current is None or self._ended or current.generation <= self._over else current
+
+    def _end_generation(
+        self, reason: str, lost: tuple[str, ...], *, planned: bool = False, save: bool = False
+    ) -> None:
+        """Declares the training thread's generation over, once."""
+        current = self._standing()
+        if current is None:
+            return
+        self._over = current.generation
+        self._suspicion_since = None
+        self._notices.append(e.Over(current.generation, reason, lost, planned=planned, save=save))
+
+    def _fail(
+        self,
+        kind: e.FailureKind,
+        sentence: str,
+        code: m.RefusalCode = m.RefusalCode.UNSPECIFIED,
+        *,
+        ok: bool = False,
+    ) -> None:
+        if self._goodbye is not None:  # who waits for its answer has no use for a failure
+            self._finish_leaving(heard=False)
+            return
+        self._end()
+        self._reason = sentence
+        self._notices.append(e.Failed(kind, sentence, code, ok))
+
+    def _finish_leaving(self, *, heard: bool) -> None:
+        self._end()
+        self._notices.append(e.Left(heard))
+
+    def _end(self) -> None:
+        self._ended = True
+        self._leave_at = None
+        self._minted = self._ids = None
+        self._notices.append(e.Disconnect(self._link.stream))
+        self._link.close()
+
+    # ------------------------------------------------------------ interface
+
+    def step(self, event: e.Event, now: float) -> e.Decision:
+        """Takes one event at time ``now``; never raises on what a scheduler or network may do."""
+        self._now = now
+        self._messages, self._notices, self._reason = [], [], ""
+        self._handlers[type(event)](event)
+        if self._is_calm():
+            self._need_since = None
+        elif self._need_since is None:
+            self._need_since = now
+        return e.Decision(tuple(self._messages), tuple(self._notices), self._reason)
+
+    # ------------------------------------------------------------ the stream
+
+    def _on_started(self, _: e.Started) -> None:
+        self._notices.append(e.Connect(self._link.start(self._now)))
+
+    def _on_stream_opened(self, event: e.StreamOpened) -> None:
+        if self._ended or not self._link.opened(event.stream):
+            self._notices.append(e.Disconnect(event.stream))
+            return
+        newest = self._newest()
+        held = newest is not None and newest.generation > self._over
+        self._messages.append(
+            m.Join(
+                self.profile,
+                held_generation=self._seen,
+                held_rank=newest.rank if held and newest is not None else -1,
+                built=held and newest is self._current and self._built,
+                step=self._step,
+                held_world_size=len(newest.members) if held and newest is not None else 0,
+                takes_deltas=True,
+            )
+        )
+        if self._goodbye is not None:
+            self._send_leave()
+
+    def _on_stream_lost(self, event: e.StreamLost) -> None:
+        if self._ended or not self._link.lost(event.stream, event.detail, self._now):
+            return
+        self._reason = f"lost the scheduler: {event.detail}"
+        if self._goodbye is not None and not self._goodbye.finished:
+            self._finish_leaving(heard=False)
+
+    def _on_stream_denied(self, event: e.StreamDenied) -> None:
+        if self._ended or event.stream != self._link.stream:
+            return
+        if self._goodbye is not None:
+            self._finish_leaving(heard=False)
+        elif event.by_scheduler or self._seen == 0:
+            self._fail(e.FailureKind.SECURITY, event.sentence)
+        else:  # a member keeps its place while the scheduler's certificate, say, is being put right
+            self._on_stream_lost(e.StreamLost(event.stream, event.sentence))
+
+    def _on_received(self, event: e.Received) -> None:
+        if not self._ended and event.stream == self._link.stream and self._link.open:
+            self._handlers[type(event.message)](event.message)
+
+    # ------------------------------------------------------------ messages
+
+    def _on_welcome(self, message: m.Welcome) -> None:
+        why = m.version_obstacle(scheduler=message.version, worker=__version__)
+        if why:
+            self._fail(e.FailureKind.REFUSED, why, m.RefusalCode.SETTINGS_DIFFER)
+            return
+        self._welcome = message
+        self._renewed = False
+        if self._absent:
+            self._absent = False
+            self._notices.append(e.LogLine(f"{self._scheduler} answers again.", waits=False))
+        self._link.welcomed()
+        self._stuck = False
+        if message.spare and not self._seen:
+            self._notices.append(e.LogLine("this worker waits as a spare: it takes a place that comes free."))
+        self._heartbeat_at = self._now + self._interval_s(message)
+        if self._suspicion_since is not None:  # a restarted scheduler has not heard of it
+            self._suspicion_since = self._now
+            if self._suspicion is not None:
+                self._send(self._suspicion)
+        if self._leave_reason is not None and self._seen:
+            self._send(m.RequestLeave(self._seen, self._leave_reason))
+
+    def _on_waiting(self, message: m.Waiting) -> None:
+        if message.sentence != self._waiting_sentence:
+            self._waiting_sentence = message.sentence
+            over = self._running and message.present >= message.needed
+            self._notices.append(e.LogLine(message.sentence, waits=not over))
+        if message.undecided:  # what it has not said yet means nothing
+            self.times_put_off += 1
+            self._link.put_off(self._now)
+            if self._suspicion_since is not None:
+                self._suspicion_since = self._now
+        if message.finished_ranks and self._suspicion_since is not None and self._suspicion is None:
+            self._end_suspicion(message.finished_ranks[0], message.sentence)
+
+    def _on_assignment(self, new: m.Assignment) -> None:
+        if new.generation <= self._over or new.generation < self._seen or not self._is_mine(new):
+            self._reason = f"dropped an assignment of generation {new.generation}"
+            return
+        if new.generation > self._seen:
+            self._take_up(new)
+        elif self._held == new.generation:  # sent again: the planned change is put off, or forgotten
+            self._held = 0
+            self._notices += [e.ChangePutOff(), e.GateChanged()]
+        if new.rank == 0 and (self._next is not None or not self._running):
+            self._mint_or_publish(new)
+
+    def _note_loss(self, loss: m.FirstLoss | None) -> None:
+        if loss is not None:
+            self._notices.append(e.LossKnown(loss))
+
+    def _is_mine(self, assignment: m.Assignment) -> bool:
+        if assignment.rank < 0:  # leaving as asked
+            return True
+        me = assignment.members[assignment.rank]
+        return me.node_id == self.profile.node_id and me.incarnation == self.profile.incarnation
+
+    def _take_up(self, new: m.Assignment) -> None:
+        first, self._seen = self._seen == 0, new.generation
+        if self._heartbeat_at is not None and self._welcome is not None and first:
+            share = (new.rank + 1) / len(new.members)  # those of all members are spread over the interval
+            self._heartbeat_at = min(self._heartbeat_at, self._now + share * self._interval_s(self._welcome))
+        self._note_loss(new.first_loss)
+        if first and self._leave_reason is not None:  # asked for before there was a place to leave
+            self._send(m.RequestLeave(new.generation, self._leave_reason))
+        self._next, self._ids, self._minted = new, None, None
+        self._suspended = False
+        self._reason = f"generation {new.generation}, rank {new.rank} of {len(new.members)}: {new.reason}"
+        current = self._standing()
+        if current is None:
+            self._dismiss_if_leaving(new)
+            return
+        if self._built and self._is_by_steps(new) and not self._suspicion_since:
+            self._become_running(current)
+            self._notices.append(e.ChangePending(new.generation, new.reason, new.switch_after_step))
+            self._notices.append(e.GateChanged())
+        else:
+            self._dismiss_if_leaving(new)
+            self._end_generation(new.reason, new.lost)
+
+    def _is_by_steps(self, new: m.Assignment) -> bool:
+        """Whether the change of members happens at a step boundary that this worker still has to come to."""
+        return new.switch_after_step >= 0 and (self._uses_steps or new.switch_after_step > self._step)
+
+    def _dismiss_if_leaving(self, new: m.Assignment) -> None:
+        if new.rank < 0:
+            self._notices.append(e.Dismissed(new.reason, alone=new.state_source_rank < 0))
+
+    def _mint_or_publish(self, assignment: m.Assignment) -> None:
+        minted = self._minted
+        if minted is not None:
+            self._send(m.PublishUniqueIds(minted.generation, minted.unique_ids))
+        elif self._next is not None:
+            self._notices.append(e.MintUniqueIds(assignment.generation, assignment.unique_id_count))
+
+    def _on_unique_ids(self, message: m.UniqueIds) -> None:
+        new = self._next
+        if new is None or message.generation != new.generation or self._ids is not None:
+            return
+        if len(message.unique_ids) != new.unique_id_count:
+            self._reason = f"dropped {len(message.unique_ids)} unique ids, expected {new.unique_id_count}"
+            return
+        self._ids = message
+        self._try_entry()
+
+    def _on_group_built(self, message: m.GroupBuilt) -> None:
+        current = self._current
+        if current is not None and current.generation == message.generation and self._built:
+            self._become_running(current)
+
+    def _become_running(self, current: m.Assignment) -> None:
+        if not self._running and current.generation > self._over:
+            self._running = True
+            self._notices.append(e.Running(current.generation))
+
+    def _on_suspended(self, message: m.Suspended) -> None:
+        if message.generation < self._seen or (message.generation == self._over and self._suspended):
+            return
+        self._note_loss(message.first_loss)
+        self._end_generation(message.reason, (message.reason,), save=message.save)
+        self._seen = self._over = message.generation
+        self._next = self._ids = self._minted = None
+        self._suspended = True
+        reason = message.reason.rstrip(".")
+        self._notices.append(e.LogLine(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
+
+    def _on_quiesce(self, message: m.Quiesce) -> None:
+        if message.generation != self._seen or message.generation <= self._over:
+            return
+        self._held = message.generation
+        self._notices.append(e.ChangePending(message.generation, message.reason, -1))
+        self._send(m.Quiesced(message.generation, self._started))
+
+    def _on_probe(self, message: m.Probe) -> None:
+        self._notices.append(e.ProbeWanted(message.round, message.targets))
+
+    def _on_refused(self, message: m.Refused) -> None:
+        if self._goodbye is not None:
+            self._finish_leaving(heard=True)
+        elif message.code is m.RefusalCode.TOPO_TIMEOUT:
+            self._fail(e.FailureKind.FORMATION_TIMEOUT, message.sentence, message.code)
+        elif message.code is m.RefusalCode.JOB_ENDED and self._seen:
+            self._fail(e.FailureKind.JOB_ENDED, message.sentence, message.code)
+        elif message.code is m.RefusalCode.NOT_PERMITTED:  # by what the certificate says
+            self._fail(e.FailureKind.SECURITY, message.sentence, message.code)
+        else:
+            self._fail(e.FailureKind.REFUSED, message.sentence, message.code)
+
+    def _on_ended(self, message: m.Ended) -> None:
+        self._note_loss(message.first_loss)
+        if self._goodbye is not None:
+            self._finish_leaving(heard=True)
+        elif message.leave:
+            self._fail(e.FailureKind.LEAVE, message.reason)
+        elif self._seen or message.ok:
+            self._fail(e.FailureKind.JOB_ENDED, message.reason, ok=message.ok)
+        else:
+            self._fail(e.FailureKind.FORMATION_TIMEOUT, message.reason)
+
+    # ------------------------------------------------------------ the training thread
+
+    def _on_minted(self, event: e.UniqueIdsMinted) -> None:
+        new = self._next
+        if new is not None and new.generation == event.generation and self._minted is None:
+            self._minted = event
+            self._send(m.PublishUniqueIds(event.generation, event.unique_ids))
+
+    def _on_entry_requested(self, _: e.EntryRequested) -> None:
+        self._wants_entry = True
+        if self._next is not None:
+            self._over = max(self._over, self.generation)
+            self._dismiss_if_leaving(self._next)
+        self._try_entry()
+
+    def _try_entry(self) -> None:
+        if self._next is None or self._ids is None or not self._wants_entry or self._ended:
+            return
+        if self._next.rank < 0:
+            return
+        self._current, self._next, self._wants_entry = self._next, None, False
+        self._built = self._running = False
+        self._started = self._step  # a step that was broken off is not begun in the new generation
+        self._suspicion_since = None
+        self._over = max(self._over, self._current.generation - 1)
+        self._notices.append(e.Build(self._current, self._ids.unique_ids))
+
+    def _on_built(self, event: e.CommunicatorBuilt) -> None:
+        current = self._standing()
+        if current is None or current.generation != event.generation:
+            return
+        self._built = True
+        self._send(m.Built(event.generation))
+
+    def _on_failed(self, event: e.CommunicatorFailed) -> None:
+        current = self._standing()
+        if current is None or current.generation != event.generation:
+            return
+        suspect = event.rank if event.rank >= 0 else current.rank  # itself: it knows of nobody
+        hint = m.SuspectPeer(event.generation, suspect, event.detail)
+        if self._next is not None:  # peers have switched already, or will: so does this worker
+            self._send(hint)  # those that still hang in the last step learn of it
+            self._dismiss_if_leaving(self._next)
+            self._end_generation(self._next.reason, self._next.lost)
+            return
+        if self._suspicion_since is None:
+            self._suspicion_since = self._now
+        # Who did not come in time may come later, to the next generation. In the same step again: never.
+        late = event.timed_out and self._timed_out_step != self._step
+        self._timed_out_step = self._step if event.timed_out else self._timed_out_step
+        self._suspicion = hint if event.rank >= 0 or late else None
+        self._send(self._suspicion or hint.replaced(rank=-1))
+
+    def _on_stuck(self, event: e.CollectivesStuck) -> None:
+        self._stuck = event.stuck
+
+    def _on_peers_late(self, event: e.PeersLate) -> None:
+        reported_at = self._late_reported_at
+        current = self._standing()
+        if current is None or not self._link.settled:
+            return
+        if reported_at is None or self._now >= reported_at + self._timing.late_again_s:
+            self._late_reported_at = self._now
+            self._send_heartbeat()
+            self._send(m.Late(current.generation, event.seconds))
+
+    def _on_probes_done(self, event: e.ProbesDone) -> None:
+        if self._link.settled and not self._ended:
+            self._send_heartbeat()  # first: how far this worker is
+            reply = m.Probed(event.round, event.unreached, event.late, event.waits, event.busy, event.seconds)
+            self._send(reply)
+
+    def _on_step_starting(self, event: e.StepStarting) -> None:
+        self._uses_steps = True
+        self._step = event.step
+        current, new = self._standing(), self._next
+        if current is None:
+            self._notices.append(e.StepHeld())
+        elif new is not None and event.step >= new.switch_after_step:
+            self._dismiss_if_leaving(new)
+            self._end_generation(new.reason, new.lost, planned=True)
+        elif new is None and self._held == current.generation:
+            self._notices.append(e.StepHeld())
+        else:
+            self._started = event.step + 1
+            self._notices.append(e.StepGranted())
+            self._report_first_step(current)
+
+    def _report_first_step(self, current: m.Assignment) -> None:
+        """Reports at once that a newcomer begins a step and so holds the state: its giver may go or die."""
+        if self._stepped_in < current.generation:
+            self._stepped_in = current.generation
+            if current.rank in current.newcomer_ranks and self._link.settled:
+                self._send_heartbeat()
+
+    def _on_progress(self, event: e.Progress) -> None:
+        self._step = event.step
+        self._samples_per_s = event.samples_per_s
+        self._loss, self._learning_rate = event.loss, event.learning_rate
+
+    def _on_leave_requested(self, event: e.LeaveRequested) -> None:
+        if self._leave_reason is None and not self._ended:
+            self._leave_reason = event.reason
+            if self._seen:
+                self._send(m.RequestLeave(self._seen, event.reason))
+
+    def _on_goodbye(self, event: e.Goodbye) -> None:
+        if self._goodbye is not None:
+            return
+        self._goodbye = event
+        self._leave_at = self._now + self._timing.goodbye_timeout_s
+        if self._ended:
+            self._notices.append(e.Left(heard=False))
+        elif self._link.open:
+            self._send_leave()
+        elif self._seen == 0 or not event.finished:
+            self._finish_leaving(heard=False)
+
+    def _send_leave(self) -> None:
+        assert self._goodbye is not None
+        said = self._goodbye
+        self._send(m.Leave(self._seen, said.finished, said.reason, said.consequence, said.exit_code))
+
+    def _on_renewed(self, event: e.Renewed) -> None:
+        self._reset()
+        self._renewed = True
+        self.profile = self.profile.replaced(incarnation=event.incarnation, data_address=event.data_address)
+        self._notices.append(e.Connect(self._link.start(self._now)))

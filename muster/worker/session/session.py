@@ -1,0 +1,883 @@
+"""A worker's session: its place in the job, and the communicators and groups of the present generation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import operator
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
+
+from muster.communicators.base import Backend, Communicator, Membership, Peer
+from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
+from muster.errors import (
+    CommunicatorError,
+    GroupError,
+    MembershipChanged,
+    NotInitializedError,
+    PeerLostError,
+    RefusedError,
+    SettingsError,
+    WorkerError,
+)
+from muster.wire import messages as m
+from muster.wire.codec import MAX_NUMBER
+from muster.wire.patience import verdict_margin_s
+from muster.worker import ending
+from muster.worker.ending import on_sigterm
+from muster.worker.session import events as e
+from muster.worker.session import machine as machine
+from muster.worker.session.client import Client, Line, exit_code_of, is_consequence, is_good_exit, reason_of
+from muster.worker.session.machine import LoneLeave
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from muster.communicators.tcp.endpoint import Endpoint
+    from muster.worker.config import Settings
+    from muster.worker.host import DeviceChoice
+    from muster.worker.session.client import Threads
+
+
+class Progress:
+    """The latest report of a training's progress.
+
+    A loop that numbers its steps, as ElasticLoop does, reports number and speed; a script beside it then adds
+    a loss. Without such a loop each report of the script is a step, and the speed follows from its samples.
+
+    Args:
+        clock: seconds on a monotonic clock.
+
+    Attributes:
+        step: steps finished.
+        samples_per_s: this worker's speed.
+        loss: as last reported; None: never.
+        learning_rate: likewise.
+        steps: how many there are to be; 0: not known.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.step = 0
+        self.samples_per_s = 0.0
+        self.loss: float | None = None
+        self.learning_rate: float | None = None
+        self.steps = 0
+        self._clock = clock
+        self._numbered = False
+        self._last_s: float | None = None
+
+    def take(
+        self,
+        step: int | None,
+        samples_per_s: float | None,
+        *,
+        loss: SupportsFloat | None = None,
+        samples: int | None = None,
+        steps: int | None = None,
+        learning_rate: SupportsFloat | None = None,
+    ) -> bool:
+        """Takes a report in; whether it is one of a step, rather than of a loss alone.
+
+        Raises:
+            TypeError, ValueError: ``step`` or ``steps`` is no count.
+        """
+        step = None if step is None else count_of("step", step)
+        steps = None if steps is None else count_of("steps", steps)
+        if loss is not None:
+            self.loss = float(loss)
+        if learning_rate is not None:
+            self.learning_rate = float(learning_rate)
+        if steps is not None:
+            self.steps = steps
+        if step is None and self._numbered:
+            return False
+        self._numbered = step is not None
+        self.step = self.step + 1 if step is None else step
+        now_s, last_s = self._clock(), self._last_s
+        self._last_s = now_s
+        if samples_per_s is None and samples is not None and last_s is not None and now_s > last_s:
+            samples_per_s = float(samples / (now_s - last_s))
+        if samples_per_s is not None:
+            samples_per_s = float(samples_per_s)
+            self.samples_per_s = samples_per_s if math.isfinite(samples_per_s) and samples_per_s > 0 else 0.0
+        return True
+
+
+def count_of(name: str, value: SupportsIndex) -> int:
+    """A count that messages can carry: a thread would fail on any other, and the worker fall silent.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is out of bounds.
+    """
+    count = operator.index(value)
+    if not 0 <= count <= MAX_NUMBER:
+        raise ValueError(f"{name} must be from 0 to {MAX_NUMBER}; it is {str(count)[:40]}.")
+    return count
+
+
+log = logging.getLogger("muster.worker")
+
+SURVIVOR_TIMEOUT_S = 7 * 86_400.0
+
+
+def _unreached_none(targets: dict[str, str]) -> dict[str, str]:
+    return {}
+
+
+class Session:
+    """One worker process's membership of a job. Made by :func:`muster.init`.
+
+    All properties are those of the present generation; :meth:`rejoin` changes them. As a context manager it
+    says goodbye at the end of the block: finished if the block ended well, failed if not.
+
+    Attributes:
+        settings: this worker's settings, as read at its start.
+        device: the device chosen for it.
+        backend: the data plane.
+        interrupted: Ctrl-C ended it, or came while it ended.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        profile: m.Profile,
+        device: DeviceChoice,
+        backend: Backend,
+        connection: Line,
+        probe_all: Callable[[dict[str, str]], dict[str, str]] = _unreached_none,
+        answering: Endpoint | None = None,
+        prepare: Callable[[], None] | None = None,
+        timing: e.Timing | None = None,
+        threads: Threads | None = None,
+    ) -> None:
+        self.settings = settings
+        self.device = device
+        self.backend = backend
+        self._profile = profile
+        self._assignment: m.Assignment | None = None
+        self._first_ordinal: int | None = None
+        self._released = False
+        self.interrupted = False
+        self._answering = answering
+        self._prepare = prepare
+        self._recorder = FlightRecorder()
+        self._groups = Groups()
+        self._left = False
+        self._progress = Progress(time.monotonic)
+        self._error: BaseException | None = None
+        self._release_lock = threading.Lock()
+        self._rejoin_lock = threading.Lock()
+        timing = (timing or e.Timing()).replaced(
+            topo_timeout_s=settings.topo_timeout_s,
+            reconnect_timeout_s=settings.reconnect_timeout_s,
+            waits_without_limit=settings.waits_without_limit,
+        )
+        if len(settings.scheduler_hosts) > 1:  # while nobody leads there is no verdict
+            timing = timing.replaced(verdict_margin_s=verdict_margin_s(settings.node_timeout_s))
+        self._client = Client(
+            machine.Membership(profile, timing, _jitter, settings.scheduler_address),
+            connection,
+            mint=backend.mint_unique_ids,
+            recent=self._recorder.recent,
+            hanging_s=self._recorder.hanging_s,
+            late_s=self._recorder.late_s,
+            waits=self._recorder.waits,
+            probe_all=probe_all,
+            lone_leave=LoneLeave(unfinished_s=settings.leave_timeout_s),
+            note_loss=_note_loss,
+            threads=threads,
+        )
+
+    def open(self) -> None:
+        """Joins the job and returns when all members can communicate.
+
+        If it is declared dead meanwhile, because it was stopped, say, it asks again as a newcomer.
+
+        Raises:
+            WorkerError: refused, not reachable, not trusted, or not formed in time.
+        """
+        self._note_place()
+        self._client.start()
+        try:
+            if self._prepare is not None:  # slow work that needs no peers
+                self._prepare()
+            self._enter()
+        except BaseException as error:
+            self._end_as_failed(error)
+            raise
+
+    def _note_place(self) -> None:
+        ending.note(node_id=self._profile.node_id, incarnation=self._profile.incarnation)
+
+    # ------------------------------------------------------------ the present generation
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, from 0."""
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are in this generation."""
+        return len(self._place.members)
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank among those of its host."""
+        return self.me.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many workers there are on this host."""
+        return self.me.local_world_size
+
+    @property
+    def generation(self) -> int:
+        """Number of the present membership; grows with every change."""
+        return self._place.generation
+
+    @property
+    def members(self) -> tuple[m.Member, ...]:
+        """All members, in order of rank."""
+        return self._place.members
+
+    @property
+    def me(self) -> m.Member:
+        """This worker as a member."""
+        place = self._place
+        return place.members[place.rank]
+
+    @property
+    def job_id(self) -> str:
+        """The job."""
+        return self._profile.job_id
+
+    @property
+    def node_id(self) -> str:
+        """This worker's stable name."""
+        return self._profile.node_id
+
+    @property
+    def device_ordinal(self) -> int:
+        """Index of this worker's GPU as CUDA counts in this process; -1 on a CPU."""
+        return self._ordinal(self.local_rank)
+
+    def _ordinal(self, local_rank: int) -> int:
+        device = self.device
+        if device.visible_count == 0 or device.ordinal >= 0:
+            return device.ordinal if device.visible_count else -1
+        if self._first_ordinal is None:  # local ranks move up when others die; the arrays stay where they are
+            self._first_ordinal = local_rank % device.visible_count
+        return self._first_ordinal
+
+    @property
+    def state_source_rank(self) -> int:
+        """The rank whose parameters the newcomers take, or -1 where all start anew."""
+        return self._place.state_source_rank
+
+    @property
+    def newcomer_ranks(self) -> tuple[int, ...]:
+        """Ranks that were not members of the generation before."""
+        return self._place.newcomer_ranks
+
+    @property
+    def launch(self) -> int:
+        """A number of this launch of the job, the same in all its generations, or 0 if it is not known."""
+        return self._place.launch
+
+    @property
+    def change_reason(self) -> str:
+        """Why the present generation exists, in words."""
+        return self._place.reason
+
+    @property
+    def _place(self) -> m.Assignment:
+        if self._assignment is None or self._released:
+            raise NotInitializedError("There is no session.", remedy="Call muster.init() first.")
+        return self._assignment
+
+    def _note_group(self, place: m.Assignment) -> None:
+        group = {
+            "generation": place.generation,
+            "workers": len(place.members),
+            "hosts": len({member.host.id for member in place.members}),
+            "devices": describe_devices([(member.host.id, member.device) for member in place.members]),
+            "backend": self._profile.backend,
+            "tls": self.settings.config_path is not None,
+            "reason": place.reason,
+        }
+        ending.note(group=group, waits="")
+        ending.set_title(f"rank {place.rank}", sys.argv[0])
+
+    # ------------------------------------------------------------ groups
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of all members."""
+        return self.group(None)
+
+    def group(self, name: str | None) -> Communicator:
+        """The communicator of a group; None: of all members.
+
+        Raises:
+            GroupError: there is no such group, or this worker is not in it.
+        """
+        if self._released:
+            raise NotInitializedError("The session was released.", remedy="Call muster.init() again.")
+        self._client.check(self._place.generation)
+        return self._groups.communicator(name)
+
+    @property
+    def groups(self) -> Groups:
+        """The named groups."""
+        self._client.check(self._place.generation)
+        return self._groups
+
+    # ------------------------------------------------------------ training
+
+    @property
+    def membership_event(self) -> e.ChangePending | None:
+        """A planned change that is to come, with ``reason`` and ``after_step`` (-1: not known yet)."""
+        return self._client.pending
+
+    def step_boundary(self, step: int) -> None:
+        """Call before each step: planned changes of members happen here and nowhere else.
+
+        Usually returns at once. While a planned change is being worked out it may wait a moment, so that
+        all ranks switch after the same step.
+
+        Args:
+            step: how many steps are finished.
+
+        Raises:
+            MembershipChanged: the generation is over; ``rejoin()`` and go on from ``step``.
+            LeaveGranted: this worker leaves as asked; ``release()`` and exit.
+            WorkerError: the membership is over for good.
+            TypeError, ValueError: ``step`` is no count.
+        """
+        self._client.start_step(count_of("step", step), self._place.generation)
+
+    def report(
+        self,
+        step: int | None = None,
+        samples_per_s: float | None = None,
+        *,
+        loss: SupportsFloat | None = None,
+        samples: int | None = None,
+        steps: int | None = None,
+        learning_rate: SupportsFloat | None = None,
+    ) -> None:
+        """Says how far the training is; ``muster status`` shows it, and the launcher on a terminal.
+
+        ElasticLoop reports steps and speed by itself; then only a loss is left to report. In a loop of one's
+        own one line a step does::
+
+            session.report(loss=loss, samples=len(batch))
+
+        Args:
+            step: how many steps are finished; None: one more, unless an ElasticLoop counts them.
+            samples_per_s: this worker's speed; None: from ``samples``.
+            loss: of the last step, as a number; a GPU's tensor is waited for.
+            samples: that this worker has trained on in the step.
+            steps: how many steps there are to be.
+            learning_rate: of the last step, for the plots of ``muster web`` and ``muster report``.
+
+        Raises:
+            TypeError, ValueError: ``step`` or ``steps`` is no count.
+        """
+        progress = self._progress
+        if progress.take(
+            step, samples_per_s, loss=loss, samples=samples, steps=steps, learning_rate=learning_rate
+        ):
+            figures = (progress.samples_per_s, progress.loss, progress.learning_rate)
+            self._client.post(e.Progress(progress.step, *figures))
+            ending.note_progress(
+                step=progress.step,
+                steps=progress.steps,
+                samples_per_s=round(progress.samples_per_s, 1),
+                loss=progress.loss,
+                learning_rate=progress.learning_rate,
+            )
+
+    @contextlib.contextmanager
+    def busy(self, what: str = "works alone") -> Iterator[None]:
+        """Says that this rank does something alone, for as long as it takes, while the others wait for it.
+
+        A rank that does not come to a step for which others wait is expelled after MS_HANG_TIMEOUT; not
+        while it is in here::
+
+            if session.rank == 0:
+                with session.busy("evaluation"):
+                    evaluate(model)
+
+        Args:
+            what: in words, for the scheduler's log.
+        """
+        self._client.begin_busy(what)
+        try:
+            yield
+        finally:
+            self._client.end_busy(what)
+
+    def ask_for_new_generation(self, why: str) -> None:
+        """Says that the members cannot go on in this generation; the next comes within MS_NODE_TIMEOUT.
+
+        Returns at once, and may be called again.
+
+        Args:
+            why: the reason, for everybody's logs.
+        """
+        # No rank is at fault: this one is that of nobody.
+        self._client.post(e.CommunicatorFailed(self.generation, self.world_size, why.rstrip("."), False))
+
+    def request_leave(self, reason: str) -> None:
+        """Asks to leave at the next step boundary, which then raises LeaveGranted. Returns at once.
+
+        Callable from any thread; the others re-form without an abort. A worker that alone holds the training
+        state is let go once others have it: MembershipChanged comes first. If the scheduler is lost and does
+        not come back within seconds, no next generation forms, or others do not come to the step's end
+        within MS_LEAVE_TIMEOUT, LeaveGranted comes all the same, with ``alone``, also amid a step.
+        """
+        self.expect_leave(reason)
+        self._client.post(e.LeaveRequested(reason))
+
+    def expect_leave(self, reason: str) -> None:
+        """Does what ``request_leave`` does, by another thread; callable from a signal handler."""
+        self._client.expect_leave(reason)
+
+    def leave_now(self, reason: str) -> None:
+        """Ends :meth:`open` with LeaveGranted, whatever it waits for; callable from a signal handler."""
+        self._client.leave_now(reason)
+
+    def note_left(self) -> None:
+        """Notes that this worker leaves before the training's end, so that it does not count as finished."""
+        self._left = True
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that this session has ended with, or None."""
+        return self._error
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this worker leaves, or has left, as asked."""
+        return self._left or self._client.leave_granted
+
+    # ------------------------------------------------------------ change
+
+    def rejoin(self) -> None:
+        """Enters the next generation after MembershipChanged, with new ranks, communicators and groups.
+
+        Waits until it has formed, as long as the scheduler lets the job wait. Returns at once if the
+        generation still stands. After RefusedError with the code SUPERSEDED (this worker was declared dead)
+        it asks for a place as a newcomer. Of several threads that call it one does so, and the others wait.
+
+        Raises:
+            MembershipChanged: with ``save``: too few members are left, and this worker should save the state
+                before it calls this again and waits for more.
+            WorkerError: there will be no next generation, or not with this worker.
+        """
+        with self._rejoin_lock:
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        place = self._place
+        failure = self._client.failure
+        if isinstance(failure, RefusedError) and failure.declared_dead:
+            self._ask_anew(failure)
+        elif failure is not None:
+            raise failure.with_traceback(None)
+        elif not self._client.is_outdated(place.generation):
+            return
+        else:
+            self._leave_generation()
+        self._enter()
+
+    def _ask_anew(self, refusal: RefusedError) -> None:
+        log.warning("this worker has lost its place and asks for one as a newcomer: %s", refusal)
+        self._leave_generation()
+        self._profile = self._profile.replaced(incarnation=new_incarnation())
+        self._note_place()
+        self._client.renew(self._profile.incarnation, self._profile.data_address)
+
+    def _leave_generation(self) -> None:
+        self._groups.leave()
+        self._client.communicators.end(_close)
+
+    def _enter(self) -> None:
+        while True:
+            try:
+                build = self._client.next_build()
+                place = build.assignment
+                if self._answering is not None:
+                    self._answering.know(member.host.address for member in place.members)
+                if self._assignment is None:
+                    self._check_rank_id(place)
+                ordinal = self._ordinal(place.members[place.rank].local_rank)
+                communicator = self._connect(build, ordinal)
+                if not self._client.built(place.generation):
+                    self._client.check(place.generation)  # it is over
+                self._assignment = place
+                self._groups.enter(communicator)
+            except MembershipChanged as change:  # before it began: the next is formed already, or will be
+                self._leave_generation()
+                if change.save:
+                    raise
+                continue
+            except RefusedError as refusal:
+                # Stopped for too long before its first place: it has computed nothing that could be lost.
+                # A new incarnation is not refused so before it was silent again for as long.
+                if not refusal.declared_dead or self._assignment is not None:
+                    raise
+                self._ask_anew(refusal)
+                continue
+            log.info(
+                "rank %d of %d in generation %d of job %s: %s",
+                place.rank,
+                len(place.members),
+                place.generation,
+                self.job_id,
+                place.reason,
+            )
+            self._note_group(place)
+            return
+
+    def _connect(self, build: e.Build, ordinal: int) -> Communicator:
+        """Connects this worker with the other members of a generation.
+
+        Args:
+            build: the generation, and its unique ids.
+            ordinal: this worker's GPU as CUDA counts in this process; -1 on a CPU.
+
+        Raises:
+            MembershipChanged: the generation ended meanwhile.
+            WorkerError: they cannot be connected.
+        """
+        generation, members = build.assignment.generation, build.assignment.members
+        inner = self._connect_backend(build, ordinal)
+        inner.timeout_s = self.settings.collective_timeout_s
+        self._client.adopt(generation, inner)
+        self._recorder.clear()
+        return FaultAwareCommunicator(
+            inner,
+            world_ranks=range(len(members)),
+            verdict=lambda rank, error: self._client.verdict(generation, rank, error),
+            recorder=self._recorder,
+            adopted=lambda each: self._client.adopt(generation, each),
+            closed=self._client.communicators.forget,
+        )
+
+    def _connect_backend(self, build: e.Build, ordinal: int) -> Communicator:
+        place = build.assignment
+        membership = Membership(
+            job_id=self.settings.job_id,
+            generation=place.generation,
+            group=WORLD,
+            rank=place.rank,
+            peers=tuple(_peer(each, ordinal if each.rank == place.rank else None) for each in place.members),
+            unique_ids=build.unique_ids,
+        )
+        timeout_s = min(self.settings.topo_timeout_s, self.settings.collective_timeout_s)
+        if place.state_source_rank >= 0:
+            # A survivor may be busy outside collectives for as long as it likes. The scheduler says for whom
+            # this waits, and ends it if all are here and cannot connect; there is a limit without it, too.
+            timeout_s = SURVIVOR_TIMEOUT_S
+        try:
+            return self.backend.connect(
+                membership,
+                timeout_s=timeout_s,
+                cancelled=lambda: self._client.over(place.generation),
+            )
+        except WorkerError as error:
+            rank = error.rank if isinstance(error, PeerLostError) else -1
+            explained = self._client.verdict(place.generation, rank, error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _check_rank_id(self, place: m.Assignment) -> None:
+        """Refuses a RANK_ID that is not this worker's rank; with members missing, ranks may move up."""
+        wanted = self.settings.rank_id
+        if wanted not in (-1, place.rank) and len(place.members) == self.settings.worker_num:
+            raise SettingsError(
+                f"RANK_ID is {wanted}, but this worker, node {self._profile.node_id}, has rank {place.rank}.",
+                remedy="Unset it, or set MS_NODE_ID, or RANK_TABLE_FILE, such that the ranks agree.",
+            )
+
+    # ------------------------------------------------------------ the end
+
+    @property
+    def released(self) -> bool:
+        """Whether :meth:`release` was called."""
+        return self._released
+
+    def release(self, *, finished: bool | None = None, reason: str = "") -> None:
+        """Says goodbye and frees everything; idempotent.
+
+        Args:
+            finished: the training is complete. False: the others learn at once that this worker is gone.
+                None: it is complete unless this worker leaves as asked.
+            reason: why, in words, for the scheduler's log.
+        """
+        with self._release_lock:
+            if self._released:
+                return
+            self._released = True
+        asked = finished is None and self.leaves
+        if finished is None:  # who says so in vain keeps newcomers out of a job with steps to do
+            finished = not asked
+        default = "finished" if finished else "asked to leave" if asked else "gave up"
+        try:
+            # SIGTERM must not make a failure of a worker that says it has finished.
+            with on_sigterm(lambda: None) if finished else contextlib.nullcontext():
+                self._depart(finished, reason or default)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise
+
+    def end(self, error: BaseException | None) -> None:
+        """Releases with the error that ended the script or block; without one, as ``release()`` does.
+
+        Args:
+            error: what ended it. SystemExit says how in its code: 0 or none is no error.
+        """
+        if isinstance(error, KeyboardInterrupt) and not self._released:
+            self.interrupted = True
+        if error is None or is_good_exit(error):
+            self.release()
+        else:
+            self._end_as_failed(error)
+
+    def _end_as_failed(self, error: BaseException) -> None:
+        if not self._released:
+            self._error = error
+        self.release(finished=False, reason=reason_of(error))
+
+    def _depart(self, finished: bool, reason: str) -> None:
+        if finished:
+            self._groups.leave()
+            self._client.communicators.end(_finish)
+        self._client.leave(
+            finished=finished,
+            reason=reason,
+            consequence=is_consequence(self._error),
+            exit_code=exit_code_of(self._error),
+        )
+        self._client.close()
+        if not finished:
+            self._groups.leave()
+            self._client.communicators.end(_abandon)
+        self.backend.close()
+        if self._answering is not None:
+            self._answering.close()
+
+    def __enter__(self) -> Session:
+        """Returns the session, which is open already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Releases; an exception means that the training is not finished."""
+        self.end(error)
+
+
+def new_incarnation() -> int:
+    """A random number from 1 to 2**64 - 1 that no other process has."""
+    return int.from_bytes(os.urandom(8), "big") or 1
+
+
+def _note_loss(loss: m.FirstLoss | None) -> None:
+    if loss is None:
+        ending.note(first=None)
+        return
+    first = {"node_id": loss.node_id, "incarnation": loss.incarnation}
+    ending.note(first={**first, "sentence": loss.sentence, "exit_code": loss.exit_code})
+
+
+def _jitter() -> float:
+    return int.from_bytes(os.urandom(4), "big") / 2**32
+
+
+def _abandon(communicator: Communicator) -> None:
+    communicator.abort(NotInitializedError("The session was released."))
+    _close(communicator)
+
+
+def _finish(communicator: Communicator) -> None:
+    communicator.finished = True
+    _close(communicator)
+
+
+def _close(communicator: Communicator) -> None:
+    try:
+        communicator.close()
+    except CommunicatorError as error:
+        log.debug("closing a communicator: %s", error)
+
+
+def _peer(member: m.Member, ordinal: int | None) -> Peer:
+    return Peer(
+        rank=member.rank,
+        node_id=member.node_id,
+        incarnation=member.incarnation,
+        host_id=member.host.id,
+        host_name=member.host.name,
+        data_address=member.data_address,
+        # Others are named by their place on their host; this process counts what it sees.
+        device_index=member.device.index if ordinal is None else ordinal,
+    )
+
+
+def describe_devices(devices: Sequence[tuple[str, m.Device]]) -> str:
+    """The kinds and models of the workers' devices, in words: ``4 x NVIDIA H200``, or ``CPU``.
+
+    Args:
+        devices: of each worker the id of its host and its device. A GPU that several share counts once; one
+            whose index is not known counts for each.
+    """
+    shared = {each for each in devices if each[1].index >= 0}
+    alone = [each for each in devices if each[1].index < 0]
+    kinds = [device for _, device in (*shared, *alone)]
+    counts = Counter(device.model or device.kind for device in kinds if device.kind != "cpu")
+    words = [f"{count} x {name}" for name, count in sorted(counts.items())]
+    return " and ".join([*words, "CPU"] if any(device.kind == "cpu" for device in kinds) else words)
+
+
+# ---------------------------------------------------------------- groups of ranks
+
+WORLD = "world"
+WORLD_NAMES = (WORLD, "nccl_world_group", "hccl_world_group")
+MAX_NAME_LENGTH = 128
+
+
+class Group:
+    """One group: its ranks within the world, and its communicator where this rank is in it."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], communicator: Communicator | None) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.communicator = communicator
+
+
+class Groups:
+    """The groups of a session, MindSpore's way: every rank creates every group, in the same order.
+
+    They are remade in each generation.
+    """
+
+    def __init__(self) -> None:
+        self._world: Communicator | None = None
+        self._groups: dict[str, Group] = {}
+
+    def enter(self, world: Communicator) -> None:
+        """Enters a new generation and makes the groups anew, in the order of their creation.
+
+        A worker that is new in it makes the same groups by calling ``create_group`` right after ``init``.
+        A group with a rank that the new world lacks stays without a communicator.
+        """
+        wanted = [(group.name, group.ranks) for group in self._groups.values()]
+        self._world, self._groups = world, {}
+        for name, ranks in wanted:
+            fits = max(ranks) < world.world_size
+            self._groups[name] = Group(name, ranks, world.split(name, ranks) if fits else None)
+
+    def leave(self) -> None:
+        """Leaves the generation, whose communicators are not to be used any more."""
+        for group in self._groups.values():
+            group.communicator = None
+        self._world = None
+
+    def create(self, name: str, ranks: Sequence[int]) -> None:
+        """Makes a group.
+
+        Raises:
+            GroupError: the name is taken or not usable, or the ranks are not distinct ranks of the world.
+        """
+        world = self._the_world()
+        if name in WORLD_NAMES or name in self._groups:
+            raise GroupError(
+                f"The group {name!r} exists already.", remedy="Names are unique; destroy it first."
+            )
+        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME_LENGTH:
+            raise GroupError(
+                f"A group's name has 1 to {MAX_NAME_LENGTH} printable characters; it is {name!r}."
+            )
+        chosen = _checked_ranks(name, ranks, world.world_size)
+        self._groups[name] = Group(name, chosen, world.split(name, chosen))
+
+    def destroy(self, name: str) -> None:
+        """Ends a group; every rank of it calls this.
+
+        Raises:
+            GroupError: there is no such group, or it is the world.
+        """
+        if name in WORLD_NAMES:
+            raise GroupError("The world group cannot be destroyed.", remedy="release() ends it.")
+        group = self._find(name)
+        del self._groups[name]
+        if group.communicator is not None:
+            with contextlib.suppress(WorkerError):  # a broken group ends as well as a whole one
+                group.communicator.close()
+
+    def communicator(self, name: str | None = None) -> Communicator:
+        """The communicator of a group; None: of the world.
+
+        Raises:
+            GroupError: there is no such group, or this rank is not in it.
+        """
+        if name is None or name in WORLD_NAMES:
+            return self._the_world()
+        group = self._find(name)
+        if group.communicator is None:
+            world = self._the_world()
+            if max(group.ranks) >= world.world_size:
+                raise GroupError(
+                    f"The group {name!r} has the ranks {list(group.ranks)}, and the world has only"
+                    f" {world.world_size} ranks since its members changed.",
+                    remedy="Destroy it and create it anew.",
+                )
+            raise GroupError(f"Rank {world.rank} is not in the group {name!r} of ranks {list(group.ranks)}.")
+        return group.communicator
+
+    def world_ranks(self, name: str | None = None) -> tuple[int, ...]:
+        """The world rank of each rank of a group.
+
+        Raises:
+            GroupError: there is no such group.
+        """
+        if name is None or name in WORLD_NAMES:
+            return tuple(range(self._the_world().world_size))
+        return self._find(name).ranks
+
+    def _the_world(self) -> Communicator:
+        if self._world is None:
+            raise GroupError("There is no generation now.", remedy="Call session.rejoin() first.")
+        return self._world
+
+    def _find(self, name: str) -> Group:
+        group = self._groups.get(name)
+        if group is None:
+            known = ", ".join((WORLD, *self._groups))
+            raise GroupError(f"There is no group {name!r}; there are: {known}.")
+        return group
+
+
+def _checked_ranks(name: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    chosen = tuple(ranks)
+    legal = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
+    if not chosen or not legal or len(set(chosen)) != len(chosen):
+        raise GroupError(
+            f"The ranks of the group {name!r} must be different whole numbers from 0 to {world_size - 1};"
+            f" they are {list(chosen)}."
+        )
+    return chosen

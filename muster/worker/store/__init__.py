@@ -1,1 +1,0 @@
-"""Runs unmodified torch programs: an agent with their session, and their store over mutual TLS."""

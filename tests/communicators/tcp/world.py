@@ -1,0 +1,95 @@
+"""Several backends in one process, and the certificates for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from muster.certs.files import write_file
+from muster.certs.pki.authority import Authority, create_authority
+from muster.certs.pki.identity import Identity
+from muster.certs.runtime.store import Credentials, load_credentials
+from muster.communicators import create_backend
+from muster.communicators.base import Membership, Peer
+from muster.communicators.tcp.communicator import TcpBackend
+
+JOB = "job-a"
+PASSWORD = b"a test's password"
+
+
+class Office:
+    """An authority that hands out credentials."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._authority: Authority = create_authority(folder / "authority", PASSWORD)
+        self._count = 0
+
+    def credentials(self, role: str = "worker", job: str = JOB, node: str | None = None) -> Credentials:
+        """Credentials of a new certificate."""
+        self._count += 1
+        path = self._folder / f"{self._count}.p12"
+        write_file(path, self._authority.issue(Identity(job, role, node)).p12(PASSWORD))
+        return load_credentials(path, PASSWORD, self._folder / "authority" / "ca.crt")
+
+
+@dataclass
+class World:
+    """Backends of all ranks of a generation."""
+
+    backends: list[TcpBackend]
+    memberships: list[Membership]
+
+    def connect(self, ranks: Sequence[int] | None = None, timeout_s: float = 10.0) -> list[Any]:
+        """Connects some ranks at once; returns each one's communicator or error."""
+        chosen = range(len(self.backends)) if ranks is None else ranks
+        return together(
+            [
+                lambda rank=rank: self.backends[rank].connect(  # type: ignore[misc]
+                    self.memberships[rank], timeout_s=timeout_s, cancelled=lambda: None
+                )
+                for rank in chosen
+            ]
+        )
+
+    def next(self) -> None:
+        """Enters the next generation, with a new unique id."""
+        ids = self.backends[0].mint_unique_ids(1)
+        self.memberships = [replace(m, generation=m.generation + 1, unique_ids=ids) for m in self.memberships]
+
+    def close(self) -> None:
+        """Closes all endpoints."""
+        for backend in self.backends:
+            backend.close()
+
+
+def make_world(credentials: Sequence[Credentials | None], *, seal: bool = True) -> World:
+    """Opens a backend for each rank."""
+    backends = [create_backend("tcp", tls=each, job_id=JOB, seal=seal) for each in credentials]
+    assert all(isinstance(backend, TcpBackend) for backend in backends)
+    addresses = [backend.open_endpoint("127.0.0.1") for backend in backends]
+    ids = backends[0].mint_unique_ids(1)
+    peers = tuple(Peer(rank, f"n{rank}", rank, "h", "host", each) for rank, each in enumerate(addresses))
+    memberships = [Membership(JOB, 5, "world", rank, peers, ids) for rank in range(len(backends))]
+    return World(backends, memberships)  # type: ignore[arg-type]
+
+
+def together(actions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs actions in threads; returns each one's result or exception."""
+    results: list[Any] = [None] * len(actions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = actions[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
