@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import JobView, as_sent
+from muster.scheduler.core.job import as_sent
+from muster.scheduler.core.views import JobView
 from muster.wire import messages as m
 
 

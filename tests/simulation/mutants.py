@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from muster.scheduler.core import events as se
-from muster.scheduler.core import job, ledger, machine, probing
+from muster.scheduler.core import job, ledger, machine, members, probing, probing_state
 from muster.scheduler.core import records as r
 from muster.scheduler.errors import JournalUnavailableError
 from muster.scheduler.jobs.driver import JobDriver, Stepped
@@ -138,7 +138,7 @@ def unapplied_unless_running(right: Any) -> Any:
 
 
 def forgets_the_claim_alone(right: Any) -> Any:
-    def forget(self: job.Members, node_id: str) -> None:
+    def forget(self: members.Members, node_id: str) -> None:
         order = self.words.copy()
         right(self, node_id)
         self.words = order
@@ -147,7 +147,7 @@ def forgets_the_claim_alone(right: Any) -> Any:
 
 
 def speaks_out_of_turn(right: Any) -> Any:
-    def has_spoken(self: job.Members, node_id: str, now: float) -> None:
+    def has_spoken(self: members.Members, node_id: str, now: float) -> None:
         self.by_node[node_id].last_heard = now
 
     return has_spoken
@@ -187,7 +187,7 @@ def uplinks_cost_the_places(right: Any) -> Any:
 
 
 def only_long_absences_count(right: Any) -> Any:
-    def excuse(self: job.Members, seconds: float, now: float) -> None:
+    def excuse(self: members.Members, seconds: float, now: float) -> None:
         if seconds == math.inf:
             right(self, seconds, now)
 
@@ -311,7 +311,7 @@ def no_switch_overdue(right: Any) -> Any:
 
 
 def quiesced_when_one_has(right: Any) -> Any:
-    def all_quiesced(self: job.Members, known: ledger.Ledger) -> bool:
+    def all_quiesced(self: members.Members, known: ledger.Ledger) -> bool:
         living = [claim.candidate.node_id for claim in known.living_members()]
         return any(self.by_node[node_id].quiesced is not None for node_id in living)
 
@@ -323,7 +323,7 @@ def goes_without_goodbye(self: Job, claim: ledger.Claim) -> bool:
 
 
 def earliest_step(right: Any) -> Any:
-    def last_started_step(self: job.Members) -> int:
+    def last_started_step(self: members.Members) -> int:
         steps = [c.quiesced for c in self.by_node.values() if c.quiesced is not None]
         return max(0, min(steps, default=0) - 1)
 
@@ -531,7 +531,7 @@ MUTANTS: dict[str, Mutant] = {
         state_from(lambda formed: max(formed.newcomer_ranks, default=formed.state_source_rank)),
     ),
     "state never handed on": Mutant(ledger.Ledger, "next_generation", state_from(lambda formed: -1)),
-    "newcomers trusted at once": Mutant(job.Members, "stateless", instead(lambda *a: frozenset())),
+    "newcomers trusted at once": Mutant(members.Members, "stateless", instead(lambda *a: frozenset())),
     "a newcomer begins anew at the end": Mutant(ledger.Ledger, "choose", newcomers_may_begin_anew),
     "leavers take the state with them": Mutant(ledger.Ledger, "leaving_holders", instead(lambda *a: []), 346),
     "a leave does not wait for the hand-over": Mutant(
@@ -543,23 +543,23 @@ MUTANTS: dict[str, Mutant] = {
     "a pause costs the place": Mutant(machine, "session_lost", pauses_cost_the_place, 274),
     "the end of a host's stream costs the places": Mutant(machine, "session_lost", uplinks_cost_the_places),
     "unread words count as silence": Mutant(machine, "fell_behind", instead(nothing), 79),
-    "late turns count as silence": Mutant(job.Members, "excuse", only_long_absences_count, 380),
+    "late turns count as silence": Mutant(members.Members, "excuse", only_long_absences_count, 380),
     "streams may not break while it is behind": Mutant(machine, "fell_behind", forgives_silence_alone, 860),
     "who lost its stream meanwhile has no time to come back": Mutant(
         machine, "session_lost", a_forgiven_end_is_no_word, 1943),
     "late turns do not add up": Mutant(machine, "stood_still", late_turns_do_not_add_up, 1377),
     "what is unread takes the time to build": Mutant(job.Deadlines, "excuse", instead(nothing), 60417),
-    "who is gone is still listened for": Mutant(job.Members, "forget", forgets_the_claim_alone),
-    "the order of words is not kept": Mutant(job.Members, "has_spoken", speaks_out_of_turn),
+    "who is gone is still listened for": Mutant(members.Members, "forget", forgets_the_claim_alone),
+    "the order of words is not kept": Mutant(members.Members, "has_spoken", speaks_out_of_turn),
     "a killed worker that was rarely heard is waited for": Mutant(
         machine, "session_lost", ends_count_as_those_of_members, 630),
     "members are heard once in a node timeout": Mutant(Job, "heartbeat_interval_s", once_in_a_node_timeout),
-    "silence ignored": Mutant(job.Members, "silent", instead(lambda *a: [])),
+    "silence ignored": Mutant(members.Members, "silent", instead(lambda *a: [])),
     "who left long ago breaks a step": Mutant(Job, "leaves_now", instead(goes_without_goodbye), 70015913),
     "who has stopped hands nothing over": Mutant(
         machine, "hand_over_first", instead(lambda job: False), 70052872),
-    "switch at the earliest step": Mutant(job.Members, "last_started_step", earliest_step),
-    "quiesced when one has": Mutant(job.Members, "all_quiesced", quiesced_when_one_has),
+    "switch at the earliest step": Mutant(members.Members, "last_started_step", earliest_step),
+    "quiesced when one has": Mutant(members.Members, "all_quiesced", quiesced_when_one_has),
     "planned change never overdue": Mutant(machine, "switch_due", no_switch_overdue, 2915),
     "busy members end the job": Mutant(machine, "absent", instead(lambda *a: [])),
     "suspicions ignored": Mutant(machine, "peer_suspected", instead(nothing)),
@@ -590,9 +590,9 @@ MUTANTS: dict[str, Mutant] = {
     "worker_min does not hold expulsions back": Mutant(
         probing, "may_expel", instead(lambda *a: True), 148
     ),
-    "expelled and taken in at once": Mutant(job.Rounds, "bars", instead(lambda *a: False)),
+    "expelled and taken in at once": Mutant(probing_state.Rounds, "bars", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
-    "who stands still counts as cut off": Mutant(job, "TOGETHER_S", instead(1e9), 1537),
+    "who stands still counts as cut off": Mutant(probing_state, "TOGETHER_S", instead(1e9), 1537),
     "busy ranks hang": Mutant(machine, "probed", busy_unheard),
     "long waits count beside their steps": Mutant(
         membership.Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import JobView
 from muster.scheduler.core.machine import Machine
 from muster.scheduler.core.records import decode_record, encode_record
 from muster.scheduler.core.shortage import LONGEST_PAUSE_S
+from muster.scheduler.core.views import JobView
 from muster.scheduler.errors import JournalUnavailableError, NoSpaceError, SchedulerError
 from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import JobDriver

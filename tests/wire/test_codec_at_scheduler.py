@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
-from muster.scheduler.core.job import JobView, WorkerView, as_sent
+from muster.scheduler.core.job import as_sent
+from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.serve.sessions import encode_status, event_of
 from muster.wire import codec
 from muster.wire import messages as m

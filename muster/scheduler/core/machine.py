@@ -30,7 +30,7 @@ from typing import Any
 from muster.scheduler.core import events as e
 from muster.scheduler.core import probing
 from muster.scheduler.core import records as r
-from muster.scheduler.core.job import ROUND_PAUSE_S, Job, JobView, Outbox, Suspicion, worker_view
+from muster.scheduler.core.job import Job, Outbox, Suspicion
 from muster.scheduler.core.ledger import (
     STATELESS,
     UNSET,
@@ -51,7 +51,9 @@ from muster.scheduler.core.ledger import (
     waiting,
     who,
 )
+from muster.scheduler.core.probing_state import ROUND_PAUSE_S
 from muster.scheduler.core.reports import absent, awaited, progress_report
+from muster.scheduler.core.views import JobView, worker_view
 from muster.wire import messages as m
 
 LONG_LIST = 32

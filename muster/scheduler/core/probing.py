@@ -11,18 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from muster.scheduler.core import events as e
-from muster.scheduler.core.job import (
-    CANDIDATES_AT_ONCE,
-    ROUND_PAUSE_S,
-    ROUND_S,
-    Asked,
-    BrokenPair,
-    Calm,
-    Hang,
-    Job,
-    PartyName,
-    Round,
-)
+from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     Claim,
     Phase,
@@ -32,6 +21,17 @@ from muster.scheduler.core.ledger import (
     listing,
     upper_first,
     who,
+)
+from muster.scheduler.core.probing_state import (
+    CANDIDATES_AT_ONCE,
+    ROUND_PAUSE_S,
+    ROUND_S,
+    Asked,
+    BrokenPair,
+    Calm,
+    Hang,
+    PartyName,
+    Round,
 )
 from muster.wire import messages as m
 

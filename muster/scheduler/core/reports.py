@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from muster.scheduler.core.job import Contact, Job, Members
+from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     Claim,
     Ledger,
@@ -15,6 +15,7 @@ from muster.scheduler.core.ledger import (
     listing,
     who,
 )
+from muster.scheduler.core.members import Contact, Members
 from muster.wire import messages as m
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import JobView
 from muster.scheduler.core.ledger import (
     Ledger,
     count,
@@ -22,6 +21,7 @@ from muster.scheduler.core.ledger import (
     who,
 )
 from muster.scheduler.core.machine import Machine as Job
+from muster.scheduler.core.views import JobView
 from muster.wire import messages as m
 
 

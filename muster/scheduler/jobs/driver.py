@@ -18,8 +18,8 @@ from muster.scheduler.config import SchedulerSettings
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import JobView
 from muster.scheduler.core.ledger import Ledger
+from muster.scheduler.core.views import JobView
 from muster.scheduler.errors import (
     DeposedError,
     JournalUnavailableError,

@@ -21,7 +21,7 @@ from muster.wire.settings import show_address
 if TYPE_CHECKING:
     from muster.certs.runtime.follower import Follower
     from muster.scheduler.audit.logs import Recorder
-    from muster.scheduler.core.job import JobView
+    from muster.scheduler.core.views import JobView
     from muster.scheduler.jobs.driver import Counters, JobDriver, Jobs
     from muster.scheduler.serve.sessions import Sessions
 

@@ -21,7 +21,7 @@ from muster.scheduler import __version__
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import LOG, Recorder
 from muster.scheduler.core import events as e
-from muster.scheduler.core.job import JobView, WorkerView
+from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.errors import (
     LimitError,
     MalformedError,

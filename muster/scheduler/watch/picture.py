@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from muster.scheduler.core import events as e
-from muster.scheduler.core.job import JobView, WorkerView
+from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.jobs.driver import JobDriver, Session
 from muster.wire.v1 import rendezvous_pb2 as rendezvous_pb
 from muster.wire.v1 import watch_pb2 as pb

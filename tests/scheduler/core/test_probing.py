@@ -11,9 +11,9 @@ import pytest
 from muster.scheduler.core import events as e
 from muster.scheduler.core import probing
 from muster.scheduler.core.events import Decision
-from muster.scheduler.core.job import ROUND_PAUSE_S, ROUND_S
 from muster.scheduler.core.machine import Machine
 from muster.scheduler.core.probing import Accusation, Party, leaving
+from muster.scheduler.core.probing_state import ROUND_PAUSE_S, ROUND_S
 from muster.wire import messages as m
 
 SETTINGS = e.Settings(0, 0, 0, 1000.0, 500.0, 1.0, stall_timeout_s=1000.0, hang_timeout_s=60.0)

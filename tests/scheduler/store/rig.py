@@ -16,7 +16,7 @@ from muster.programs.proxy import Proxy
 from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.core import records as r
-from muster.scheduler.core.job import JobView, WorkerView
+from muster.scheduler.core.views import JobView, WorkerView
 from muster.scheduler.jobs.driver import JobDriver, Session
 from muster.scheduler.serve.server import grpc_options
 from muster.scheduler.store.service import StoreLimits, StoreService

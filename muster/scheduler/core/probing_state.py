@@ -1,0 +1,190 @@
+"""What rounds of probes have asked and found; :mod:`muster.scheduler.core.probing` decides what follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from muster.scheduler.core import events as e
+from muster.wire import messages as m
+
+ROUND_S = 15.0
+"""How long a round of probes waits for answers, in seconds; a worker gives each probe up before that."""
+
+ROUND_PAUSE_S = 5.0
+"""The shortest time from one round of probes to the next, in seconds."""
+
+CALM_PAUSE_S = 60.0
+"""What :data:`ROUND_PAUSE_S` grows to while rounds find that all reach each other."""
+
+TOGETHER_S = 1.0
+"""Two probes begun within this time count as simultaneous: a process that stood still begins later."""
+
+LONG_S = 2.5
+"""A running worker is heard within this time; one that is not while it is probed may stand still."""
+
+CANDIDATES_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A worker that takes part in a round of probes.
+
+    Attributes:
+        candidate: who it is.
+        targets: whom it probes.
+        seated: it has a claim, and is not to earn one.
+        place: its number among the seated workers of its host.
+    """
+
+    candidate: m.Candidate
+    targets: tuple[e.SessionId, ...]
+    seated: bool
+    place: int = 0
+
+
+@dataclass(slots=True)
+class Round:
+    """A round of probes under way; ``awaited``: the workers whose answers it waits for, at least.
+
+    Attributes:
+        hosts: the streams of those with a claim that are asked, by the id of their host.
+        unreached: why they could not reach whom, by node id, of each that has answered.
+        began: since when those that have answered have probed.
+        heard: when each worker was last heard.
+    """
+
+    number: int
+    due: float
+    among_members: bool
+    asked: dict[e.SessionId, Asked]
+    awaited: list[e.SessionId]
+    generation: int = 0
+    hosts: dict[str, list[e.SessionId]] = field(default_factory=dict)
+    answers: dict[e.SessionId, e.Probed] = field(default_factory=dict)
+    unreached: dict[e.SessionId, dict[str, str]] = field(default_factory=dict)
+    began: dict[e.SessionId, float] = field(default_factory=dict)
+    heard: dict[e.SessionId, float] = field(default_factory=dict)
+
+    def target(self, place: int, host_id: str) -> e.SessionId:
+        """Whom a worker with this place on its host probes of another host."""
+        there = self.hosts[host_id]
+        return there[place % len(there)]
+
+    def failed(self, session: e.SessionId, target: e.SessionId) -> str | None:
+        """Why one worker could not reach another that it was to probe; "" if it could; None: not known.
+
+        It is not where one of them may have stood still while the other probed it.
+        """
+        answer = self.answers.get(session)
+        if answer is None or target not in self.answers:
+            return None
+        if answer.seconds >= LONG_S and self.heard.get(target, self.began[session]) < self.began[session]:
+            return None
+        why = self.unreached[session].get(self.asked[target].candidate.node_id, "")
+        together = abs(self.began[session] - self.began[target]) <= TOGETHER_S
+        return why if together or not why else None
+
+    def take(self, answer: e.Probed, now: float) -> None:
+        """Takes an answer in."""
+        self.answers[answer.session] = answer
+        self.unreached[answer.session] = dict(answer.unreached)
+        self.began[answer.session] = now - answer.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A member that others wait for: since when, and in which step."""
+
+    since: float
+    place: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """Until when no further round is needed, because all members were found to reach each other."""
+
+    generation: int = 0
+    until: float = 0.0
+    pause_s: float = ROUND_PAUSE_S
+
+    def again(self, generation: int, now: float) -> Calm:
+        """The same after another such round; the pause grows within a generation."""
+        same = generation == self.generation
+        pause_s = min(2 * self.pause_s, CALM_PAUSE_S) if same else ROUND_PAUSE_S
+        return Calm(generation, now + pause_s, pause_s)
+
+
+PartyName = tuple[str, str]
+"""The id of a host, and the node id of a worker on it, or "" for all of them."""
+
+BrokenPair = frozenset[PartyName]
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of probes of a job and what they found; begins empty when the scheduler restarts.
+
+    Attributes:
+        current: the round under way.
+        number: the newest round's.
+        not_before: when the next one may begin.
+        wanted: the members are to be asked.
+        calm: they have been found to reach each other.
+        hangs: the members that others wait for.
+        awaited: those that were named as awaited, busy ones too, and in which step each was then.
+        said: what was said last, so that it is not said at every round.
+        broken: pairs that could not reach each other while neither was apart from anyone else.
+        barred: why, by the id of a host, or by a worker's node id.
+        outside: joins of those that are barred.
+        taken_in: those of them that have just been proven to be reached.
+        addresses: where workers answer probes.
+    """
+
+    current: Round | None = None
+    number: int = 0
+    not_before: float = 0.0
+    wanted: bool = False
+    calm: Calm = Calm()
+    hangs: dict[str, Hang] = field(default_factory=dict)
+    awaited: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    said: str = ""
+    broken: frozenset[BrokenPair] = frozenset()
+    barred: dict[str, str] = field(default_factory=dict)
+    outside: dict[e.SessionId, e.Joined] = field(default_factory=dict)
+    taken_in: list[e.Joined] = field(default_factory=list)
+    addresses: dict[e.SessionId, str] = field(default_factory=dict)
+
+    def bars(self, candidate: m.Candidate) -> bool:
+        """Whether this worker, or its host, was expelled because it could not be reached."""
+        return candidate.host.id in self.barred or candidate.node_id in self.barred
+
+    def due(self, hang_timeout_s: float) -> float | None:
+        """The time at which a round has to end or to begin; None: no round is wanted."""
+        if self.current is not None:
+            return self.current.due
+        times = [self.not_before] if self.outside or self.wanted else []
+        times += [self.hang_due(hang_timeout_s)] if self.hangs else []
+        return max(min(times), self.not_before) if times else None
+
+    def hang_due(self, hang_timeout_s: float) -> float:
+        """The time at which the first member has been waited for too long."""
+        return min(hang.since for hang in self.hangs.values()) + hang_timeout_s
+
+    def repeat(self) -> None:
+        """Has the round under way asked again: what was answered in it may be true no more."""
+        current, self.current = self.current, None
+        self.wanted = self.wanted or (current is not None and current.among_members)
+
+    def forget_waits(self) -> None:
+        """Training goes on: what is waited for next is something new."""
+        self.awaited, self.said, self.calm = {}, "", Calm()
+
+    def take_in(self) -> list[e.Joined]:
+        """Takes and returns the Joins of workers that were just found to reach all members."""
+        joins, self.taken_in = self.taken_in, []
+        return joins
+
+    def forget(self, session: e.SessionId) -> None:
+        """Takes a stream that ends out of all rounds."""
+        self.addresses.pop(session, None)
+        self.outside.pop(session, None)

@@ -1,0 +1,70 @@
+"""A job and its workers as ``status`` shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muster.scheduler.core.ledger import Claim, Ledger
+from muster.scheduler.core.members import Contact
+from muster.wire import messages as m
+
+
+class WorkerView(NamedTuple):
+    """One worker as ``status`` shows it; ``rank`` and ``local_rank`` are -1 while there is none."""
+
+    candidate: m.Candidate
+    state: str
+    rank: int
+    local_rank: int
+    silent_s: float
+    step: int
+    samples_per_s: float
+    last_collective: m.Collective | None = None
+    loss: float | None = None
+    pid: int = 0
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as ``status`` shows it. ``state``: forming, building, running, quiescing, suspended, ended."""
+
+    job_id: str
+    state: str
+    generation: int
+    worker_num: int
+    worker_min: int
+    workers: tuple[WorkerView, ...]
+    missing: tuple[str, ...]
+    reason: str
+
+
+def worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
+    """One worker; ``awaited``: its group is being built, and it has not reported that it has built it."""
+    node_id = claim.candidate.node_id
+    rank = ledger.rank_of(node_id)
+    local_rank = ledger.formed.members[rank].local_rank if ledger.formed is not None and rank >= 0 else -1
+    return WorkerView(
+        candidate=claim.candidate,
+        state=_state(ledger, claim, contact, rank, awaited=awaited),
+        rank=rank,
+        local_rank=local_rank,
+        silent_s=max(0.0, now - contact.last_heard),
+        step=contact.step,
+        samples_per_s=contact.samples_per_s,
+        last_collective=contact.recent[-1] if contact.recent else None,
+        loss=contact.loss,
+        pid=contact.pid,
+        learning_rate=contact.learning_rate,
+    )
+
+
+def _state(ledger: Ledger, claim: Claim, contact: Contact, rank: int, *, awaited: bool) -> str:
+    if contact.session is None:
+        return "lost"
+    if claim.leaving is not None:
+        return "leaving"
+    if rank < 0:
+        return "spare" if ledger.is_spare(claim) else "waiting"
+    return "building" if awaited else "member"
