@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from muster.scheduler.core import events as e
-from muster.scheduler.core import machine
+from muster.scheduler.core import leaving, machine
 from muster.scheduler.etcd.api import EtcdUnreachableError, created_in
 from muster.scheduler.etcd.journal import EtcdJournal
 from muster.scheduler.etcd.leadership import Leadership
@@ -99,10 +99,10 @@ CLUSTER_MUTANTS: dict[str, Mutant] = {
     "too much grace after a takeover": Mutant(machine.Machine, "recover", waits_too_long),
     "a leader whose key is gone stays": Mutant(Leadership, "_key_stands", instead(believes_in_its_key)),
     "stale address first": Mutant(Turns, "order", instead(the_last_one_first)),
-    "a launcher's word is not taken": Mutant(machine, "process_ended", instead(nothing), seed=105),
-    "a launcher's word expels who is heard": Mutant(machine, "process_ended", instead(expels_who_is_heard)),
+    "a launcher's word is not taken": Mutant(leaving, "process_ended", instead(nothing), seed=105),
+    "a launcher's word expels who is heard": Mutant(leaving, "process_ended", instead(expels_who_is_heard)),
     "a launcher's word counts for any incarnation": Mutant(
-        machine, "process_ended", instead(expels_any_incarnation)
+        leaving, "process_ended", instead(expels_any_incarnation)
     ),
     "the last record is not read": Mutant(EtcdJournal, "load", reads_too_early),
 }

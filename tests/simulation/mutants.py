@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from muster.scheduler.core import events as se
-from muster.scheduler.core import job, ledger, machine, members, probing, probing_state
+from muster.scheduler.core import (
+    hearing,
+    job,
+    joining,
+    leaving,
+    ledger,
+    machine,
+    members,
+    phases,
+    probing,
+    probing_state,
+    silence,
+)
 from muster.scheduler.core import records as r
 from muster.scheduler.errors import JournalUnavailableError
 from muster.scheduler.jobs.driver import JobDriver, Stepped
@@ -164,8 +176,8 @@ def no_grace(right: Any) -> Any:
 
 
 def greets_with_welcome_alone(right: Any) -> Any:
-    def greet(job: Job, node_id: str, now: float) -> None:
-        job.send(node_id, m.Welcome(2.0, 6.0, 30.0))
+    def greet(self: Job, node_id: str, session: int) -> None:
+        self.outbox.send(session, m.Welcome(2.0, 6.0, 30.0))
 
     return greet
 
@@ -246,8 +258,8 @@ def forgets_held_back(job: Job) -> list[se.Joined]:
 
 
 def of_any_generation(right: Any) -> Any:
-    def member_behind(job: Job, session: int, generation: int, now: float) -> Any:
-        return right(job, session, job.ledger.generation, now)
+    def member_behind(self: Job, session: int, generation: int) -> Any:
+        return right(self, session, self.ledger.generation)
 
     return member_behind
 
@@ -338,7 +350,7 @@ def regroups_at_ticks(right: Any) -> Any:
     def tick(job: Job, event: se.Tick, now: float) -> None:
         right(job, event, now)
         if job.phase is ledger.Phase.RUNNING and not job.ledger.finishing and now > 9.0:
-            machine.regroup(job, now, "for no reason")
+            phases.regroup(job, now, "for no reason")
 
     return tick
 
@@ -507,11 +519,11 @@ MUTANTS: dict[str, Mutant] = {
     "local ranks by host name": Mutant(ledger, "assign", local_ranks_by_host_name),
     "retired incarnations forgotten": Mutant(ledger.Ledger, "retirement", instead(lambda *a: None), 136),
     "replaced incarnations not retired": Mutant(ledger.Ledger, "retire", instead(nothing), 136),
-    "node id taken while the holder lives": Mutant(ledger, "check_node", instead(nothing), 188),
+    "node id taken while the holder lives": Mutant(joining, "check_node", instead(nothing), 188),
     "removals not recorded": Mutant(Job, "commit", unrecorded(r.Removed)),
     "group established not recorded": Mutant(Job, "commit", unrecorded(r.GroupEstablished)),
     "generations not recorded": Mutant(Job, "commit", unrecorded(r.GenerationFormed)),
-    "leave planned beside the records": Mutant(machine, "plan_leave", unapplied_unless_running, 128),
+    "leave planned beside the records": Mutant(leaving, "plan_leave", unapplied_unless_running, 128),
     "messages before records": Mutant(JobDriver, "persist", sends_first),
     "a scheduler without space gives up": Mutant(WaitingStorage, "_in_time", gives_up_without_space),
     "a write that failed is passed over": Mutant(JobDriver, "persist", passes_failures_over),
@@ -520,8 +532,8 @@ MUTANTS: dict[str, Mutant] = {
         JobDriver, "look", instead(lambda self, now: (None, False))
     ),
     "no grace after a restart": Mutant(machine.Machine, "recover", no_grace),
-    "assignment not told again": Mutant(machine, "greet", greets_with_welcome_alone),
-    "stale generations count": Mutant(machine, "member_behind", of_any_generation, 762),
+    "assignment not told again": Mutant(Job, "greet", greets_with_welcome_alone),
+    "stale generations count": Mutant(Job, "member_behind", of_any_generation, 762),
     "ids and built outlive the generation": Mutant(Job, "apply", keeps_ids_and_built),
     "ids go to everybody": Mutant(Job, "send_to_members", ids_to_everybody),
     "generation number reused": Mutant(ledger.Ledger, "next_generation", same_number_again),
@@ -536,39 +548,39 @@ MUTANTS: dict[str, Mutant] = {
     "leavers take the state with them": Mutant(ledger.Ledger, "leaving_holders", instead(lambda *a: []), 346),
     "a leave does not wait for the hand-over": Mutant(
         ledger.Ledger, "is_handing_over", instead(lambda *a: False), 346),
-    "worker_min ignored": Mutant(machine, "regroup", ignores_worker_min),
-    "job always ends well": Mutant(machine, "end", always_well, 103),
-    "lost streams ignored": Mutant(machine, "session_lost", instead(nothing)),
-    "its own absence unnoticed": Mutant(machine, "stood_still", instead(nothing)),
-    "a pause costs the place": Mutant(machine, "session_lost", pauses_cost_the_place, 274),
-    "the end of a host's stream costs the places": Mutant(machine, "session_lost", uplinks_cost_the_places),
-    "unread words count as silence": Mutant(machine, "fell_behind", instead(nothing), 79),
+    "worker_min ignored": Mutant(phases, "regroup", ignores_worker_min),
+    "job always ends well": Mutant(phases, "end", always_well, 103),
+    "lost streams ignored": Mutant(leaving, "session_lost", instead(nothing)),
+    "its own absence unnoticed": Mutant(silence, "stood_still", instead(nothing)),
+    "a pause costs the place": Mutant(leaving, "session_lost", pauses_cost_the_place, 274),
+    "the end of a host's stream costs the places": Mutant(leaving, "session_lost", uplinks_cost_the_places),
+    "unread words count as silence": Mutant(silence, "fell_behind", instead(nothing), 79),
     "late turns count as silence": Mutant(members.Members, "excuse", only_long_absences_count, 380),
-    "streams may not break while it is behind": Mutant(machine, "fell_behind", forgives_silence_alone, 860),
+    "streams may not break while it is behind": Mutant(silence, "fell_behind", forgives_silence_alone, 860),
     "who lost its stream meanwhile has no time to come back": Mutant(
-        machine, "session_lost", a_forgiven_end_is_no_word, 1943),
-    "late turns do not add up": Mutant(machine, "stood_still", late_turns_do_not_add_up, 1377),
+        leaving, "session_lost", a_forgiven_end_is_no_word, 1943),
+    "late turns do not add up": Mutant(silence, "stood_still", late_turns_do_not_add_up, 1377),
     "what is unread takes the time to build": Mutant(job.Deadlines, "excuse", instead(nothing), 60417),
     "who is gone is still listened for": Mutant(members.Members, "forget", forgets_the_claim_alone),
     "the order of words is not kept": Mutant(members.Members, "has_spoken", speaks_out_of_turn),
     "a killed worker that was rarely heard is waited for": Mutant(
-        machine, "session_lost", ends_count_as_those_of_members, 630),
+        leaving, "session_lost", ends_count_as_those_of_members, 630),
     "members are heard once in a node timeout": Mutant(Job, "heartbeat_interval_s", once_in_a_node_timeout),
     "silence ignored": Mutant(members.Members, "silent", instead(lambda *a: [])),
     "who left long ago breaks a step": Mutant(Job, "leaves_now", instead(goes_without_goodbye), 70015913),
     "who has stopped hands nothing over": Mutant(
-        machine, "hand_over_first", instead(lambda job: False), 70052872),
+        phases, "hand_over_first", instead(lambda job: False), 70052872),
     "switch at the earliest step": Mutant(members.Members, "last_started_step", earliest_step),
     "quiesced when one has": Mutant(members.Members, "all_quiesced", quiesced_when_one_has),
-    "planned change never overdue": Mutant(machine, "switch_due", no_switch_overdue, 2915),
-    "busy members end the job": Mutant(machine, "absent", instead(lambda *a: [])),
-    "suspicions ignored": Mutant(machine, "peer_suspected", instead(nothing)),
-    "regroups for no reason": Mutant(machine, "tick", regroups_at_ticks),
-    "time-outs ignored": Mutant(machine, "timed_out", instead(lambda *a: False)),
-    "a message after the last one": Mutant(machine, "left", speaks_after_the_end),
-    "every goodbye counts as finished": Mutant(machine, "left", every_goodbye_is_finished, seed=878),
+    "planned change never overdue": Mutant(phases, "switch_due", no_switch_overdue, 2915),
+    "busy members end the job": Mutant(phases, "absent", instead(lambda *a: [])),
+    "suspicions ignored": Mutant(hearing, "peer_suspected", instead(nothing)),
+    "regroups for no reason": Mutant(silence, "tick", regroups_at_ticks),
+    "time-outs ignored": Mutant(phases, "timed_out", instead(lambda *a: False)),
+    "a message after the last one": Mutant(leaving, "left", speaks_after_the_end),
+    "every goodbye counts as finished": Mutant(leaving, "left", every_goodbye_is_finished, seed=878),
     "a leave told as the job's end": Mutant(Job, "farewell", leave_as_end),
-    "held-back joins forgotten": Mutant(machine, "held_back", instead(forgets_held_back)),
+    "held-back joins forgotten": Mutant(joining, "held_back", instead(forgets_held_back)),
     "rank off by one on the wire": Mutant(
         codec.AssignmentEncoder, "encode_parts", rank_off_by_one
     ),
@@ -593,7 +605,7 @@ MUTANTS: dict[str, Mutant] = {
     "expelled and taken in at once": Mutant(probing_state.Rounds, "bars", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
     "who stands still counts as cut off": Mutant(probing_state, "TOGETHER_S", instead(1e9), 1537),
-    "busy ranks hang": Mutant(machine, "probed", busy_unheard),
+    "busy ranks hang": Mutant(hearing, "probed", busy_unheard),
     "long waits count beside their steps": Mutant(
         membership.Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
     "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due, 186),

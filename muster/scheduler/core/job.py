@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
-from muster.scheduler.core.ledger import Claim, Ledger, Phase, count, missing, upper_first, who
+from muster.scheduler.core.ledger import (
+    Claim,
+    Ledger,
+    Phase,
+    count,
+    missing,
+    named_first,
+    sizes,
+    upper_first,
+    who,
+)
 from muster.scheduler.core.members import Members, Patience
 from muster.scheduler.core.probing_state import Rounds
 from muster.wire import messages as m
@@ -264,9 +274,29 @@ class Job:
         node_id, stood = claim.candidate.node_id, self.ledger.stood
         return self.ledger.rank_of(node_id) < 0 < claim.since <= stood and node_id in self.trained
 
+    def rank_of(self, node_id: str) -> int:
+        """Rank of a living member of the newest generation; -1 for everybody else."""
+        return self.ledger.rank_of(node_id)
+
     def name(self, node_id: str) -> str:
         """A worker in words, with its rank if it has one."""
         return who(self.ledger.claims[node_id].candidate, self.ledger.rank_of(node_id))
+
+    def sender(self, session: e.SessionId) -> Claim | None:
+        """The claim of the worker that speaks on this stream, which is heard by that; None: it has none."""
+        node_id = self.members.nodes.get(session)
+        if node_id is None:
+            return None
+        self.members.has_spoken(node_id, self.now)
+        return self.ledger.claims[node_id]
+
+    def member_behind(self, session: e.SessionId, generation: int) -> str | None:
+        """Node id of the sender, if it is a member of the newest generation and speaks of that one."""
+        claim = self.sender(session)
+        if claim is None or generation != self.ledger.generation or self.phase is Phase.ENDED:
+            return None
+        node_id = claim.candidate.node_id
+        return node_id if self.ledger.rank_of(node_id) >= 0 else None
 
     # ------------------------------------------------------------ changes
 
@@ -315,28 +345,64 @@ class Job:
         self.apply(record)
         self.outbox.records.append(record)
 
-    def send(self, node_id: str, message: m.SchedulerMessage) -> None:
-        """Sends a message to a worker, if it has a stream."""
-        session = self.members.session_of(node_id)
-        if session is not None:
-            self.outbox.send(session, message)
+    # ------------------------------------------------------------ who comes and goes
 
-    def send_to_members(self, message: m.SchedulerMessage) -> None:
-        """Sends a message to all members."""
-        for claim in self.ledger.living_members():
-            self.send(claim.candidate.node_id, message)
+    def admit(self, event: e.Joined) -> None:
+        """Takes a new worker in, and sends it what it has to know."""
+        candidate = event.candidate
+        if self.ledger.opened is None:
+            self.commit(r.JobOpened(self.job_id, *sizes(self.settings, candidate)))
+        self.commit(r.Admitted(candidate))
+        contact = self.members.attach(candidate.node_id, event.session, self.now)
+        contact.step = contact.baseline = event.step
+        self.greet(candidate.node_id, event.session)
+        self.say(f"{named_first(candidate)} has joined.")
 
-    def tell_members(self, sentence: str, *, wait: bool = True) -> None:
-        """Sends members whose group stands why they wait; ``wait`` False: that they need not any more."""
-        number = len(self.ledger.ranks)
-        self.send_to_members(
-            m.Waiting(number - (max(len(self.rounds.awaited), 1) if wait else 0), number, sentence)
-        )
+    def take_back(self, event: e.Joined) -> None:
+        """Takes in a worker that opens its stream again: what it may have missed is sent once more."""
+        node_id = event.candidate.node_id
+        old = self.members.session_of(node_id)
+        if old is not None and old != event.session:
+            sentence = f"{named_first(event.candidate)} has opened a newer stream."
+            self.outbox.send(old, m.Refused(m.RefusalCode.SUPERSEDED, sentence))
+        contact = self.members.attach(node_id, event.session, self.now)
+        contact.step = max(contact.step, event.step)
+        if event.built and event.held_generation == self.ledger.generation:
+            self.mark_built(node_id)
+        self.greet(node_id, event.session)
+        self.outbox.mention(f"{upper_first(self.name(node_id))} is back.")
 
-    def say(self, sentence: str) -> None:
-        """Logs a sentence and makes it the reason that ``status`` shows."""
-        self.outbox.mention(sentence)
-        self.reason = sentence
+    def mark_built(self, node_id: str) -> None:
+        """Notes that a worker has built the newest generation's group."""
+        if self.phase is Phase.BUILDING and self.ledger.rank_of(node_id) >= 0:
+            self.current.built.add(node_id)
+
+    def greet(self, node_id: str, session: e.SessionId) -> None:
+        """Sends a worker on its new stream everything that it has to know."""
+        claim, phase = self.ledger.claims[node_id], self.phase
+        self.outbox.send(session, self.welcome(spare=self.ledger.waits_as_spare(claim)))
+        if phase in (Phase.FORMING, Phase.ENDED):
+            return
+        rank, generation = self.ledger.rank_of(node_id), self.ledger.generation
+        if phase is Phase.SUSPENDED:
+            if rank >= 0:
+                wait_s = max(0.0, self.deadlines.phase_since + self.settings.topo_timeout_s - self.now)
+                why = self.ledger.suspended or ""
+                self.outbox.send(session, m.Suspended(generation, why, wait_s, self.first_loss))
+            return
+        if rank >= 0 or (claim.leaving is not None and claim.since):
+            self.outbox.send(session, self.assignment(rank))
+        if rank >= 0:
+            self._send_rest(session, generation, phase)
+
+    def _send_rest(self, session: e.SessionId, generation: int, phase: Phase) -> None:
+        """Sends what a member needs besides its Assignment."""
+        if phase is Phase.BUILDING and self.current.unique_ids:
+            self.outbox.send(session, m.UniqueIds(generation, self.current.unique_ids))
+        if phase is not Phase.BUILDING:
+            self.outbox.send(session, m.GroupBuilt(generation))
+        if phase is Phase.QUIESCING:
+            self.outbox.send(session, m.Quiesce(generation, self.current.plan or ""))
 
     def remove(self, node_id: str, reason: str, *, finished: bool = False) -> None:
         """Takes a worker's claim away."""
@@ -370,6 +436,41 @@ class Job:
         is_member = self.ledger.rank_of(node_id) >= 0
         if self.first_loss is None and is_member and claim.leaving is None:
             self.first_loss = m.FirstLoss(node_id, claim.candidate.incarnation, sentence, exit_code)
+
+    # ------------------------------------------------------------ messages
+
+    def send(self, node_id: str, message: m.SchedulerMessage) -> None:
+        """Sends a message to a worker, if it has a stream."""
+        session = self.members.session_of(node_id)
+        if session is not None:
+            self.outbox.send(session, message)
+
+    def send_to_members(self, message: m.SchedulerMessage) -> None:
+        """Sends a message to all members."""
+        for claim in self.ledger.living_members():
+            self.send(claim.candidate.node_id, message)
+
+    def tell_members(self, sentence: str, *, wait: bool = True) -> None:
+        """Sends members whose group stands why they wait; ``wait`` False: that they need not any more."""
+        number = len(self.ledger.ranks)
+        self.send_to_members(
+            m.Waiting(number - (max(len(self.rounds.awaited), 1) if wait else 0), number, sentence)
+        )
+
+    def say(self, sentence: str) -> None:
+        """Logs a sentence and makes it the reason that ``status`` shows."""
+        self.outbox.mention(sentence)
+        self.reason = sentence
+
+    def welcome(self, *, spare: bool = False) -> m.Welcome:
+        """The first message to a worker; ``spare``: it waits for a place that gets free."""
+        return m.Welcome(
+            self.heartbeat_interval_s,
+            self.patience.member_s,
+            self.settings.topo_timeout_s,
+            spare,
+            self.waiting_interval_s,
+        )
 
     def assignment(self, rank: int, lost: tuple[str, ...] = ()) -> m.Assignment:
         """The newest generation's Assignment for a rank; -1: for a worker that leaves."""

@@ -1,8 +1,7 @@
-"""The durable state of a job, the one function that changes it, and the rules of who may join, at which rank.
+"""The durable state of a job, the one function that changes it, and the rules of who gets which rank.
 
 A :class:`Ledger` is the fold of a job's records. The running machine and recovery both go through
-:meth:`Ledger.apply`; nothing else writes here. Who makes up the next generation, and who may have a place,
-with every reason for which a Join is refused, are pure questions to it.
+:meth:`Ledger.apply`; nothing else writes here. Who makes up the next generation is a pure question to it.
 
 Ranks never follow the order of arrival. The first rule that applies holds for the whole generation:
 
@@ -25,7 +24,6 @@ from typing import TypeVar
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
-from muster.version import __version__
 from muster.wire import messages as m
 from muster.wire.rank_table import RankTable, RankTableEntry
 
@@ -168,6 +166,13 @@ class Ledger:
     def is_spare(self, claim: Claim) -> bool:
         """Whether this worker came as a spare and holds no place."""
         return claim.candidate.spare and self.rank_of(claim.candidate.node_id) < 0
+
+    def waits_as_spare(self, claim: Claim) -> bool:
+        """Whether this worker holds no place, and came as a spare or finds all places taken."""
+        assert self.opened is not None
+        if self.rank_of(claim.candidate.node_id) >= 0:
+            return False
+        return claim.candidate.spare or self.living >= self.opened.worker_num
 
     def retirement(self, node_id: str, incarnation: int) -> str | None:
         """Why this worker process may not come back; None if it may."""
@@ -457,14 +462,6 @@ def early_end(ledger: Ledger) -> str:
     return f"{names} {'has' if one else 'have'} finished, while others still wait: {why}"
 
 
-# ---------------------------------------------------------------- who may have a place
-
-SOFT = "~"
-"""Begins the name of a fact whose difference is worth a warning and no more."""
-
-UNSET = "(unset)"
-
-
 def sizes(settings: e.Settings, candidate: m.Candidate) -> tuple[int, int]:
     """``worker_num`` and ``worker_min`` of a job that this worker opens; 0 in the settings leaves it free."""
     table_size = len(settings.rank_table.entries) if settings.rank_table is not None else 0
@@ -473,219 +470,6 @@ def sizes(settings: e.Settings, candidate: m.Candidate) -> tuple[int, int]:
     if not worker_min and not settings.worker_num:
         worker_min = candidate.worker_min
     return worker_num, min(worker_min or worker_num, worker_num)
-
-
-def check_process(ledger: Ledger, event: e.Joined) -> m.Refused | m.Ended | None:
-    """Refuses a process that may not have a place at all; None if it may."""
-    candidate = event.candidate
-    if (candidate.node_id, candidate.incarnation) in ledger.completed:
-        return m.Ended(True, f"{upper_first(who(candidate))} has completed the training.")
-    if ledger.outcome is not None and (event.held_generation > 0 or _holds(ledger, candidate)):
-        return m.Ended(ledger.outcome.ok, ledger.outcome.reason)  # also to a spare that was away at the end
-    retirement = ledger.retirement(candidate.node_id, candidate.incarnation)
-    if retirement is not None:
-        return m.Refused(
-            m.RefusalCode.SUPERSEDED,
-            f"This process of {who(candidate)} has lost its place for good: {retirement}. "
-            "Join again under a new incarnation to get a new place.",
-        )
-    if ledger.outcome is not None:
-        return m.Refused(
-            m.RefusalCode.JOB_ENDED,
-            f"The job has ended: {ledger.outcome.reason} {upper_first(who(candidate))} came too late; "
-            "start the job anew, or under another MS_JOB_ID.",
-        )
-    if event.held_generation > 0 and not _holds(ledger, candidate):
-        return m.Refused(m.RefusalCode.SUPERSEDED, _unknown_place(ledger, event))
-    return None
-
-
-def check_place(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
-    """Refuses a new process for which the job has no place; None if it has one."""
-    return (
-        _check_sizes(ledger, settings, candidate)
-        or _check_version(candidate)
-        or _check_agreement(ledger, candidate)
-        or check_node(ledger, candidate)
-        or _check_table(ledger, settings, candidate)
-        or _check_room(ledger, settings, candidate)
-    )
-
-
-def _holds(ledger: Ledger, candidate: m.Candidate) -> bool:
-    claim = ledger.claims.get(candidate.node_id)
-    return claim is not None and claim.candidate.incarnation == candidate.incarnation
-
-
-def _unknown_place(ledger: Ledger, event: e.Joined) -> str:
-    held = f"rank {event.held_rank} of generation {event.held_generation}"
-    if event.held_generation > ledger.generation:
-        return (
-            f"{upper_first(who(event.candidate))} says it holds {held}, but this scheduler knows no "
-            f"generation after {ledger.generation}: it was started without the journal of the job. "
-            "Set MS_ENABLE_RECOVERY and MS_RECOVERY_PATH, and start the workers again."
-        )
-    return (
-        f"{upper_first(who(event.candidate))} says it holds {held}, but this process has no place in the "
-        f"job, which is in generation {ledger.generation}. Join again under a new incarnation to get a "
-        "new place."
-    )
-
-
-def _check_sizes(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
-    if not candidate.node_id:
-        return m.Refused(m.RefusalCode.MALFORMED, "The node id is empty; set MS_NODE_ID.")
-    if candidate.worker_num < 1 or not 0 <= candidate.worker_min <= candidate.worker_num:
-        return m.Refused(
-            m.RefusalCode.MALFORMED,
-            f"{upper_first(who(candidate))} has MS_WORKER_NUM={candidate.worker_num} and "
-            f"MS_WORKER_MIN={candidate.worker_min}; 1 <= MS_WORKER_MIN <= MS_WORKER_NUM must hold.",
-        )
-    opened = ledger.opened
-    num, least = (opened.worker_num, opened.worker_min) if opened else sizes(settings, candidate)
-    if candidate.worker_num != num:
-        return _differs(candidate, "MS_WORKER_NUM", str(candidate.worker_num), str(num), "the job")
-    if candidate.worker_min not in (0, least):
-        return _differs(candidate, "MS_WORKER_MIN", str(candidate.worker_min), str(least), "the job")
-    return None
-
-
-def _check_version(candidate: m.Candidate) -> m.Refused | None:
-    version = dict(candidate.facts).get(m.VERSION_FACT)
-    why = m.version_obstacle(scheduler=__version__, worker=version) if version is not None else ""
-    if not why:
-        return None
-    return m.Refused(m.RefusalCode.SETTINGS_DIFFER, f"{upper_first(who(candidate))} is refused. {why}")
-
-
-def _check_agreement(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None:
-    other = next(iter(ledger.claims.values()), None)
-    if other is None:
-        return None
-    peer = other.candidate
-    if candidate.backend != peer.backend:
-        return _differs(candidate, "backend", candidate.backend, peer.backend, who(peer))
-    for key, mine, theirs in _differences(candidate, peer):
-        if not key.startswith(SOFT) and not (key == m.VERSION_FACT and m.is_same_series(mine, theirs)):
-            return _differs(candidate, key, mine, theirs, who(peer))
-    return None
-
-
-def remarks(ledger: Ledger, candidate: m.Candidate) -> Iterator[tuple[str, str]]:
-    """Warnings about a worker that differs from the others, but not so that it is refused.
-
-    Yields:
-        What it is about, and a sentence.
-    """
-    peer = next(iter(ledger.claims.values())).candidate
-    differences = _differences(candidate, peer)
-    mild = [row for row in differences if row[0].startswith(SOFT) or row[0] == m.VERSION_FACT]
-    found = [(key.removeprefix(SOFT), *values) for key, *values in mild]
-    if candidate.device.model != peer.device.model:
-        found.append(("GPU model", candidate.device.model or UNSET, peer.device.model or UNSET))
-    for name, mine, theirs in found:
-        sentence = f"{upper_first(who(candidate))} has {name} {mine}, but {who(peer)} has {theirs}."
-        yield name, sentence
-
-
-def _differences(candidate: m.Candidate, peer: m.Candidate) -> list[tuple[str, str, str]]:
-    if candidate.facts == peer.facts:
-        return []
-    mine, theirs = dict(candidate.facts), dict(peer.facts)
-    return [
-        (key, mine.get(key, UNSET), theirs.get(key, UNSET))
-        for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key) != theirs.get(key)
-    ]
-
-
-def _differs(candidate: m.Candidate, name: str, mine: str, theirs: str, owner: str) -> m.Refused:
-    return m.Refused(
-        m.RefusalCode.SETTINGS_DIFFER,
-        f"{upper_first(who(candidate))} has {name}={mine}, but {owner} has {name}={theirs}; "
-        "make it the same everywhere.",
-    )
-
-
-def check_node(ledger: Ledger, candidate: m.Candidate) -> m.Refused | None:
-    """Refuses a worker whose node id is taken; None if it is free."""
-    holder = ledger.claims.get(candidate.node_id)
-    if holder is None:
-        return None
-    return m.Refused(
-        m.RefusalCode.NODE_ID_TAKEN,
-        f"Node id {candidate.node_id} of the worker on host {candidate.host.name} is held by a living "
-        f"process on host {holder.candidate.host.name}; give each worker an MS_NODE_ID of its own, "
-        "or end the other process first.",
-    )
-
-
-def _check_table(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
-    table = settings.rank_table
-    if table is None:
-        return None
-    entry = table_entry(table, candidate)
-    host, device = candidate.host, candidate.device
-    index = device.index if device.index >= 0 else candidate.local_index
-    if entry is None:
-        device_words = f"device {index}" if index >= 0 else "no device: DEVICE_ID is not set"
-        return m.Refused(
-            m.RefusalCode.NOT_IN_RANK_TABLE,
-            f"{upper_first(who(candidate))} (address {host.address}, {device_words}) is not in the rank "
-            "table; add its server_id and device_id to RANK_TABLE_FILE, or start it on a listed device.",
-        )
-    for node_id in ledger.at.get((entry.server_id, entry.device_index), ()):
-        claim = ledger.claims[node_id]
-        if claim.leaving is None and not claim.candidate.spare and not candidate.spare:
-            return m.Refused(
-                m.RefusalCode.NODE_ID_TAKEN,
-                f"{upper_first(who(candidate))} fills rank {entry.rank} of the rank table (server "
-                f"{entry.server_id}, device {entry.device_index}), which {who(claim.candidate)} has taken; "
-                "start one worker per device.",
-            )
-    return None
-
-
-def _check_room(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
-    worker_num = ledger.opened.worker_num if ledger.opened else sizes(settings, candidate)[0]
-    if ledger.finishing:
-        return m.Refused(
-            m.RefusalCode.JOB_FULL,
-            f"{upper_first(who(candidate))} has no place: the job is finishing, some workers have completed "
-            "the training already.",
-        )
-    if candidate.spare and ledger.formed is None:
-        return _check_spare(ledger, settings, candidate)
-    total = len(ledger.claims) - len(ledger.leaving)
-    spares = ledger.spares - ledger.leaving
-    ordinary = total - len(spares)
-    places = total - len(spares & ledger.unplaced)
-    if not candidate.spare and places < worker_num:
-        return None
-    # Where a spare has filled in for a worker that comes only now, that one waits in the spare's stead.
-    if (candidate.spare or ordinary < worker_num) and total < worker_num + settings.spares:
-        return None
-    how = (
-        f"no spare place is free (MS_SPARES={settings.spares})"
-        if candidate.spare
-        else "a worker with MS_WORKER_SPARE=1 could wait where the scheduler has MS_SPARES"
-    )
-    return m.Refused(
-        m.RefusalCode.JOB_FULL,
-        f"{upper_first(who(candidate))} has no place: all {count(worker_num, 'worker')} of the job are in "
-        f"(MS_WORKER_NUM={worker_num}), and {how}.",
-    )
-
-
-def _check_spare(ledger: Ledger, settings: e.Settings, candidate: m.Candidate) -> m.Refused | None:
-    """Refuses a spare beyond MS_SPARES before the first group; None if it may wait."""
-    if len((ledger.spares & ledger.unplaced) - ledger.leaving) < settings.spares:
-        return None
-    return m.Refused(
-        m.RefusalCode.JOB_FULL,
-        f"{upper_first(who(candidate))} has no place: it came as a spare, and no spare place is free "
-        f"(MS_SPARES={settings.spares}); raise that at the scheduler, or start it without MS_WORKER_SPARE.",
-    )
 
 
 # ---------------------------------------------------------------- the order of ranks
@@ -825,6 +609,11 @@ def who(candidate: m.Candidate, rank: int = -1) -> str:
 def upper_first(text: str) -> str:
     """The text with a capital first letter; the rest is left alone (node ids stand in it)."""
     return text[:1].upper() + text[1:]
+
+
+def named_first(candidate: m.Candidate, rank: int = -1) -> str:
+    """A worker's name as the first words of a sentence."""
+    return upper_first(who(candidate, rank))
 
 
 def listing(items: Sequence[str]) -> str:

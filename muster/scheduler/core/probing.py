@@ -15,10 +15,10 @@ from muster.scheduler.core.job import Job
 from muster.scheduler.core.ledger import (
     Claim,
     Phase,
-    check_place,
     count,
     early_end,
     listing,
+    named_first,
     upper_first,
     who,
 )
@@ -175,7 +175,7 @@ def expel_unreachable(job: Job, current: Round) -> bool:
     members = {
         session: asked.candidate
         for session, asked in current.asked.items()
-        if asked.seated and job.ledger.rank_of(asked.candidate.node_id) >= 0
+        if asked.seated and job.rank_of(asked.candidate.node_id) >= 0
     }
     between, single = accusations(current, members)
     if not between and not single:
@@ -312,7 +312,7 @@ def _look_for_hangs(job: Job, current: Round, now: float) -> None:
     members = {
         current.asked[session].candidate.node_id: answer
         for session, answer in current.answers.items()
-        if job.ledger.rank_of(current.asked[session].candidate.node_id) >= 0
+        if job.rank_of(current.asked[session].candidate.node_id) >= 0
     }
     waiting = [node_id for node_id, answer in members.items() if answer.late and answer.waits]
     before, job.rounds.hangs = job.rounds.hangs, {}
@@ -326,7 +326,7 @@ def _look_for_hangs(job: Job, current: Round, now: float) -> None:
         if answer.waits or (answer.late and _place(job, node_id) >= furthest):
             continue
         if answer.busy:
-            name = upper_first(who(job.ledger.claims[node_id].candidate, job.ledger.rank_of(node_id)))
+            name = upper_first(who(job.ledger.claims[node_id].candidate, job.rank_of(node_id)))
             _name_awaited(job, f"{name} is busy alone: {answer.busy}; the others wait for it.", [node_id])
             continue
         hang = Hang(now, _place(job, node_id))
@@ -349,6 +349,13 @@ def name_finished(job: Job, waiting: Iterable[str]) -> None:
         job.send(node_id, m.Waiting(number - len(finished), number, sentence, finished))
 
 
+def explain_failures(job: Job) -> None:
+    """Names finished members to those whose collective failed, whichever is heard first."""
+    if job.ledger.finished and job.current.puzzled:
+        name_finished(job, job.current.puzzled)
+        job.current.puzzled = set()
+
+
 def _place(job: Job, node_id: str) -> tuple[int, int, int]:
     contact = job.members.by_node[node_id]
     return contact.step, contact.started_step, contact.recent[-1].sequence if contact.recent else 0
@@ -358,7 +365,7 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
     """Names the members that others wait for, and expels those that have been named for long."""
     limit_s = job.settings.hang_timeout_s
     claims = {node_id: job.ledger.claims[node_id] for node_id in job.rounds.hangs}
-    names = listing([who(c.candidate, job.ledger.rank_of(node_id)) for node_id, c in claims.items()])
+    names = listing([who(c.candidate, job.rank_of(node_id)) for node_id, c in claims.items()])
     waits = f"{count(waiting, 'member')} wait{'s' if waiting == 1 else ''}"
     due = [c.candidate for node_id, c in claims.items() if now >= job.rounds.hangs[node_id].since + limit_s]
     obstacle = _too_few_left(job, due or [claim.candidate for claim in claims.values()])
@@ -382,21 +389,18 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
 def keep_outside(job: Job, event: e.Joined) -> bool:
     """Keeps an expelled worker outside until probes succeed; returns whether it is kept."""
     candidate = event.candidate
-    refused = check_place(job.ledger, job.settings, candidate) is not None
-    if refused or not job.rounds.bars(candidate) or not seated_claims(job):
+    if not seated_claims(job):
         return False
-    name = upper_first(who(candidate))
+    name = named_first(candidate)
     for session, other in job.rounds.outside.items():
         if other.candidate.node_id == candidate.node_id and session != event.session:
             same = other.candidate.incarnation == candidate.incarnation
             newer = f"{name} has opened a newer stream." if same else f"{name} is a newer process."
             job.outbox.send(session, m.Refused(m.RefusalCode.SUPERSEDED, newer))
     job.rounds.outside[event.session] = event
-    settings = job.settings
     why = job.rounds.barred.get(candidate.host.id) or job.rounds.barred[candidate.node_id]
     sentence = f"{name} is taken in when it and the members reach each other: {why}."
-    times = job.heartbeat_interval_s, job.patience.member_s, settings.topo_timeout_s
-    job.outbox.send(event.session, m.Welcome(*times, waiting_interval_s=job.waiting_interval_s))
+    job.outbox.send(event.session, job.welcome())
     job.outbox.send(event.session, m.Waiting(len(job.present()), job.needed, sentence))
     job.outbox.mention(sentence)
     return True

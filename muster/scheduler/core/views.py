@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muster.scheduler.core.ledger import Claim, Ledger
+from muster.scheduler.core.job import Job
+from muster.scheduler.core.ledger import Claim, Ledger, Phase, natural_key
 from muster.scheduler.core.members import Contact
+from muster.scheduler.core.sentences import state_reason
 from muster.wire import messages as m
 
 
@@ -40,7 +43,7 @@ class JobView:
     reason: str
 
 
-def worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
+def _worker_view(ledger: Ledger, claim: Claim, contact: Contact, now: float, *, awaited: bool) -> WorkerView:
     """One worker; ``awaited``: its group is being built, and it has not reported that it has built it."""
     node_id = claim.candidate.node_id
     rank = ledger.rank_of(node_id)
@@ -68,3 +71,26 @@ def _state(ledger: Ledger, claim: Claim, contact: Contact, rank: int, *, awaited
     if rank < 0:
         return "spare" if ledger.is_spare(claim) else "waiting"
     return "building" if awaited else "member"
+
+
+def job_view(job: Job, now: float) -> JobView:
+    """The job: members by rank, then waiting workers."""
+    ledger = job.ledger
+    waiting = sorted(ledger.unplaced, key=natural_key)
+    claims = itertools.chain(ledger.living_members(), (ledger.claims[node_id] for node_id in waiting))
+    built, by_node, building = job.current.built, job.members.by_node, ledger.phase is Phase.BUILDING
+    workers = []
+    for claim in claims:
+        node_id = claim.candidate.node_id
+        awaited = building and node_id not in built
+        workers.append(_worker_view(ledger, claim, by_node[node_id], now, awaited=awaited))
+    return JobView(
+        job_id=job.job_id,
+        state=job.phase.value,
+        generation=ledger.generation,
+        worker_num=job.needed,
+        worker_min=ledger.opened.worker_min if ledger.opened else job.settings.worker_min,
+        workers=tuple(workers),
+        missing=job.missing(),
+        reason=state_reason(job),
+    )

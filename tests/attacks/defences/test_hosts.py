@@ -25,7 +25,7 @@ from muster.launch import rank_table
 from muster.scheduler.audit import logs, refusals
 from muster.scheduler.audit.logs import LOG, AuditLog, LineFormatter
 from muster.scheduler.core import events as e
-from muster.scheduler.core import machine
+from muster.scheduler.core import joining
 from muster.scheduler.core import records as r
 from muster.scheduler.core.machine import Machine as Job
 from muster.scheduler.errors import LimitError, SettingsError
@@ -482,14 +482,14 @@ ATTACKS = (
         "a place",
         "a former member",
         come_back_from_the_dead,
-        lambda patch: patch.setattr(machine, "check_process", lambda ledger, event: None),
+        lambda patch: patch.setattr(joining, "check_process", lambda ledger, event: None),
     ),
     Attack(
         "take a full job's place",
         "a place",
         INSIDER,
         take_a_full_jobs_place,
-        lambda patch: patch.setattr(machine, "check_place", lambda ledger, settings, candidate: None),
+        lambda patch: patch.setattr(joining, "check_place", lambda ledger, settings, candidate: None),
     ),
     Attack(
         "speak for a generation that is not",

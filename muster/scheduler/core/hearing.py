@@ -1,0 +1,119 @@
+"""What members say: heartbeats, unique ids, how far they are, and for whom they wait."""
+
+from __future__ import annotations
+
+from muster.scheduler.core import events as e
+from muster.scheduler.core import phases, probing
+from muster.scheduler.core.job import Job, Suspicion
+from muster.scheduler.core.ledger import Phase, count, early_end, upper_first, who
+from muster.wire import messages as m
+
+
+def heard(job: Job, event: e.Heard, now: float) -> None:
+    """Handles a heartbeat."""
+    claim = job.sender(event.session)
+    if claim is None or event.generation > job.ledger.generation:
+        return
+    settled = job.ledger.established and event.generation == job.ledger.generation
+    node_id = claim.candidate.node_id
+    contact = job.members.by_node[node_id]
+    lacked_state = claim.newcomer and not contact.has_moved
+    if contact.entered < event.entered_generation == job.ledger.generation:
+        _came_to_build(job, now)
+    trains = job.phase is not Phase.BUILDING or job.switches_by_steps
+    if job.members.hear(node_id, event, settled=settled) and trains:
+        job.deadlines.progress_since = now
+        if probing.all_have_moved(job) or job.deadlines.stalled:
+            job.deadlines.stalled = False
+            job.rounds.forget_waits()
+            sentence = f"Training goes on at step {event.step}."
+            job.say(sentence)
+            job.tell_members(sentence, wait=False)
+    job.matters = lacked_state and contact.has_moved  # who leaves may wait for that
+
+
+def _came_to_build(job: Job, now: float) -> None:
+    """Gives a worker that comes late, perhaps after all time-outs, its time to build.
+
+    One that comes soon does not, lest a group that fails again and again be tried for ever.
+    """
+    late = now > job.deadlines.formed_at + job.settings.topo_timeout_s / 2
+    if late and job.phase is Phase.BUILDING and job.ledger.ever_established:
+        job.deadlines.phase_since = now
+
+
+def published(job: Job, event: e.UniqueIdsPublished, now: float) -> None:
+    """Hands the unique ids of rank 0 to all members."""
+    node_id = job.member_behind(event.session, event.generation)
+    if node_id is None or job.rank_of(node_id) != 0 or job.phase is not Phase.BUILDING:
+        return
+    if len(event.unique_ids) != job.unique_id_count or not all(event.unique_ids):
+        problem = f"handed in {len(event.unique_ids)} of {count(job.unique_id_count, 'unique id')}"
+        job.lose(node_id, problem, m.RefusalCode.MALFORMED)
+    elif not job.current.unique_ids:
+        job.current.unique_ids = event.unique_ids
+        job.send_to_members(m.UniqueIds(event.generation, event.unique_ids))
+
+
+def built_reported(job: Job, event: e.BuiltReported, now: float) -> None:
+    """Notes that a member has built its group."""
+    node_id = job.member_behind(event.session, event.generation)
+    if node_id is None:
+        return
+    if job.members.by_node[node_id].entered < job.ledger.generation:  # it has built before its next heartbeat
+        _came_to_build(job, now)
+    job.mark_built(node_id)
+
+
+def quiesced_reported(job: Job, event: e.QuiescedReported, now: float) -> None:
+    """Notes that a member has stopped at a step boundary."""
+    node_id = job.member_behind(event.session, event.generation)
+    if node_id is None:
+        return
+    if job.phase is Phase.RUNNING and job.ledger.wanted_change(job.settings) is None:
+        phases.quiesce(job, "a change was under way before the scheduler restarted")
+    job.members.quiesce(node_id, event.last_started_step)
+
+
+def peer_suspected(job: Job, event: e.PeerSuspected, now: float) -> None:
+    """Handles a failed collective: the peer is lost, or the group is built anew."""
+    if event.rank < 0:  # nobody is to blame, but one that has finished may be missed
+        node_id = job.member_behind(event.session, event.generation)
+        if node_id is not None:
+            job.current.puzzled.add(node_id)
+            probing.explain_failures(job)
+        return
+    claim = job.sender(event.session)
+    formed, phase = job.ledger.formed, job.phase
+    if claim is None or formed is None or phase in (Phase.SUSPENDED, Phase.ENDED):
+        return
+    own = who(claim.candidate, job.rank_of(claim.candidate.node_id))
+    peer = "its peers"
+    suspects = event.rank != job.rank_of(claim.candidate.node_id)  # its own rank: it knows of none
+    if suspects and event.generation == formed.generation and 0 <= event.rank < len(formed.members):
+        peer = who(formed.members[event.rank].candidate, event.rank)
+    sentence = f"{own} could not go on with {peer}: {event.detail}"
+    if job.ledger.finished:
+        sentence = f"{sentence}; {early_end(job.ledger)}"
+    planned = phase is Phase.BUILDING and formed.switch_after_step >= 0
+    if event.generation == job.ledger.stood and planned:
+        job.current.broken = sentence  # the others may hang in the last step before the planned switch
+    elif event.generation != formed.generation or job.rank_of(claim.candidate.node_id) < 0:
+        return
+    job.say(f"{upper_first(sentence)}.")
+    if job.deadlines.suspicion is None:
+        job.deadlines.suspicion = Suspicion(now + job.patience.member_s, sentence)
+    probing.want_round(job, now, urgent=True)
+
+
+def peer_late(job: Job, event: e.PeerLate, now: float) -> None:
+    """Asks for a round of probes, because a member waits for its peers."""
+    claim = job.sender(event.session)
+    if claim is not None and job.rank_of(claim.candidate.node_id) >= 0:
+        probing.want_round(job, now, urgent=False)
+
+
+def probed(job: Job, event: e.Probed, now: float) -> None:
+    """Handles a worker's answer to a round of probes."""
+    job.sender(event.session)
+    probing.take_answer(job, event, now)

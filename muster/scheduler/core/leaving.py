@@ -1,0 +1,115 @@
+"""Who goes: by its own word, at an operator's, because its stream ends or a launcher says so."""
+
+from __future__ import annotations
+
+from muster.scheduler.core import events as e
+from muster.scheduler.core import probing
+from muster.scheduler.core import records as r
+from muster.scheduler.core.job import Job
+from muster.scheduler.core.ledger import Claim, Phase, named_first, upper_first, who
+from muster.wire import messages as m
+
+
+def leave_requested(job: Job, event: e.LeaveRequested, now: float) -> None:
+    """Plans the leave that a worker has asked for."""
+    claim = job.sender(event.session)
+    if claim is not None:
+        plan_leave(job, claim, event.reason)
+
+
+def drain_requested(job: Job, event: e.DrainRequested, now: float) -> None:
+    """Plans the leave of a worker for an operator."""
+    claim = job.ledger.claims.get(event.node_id)
+    if claim is None or job.phase is Phase.ENDED:
+        job.outbox.mention(f"Job {job.job_id} has no worker with node id {event.node_id}.")
+        return
+    if claim.leaving is not None:
+        job.outbox.mention(f"{named_first(claim.candidate)} is leaving already: {claim.leaving}.")
+    plan_leave(job, claim, event.reason)
+
+
+def plan_leave(job: Job, claim: Claim, reason: str) -> None:
+    """Plans a leave: a member's at the next step boundary, any other worker's at once."""
+    node_id, phase = claim.candidate.node_id, job.phase
+    rank = job.rank_of(node_id)
+    if phase is Phase.ENDED or claim.leaving is not None:
+        return
+    if rank >= 0:
+        job.commit(r.LeavePlanned(node_id, claim.candidate.incarnation, reason))
+    if rank >= 0 and phase is not Phase.SUSPENDED:
+        job.say(f"{named_first(claim.candidate, rank)} will leave at a step boundary: {reason}.")
+    else:
+        job.dismiss(claim, job.farewell(reason), f"left: {reason}")
+        job.say(f"{named_first(claim.candidate)} has left: {reason}.")
+
+
+def expel(job: Job, event: e.Expel, now: float) -> None:
+    """Takes a worker's place away at once."""
+    if event.node_id in job.ledger.claims and job.phase is not Phase.ENDED:
+        job.lose(event.node_id, f"was expelled: {event.reason}", m.RefusalCode.EXPELLED)
+
+
+def left(job: Job, event: e.LeftCleanly, now: float) -> None:
+    """Handles a worker's Leave."""
+    claim = job.sender(event.session)
+    job.door.held_back.pop(event.session, None)
+    if claim is None or job.phase is Phase.ENDED:
+        job.outbox.send(event.session, m.Ended(True, "Goodbye.", first_loss=job.first_loss))
+        return
+    node_id = claim.candidate.node_id
+    rank = job.rank_of(node_id)
+    finished = event.finished and rank >= 0
+    why = event.reason.rstrip(".") or "no reason given"
+    what = "has completed the training" if finished else f"left: {why}"
+    sentence = f"{who(claim.candidate, rank)} {what}"
+    if not (finished or event.consequence):
+        job.note_loss(node_id, sentence, exit_code=event.exit_code)
+    job.outbox.send(event.session, m.Ended(True, "Goodbye.", first_loss=job.first_loss))
+    job.remove(node_id, sentence, finished=finished)
+    job.say(f"{upper_first(sentence)}.")
+    probing.explain_failures(job)
+
+
+def session_lost(job: Job, event: e.SessionLost, now: float) -> None:
+    """Handles the end of a stream without a Leave."""
+    job.door.held_back.pop(event.session, None)
+    node_id = job.members.nodes.get(event.session)
+    if node_id is None or job.phase is Phase.ENDED:
+        return
+    if now < job.deadlines.forgiving_until:
+        job.members.has_spoken(node_id, now)  # the end itself: words before it may be lost with the stream
+        job.members.detach(event.session)
+        name = upper_first(job.name(node_id))
+        job.outbox.mention(f"{name} has lost its stream while the scheduler stood still; it may come back.")
+        return
+    contact, patience = job.members.by_node[node_id], job.patience
+    silent_s = now - contact.last_heard
+    interval_s = job.waiting_interval_s if contact.waits else job.heartbeat_interval_s
+    patience_s = patience.waiting_s if contact.waits else patience.member_s
+    killed = silent_s <= 2 * interval_s and not event.may_return
+    if killed:
+        job.lose(node_id, f"is lost: its stream ended ({event.detail})")
+    elif silent_s < patience_s:  # as of one that pauses: it may live
+        job.members.detach(event.session)
+        name = upper_first(job.name(node_id))
+        left_s = patience_s - silent_s
+        job.outbox.mention(
+            f"{name} was not heard for {silent_s:.1f} s when its stream ended ({event.detail}); "
+            f"it has {left_s:.1f} s to come back."
+        )
+    else:
+        detail = f"not heard for {silent_s:.1f} s, until its stream ended ({event.detail})"
+        job.lose(node_id, f"is lost: {detail}")
+
+
+def process_ended(job: Job, event: e.ProcessEnded, now: float) -> None:
+    """Handles a launcher's word that a process has ended, which the scheduler before this one may have known.
+
+    A word alone expels nobody: it counts for that very incarnation, and only where that is not here. Of who
+    has a stream the kernel says more, and in order with what it has still sent.
+    """
+    claim = job.ledger.claims.get(event.node_id)
+    if claim is None or claim.candidate.incarnation != event.incarnation or job.phase is Phase.ENDED:
+        return
+    if job.members.session_of(event.node_id) is None:
+        job.lose(event.node_id, f"is lost: its launcher says that it {event.detail}")

@@ -1,0 +1,72 @@
+"""The silence of workers, which are lost for it, unless the scheduler itself was away."""
+
+from __future__ import annotations
+
+import math
+
+from muster.scheduler.core import events as e
+from muster.scheduler.core import probing
+from muster.scheduler.core.job import Job
+from muster.scheduler.core.ledger import Phase, count
+from muster.scheduler.core.probing_state import ROUND_PAUSE_S
+from muster.wire import messages as m
+
+
+def tick(job: Job, event: e.Tick, now: float) -> None:
+    """Handles a Tick: everything that is due by now."""
+    if job.phase is Phase.ENDED:
+        return
+    for node_id in job.members.silent(now, job.patience):
+        what = f"is lost: not heard for {now - job.members.by_node[node_id].last_heard:.1f} s"
+        job.lose(node_id, what, m.RefusalCode.SUPERSEDED)
+    if job.rounds.due(job.settings.hang_timeout_s) is not None:
+        probing.tend_rounds(job, now)
+
+
+def stood_still(job: Job, event: e.StoodStill, now: float) -> None:
+    """Handles a standstill of the scheduler: silence meanwhile does not count, and lost streams may return.
+
+    Workers end a stream that does not answer; that is seen only now, of streams begun meanwhile as well.
+    """
+    seconds, node_timeout_s = event.seconds, job.settings.node_timeout_s
+    breaking_s = job.settings.breaking_pause_s or node_timeout_s / 3
+    if job.phase is Phase.ENDED:
+        return
+    # Late turns add up, unless most of the time passes between them.
+    job.deadlines.late_s = max(0.0, job.deadlines.late_s - (now - job.deadlines.late_at) / 3) + seconds
+    job.deadlines.late_at = now
+    if job.deadlines.late_s < breaking_s:  # too short to break a stream
+        job.members.excuse(seconds, now)
+        return
+    forgave = now < job.deadlines.forgiving_until
+    job.deadlines.forgiving_until = now + node_timeout_s
+    job.members.excuse(math.inf if seconds >= breaking_s else seconds, now)
+    job.deadlines.excuse(seconds)
+    if not forgave or seconds >= breaking_s:
+        job.outbox.mention(
+            f"The scheduler itself stood still for {job.deadlines.late_s:.1f} s; "
+            f"its workers have {node_timeout_s:g} s to be heard again."
+        )
+
+
+def held_up(job: Job, event: e.HeldUp, now: float) -> None:
+    """Handles a time without a journal: what was said meanwhile comes now. Who is gone is gone."""
+    if job.phase is not Phase.ENDED:
+        job.members.excuse(event.seconds, now)
+        job.deadlines.excuse(event.seconds)
+        if event.seconds >= ROUND_PAUSE_S:
+            job.rounds.repeat()
+
+
+def fell_behind(job: Job, event: e.FellBehind, now: float) -> None:
+    """Silence counts only while the scheduler keeps up: it has not read what these workers have sent."""
+    unread = [node_id for session in event.sessions if (node_id := job.members.nodes.get(session))]
+    if unread and job.phase is not Phase.ENDED:
+        # It looks again when somebody has been silent for too long from now on, and soon after at the latest.
+        job.deadlines.forgiving_until = now + job.patience.waiting_s + job.heartbeat_interval_s
+        job.members.excuse(math.inf, now)
+        job.deadlines.excuse(job.settings.node_timeout_s)  # since when nothing was read
+        job.outbox.mention(
+            f"The scheduler is behind: what {count(len(unread), 'worker')} sent is not read yet; "
+            f"its workers have {job.settings.node_timeout_s:g} s to be heard again."
+        )
