@@ -148,25 +148,25 @@ class InThread:
         self._thread = Pool(1, "journal")
 
     async def load(self) -> Mapping[str, Sequence[Record]]:
-        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        """See :class:`muster.scheduler.jobs.storage.Storage`."""
         if self._files is None:
             self._files = await self._run(self._open_files)
         files = self._files
         return {job_id: await self._run(files.load, job_id) for job_id in await self._run(files.job_ids)}
 
     async def append(self, job_id: str, records: Sequence[Record]) -> None:
-        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        """See :class:`muster.scheduler.jobs.storage.Storage`."""
         if records:
             assert self._files is not None
             await self._run(self._files.append, job_id, records)
 
     async def forget(self, job_id: str) -> None:
-        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        """See :class:`muster.scheduler.jobs.storage.Storage`."""
         assert self._files is not None
         await self._run(self._files.forget, job_id)
 
     async def close(self) -> None:
-        """See :class:`muster.scheduler.jobs.driver.Storage`."""
+        """See :class:`muster.scheduler.jobs.storage.Storage`."""
         if self._files is not None:
             self._thread.submit(self._files.close)
         self._thread.shutdown(wait=True)

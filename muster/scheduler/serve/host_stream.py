@@ -28,7 +28,7 @@ from muster.scheduler.errors import (
     end_call,
     status_of,
 )
-from muster.scheduler.jobs.driver import JobDriver, Session
+from muster.scheduler.jobs.stream import EventSink, OutgoingStream
 from muster.scheduler.serve.sessions import LARGE_MESSAGE_BYTES, Context, Sessions
 from muster.wire.log_lines import one_line
 from muster.wire.v1 import host_pb2 as pb
@@ -43,7 +43,7 @@ HOST_STREAM_ENDED = "its host's stream ended"
 _DROPS = (TooSlowError, UnauthenticatedError)
 """Errors that end the whole stream, and not only one worker's session."""
 
-_ForJob = tuple[JobDriver, e.Event]
+_ForJob = tuple[EventSink, e.Event]
 
 
 class HostStreams:
@@ -84,11 +84,11 @@ class HostStreams:
 class _Host:
     """One host's stream and its workers by the host's numbers; ``_stream`` stands for the stream itself."""
 
-    def __init__(self, sessions: Sessions, caller: Caller, stream: Session) -> None:
+    def __init__(self, sessions: Sessions, caller: Caller, stream: OutgoingStream) -> None:
         self._sessions = sessions
         self._caller = caller
         self._stream = stream
-        self._workers: dict[int, Session] = {}
+        self._workers: dict[int, OutgoingStream] = {}
         self._highest = 0
         self._ending = False
         self._turned_away: list[tuple[int, SchedulerError]] = []
@@ -183,7 +183,7 @@ class _Host:
             return None
         return session.driver, event
 
-    def _begin(self, number: int) -> Session | None:
+    def _begin(self, number: int) -> OutgoingStream | None:
         try:
             session = self._sessions.admit(self._caller, on=self._stream)
         except LimitError as error:

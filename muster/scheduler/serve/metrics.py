@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from muster.certs.runtime.follower import Follower
     from muster.scheduler.audit.logs import Recorder
     from muster.scheduler.core.views import JobView
-    from muster.scheduler.jobs.driver import Counters, JobDriver, Jobs
+    from muster.scheduler.jobs.driver import Counters, JobDriver
+    from muster.scheduler.jobs.jobs import Jobs
     from muster.scheduler.serve.sessions import Sessions
 
 JOB_STATES = ("forming", "building", "running", "quiescing", "suspended", "ended")

@@ -32,7 +32,7 @@ from muster.scheduler.core import records as r
 from muster.scheduler.core.ledger import count
 from muster.scheduler.errors import BindError, JobFailedError
 from muster.scheduler.jobs.adoption import AdoptingJob
-from muster.scheduler.jobs.driver import Jobs
+from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.jobs.storage import Storage
 from muster.scheduler.serve import listen
 from muster.scheduler.serve.credentials import check_may_listen

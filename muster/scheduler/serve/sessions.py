@@ -35,7 +35,9 @@ from muster.scheduler.errors import (
     end_call,
     status_of,
 )
-from muster.scheduler.jobs.driver import JobDriver, Jobs, Note, Session, UnknownJobError
+from muster.scheduler.jobs.driver import Note
+from muster.scheduler.jobs.jobs import Jobs, UnknownJobError
+from muster.scheduler.jobs.stream import EventSink, OutgoingStream
 from muster.wire import codec
 from muster.wire import messages as m
 from muster.wire.codec import to_proto
@@ -72,7 +74,7 @@ class Sessions:
     def __init__(self, jobs: Jobs, access: Access, recorder: Recorder, limits: Limits) -> None:
         self.limits = limits
         self.recorder = recorder
-        self.all: dict[int, Session] = {}
+        self.all: dict[int, OutgoingStream] = {}
         self.idle = asyncio.Event()
         self.idle.set()
         self.large_writes = asyncio.Semaphore(LARGE_WRITES_AT_ONCE)
@@ -83,7 +85,7 @@ class Sessions:
 
     # ------------------------------------------------------------ begin and end
 
-    def admit(self, caller: Caller, *, on: Session | None = None) -> Session:
+    def admit(self, caller: Caller, *, on: OutgoingStream | None = None) -> OutgoingStream:
         """Counts a new session in.
 
         Args:
@@ -99,7 +101,7 @@ class Sessions:
         if self._per_host[host] >= self.limits.sessions_per_host:
             limit = self.limits.sessions_per_host
             raise LimitError(f"{host} already holds {limit} streams (MS_MAX_STREAMS_PER_HOST={limit}).")
-        session = Session(next(self._ids), caller)
+        session = OutgoingStream(next(self._ids), caller)
         if on is not None:
             session.wake, session.dropped = on.wake, on.dropped
         self._per_host[host] += 1
@@ -107,7 +109,7 @@ class Sessions:
         self.idle.clear()
         return session
 
-    def release(self, session: Session) -> None:
+    def release(self, session: OutgoingStream) -> None:
         """Counts a session out; its job has learned of its end before."""
         host = _host_of(session.caller)
         self._per_host[host] -= 1
@@ -118,21 +120,23 @@ class Sessions:
             self.idle.set()
 
     @staticmethod
-    def loss(session: Session, detail: str, *, may_return: bool = False) -> tuple[JobDriver, e.Event] | None:
+    def loss(
+        session: OutgoingStream, detail: str, *, may_return: bool = False
+    ) -> tuple[EventSink, e.Event] | None:
         """The event by which a job learns of a session's end, once; None: it knows already."""
         driver, session.driver = session.driver, None
-        if driver is None or session.id not in driver.sessions:
+        if driver is None or not driver.carries(session.id):
             return None
         return driver, e.SessionLost(session.id, detail, may_return)
 
-    def report_loss(self, session: Session, detail: str, *, may_return: bool = False) -> None:
+    def report_loss(self, session: OutgoingStream, detail: str, *, may_return: bool = False) -> None:
         """Reports a session's end to its job, once."""
         loss = self.loss(session, detail, may_return=may_return)
         if loss is not None:
             driver, event = loss
             driver.post(event)
 
-    def refuse(self, session: Session, error: BaseException) -> str:
+    def refuse(self, session: OutgoingStream, error: BaseException) -> str:
         """Ends a session because of a message of its worker, which gets a Refused with the reason."""
         _, text = status_of(error)
         if not isinstance(error, SchedulerError):
@@ -148,7 +152,7 @@ class Sessions:
 
     # ------------------------------------------------------------ what workers send
 
-    async def join(self, session: Session, data: bytes) -> e.Event:
+    async def join(self, session: OutgoingStream, data: bytes) -> e.Event:
         """Takes a worker's first message; returns the event that is still to be submitted to its job.
 
         Raises:
@@ -168,7 +172,7 @@ class Sessions:
         return event_of(session.id, join)
 
     @staticmethod
-    def event(session: Session, data: bytes) -> e.Event:
+    def event(session: OutgoingStream, data: bytes) -> e.Event:
         """Takes any later message; returns the event for its job.
 
         Raises:
@@ -368,7 +372,7 @@ class Service:
         finally:
             self._sessions.release(session)
 
-    async def _serve(self, session: Session, context: Context) -> None:
+    async def _serve(self, session: OutgoingStream, context: Context) -> None:
         reader = asyncio.ensure_future(self._read(session, context))
         writer = asyncio.ensure_future(self._write(session, context))
         dropped = asyncio.ensure_future(session.dropped.wait())
@@ -389,7 +393,7 @@ class Service:
             self._sessions.report_loss(session, detail)
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write(self, session: Session, context: Context) -> None:
+    async def _write(self, session: OutgoingStream, context: Context) -> None:
         while await session.has_next():
             large = session.next_size() >= LARGE_MESSAGE_BYTES
             # A newer generation may take the place of what waits for its turn here.
@@ -398,7 +402,7 @@ class Service:
                 if data is not None:
                     await context.write(data)
 
-    async def _read(self, session: Session, context: Context) -> None:
+    async def _read(self, session: OutgoingStream, context: Context) -> None:
         try:
             data = await asyncio.wait_for(context.read(), self._sessions.limits.join_timeout_s)
         except TimeoutError:

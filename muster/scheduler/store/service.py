@@ -31,7 +31,8 @@ from muster.scheduler.errors import (
     UnauthenticatedError,
     end_call,
 )
-from muster.scheduler.jobs.driver import JobDriver, Jobs
+from muster.scheduler.jobs.driver import JobDriver
+from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.store import wire
 from muster.scheduler.store.space import (
     VALUE_BYTES,

@@ -33,7 +33,8 @@ from muster.scheduler.errors import (
     begin_stream,
     end_call,
 )
-from muster.scheduler.jobs.driver import JobDriver, Jobs
+from muster.scheduler.jobs.driver import JobDriver
+from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.watch.history import NOBODY, History
 from muster.scheduler.watch.picture import Picture, began_at
 from muster.wire import codec

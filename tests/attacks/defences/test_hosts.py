@@ -29,7 +29,7 @@ from muster.scheduler.core import joining
 from muster.scheduler.core import records as r
 from muster.scheduler.core.machine import Machine as Job
 from muster.scheduler.errors import LimitError, SettingsError
-from muster.scheduler.jobs import adoption, driver, journal
+from muster.scheduler.jobs import adoption, jobs, journal
 from muster.scheduler.jobs.journal import Journal, JournalError
 from muster.scheduler.serve import metrics
 from muster.training import checkpoint
@@ -511,7 +511,7 @@ ATTACKS = (
         "the scheduler's memory",
         "a certificate for any job",
         open_jobs_without_end,
-        lambda patch: patch.setattr(driver, "MAX_JOBS", 1 << 40),
+        lambda patch: patch.setattr(jobs, "MAX_JOBS", 1 << 40),
     ),
     Attack(
         "forge a line by a setting",

@@ -14,7 +14,8 @@ import pytest
 from muster.scheduler.access import Caller
 from muster.scheduler.audit.logs import LOG, AuditLog, LineFormatter, Recorder, fields
 from muster.scheduler.errors import SettingsError
-from muster.scheduler.jobs.driver import Note, Session
+from muster.scheduler.jobs.driver import Note
+from muster.scheduler.jobs.stream import OutgoingStream
 from tests.scheduler.fakes import candidate
 
 
@@ -59,7 +60,7 @@ def test_a_traceback_stays_on_one_line() -> None:
 def test_a_note_becomes_one_line_and_one_audit_entry(lines: io.StringIO, tmp_path: Path) -> None:
     audit = AuditLog(tmp_path / "audit.jsonl")
     recorder = Recorder(audit)
-    session = Session(3, Caller("10.0.0.2:7"), candidate=candidate("node-9"), rank=4, generation=2)
+    session = OutgoingStream(3, Caller("10.0.0.2:7"), candidate=candidate("node-9"), rank=4, generation=2)
     recorder.note(Note("refused", "job", "full\nhouse", session, "job_full"))
     recorder.note(Note("decided", "job", "waiting"))
     audit.close()

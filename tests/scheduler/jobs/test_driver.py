@@ -12,7 +12,8 @@ from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import DeposedError, SchedulerError, StoppingError, TooSlowError
-from muster.scheduler.jobs.driver import DOUBT_S, MAX_WAITING_MESSAGES, PULSE_S, JobDriver, Note, Session
+from muster.scheduler.jobs.driver import DOUBT_S, PULSE_S, JobDriver, Note
+from muster.scheduler.jobs.stream import MAX_WAITING_MESSAGES, OutgoingStream
 from muster.wire import messages as m
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
@@ -47,8 +48,8 @@ class Rig:
             raise self.disk_error
         self.order.append(tuple(records))
 
-    def session(self, number: int) -> Session:
-        session = Session(number, Caller("127.0.0.1:5"), candidate=candidate(f"node-{number}"))
+    def session(self, number: int) -> OutgoingStream:
+        session = OutgoingStream(number, Caller("127.0.0.1:5"), candidate=candidate(f"node-{number}"))
         self.driver.sessions[number] = session
         return session
 

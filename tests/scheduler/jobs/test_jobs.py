@@ -14,9 +14,11 @@ from muster.scheduler.core import records as r
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.ledger import Ledger
 from muster.scheduler.errors import JournalUnavailableError, LimitError, NoSpaceError, NotFoundError
-from muster.scheduler.jobs import driver as jobs_module
-from muster.scheduler.jobs.driver import Jobs, Note, Session, UnknownJobError
+from muster.scheduler.jobs import jobs as jobs_module
+from muster.scheduler.jobs.driver import Note
+from muster.scheduler.jobs.jobs import Jobs, UnknownJobError
 from muster.scheduler.jobs.journal import InThread
+from muster.scheduler.jobs.stream import OutgoingStream
 from tests.scheduler.fakes import FakeClock, FakeJob, candidate, placed
 from tests.waiting import go, until
 
@@ -139,13 +141,13 @@ def test_an_ended_job_begins_anew_for_a_fresh_worker_only() -> None:
         await first.submit(e.LeftCleanly(1, 1, True, "done"))
         assert storage.records["a"] == [r.JobEnded(True, "done")]
         assert await rig.jobs.for_join("a", fresh=False) is first
-        first.sessions[9] = Session(9, Caller("x"))
+        first.sessions[9] = OutgoingStream(9, Caller("x"))
         assert await rig.jobs.for_join("a", fresh=True) is first  # a goodbye is still being sent
         first.sessions.clear()
         second = await rig.jobs.for_join("a", fresh=True)
         assert second is not first
         assert "a" not in storage.records
-        second.admit(Session(1, Caller("x")))
+        second.admit(OutgoingStream(1, Caller("x")))
         await second.submit(e.Joined(1, candidate()))
         assert storage.records["a"] == [r.Admitted(candidate())]
         await rig.jobs.close()
@@ -273,7 +275,7 @@ def test_a_journal_that_fails_later_ends_the_own_job() -> None:
         rig = Rig(storage)
         await rig.jobs.open()
         storage.error = OSError("disk full.")
-        rig.jobs.get("default").admit(Session(1, Caller("x")))
+        rig.jobs.get("default").admit(OutgoingStream(1, Caller("x")))
         with pytest.raises(Exception, match="stopping"):
             await rig.jobs.get("default").submit(e.Joined(1, candidate()))
         with pytest.raises(JournalUnavailableError, match="disk full"):
@@ -291,7 +293,7 @@ def test_a_job_waits_for_space_and_goes_on(serve: bool) -> None:
         await rig.jobs.open()
         storage.error = NoSpaceError("The disk is full.")
         driver = await rig.jobs.for_join("default", fresh=True)
-        driver.admit(Session(1, Caller("x")))
+        driver.admit(OutgoingStream(1, Caller("x")))
         joining = asyncio.ensure_future(driver.submit(e.Joined(1, candidate())))
         await until(lambda: rig.jobs.unwritable)
         assert rig.jobs.unwritable == "The disk is full."
@@ -362,7 +364,7 @@ def test_who_waits_for_space_and_goes_leaves_no_old_run_in_the_journal() -> None
             await joining
         storage.error = None
         new = await rig.jobs.for_join("red", fresh=True)
-        new.admit(Session(1, Caller("x")))
+        new.admit(OutgoingStream(1, Caller("x")))
         await new.submit(e.Joined(1, candidate()))
         assert storage.records == {"red": [r.Admitted(candidate())]}
         await rig.jobs.close()
@@ -395,7 +397,7 @@ def test_a_journal_that_is_lost_for_another_reason_is_told(serve: bool) -> None:
         await rig.jobs.open()
         storage.error = PermissionError("not allowed.")
         driver = await rig.jobs.for_join("default", fresh=True)
-        driver.admit(Session(1, Caller("x")))
+        driver.admit(OutgoingStream(1, Caller("x")))
         with pytest.raises(Exception, match="stopping"):
             await driver.submit(e.Joined(1, candidate()))
         assert "not allowed" in str(await rig.jobs.journal_lost)

@@ -6,13 +6,13 @@ import asyncio
 
 from muster.scheduler.access import Caller
 from muster.scheduler.errors import StoppingError, TooSlowError
-from muster.scheduler.jobs.driver import MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, Session
+from muster.scheduler.jobs.stream import MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, OutgoingStream
 from tests.waiting import go
 
 
 def test_messages_leave_in_order_and_then_the_stream_ends() -> None:
     async def test() -> None:
-        session = Session(1, Caller("x"))
+        session = OutgoingStream(1, Caller("x"))
         for data in (b"a", b"b"):
             session.send(data)
         session.close()
@@ -26,7 +26,7 @@ def test_messages_leave_in_order_and_then_the_stream_ends() -> None:
 
 def test_a_waiting_sender_wakes_up() -> None:
     async def test() -> None:
-        session = Session(1, Caller("x"))
+        session = OutgoingStream(1, Caller("x"))
         waiting = asyncio.ensure_future(session.next())
         await asyncio.sleep(0)
         session.send(b"a")
@@ -42,7 +42,7 @@ def test_a_waiting_sender_wakes_up() -> None:
 
 def test_the_first_reason_to_close_counts() -> None:
     async def test() -> None:
-        session = Session(1, Caller("x"))
+        session = OutgoingStream(1, Caller("x"))
         session.close()
         session.close(StoppingError("bye"))
         assert session.closed is None
@@ -52,7 +52,7 @@ def test_the_first_reason_to_close_counts() -> None:
 
 def test_too_many_messages_drop_the_session() -> None:
     async def test() -> None:
-        session = Session(1, Caller("x"))
+        session = OutgoingStream(1, Caller("x"))
         for _ in range(MAX_WAITING_MESSAGES):
             session.send(b"a")
         assert not session.over
@@ -66,7 +66,7 @@ def test_too_many_messages_drop_the_session() -> None:
 
 def test_too_many_bytes_drop_the_session_and_sent_ones_no_longer_count() -> None:
     async def test() -> None:
-        session = Session(1, Caller("x"))
+        session = OutgoingStream(1, Caller("x"))
         session.send(b"x" * MAX_WAITING_BYTES)
         await session.next()
         session.send(b"x" * MAX_WAITING_BYTES)
@@ -79,7 +79,7 @@ def test_too_many_bytes_drop_the_session_and_sent_ones_no_longer_count() -> None
 
 def test_a_newer_generation_takes_the_place_of_what_still_waits_of_an_older_one() -> None:
     async def test() -> None:
-        session = Session(1, Caller("x"))
+        session = OutgoingStream(1, Caller("x"))
         session.send(b"waiting")
         session.send(b"assignment ", b"1", of_generation=True, assigns=1)
         session.send(b"ids 1", of_generation=True)

@@ -17,7 +17,9 @@ from muster.scheduler.config import load_settings
 from muster.scheduler.core import events as e
 from muster.scheduler.core.events import Decision
 from muster.scheduler.errors import UnauthenticatedError
-from muster.scheduler.jobs.driver import Jobs, Note, Session
+from muster.scheduler.jobs.driver import Note
+from muster.scheduler.jobs.jobs import Jobs
+from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.server import keep_in_force
 from muster.scheduler.serve.sessions import Limits, Service, Sessions
@@ -193,7 +195,7 @@ def test_a_stream_whose_first_message_is_cut_off_ends_too(delay: int) -> None:
     """The first message is cut off while it is written, so many turns of the loop after its Join."""
 
     async def test() -> None:
-        async def drop(session: Session) -> None:
+        async def drop(session: OutgoingStream) -> None:
             for _ in range(delay):
                 await asyncio.sleep(0)
             session.drop(UnauthenticatedError("it was revoked"))

@@ -17,7 +17,8 @@ from muster.scheduler.access import Access, Caller
 from muster.scheduler.audit.logs import Recorder
 from muster.scheduler.core import records as r
 from muster.scheduler.core.views import JobView, WorkerView
-from muster.scheduler.jobs.driver import JobDriver, Session
+from muster.scheduler.jobs.driver import JobDriver
+from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.serve.server import grpc_options
 from muster.scheduler.store.service import StoreLimits, StoreService
 from muster.wire import messages as m
@@ -68,7 +69,7 @@ class OneJob:
         else:
             self.driver.formed, self.driver.formed_here = record, False
         for number, each in enumerate(self.machine.members, 1):
-            session = Session(number, Caller("127.0.0.1:1"), "default", each)
+            session = OutgoingStream(number, Caller("127.0.0.1:1"), "default", each)
             self.driver.sessions[number] = session
 
     def suspend(self, generation: int, reason: str) -> None:

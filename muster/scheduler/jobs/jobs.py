@@ -1,0 +1,280 @@
+"""The jobs of one scheduler: opens, recovers and forgets them, and keeps a driver for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from muster.scheduler.config import SchedulerSettings
+from muster.scheduler.core import events as e
+from muster.scheduler.core import records as r
+from muster.scheduler.core.ledger import Ledger
+from muster.scheduler.errors import (
+    DeposedError,
+    JournalUnavailableError,
+    LimitError,
+    NotFoundError,
+    RequestError,
+    SchedulerError,
+)
+from muster.scheduler.jobs.driver import Clock, JobDriver, Machine, Note
+from muster.scheduler.jobs.storage import Storage, WaitingStorage
+
+MAX_JOBS = 256
+
+LOG = logging.getLogger("scheduler")
+
+
+class UnknownJobError(RequestError):
+    """This scheduler does not hold that job."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    refusal = "unknown_job"
+
+
+class Jobs:
+    """Keeps one driver per job.
+
+    Args:
+        settings: the scheduler's settings.
+        clock: the event loop.
+        note: called with everything worth a log line.
+        new_machine: makes a fresh job's machine.
+        recover_machine: makes a job's machine from its records.
+        storage: the journal; None: without recovery.
+        stood_by: whether this process waited for another to end: a job that ended with that one is over, and
+            not begun anew.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        clock: Clock,
+        note: Callable[[Note], None],
+        *,
+        new_machine: Callable[[str, e.Settings], Machine],
+        recover_machine: Callable[[str, e.Settings, Sequence[r.Record], float], Machine],
+        storage: Storage | None = None,
+        stood_by: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._settings = settings
+        self._stood_by = stood_by
+        self._clock = clock
+        self._note = note
+        self._new_machine = new_machine
+        self._recover_machine = recover_machine
+        self._storage = WaitingStorage(storage, clock.time) if storage is not None else None
+        self._opening = asyncio.Lock()
+        self._drivers: dict[str, JobDriver] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._followers: list[Callable[[JobDriver], None]] = []
+        self.own_job_over: asyncio.Future[r.JobEnded] = asyncio.get_running_loop().create_future()
+        self.journal_lost: asyncio.Future[SchedulerError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def unwritable(self) -> str:
+        """Why the journal cannot be written for now, in a sentence; empty: it can, for all that is known."""
+        return self._storage.unwritable if self._storage is not None else ""
+
+    async def open(self) -> None:
+        """Opens the journal and takes up the jobs that it holds; opens the own job, unless it serves several.
+
+        Then each begins with its first worker: a daemon that idles must not run into MS_TOPO_TIMEOUT.
+        """
+        if self._storage is not None:
+            await self._recover_all(self._storage)
+        begun = self._settings.job_id in self._drivers or self.own_job_over.done()
+        if not self._settings.serve and not begun:
+            self._start(
+                self._settings.job_id, self._new_machine(self._settings.job_id, self._settings.core())
+            )
+
+    async def for_join(self, job_id: str, *, fresh: bool) -> JobDriver:
+        """Finds the job that a worker names, and opens it where that is allowed.
+
+        Args:
+            job_id: the job.
+            fresh: the worker holds no place from before, so an ended job may begin anew.
+
+        Raises:
+            UnknownJobError: this scheduler serves one other job.
+            LimitError: it holds as many jobs as it can.
+        """
+        driver = self._drivers.get(job_id)
+        if driver is not None and not self._is_to_begin_anew(driver, fresh):
+            return driver
+        async with self._opening:  # what is forgotten has to be gone from the journal before it begins anew
+            return await self._for_join(job_id, fresh)
+
+    def _is_to_begin_anew(self, driver: JobDriver, fresh: bool) -> bool:
+        return bool(driver.ended and fresh and self._settings.serve and not driver.sessions)
+
+    async def _for_join(self, job_id: str, fresh: bool) -> JobDriver:
+        driver = self._drivers.get(job_id)
+        if driver is not None and not self._is_to_begin_anew(driver, fresh):
+            return driver  # another stream has opened it meanwhile
+        if driver is not None:
+            await self._forget(job_id)
+        if job_id != self._settings.job_id and not self._settings.serve:
+            raise UnknownJobError(
+                f"This scheduler serves the job {self._settings.job_id!r} alone, not {job_id!r}.",
+                remedy="Set the same MS_JOB_ID everywhere, or start the scheduler with --serve.",
+            )
+        await self._make_room()
+        settings = self._settings.core(own_job=job_id == self._settings.job_id)
+        return self._start(job_id, self._new_machine(job_id, settings))
+
+    def get(self, job_id: str) -> JobDriver:
+        """Finds a job for status or drain.
+
+        Raises:
+            NotFoundError: there is no such job.
+        """
+        driver = self._drivers.get(job_id or self._settings.job_id)
+        if driver is None:
+            named = job_id or self._settings.job_id
+            why = "; its first worker opens it" if self._settings.serve else ""
+            raise NotFoundError(f"There is no job {named!r} on this scheduler{why}.")
+        return driver
+
+    def all(self) -> list[JobDriver]:
+        """All jobs."""
+        return list(self._drivers.values())
+
+    def follow(self, follower: Callable[[JobDriver], None]) -> None:
+        """Calls ``follower`` with each job that there is, and with each that is opened from now on."""
+        self._followers.append(follower)
+        for driver in self._drivers.values():
+            follower(driver)
+
+    async def close(self) -> None:
+        """Stops all jobs; their workers learn that the scheduler is stopping."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            await storage.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _start(self, job_id: str, machine: Machine) -> JobDriver:
+        driver = JobDriver(
+            job_id,
+            machine,
+            self._clock,
+            make_durable=lambda records: self._make_durable(job_id, records),
+            note=self._note,
+            unwritable=lambda: self.unwritable,
+            on_ended=self._ended,
+        )
+        self._drivers[job_id] = driver
+        for follower in self._followers:
+            follower(driver)
+        task = asyncio.ensure_future(driver.run())
+        task.add_done_callback(lambda done: self._stopped(driver, done))
+        self._tasks[job_id] = task
+        return driver
+
+    async def _recover_all(self, storage: WaitingStorage) -> None:
+        try:
+            jobs = await storage.load()
+        except DeposedError:
+            raise
+        except Exception as error:  # whatever a storage may raise: without it nothing may be promised
+            raise JournalUnavailableError(str(error)) from error
+        for job_id, records in jobs.items():
+            await self._recover(storage, job_id, records)
+
+    async def _recover(self, storage: WaitingStorage, job_id: str, records: Sequence[r.Record]) -> None:
+        own = job_id == self._settings.job_id
+        if not own and not self._settings.serve:
+            LOG.warning("the journal also holds job %s, which this scheduler leaves alone", job_id)
+            return
+        ended = next((record for record in records if isinstance(record, r.JobEnded)), None)
+        if ended is not None and own and not self._settings.serve and self._stood_by():
+            self.own_job_over.set_result(ended)
+            return
+        if ended is not None:  # a scheduler that starts again after the end means a new run
+            await storage.forget(job_id)
+            return
+        settings = self._settings.core(own_job=own)
+        try:
+            machine = self._recover_machine(job_id, settings, records, self._clock.time())
+        except ValueError as error:
+            raise JournalUnavailableError(
+                f"The journal does not fit: {error}.",
+                remedy="Set the variables as they were, or move MS_RECOVERY_PATH away to begin anew.",
+            ) from error
+        driver = self._start(job_id, machine)
+        ledger = Ledger()
+        for record in records:
+            ledger.apply(record)
+        driver.formed, driver.generation_over = ledger.formed, ledger.suspended or ""
+        generation = driver.view().generation
+        self._note(Note("recovered", job_id, f"{len(records)} records, generation {generation}"))
+
+    async def _make_durable(self, job_id: str, records: Sequence[r.Record]) -> None:
+        if self._storage is not None:
+            await self._written(job_id, self._storage.append(job_id, records))
+
+    async def _written(self, job_id: str, write: Awaitable[None]) -> None:
+        try:
+            await write
+        except DeposedError:
+            raise
+        except Exception as error:
+            raise JournalUnavailableError(
+                f"{error} Job {job_id} cannot be kept safe.",
+                remedy="Start the scheduler again once that is repaired; training goes on meanwhile.",
+            ) from error
+
+    async def _make_room(self) -> None:
+        if len(self._drivers) < MAX_JOBS:
+            return
+        for job_id, driver in list(self._drivers.items()):
+            if driver.ended and not driver.sessions and job_id != self._settings.job_id:
+                await self._forget(job_id)
+                return
+        raise LimitError(f"The scheduler already holds {MAX_JOBS} jobs.", remedy="End one, or start another.")
+
+    async def _forget(self, job_id: str) -> None:
+        """Forgets an ended job, in the journal first.
+
+        Who asks may be gone before that has space. What is not forgotten then is asked for again: a new run
+        written behind the end of the old one would be taken for ended when the scheduler is started again.
+        """
+        if self._storage is not None:
+            try:
+                await self._written(job_id, self._storage.forget(job_id))
+            except (DeposedError, JournalUnavailableError) as error:
+                self._lose_journal(error)
+                raise
+        self._drivers.pop(job_id)
+        self._tasks.pop(job_id).cancel()
+
+    def _ended(self, driver: JobDriver) -> None:
+        if driver.job_id == self._settings.job_id and driver.ended and not self.own_job_over.done():
+            self.own_job_over.set_result(driver.ended)
+
+    def _lose_journal(self, error: SchedulerError) -> None:
+        if not self.journal_lost.done():
+            self.journal_lost.set_result(error)  # all other jobs' as well
+
+    def _stopped(self, driver: JobDriver, task: asyncio.Task[None]) -> None:
+        """Handles the end of a driver's task, which is always an error: logs it and ends the job."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        text = str(error) if isinstance(error, SchedulerError) else f"fault in the scheduler: {error!r}"
+        LOG.error("job %s stopped: %s", driver.job_id, text, exc_info=error)
+        if isinstance(error, JournalUnavailableError | DeposedError):
+            self._lose_journal(error)
+        if driver.job_id == self._settings.job_id and not self.own_job_over.done():
+            fault = (
+                error if isinstance(error, SchedulerError) else SchedulerError(f"Job {driver.job_id}: {text}")
+            )
+            self.own_job_over.set_exception(fault)
+            self.own_job_over.exception()  # serving several jobs, nobody else looks at it
