@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -234,10 +234,20 @@ def event_of(session: e.SessionId, message: m.WorkerMessage) -> e.Event:
             last_call_s=who.last_call_s,
             held_world_size=message.held_world_size,
         )
-    return cast(e.Event, _EVENTS[type(message)](session=session, **vars(message)))
+    return EVENTS[type(message)](session=session, **vars(message))
 
 
-_EVENTS = {kind.__bases__[0]: kind for kind in get_args(e.Event) if len(kind.__bases__) == 2}
+EVENTS: dict[type[m.WorkerMessage], Callable[..., e.Event]] = {
+    m.Heartbeat: e.Heard,
+    m.PublishUniqueIds: e.UniqueIdsPublished,
+    m.Built: e.BuiltReported,
+    m.Quiesced: e.QuiescedReported,
+    m.SuspectPeer: e.PeerSuspected,
+    m.Late: e.PeerLate,
+    m.Probed: e.Probed,
+    m.RequestLeave: e.LeaveRequested,
+    m.Leave: e.LeftCleanly,
+}
 """The events that are a worker's message and the number of its stream, by the message's class."""
 
 
