@@ -34,16 +34,16 @@ from muster.scheduler.errors import (
 from muster.scheduler.jobs.driver import JobDriver
 from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.store import wire
-from muster.scheduler.store.space import (
+from muster.scheduler.store.key_value_store import (
     VALUE_BYTES,
     Answer,
     Budget,
     EndedError,
+    KeyValueStore,
     Member,
     QuotaError,
     Quotas,
     Returned,
-    Space,
 )
 
 SERVICE = "rendezvous.v1.Store"
@@ -125,7 +125,7 @@ class _Link:
 class _Served:
     """A namespace with the streams of its members, the timer of its waits, and its next turn."""
 
-    space: Space
+    store: KeyValueStore
     links: dict[Member, _Link] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
     turn: asyncio.Handle | None = None
@@ -192,7 +192,7 @@ class StoreService:
         finally:
             if served.links.get(link.member) is link:
                 del served.links[link.member]
-                served.space.drop_looks(link.member)
+                served.store.drop_looks(link.member)
         if reason is not None:
             await self._turn_away(context, caller, reason)
 
@@ -200,8 +200,8 @@ class StoreService:
         self, served: _Served, link: _Link, caller: Caller, context: Context
     ) -> BaseException | None:
         """Reads and writes until either ends; returns why, None: the member has closed the stream."""
-        replay = served.space.wants_replay(link.member)
-        await context.write(wire.encode_opened(replay=replay, seen=served.space.number))
+        replay = served.store.wants_replay(link.member)
+        await context.write(wire.encode_opened(replay=replay, seen=served.store.number))
         reader = asyncio.ensure_future(self._read(served, link, caller, context))
         writer = asyncio.ensure_future(self._write(served, link, context))
         dropped = asyncio.ensure_future(link.dropped.wait())
@@ -236,7 +236,7 @@ class StoreService:
         await self._recorder.turn_away("Store", context, caller, error)
 
     async def _read(self, served: _Served, link: _Link, caller: Caller, context: Context) -> None:
-        space, loop = served.space, asyncio.get_running_loop()
+        store, loop = served.store, asyncio.get_running_loop()
         returned, looked_at = Returned(), loop.time()
         while (data := await context.read()) is not grpc.aio.EOF:
             request, now = wire.parse(data), loop.time()
@@ -244,28 +244,28 @@ class StoreService:
                 looked_at = now
                 self._refuse_revoked(caller)
             try:
-                if request.HasField("replay") and space.wants_replay(link.member):
+                if request.HasField("replay") and store.wants_replay(link.member):
                     is_last = wire.add_replay(returned, request.replay)
-                    space.check_returned(returned)
+                    store.check_returned(returned)
                     if is_last:
-                        space.hand_in(link.member, returned, now)
+                        store.hand_in(link.member, returned, now)
                         returned = Returned()
                 if request.answered_below:
-                    space.confirm(link.member, request.answered_below)
+                    store.confirm(link.member, request.answered_below)
                 turn_ends = now + TURN_S
                 for operation in wire.operations(request):
-                    space.execute(link.member, operation, now)
+                    store.execute(link.member, operation, now)
                     self._take_turns(served)
                     if loop.time() > turn_ends:
                         await asyncio.sleep(0)
                         turn_ends = loop.time() + TURN_S
                 for operation_id in request.cancelled:
-                    space.cancel(link.member, operation_id)
+                    store.cancel(link.member, operation_id)
             except QuotaError as error:
                 raise LimitError(str(error)) from None
             except EndedError as error:
                 self._end(served, str(error))
-                raise _end_of(served.space) from None
+                raise _end_of(served.store) from None
             self._arm(served)
 
     def _refuse_revoked(self, caller: Caller) -> None:
@@ -291,7 +291,7 @@ class StoreService:
                     answers.append(answer)
                     size += _size(answer)
                 link.waiting_bytes -= size
-                await context.write(wire.encode_answers(answers, served.space.number))
+                await context.write(wire.encode_answers(answers, served.store.number))
 
     async def _write_long(self, served: _Served, link: _Link, context: Context) -> None:
         """Writes one answer, which is encoded in turns."""
@@ -301,7 +301,7 @@ class StoreService:
         for at in range(0, len(answer.values), step):
             parts.append(wire.encode_values(answer.values[at : at + step]))
             await asyncio.sleep(0)
-        await context.write(wire.encode_long(answer, parts, served.space.number))
+        await context.write(wire.encode_long(answer, parts, served.store.number))
 
     # ------------------------------------------------------------ namespaces
 
@@ -319,17 +319,17 @@ class StoreService:
         served = of_job.served.get(opening.generation)
         if served is None:
             served = of_job.served[opening.generation] = self._serve(driver, opening.generation)
-        if served.space.ended:
-            raise _end_of(served.space)
+        if served.store.ended:
+            raise _end_of(served.store)
         if not opening.generation:  # whose members nobody counts: any session of the job opens it
-            served.space.forget_gone({*served.links, *_in_session(driver)}, GONE_KEPT)
-        if served.space.restoring:
+            served.store.forget_gone({*served.links, *_in_session(driver)}, GONE_KEPT)
+        if served.store.restoring:
             try:
-                served.space.excuse(_present(driver), asyncio.get_running_loop().time())
+                served.store.excuse(_present(driver), asyncio.get_running_loop().time())
                 self._arm(served)
             except EndedError as error:
                 self._end(served, str(error))
-                raise _end_of(served.space) from None
+                raise _end_of(served.store) from None
         return served
 
     def _check_member(self, driver: JobDriver, caller: Caller, opening: wire.Opening) -> None:
@@ -375,8 +375,8 @@ class StoreService:
             link.wake.set()
 
         awaited = _present(driver) if generation and not driver.formed_here else ()
-        space = Space(answer, members=awaited, quotas=self._limits.quotas, budget=self._budget)
-        return _Served(space, links)
+        store = KeyValueStore(answer, members=awaited, quotas=self._limits.quotas, budget=self._budget)
+        return _Served(store, links)
 
     def _observe(self, job_id: str, driver: JobDriver, record: r.Record) -> None:
         """A record of the job's machine: a generation may be over, a member have finished."""
@@ -401,30 +401,30 @@ class StoreService:
 
     def _excuse(self, of_job: _OfJob) -> None:
         for served in list(of_job.served.values()):
-            if served.space.restoring:
+            if served.store.restoring:
                 try:
-                    served.space.excuse(_present(of_job.driver), asyncio.get_running_loop().time())
+                    served.store.excuse(_present(of_job.driver), asyncio.get_running_loop().time())
                     self._arm(served)
                 except EndedError as error:
                     self._end(served, str(error))
 
     def _end(self, served: _Served, reason: str) -> None:
-        served.space.end(reason)
+        served.store.end(reason)
         if served.timer is not None:
             served.timer.cancel()
         if served.turn is not None:
             served.turn.cancel()
         for link in list(served.links.values()):
-            link.close(_end_of(served.space))
+            link.close(_end_of(served.store))
 
     def _take_turns(self, served: _Served) -> None:
         """Gives questions about all keys their turns, between all that others do."""
-        if served.turn is None and served.space.looking:
+        if served.turn is None and served.store.looking:
             served.turn = asyncio.get_running_loop().call_soon(self._turn, served)
 
     def _turn(self, served: _Served) -> None:
         served.turn = None
-        served.space.turn()
+        served.store.turn()
         self._take_turns(served)
 
     def _arm(self, served: _Served) -> None:
@@ -432,12 +432,12 @@ class StoreService:
         if served.timer is not None:
             served.timer.cancel()
             served.timer = None
-        due = served.space.deadline()
+        due = served.store.deadline()
         if due is not None:
             served.timer = asyncio.get_running_loop().call_at(due, self._expire, served)
 
     def _expire(self, served: _Served) -> None:
-        served.space.expire(asyncio.get_running_loop().time())
+        served.store.expire(asyncio.get_running_loop().time())
         self._arm(served)
 
     def sizes(self) -> Mapping[str, int]:
@@ -446,12 +446,12 @@ class StoreService:
         return {
             "bytes": self._budget.used_bytes,
             "streams": sum(len(each.links) for each in served),
-            "members": sum(each.space.members for each in served),
+            "members": sum(each.store.members for each in served),
         }
 
 
-def _end_of(space: Space) -> GenerationOverError:
-    return (StoreLostError if space.lost else GenerationOverError)(space.ended)
+def _end_of(store: KeyValueStore) -> GenerationOverError:
+    return (StoreLostError if store.lost else GenerationOverError)(store.ended)
 
 
 def _present(driver: JobDriver) -> list[Member]:

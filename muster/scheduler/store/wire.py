@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from muster.scheduler.errors import MalformedError
-from muster.scheduler.store.space import Answer, Effect, EffectKind, Kind, Operation, Returned
+from muster.scheduler.store.key_value_store import Answer, Effect, EffectKind, Kind, Operation, Returned
 from muster.wire.v1 import store_pb2 as pb
 
 MAX_ID = (1 << 63) - 1

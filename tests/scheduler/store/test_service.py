@@ -14,8 +14,8 @@ from muster.certs.pki.identity import Identity
 from muster.programs.link import StoreEndedError, StoreLink, StoreLostError
 from muster.scheduler.access import Caller
 from muster.scheduler.core import records as r
+from muster.scheduler.store.key_value_store import Quotas
 from muster.scheduler.store.service import GONE_KEPT, StoreLimits
-from muster.scheduler.store.space import Quotas
 from muster.wire.v1 import store_pb2 as pb
 from tests.scheduler.store.rig import OPEN, Rig, served
 from tests.waiting import go

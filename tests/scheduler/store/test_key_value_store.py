@@ -10,19 +10,19 @@ import pytest
 
 from muster.programs.history import History
 from muster.scheduler.store import wire
-from muster.scheduler.store.space import (
+from muster.scheduler.store.key_value_store import (
     Answer,
     Budget,
     Effect,
     EffectKind,
     EndedError,
+    KeyValueStore,
     Kind,
     Member,
     Operation,
     QuotaError,
     Quotas,
     Returned,
-    Space,
     Status,
 )
 from muster.wire.v1 import store_pb2 as pb
@@ -38,7 +38,7 @@ class Rig:
         self.answers: list[tuple[Member, Answer]] = []
         self.ids = {A: 0, B: 0}
         self.histories = {A: History(), B: History()}
-        self.space = Space(lambda member, answer: self.answers.append((member, answer)), **options)  # type: ignore[arg-type]
+        self.store = KeyValueStore(lambda member, answer: self.answers.append((member, answer)), **options)  # type: ignore[arg-type]
 
     def begin(
         self,
@@ -54,7 +54,7 @@ class Rig:
         self.ids[member] += 1
         operation = Operation(self.ids[member], kind, tuple(keys), tuple(values), amount, timeout_s)
         before = len(self.answers)
-        self.space.execute(member, operation, now)
+        self.store.execute(member, operation, now)
         for to, answer in self.answers[before:]:
             if to == member and answer.id == operation.id:
                 said = pb.StoreOperation(
@@ -75,12 +75,12 @@ class Rig:
         again = Rig(members=(A, B))
         again.ids, again.histories = self.ids, self.histories
         for member, history in self.histories.items():
-            history.hear(self.space.number)
-            assert again.space.wants_replay(member)
+            history.hear(self.store.number)
+            assert again.store.wants_replay(member)
             returned = Returned()
             for part in history.parts():
                 if wire.add_replay(returned, part):
-                    again.space.hand_in(member, returned, 0.0)
+                    again.store.hand_in(member, returned, 0.0)
         return again
 
     def contents(self) -> object:
@@ -106,12 +106,12 @@ def test_a_wait_is_answered_when_all_its_keys_are_there_and_brings_a_single_valu
 def test_a_wait_ends_at_its_deadline_and_not_before() -> None:
     rig = Rig()
     wait = rig.begin(A, Kind.WAIT, [b"x"], timeout_s=2.0, now=10.0)
-    assert rig.space.deadline() == 12.0
-    rig.space.expire(11.9)
+    assert rig.store.deadline() == 12.0
+    rig.store.expire(11.9)
     assert not rig.answers
-    rig.space.expire(12.0)
+    rig.store.expire(12.0)
     assert rig.answers == [(A, Answer(wait.id, Status.TIMEOUT))]
-    assert rig.space.deadline() is None
+    assert rig.store.deadline() is None
     rig.ask(B, Kind.SET, [b"x"], b"1")
     assert len(rig.answers) == 2
 
@@ -119,9 +119,9 @@ def test_a_wait_ends_at_its_deadline_and_not_before() -> None:
 def test_a_wait_that_nobody_waits_for_is_not_answered() -> None:
     rig = Rig()
     wait = rig.begin(A, Kind.WAIT, [b"x"], timeout_s=1.0)
-    rig.space.cancel(A, wait.id)
+    rig.store.cancel(A, wait.id)
     rig.ask(B, Kind.SET, [b"x"], b"1")
-    rig.space.expire(5.0)
+    rig.store.expire(5.0)
     assert [to for to, _ in rig.answers] == [B]
 
 
@@ -188,7 +188,7 @@ def test_namespaces_share_a_budget_and_give_it_back() -> None:
     first, second = Rig(budget=budget), Rig(budget=budget)
     assert first.ask(A, Kind.SET, [b"k"], bytes(800)).status is Status.OK
     assert "of this scheduler" in second.ask(A, Kind.SET, [b"k"], bytes(800)).sentence
-    first.space.end("over")
+    first.store.end("over")
     assert budget.used_bytes == 0
     assert second.ask(A, Kind.SET, [b"k"], bytes(800)).status is Status.OK
 
@@ -208,8 +208,8 @@ def test_what_is_asked_about_all_keys_in_turns_is_answered_as_of_one_moment(seed
     for _ in range(3):
         listed, counted = _asked(rig, A, Kind.LIST_KEYS, b"x/"), _asked(rig, B, Kind.NUM_KEYS, b"x/")
         moments = [{key for key in held if key.startswith(b"x/")}]
-        while rig.space.looking:
-            rig.space.turn()
+        while rig.store.looking:
+            rig.store.turn()
             for key in rng.sample(keys, 2):
                 held ^= {key}
                 rig.ask(A, Kind.SET if key in held else Kind.DELETE, [key], *[b""] * (key in held))
@@ -228,20 +228,20 @@ def test_questions_about_all_keys_come_in_turns_and_who_has_gone_gets_none() -> 
     rig.ask(A, Kind.MULTI_SET, [b"1", b"2", b"3"], b"", b"", b"")
     first, cancelled, last = (_asked(rig, A, Kind.LIST_KEYS) for _ in range(3))
     assert "for 3 things" in rig.ask(A, Kind.LIST_KEYS).sentence
-    rig.space.cancel(A, rig.ids[A] - 2)
+    rig.store.cancel(A, rig.ids[A] - 2)
     others = _asked(rig, B, Kind.LIST_KEYS)
     while not others():
-        rig.space.turn()
+        rig.store.turn()
     assert first() is not None and last() is None
-    while rig.space.looking:
-        rig.space.turn()
+    while rig.store.looking:
+        rig.store.turn()
     assert last() is not None and cancelled() is None
     dropped = _asked(rig, A, Kind.LIST_KEYS)
-    rig.space.turn()
-    rig.space.drop_looks(A)
+    rig.store.turn()
+    rig.store.drop_looks(A)
     again = _asked(rig, A, Kind.LIST_KEYS)
-    while rig.space.looking:
-        rig.space.turn()
+    while rig.store.looking:
+        rig.store.turn()
     assert again() is not None and dropped() is None
 
 
@@ -253,8 +253,8 @@ def test_a_list_of_keys_that_is_too_large_is_refused_in_words_and_a_shorter_one_
     for number in range(300):
         rig.ask(A, Kind.SET, [b"%d/" % (number % 2) + b"%d" % number + bytes(4000)], b"")
     every, half = _asked(rig, A, Kind.LIST_KEYS), _asked(rig, A, Kind.LIST_KEYS, b"0/")
-    while rig.space.looking:
-        rig.space.turn()
+    while rig.store.looking:
+        rig.store.turn()
     refused, answer = every(), half()
     assert refused is not None and answer is not None
     assert refused.status is Status.REFUSED and "at most 1 MiB" in refused.sentence
@@ -285,11 +285,11 @@ def test_what_a_member_waits_for_is_bounded_in_bytes() -> None:
     rig.begin(A, Kind.WAIT, long)
     assert "keys of 1 MiB" in rig.ask(A, Kind.WAIT, long).sentence
     rig.begin(B, Kind.WAIT, long)  # each has its own
-    rig.space.cancel(A, 1)
+    rig.store.cancel(A, 1)
     short = [b"%d" % number for number in range(1000)]
     rig.begin(A, Kind.WAIT, short)
     assert "keys of 1 MiB" in rig.ask(A, Kind.WAIT, [b"x" + key for key in 2 * short]).sentence
-    rig.space.cancel(A, 3)
+    rig.store.cancel(A, 3)
     rig.begin(A, Kind.WAIT, long)
 
 
@@ -301,7 +301,7 @@ def test_answers_kept_for_a_member_are_bounded_in_bytes() -> None:
             rig.ask(B, Kind.QUEUE_PUSH, [b"q"], bytes(500_000))
             assert rig.ask(A, Kind.QUEUE_POP, [b"q"]).amount == 1
         if turn < 3:
-            rig.space.confirm(A, rig.ids[A] + 1)
+            rig.store.confirm(A, rig.ids[A] + 1)
     rig.ask(B, Kind.QUEUE_PUSH, [b"q"], bytes(500_000))
     with pytest.raises(QuotaError, match="answers of 1 MiB"):
         rig.begin(A, Kind.QUEUE_POP, [b"q"])
@@ -313,7 +313,7 @@ def test_waits_that_are_cancelled_leave_nothing_behind() -> None:
     try:
         for number in range(3000):
             rig.begin(A, Kind.WAIT, [bytes(4000)], timeout_s=1e6)
-            rig.space.cancel(A, number + 1)
+            rig.store.cancel(A, number + 1)
         assert tracemalloc.get_traced_memory()[0] < 2 << 20
     finally:
         tracemalloc.stop()
@@ -329,7 +329,7 @@ def test_waits_of_one_member_for_the_same_keys_cost_each_its_own_when_they_end()
 
         def cancel_all() -> None:
             for number in range(waits):
-                rig.space.cancel(A, number + 1)
+                rig.store.cancel(A, number + 1)
 
         return work(cancel_all)
 
@@ -338,29 +338,29 @@ def test_waits_of_one_member_for_the_same_keys_cost_each_its_own_when_they_end()
 
 def test_members_that_are_gone_are_forgotten_but_for_the_last() -> None:
     answers: list[tuple[Member, Answer]] = []
-    space = Space(lambda member, answer: answers.append((member, answer)))
+    store = KeyValueStore(lambda member, answer: answers.append((member, answer)))
     members = [(f"node-{number}", 1) for number in range(100)]
     tracemalloc.start()
     try:
         for member in members:
-            space.execute(member, Operation(1, Kind.WAIT, tuple(bytes(4000) for _ in range(100))), 0.0)
-            space.forget_gone({member}, keep=2)
+            store.execute(member, Operation(1, Kind.WAIT, tuple(bytes(4000) for _ in range(100))), 0.0)
+            store.forget_gone({member}, keep=2)
         assert tracemalloc.get_traced_memory()[0] < 2 << 20
     finally:
         tracemalloc.stop()
-    space.execute(A, Operation(1, Kind.SET, (bytes(4000),), (b"v",)), 0.0)
+    store.execute(A, Operation(1, Kind.SET, (bytes(4000),), (b"v",)), 0.0)
     assert [to for to, answer in answers if answer.id == 1 and to != A] == members[-3:]
 
 
 def test_what_is_repeated_after_a_broken_stream_is_carried_out_once() -> None:
     rig = Rig()
     operation = rig.begin(A, Kind.ADD, [b"n"], amount=1)
-    rig.space.execute(A, operation, 0.0)  # its answer was lost
+    rig.store.execute(A, operation, 0.0)  # its answer was lost
     assert [answer for _, answer in rig.answers] == [Answer(1, amount=1, number=1)] * 2
-    rig.space.confirm(A, operation.id + 1)
+    rig.store.confirm(A, operation.id + 1)
     assert rig.ask(A, Kind.GET, [b"n"]).values == (b"1",)
     wait = rig.begin(A, Kind.WAIT, [b"x"])
-    rig.space.execute(A, wait, 0.0)
+    rig.store.execute(A, wait, 0.0)
     rig.ask(B, Kind.SET, [b"x"], b"1")
     assert [answer.id for to, answer in rig.answers if to == A].count(wait.id) == 1
 
@@ -368,9 +368,9 @@ def test_what_is_repeated_after_a_broken_stream_is_carried_out_once() -> None:
 def test_the_end_of_a_generation_ends_its_store_for_good() -> None:
     rig = Rig()
     rig.begin(A, Kind.WAIT, [b"x"], timeout_s=1.0)
-    rig.space.end("rank 1 is lost")
-    rig.space.end("another reason")
-    assert rig.space.deadline() is None
+    rig.store.end("rank 1 is lost")
+    rig.store.end("another reason")
+    assert rig.store.deadline() is None
     with pytest.raises(EndedError, match="rank 1 is lost"):
         rig.begin(A, Kind.SET, [b"x"], [b"1"])
 
@@ -400,10 +400,10 @@ def test_a_namespace_is_put_together_as_it_was(seed: int) -> None:
     for _ in range(3):
         for _ in range(rng.randrange(40)):
             _random_change(rig, rng)
-        before, number = rig.contents(), rig.space.number
+        before, number = rig.contents(), rig.store.number
         rig = rig.after_restart()
         assert rig.contents() == before
-        assert rig.space.number == number
+        assert rig.store.number == number
 
 
 def test_what_is_asked_before_all_are_back_waits_for_them() -> None:
@@ -411,29 +411,29 @@ def test_what_is_asked_before_all_are_back_waits_for_them() -> None:
     rig.ask(B, Kind.ADD, [b"n"], amount=41)
     again = Rig(members=(A, B))
     asked = again.begin(A, Kind.ADD, [b"n"], amount=1)
-    again.space.hand_in(A, Returned(), 0.0)
+    again.store.hand_in(A, Returned(), 0.0)
     assert not again.answers
     [part] = rig.histories[B].parts()
     returned = Returned()
     wire.add_replay(returned, part)
-    again.space.hand_in(B, returned, 0.0)
+    again.store.hand_in(B, returned, 0.0)
     assert again.answers == [(A, Answer(asked.id, amount=42, number=2))]
 
 
 def test_what_members_bring_after_a_restart_is_bounded() -> None:
     rig = Rig(members=(A, B), quotas=Quotas(size_bytes=1000))
     for operation_id in (1, 1, 1, 2):  # repeated on newer streams
-        rig.space.execute(A, Operation(operation_id, Kind.SET, (b"k",), (bytes(400),)), 0.0)
+        rig.store.execute(A, Operation(operation_id, Kind.SET, (b"k",), (bytes(400),)), 0.0)
     with pytest.raises(QuotaError, match="under way after a restart"):
-        rig.space.execute(A, Operation(3, Kind.SET, (b"k",), (bytes(400),)), 0.0)
-    rig.space.cancel(A, 2)
-    rig.space.execute(A, Operation(3, Kind.SET, (b"k",), (bytes(400),)), 0.0)
+        rig.store.execute(A, Operation(3, Kind.SET, (b"k",), (bytes(400),)), 0.0)
+    rig.store.cancel(A, 2)
+    rig.store.execute(A, Operation(3, Kind.SET, (b"k",), (bytes(400),)), 0.0)
     returned = Returned()
     for number in range(1, 9):
-        rig.space.check_returned(returned)
+        rig.store.check_returned(returned)
         returned.add(Effect(number, EffectKind.SET, b"k", b"v"))
     with pytest.raises(QuotaError, match="may hand in"):
-        rig.space.check_returned(returned)
+        rig.store.check_returned(returned)
 
 
 def test_a_change_whose_answer_never_came_but_that_others_saw_ends_the_generation() -> None:
@@ -453,8 +453,8 @@ def test_who_has_finished_is_not_waited_for() -> None:
     returned = Returned()
     [part] = rig.histories[A].parts()
     wire.add_replay(returned, part)
-    again.space.hand_in(A, returned, 0.0)
-    again.space.excuse([A], 0.0)
+    again.store.hand_in(A, returned, 0.0)
+    again.store.excuse([A], 0.0)
     assert again.answers == [(A, Answer(asked.id, values=(b"1",)))]
 
 

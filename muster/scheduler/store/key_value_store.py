@@ -196,7 +196,7 @@ class _Wait:
 
 
 @dataclass(slots=True)
-class _Attendance:
+class _MemberState:
     """What is remembered of a member while its stream may break."""
 
     done: dict[int, Answer] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class _Attendance:
     kept_bytes: int = 0
 
 
-class Space:
+class KeyValueStore:
     """One namespace.
 
     Args:
@@ -250,7 +250,7 @@ class Space:
         self._counting: dict[bytes, int] = {}
         self._lookers: dict[Member, None] = {}
         self._under_way: Iterator[None] | None = None
-        self._attendance: dict[Member, _Attendance] = {}
+        self._states: dict[Member, _MemberState] = {}
         self._awaited: set[Member] = set(members)
         self._returned: list[Returned] = []
 
@@ -263,7 +263,7 @@ class Space:
     @property
     def members(self) -> int:
         """Of how many something is remembered."""
-        return len(self._attendance)
+        return len(self._states)
 
     @property
     def restoring(self) -> bool:
@@ -290,13 +290,13 @@ class Space:
 
     def confirm(self, member: Member, below: int) -> None:
         """The member has the answers to all operations with a lower id."""
-        attendance = self._attend(member)
-        done = attendance.done
+        state = self._state_of(member)
+        done = state.done
         while done:  # in the order in which they were made
             first = next(iter(done))
             if first >= below:
                 return
-            attendance.kept_bytes -= _kept(done.pop(first))
+            state.kept_bytes -= _kept(done.pop(first))
 
     def forget_gone(self, present: Container[Member], keep: int) -> None:
         """Forgets what was remembered of members that are gone, but for so many that came last.
@@ -305,12 +305,12 @@ class Space:
             present: those that are not.
             keep: of the others; a stream that is opened anew in a moment finds what it had.
         """
-        gone = [member for member in self._attendance if member not in present]
+        gone = [member for member in self._states if member not in present]
         for member in gone[: max(0, len(gone) - keep)]:
-            for wait in list(self._attendance[member].waits.values()):
+            for wait in list(self._states[member].waits.values()):
                 self._close(wait)
             self.drop_looks(member)
-            del self._attendance[member]
+            del self._states[member]
 
     def end(self, reason: str) -> None:
         """Drops everything, for good. Streams are ended by who holds them."""
@@ -320,7 +320,7 @@ class Space:
         self._under_way = None
         for held in (
             self._values, self._queues, self._waits, self._deadlines, self._counts, self._counting,
-            self._lookers, self._attendance, self._awaited,
+            self._lookers, self._states, self._awaited,
         ):  # fmt: skip
             held.clear()
 
@@ -330,21 +330,21 @@ class Space:
         """Carries out one operation, or repeats the answer that was lost on the way."""
         if self.ended:
             raise EndedError(self.ended)
-        attendance = self._attend(member)
+        state = self._state_of(member)
         if self._awaited:
-            if len(attendance.held) >= self._quotas.waits:
+            if len(state.held) >= self._quotas.waits:
                 raise QuotaError(f"A member may have {self._quotas.waits} operations under way.")
-            if operation.id in attendance.held:  # repeated on a newer stream
+            if operation.id in state.held:  # repeated on a newer stream
                 return
-            size_bytes = attendance.held_bytes + _length(operation)
+            size_bytes = state.held_bytes + _length(operation)
             if size_bytes > self._quotas.size_bytes:
                 limit = f"{self._quotas.size_bytes >> 20} MiB"
                 raise QuotaError(f"A member may have operations of {limit} under way after a restart.")
-            attendance.held[operation.id], attendance.held_bytes = operation, size_bytes
+            state.held[operation.id], state.held_bytes = operation, size_bytes
             return
-        if operation.id in attendance.waits or operation.id in attendance.looks:
+        if operation.id in state.waits or operation.id in state.looks:
             return
-        answer = attendance.done.get(operation.id)
+        answer = state.done.get(operation.id)
         if answer is None:
             try:
                 answer = self._carry_out(member, operation, now)
@@ -353,31 +353,31 @@ class Space:
         if answer is None:
             return
         if answer.number:
-            attendance.done[operation.id] = answer
-            attendance.kept_bytes += _kept(answer)
-            if len(attendance.done) > self._quotas.unconfirmed:
+            state.done[operation.id] = answer
+            state.kept_bytes += _kept(answer)
+            if len(state.done) > self._quotas.unconfirmed:
                 raise QuotaError(f"A member may leave {self._quotas.unconfirmed} answers unconfirmed.")
-            if attendance.kept_bytes > self._quotas.kept_bytes:
+            if state.kept_bytes > self._quotas.kept_bytes:
                 limit = f"{self._quotas.kept_bytes >> 20} MiB"
                 raise QuotaError(f"A member may leave answers of {limit} unconfirmed.")
         self._answer(member, answer)
 
     def cancel(self, member: Member, operation_id: int) -> None:
         """Cancels an operation, which is not answered then."""
-        attendance = self._attend(member)
-        held = attendance.held.pop(operation_id, None)
+        state = self._state_of(member)
+        held = state.held.pop(operation_id, None)
         if held is not None:
-            attendance.held_bytes -= _length(held)
-        attendance.looks.pop(operation_id, None)
-        wait = attendance.waits.get(operation_id)
+            state.held_bytes -= _length(held)
+        state.looks.pop(operation_id, None)
+        wait = state.waits.get(operation_id)
         if wait is not None:
             self._close(wait)
 
     def drop_looks(self, member: Member) -> None:
         """The member's stream is gone, and nobody hears the answers: on its next one it asks again."""
-        attendance = self._attendance.get(member)
-        if attendance is not None:
-            attendance.looks.clear()
+        state = self._states.get(member)
+        if state is not None:
+            state.looks.clear()
 
     @property
     def looking(self) -> bool:
@@ -411,8 +411,8 @@ class Space:
 
     # ------------------------------------------------------------ inside
 
-    def _attend(self, member: Member) -> _Attendance:
-        return self._attendance.setdefault(member, _Attendance())
+    def _state_of(self, member: Member) -> _MemberState:
+        return self._states.setdefault(member, _MemberState())
 
     def _carry_out(self, member: Member, operation: Operation, now: float) -> Answer | None:
         kind, keys, values, at = operation.kind, operation.keys, operation.values, operation.id
@@ -464,18 +464,18 @@ class Space:
         if len(self._values) <= self._quotas.turn_keys:
             found, size_bytes = _begin_with(prefix, self._values)
             return self._looked(operation, found, len(found), size_bytes)
-        attendance = self._attend(member)
-        self._check_waits(attendance)
-        attendance.looks[operation.id] = operation
+        state = self._state_of(member)
+        self._check_waits(state)
+        state.looks[operation.id] = operation
         self._lookers.setdefault(member)
         return None
 
     def _look_through(self, member: Member) -> Iterator[None]:
         """Answers a member's first question, in as many turns as it has steps."""
-        attendance = self._attendance.get(member)
-        if attendance is None or not attendance.looks:
+        state = self._states.get(member)
+        if state is None or not state.looks:
             return
-        looks = attendance.looks
+        looks = state.looks
         operation = next(iter(looks.values()))
         answer = self._counted(operation)  # it may have become known while this one waited
         if answer is None:
@@ -627,22 +627,22 @@ class Space:
         missing = {key for key in operation.keys if not self._has(key)}
         if not missing:
             return self._found(operation)
-        attendance = self._attend(member)
-        self._check_waits(attendance)
+        state = self._state_of(member)
+        self._check_waits(state)
         size_bytes = _waited(operation)
-        if attendance.kept_bytes + size_bytes > self._quotas.kept_bytes:
+        if state.kept_bytes + size_bytes > self._quotas.kept_bytes:
             raise QuotaError(f"A member may wait for keys of {self._quotas.kept_bytes >> 20} MiB at once.")
-        attendance.kept_bytes += size_bytes
+        state.kept_bytes += size_bytes
         wait = _Wait(member, operation, missing, next(self._wait_ids))
-        attendance.waits[operation.id] = wait
+        state.waits[operation.id] = wait
         for key in missing:
             self._waits.setdefault(key, {})[wait.number] = wait
         if operation.timeout_s > 0:
             heapq.heappush(self._deadlines, (now + operation.timeout_s, wait.number, wait))
         return None
 
-    def _check_waits(self, attendance: _Attendance) -> None:
-        if len(attendance.waits) + len(attendance.looks) >= self._quotas.waits:
+    def _check_waits(self, state: _MemberState) -> None:
+        if len(state.waits) + len(state.looks) >= self._quotas.waits:
             raise QuotaError(f"A member may wait for {self._quotas.waits} things at once.")
 
     def _found(self, operation: Operation) -> Answer:
@@ -671,9 +671,9 @@ class Space:
 
     def _close(self, wait: _Wait) -> None:
         wait.over = True
-        attendance = self._attend(wait.member)
-        if attendance.waits.pop(wait.operation.id, None) is not None:
-            attendance.kept_bytes -= _waited(wait.operation)
+        state = self._state_of(wait.member)
+        if state.waits.pop(wait.operation.id, None) is not None:
+            state.kept_bytes -= _waited(wait.operation)
         if wait.operation.timeout_s > 0:
             self._drop_old_deadlines()
         for key in wait.missing:
@@ -709,9 +709,9 @@ class Space:
             heapq.merge(*(sorted(each.effects, key=_by_number) for each in returned), key=_by_number)
         )
         self.number = seen
-        held = [(member, each.held.values()) for member, each in self._attendance.items()]
-        for attendance in self._attendance.values():
-            attendance.held, attendance.held_bytes = {}, 0
+        held = [(member, each.held.values()) for member, each in self._states.items()]
+        for state in self._states.values():
+            state.held, state.held_bytes = {}, 0
         for member, operations in held:
             for operation in operations:
                 self.execute(member, operation, now)
