@@ -224,12 +224,12 @@ def once_in_a_node_timeout(right: Any) -> Any:
 
 
 def forgives_silence_alone(right: Any) -> Any:
-    def fell_behind(job: Job, event: se.FellBehind, now: float) -> None:
+    def receive_backlog(job: Job, event: se.ReceiveBacklog, now: float) -> None:
         until = job.deadlines.forgiving_until
         right(job, event, now)
         job.deadlines.forgiving_until = until
 
-    return fell_behind
+    return receive_backlog
 
 
 def a_forgiven_end_is_no_word(right: Any) -> Any:
@@ -242,18 +242,18 @@ def a_forgiven_end_is_no_word(right: Any) -> Any:
 
 
 def late_turns_do_not_add_up(right: Any) -> Any:
-    def stood_still(job: Job, event: se.StoodStill, now: float) -> None:
+    def process_paused(job: Job, event: se.ProcessPaused, now: float) -> None:
         job.deadlines.late_s = 0.0
         right(job, event, now)
 
-    return stood_still
+    return process_paused
 
 
 # ---------------------------------------------------------------- generations
 
 
 def forgets_held_back(job: Job) -> list[se.Joined]:
-    job.door.held_back.clear()
+    job.admissions.held_back.clear()
     return []
 
 
@@ -551,15 +551,16 @@ MUTANTS: dict[str, Mutant] = {
     "worker_min ignored": Mutant(phases, "regroup", ignores_worker_min),
     "job always ends well": Mutant(phases, "end", always_well, 103),
     "lost streams ignored": Mutant(leaving, "session_lost", instead(nothing)),
-    "its own absence unnoticed": Mutant(silence, "stood_still", instead(nothing)),
+    "its own absence unnoticed": Mutant(silence, "process_paused", instead(nothing)),
     "a pause costs the place": Mutant(leaving, "session_lost", pauses_cost_the_place, 274),
     "the end of a host's stream costs the places": Mutant(leaving, "session_lost", uplinks_cost_the_places),
-    "unread words count as silence": Mutant(silence, "fell_behind", instead(nothing), 79),
+    "unread words count as silence": Mutant(silence, "receive_backlog", instead(nothing), 79),
     "late turns count as silence": Mutant(members.Members, "excuse", only_long_absences_count, 380),
-    "streams may not break while it is behind": Mutant(silence, "fell_behind", forgives_silence_alone, 860),
+    "streams may not break while it is behind": Mutant(
+        silence, "receive_backlog", forgives_silence_alone, 860),
     "who lost its stream meanwhile has no time to come back": Mutant(
         leaving, "session_lost", a_forgiven_end_is_no_word, 1943),
-    "late turns do not add up": Mutant(silence, "stood_still", late_turns_do_not_add_up, 1377),
+    "late turns do not add up": Mutant(silence, "process_paused", late_turns_do_not_add_up, 1377),
     "what is unread takes the time to build": Mutant(job.Deadlines, "excuse", instead(nothing), 60417),
     "who is gone is still listened for": Mutant(members.Members, "forget", forgets_the_claim_alone),
     "the order of words is not kept": Mutant(members.Members, "has_spoken", speaks_out_of_turn),
@@ -602,7 +603,7 @@ MUTANTS: dict[str, Mutant] = {
     "worker_min does not hold expulsions back": Mutant(
         probing, "may_expel", instead(lambda *a: True), 148
     ),
-    "expelled and taken in at once": Mutant(probing_state.Rounds, "bars", instead(lambda *a: False)),
+    "expelled and taken in at once": Mutant(probing_state.Probing, "bars", instead(lambda *a: False)),
     "taken in without a probe of the members": Mutant(probing, "is_proven", proven_by_one_side),
     "who stands still counts as cut off": Mutant(probing_state, "TOGETHER_S", instead(1e9), 1537),
     "busy ranks hang": Mutant(hearing, "probed", busy_unheard),

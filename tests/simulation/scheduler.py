@@ -68,11 +68,11 @@ class Watched:
     def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         world = self.world
         world.judge.arriving(event)
-        if isinstance(event, e.FellBehind):
+        if isinstance(event, e.ReceiveBacklog):
             self.scheduler.forgave_at = now
         settings = world.scenario.settings
         breaking_s = settings.breaking_pause_s or settings.node_timeout_s / 3
-        if isinstance(event, e.StoodStill) and event.seconds >= breaking_s:
+        if isinstance(event, e.ProcessPaused) and event.seconds >= breaking_s:
             self.scheduler.excused_at = now
         if isinstance(event, e.Tick):
             at, times = self._ticks

@@ -144,7 +144,7 @@ class Tick(Value):
     """Time has passed: the deadline that the machine asked for has come, or the driver's pulse."""
 
 
-class StoodStill(Value):
+class ProcessPaused(Value):
     """The scheduler's own process did not run for ``seconds``: stopped, or frozen.
 
     It goes before whatever came meanwhile.
@@ -162,7 +162,7 @@ class HeldUp(Value):
     seconds: float
 
 
-class FellBehind(Value):
+class ReceiveBacklog(Value):
     """The scheduler has unread bytes of workers that would count as silent. Comes before a Tick."""
 
     sessions: tuple[SessionId, ...]
@@ -185,9 +185,9 @@ Event = (
     | Expel
     | ProcessEnded
     | Tick
-    | StoodStill
+    | ProcessPaused
     | HeldUp
-    | FellBehind
+    | ReceiveBacklog
 )
 
 

@@ -25,11 +25,11 @@ def heard(job: Job, event: e.Heard, now: float) -> None:
         job.deadlines.progress_since = now
         if probing.all_have_moved(job) or job.deadlines.stalled:
             job.deadlines.stalled = False
-            job.rounds.forget_waits()
+            job.probing.forget_waits()
             sentence = f"Training goes on at step {event.step}."
             job.say(sentence)
             job.tell_members(sentence, wait=False)
-    job.matters = lacked_state and contact.has_moved  # who leaves may wait for that
+    job.needs_advance = lacked_state and contact.has_moved  # who leaves may wait for that
 
 
 def _came_to_build(job: Job, now: float) -> None:

@@ -22,7 +22,7 @@ from muster.scheduler.core.ledger import (
     who,
 )
 from muster.scheduler.core.members import Members, Patience
-from muster.scheduler.core.probing_state import Rounds
+from muster.scheduler.core.probing_state import Probing
 from muster.wire import messages as m
 
 
@@ -117,7 +117,7 @@ class Deadlines:
 
 
 @dataclass(slots=True)
-class Current:
+class GenerationState:
     """The part of the newest generation's state that is not durable.
 
     Attributes:
@@ -140,7 +140,7 @@ class Current:
 
 
 @dataclass(slots=True)
-class Door:
+class Admissions:
     """What a job remembers of Joins: those held back, who was admitted, which warnings were given.
 
     Attributes:
@@ -170,11 +170,11 @@ class Job:
         deadlines: what is due.
         outbox: what the event that is dealt with brings about.
         current: the newest generation.
-        rounds: who has been found to reach whom.
+        probing: who has been found to reach whom.
         records: how many records it has taken in.
         trained: ranks in the generation that stood last, by node id.
         now: when the event that is dealt with happened.
-        matters: conclusions are to be drawn from it.
+        needs_advance: the event may change the phase; conclusions are drawn after it.
         phase_seen: the phase whose beginning was noted.
         reason: what the job's state is put down to.
         first_loss: the first member to go since a group last stood.
@@ -186,13 +186,13 @@ class Job:
     members: Members = field(default_factory=Members)
     deadlines: Deadlines = field(default_factory=Deadlines)
     outbox: Outbox = field(default_factory=Outbox)
-    current: Current = field(default_factory=Current)
-    door: Door = field(default_factory=Door)
-    rounds: Rounds = field(default_factory=Rounds)
+    current: GenerationState = field(default_factory=GenerationState)
+    admissions: Admissions = field(default_factory=Admissions)
+    probing: Probing = field(default_factory=Probing)
     records: int = 0
     trained: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
-    matters: bool = False
+    needs_advance: bool = False
     phase_seen: Phase = Phase.FORMING
     reason: str = ""
     first_loss: m.FirstLoss | None = None
@@ -307,7 +307,7 @@ class Job:
         if isinstance(record, r.Snapshot):  # of a generation that stands
             for formed in record.formed:
                 sent = tuple(map(as_sent, formed.members))
-                self.current = Current(sent=sent, change=formed.reason)
+                self.current = GenerationState(sent=sent, change=formed.reason)
             self.trained = dict(self.ledger.ranks)
             self.members.enter_generation(
                 self.ledger.ranks,
@@ -323,17 +323,17 @@ class Job:
             self.current.puzzled.discard(record.node_id)
         elif isinstance(record, r.GenerationFormed):
             sent = tuple(map(as_sent, record.members))
-            self.current = Current(sent=sent, change=record.reason)
+            self.current = GenerationState(sent=sent, change=record.reason)
             self.deadlines.begin_generation(self.now)
-            self.rounds.awaited = {}
+            self.probing.awaited = {}
             members = record.members
             self.members.enter_generation(
                 self.ledger.ranks, (members[rank].candidate.node_id for rank in record.newcomer_ranks)
             )
         elif isinstance(record, r.GenerationEnded):
-            self.current = Current(sent=self.current.sent, change=self.current.change)
+            self.current = GenerationState(sent=self.current.sent, change=self.current.change)
             self.deadlines.begin_generation(self.now)
-            self.rounds.awaited = {}
+            self.probing.awaited = {}
         elif isinstance(record, r.GroupEstablished):
             self.current.unique_ids = ()
             self.deadlines.suspicion, self.deadlines.stalled = None, False
@@ -454,7 +454,7 @@ class Job:
         """Sends members whose group stands why they wait; ``wait`` False: that they need not any more."""
         number = len(self.ledger.ranks)
         self.send_to_members(
-            m.Waiting(number - (max(len(self.rounds.awaited), 1) if wait else 0), number, sentence)
+            m.Waiting(number - (max(len(self.probing.awaited), 1) if wait else 0), number, sentence)
         )
 
     def say(self, sentence: str) -> None:

@@ -32,8 +32,8 @@ UNSET = "(unset)"
 def joined(job: Job, event: e.Joined, now: float, *, again: bool = False) -> None:
     """Handles a Join: a worker comes, or comes back; ``again``: it was held back before."""
     candidate = event.candidate
-    job.door.held_back.pop(event.session, None)  # one answer to each stream, however often it asks
-    job.rounds.addresses[event.session] = event.probe_address
+    job.admissions.held_back.pop(event.session, None)  # one answer to each stream, however often it asks
+    job.probing.addresses[event.session] = event.probe_address
     job.deadlines.last_call_s = event.last_call_s or job.deadlines.last_call_s
     known = job.members.nodes.get(event.session)
     if known is not None and not _is_of(job, known, candidate):
@@ -46,7 +46,7 @@ def joined(job: Job, event: e.Joined, now: float, *, again: bool = False) -> Non
         _come_back(job, event)
     else:
         refusal = check_place(job.ledger, job.settings, candidate)
-        is_barred = refusal is None and job.rounds.bars(candidate)
+        is_barred = refusal is None and job.probing.bars(candidate)
         if not (is_barred and probing.keep_outside(job, event)):
             _answer(job, event, refusal, again=again)
 
@@ -55,7 +55,7 @@ def _answer(job: Job, event: e.Joined, refusal: m.Refused | None, *, again: bool
     """Answers a new worker; ``refusal`` says why there is no place for it."""
     candidate = event.candidate
     if refusal is not None and _may_free_up(job, refusal, candidate):
-        job.door.held_back[event.session] = event
+        job.admissions.held_back[event.session] = event
         if not again:
             job.outbox.mention(f"{named_first(candidate)} waits until it is clear who comes back.")
         return
@@ -65,7 +65,7 @@ def _answer(job: Job, event: e.Joined, refusal: m.Refused | None, *, again: bool
         return
     job.admit(event)
     _remark(job, candidate)
-    job.door.arrived = candidate.node_id
+    job.admissions.arrived = candidate.node_id
 
 
 def _is_of(job: Job, node_id: str, candidate: m.Candidate) -> bool:
@@ -82,10 +82,10 @@ def _remark(job: Job, candidate: m.Candidate) -> None:
     for topic, sentence in remarks(job.ledger, candidate):
         _warn_once(job, topic, sentence)
     host = candidate.host
-    if job.door.machines.setdefault(host.name, host.id) != host.id:
+    if job.admissions.machines.setdefault(host.name, host.id) != host.id:
         sentence = f"several machines are named {host.name}; give each a host name of its own."
         _warn_once(job, f"host {host.name}", sentence)
-    label = job.door.labels.setdefault(host.id, host.topology)
+    label = job.admissions.labels.setdefault(host.id, host.topology)
     if label != host.topology:
         one, other = sorted((label or UNSET, host.topology or UNSET))
         sentence = f"workers of host {host.name} came with MS_TOPOLOGY {one} and {other}; give all the same."
@@ -93,15 +93,15 @@ def _remark(job: Job, candidate: m.Candidate) -> None:
 
 
 def _warn_once(job: Job, topic: str, sentence: str) -> None:
-    if topic not in job.door.remarked:
-        job.door.remarked.add(topic)
+    if topic not in job.admissions.remarked:
+        job.admissions.remarked.add(topic)
         job.outbox.mention(f"Warning: {sentence}")
 
 
 def _may_free_up(job: Job, refusal: m.Refused, candidate: m.Candidate) -> bool:
     """Whether a refused worker may get the place of one that has not returned since a restart."""
     contacts = job.members.by_node
-    if len(job.door.held_back) > job.needed + job.settings.spares:
+    if len(job.admissions.held_back) > job.needed + job.settings.spares:
         return False
     if refusal.code is m.RefusalCode.NODE_ID_TAKEN and candidate.node_id in contacts:
         return contacts[candidate.node_id].session is None
@@ -113,10 +113,10 @@ def _may_free_up(job: Job, refusal: m.Refused, candidate: m.Candidate) -> bool:
 def held_back(job: Job) -> list[e.Joined]:
     """Retries the Joins that were held back, where something has changed for them."""
     now = job.records, job.members.turns
-    if now == job.door.tried:
+    if now == job.admissions.tried:
         return []
-    job.door.tried = now
-    joins, job.door.held_back = list(job.door.held_back.values()), {}
+    job.admissions.tried = now
+    joins, job.admissions.held_back = list(job.admissions.held_back.values()), {}
     return joins
 
 

@@ -52,7 +52,7 @@ def expel(job: Job, event: e.Expel, now: float) -> None:
 def left(job: Job, event: e.LeftCleanly, now: float) -> None:
     """Handles a worker's Leave."""
     claim = job.sender(event.session)
-    job.door.held_back.pop(event.session, None)
+    job.admissions.held_back.pop(event.session, None)
     if claim is None or job.phase is Phase.ENDED:
         job.outbox.send(event.session, m.Ended(True, "Goodbye.", first_loss=job.first_loss))
         return
@@ -72,7 +72,7 @@ def left(job: Job, event: e.LeftCleanly, now: float) -> None:
 
 def session_lost(job: Job, event: e.SessionLost, now: float) -> None:
     """Handles the end of a stream without a Leave."""
-    job.door.held_back.pop(event.session, None)
+    job.admissions.held_back.pop(event.session, None)
     node_id = job.members.nodes.get(event.session)
     if node_id is None or job.phase is Phase.ENDED:
         return

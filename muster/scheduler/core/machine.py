@@ -12,8 +12,8 @@ driver of a job has to do this, in this order, for each event:
 4. Log ``reason``, if there is one.
 5. Ask :meth:`Machine.deadline`, and step a ``Tick`` at that time at the latest.
 
-A driver says the truth about time: ``StoodStill`` goes before what came while it was stopped, ``HeldUp``
-before what came while nothing could be written, and ``FellBehind`` before a ``Tick`` that would declare
+A driver says the truth about time: ``ProcessPaused`` goes before what came while it was stopped, ``HeldUp``
+before what came while nothing could be written, and ``ReceiveBacklog`` before a ``Tick`` that would declare
 workers lost (:meth:`Machine.overdue`) whose bytes have arrived unread. After a crash :meth:`Machine.recover`
 makes the machine again from all durable records.
 """
@@ -77,9 +77,9 @@ class Machine:
             e.Expel: leaving.expel,
             e.ProcessEnded: leaving.process_ended,
             e.Tick: silence.tick,
-            e.StoodStill: silence.stood_still,
+            e.ProcessPaused: silence.process_paused,
             e.HeldUp: silence.held_up,
-            e.FellBehind: silence.fell_behind,
+            e.ReceiveBacklog: silence.receive_backlog,
         }
 
     @classmethod
@@ -123,22 +123,22 @@ class Machine:
         if not self._started:
             self._start(now)
         job = self.job
-        job.now, job.outbox, job.matters = now, Outbox(), type(event) is not e.Heard and not more
+        job.now, job.outbox, job.needs_advance = now, Outbox(), type(event) is not e.Heard and not more
         _revise(job)
         self._handlers[type(event)](job, event, now)
         if type(event) is e.Tick:
-            _conclude(job, job.rounds.take_in(), now)
+            _conclude(job, job.probing.take_in(), now)
             sentences.report(job, now)
             sentences.check_progress(job, now)
-        if job.matters:
-            _conclude(job, [*job.rounds.take_in(), *joining.held_back(job)], now)
+        if job.needs_advance:
+            _conclude(job, [*job.probing.take_in(), *joining.held_back(job)], now)
         if job.phase is Phase.ENDED:
             probing.dismiss_outside(job)
         for session, message in job.outbox.messages:
             if isinstance(message, m.Refused | m.Ended):
-                job.rounds.forget(session)
+                job.probing.forget(session)
         if isinstance(event, e.SessionLost | e.LeftCleanly):
-            job.rounds.forget(event.session)
+            job.probing.forget(event.session)
         return job.outbox.decision()
 
     def deadline(self) -> float | None:
@@ -155,7 +155,7 @@ class Machine:
             phases.departure_due(job),
             phases.switch_due(job),
             deadlines.hand_over,
-            job.rounds.due(job.settings.hang_timeout_s),
+            job.probing.due(job.settings.hang_timeout_s),
             sentences.stall_due(job),
         ]
         if phase in (Phase.FORMING, Phase.BUILDING, Phase.SUSPENDED):
@@ -190,12 +190,12 @@ def _conclude(job: Job, joins: Iterable[e.Joined], now: float) -> None:
     """Advances the job until nothing follows from its state any more; takes in Joins in between."""
     waiting = deque(joins)
     while True:
-        while waiting and job.door.arrived is None:
+        while waiting and job.admissions.arrived is None:
             joining.joined(job, waiting.popleft(), now, again=True)
         phases.advance(job, now)
-        if job.door.arrived is None:
+        if job.admissions.arrived is None:
             return
-        node_id, job.door.arrived = job.door.arrived, None
+        node_id, job.admissions.arrived = job.admissions.arrived, None
         joining.announce_arrival(job, node_id)
 
 

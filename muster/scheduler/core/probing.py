@@ -26,12 +26,12 @@ from muster.scheduler.core.probing_state import (
     CANDIDATES_AT_ONCE,
     ROUND_PAUSE_S,
     ROUND_S,
-    Asked,
     BrokenPair,
-    Calm,
     Hang,
     PartyName,
-    Round,
+    ProbeBackoff,
+    ProbeParticipant,
+    ProbeRound,
 )
 from muster.wire import messages as m
 
@@ -43,32 +43,32 @@ def want_round(job: Job, now: float, *, urgent: bool) -> None:
 
     Unless all have just been found to reach each other, and nothing but a wait speaks against that.
     """
-    current = job.rounds.current
+    current = job.probing.current
     if current is not None and current.among_members:
         if current.generation == job.ledger.generation:
             return
-        job.rounds.current = None  # it was among other members
-    if urgent or job.rounds.calm.generation != job.ledger.generation or now >= job.rounds.calm.until:
-        job.rounds.wanted = True
+        job.probing.current = None  # it was among other members
+    if urgent or job.probing.backoff.generation != job.ledger.generation or now >= job.probing.backoff.until:
+        job.probing.wanted = True
         tend_rounds(job, now)
 
 
 def _begin_round(job: Job, now: float, *, among_members: bool) -> None:
     """Begins a round: sends each worker a Probe."""
-    job.rounds.wanted = job.rounds.wanted and not among_members
-    job.rounds.number = max(job.rounds.number + 1, int(now * 1000))
-    job.rounds.not_before = now + ROUND_PAUSE_S
+    job.probing.wanted = job.probing.wanted and not among_members
+    job.probing.number = max(job.probing.number + 1, int(now * 1000))
+    job.probing.not_before = now + ROUND_PAUSE_S
     hosts = _by_host(job)
     asked = dict(_participants(job, hosts, among_members=among_members))
     if not asked:
         return
-    job.rounds.current = Round(
-        job.rounds.number, now + ROUND_S, among_members, asked, list(asked), job.ledger.generation, hosts
+    job.probing.current = ProbeRound(
+        job.probing.number, now + ROUND_S, among_members, asked, list(asked), job.ledger.generation, hosts
     )
-    named = {each: (asked[each].candidate.node_id, job.rounds.addresses[each]) for each in asked}
+    named = {each: (asked[each].candidate.node_id, job.probing.addresses[each]) for each in asked}
     for session, each in asked.items():
         targets = tuple(map(named.__getitem__, each.targets))
-        job.outbox.send(session, m.Probe(job.rounds.number, targets))
+        job.outbox.send(session, m.Probe(job.probing.number, targets))
 
 
 def _by_host(job: Job) -> dict[str, list[e.SessionId]]:
@@ -76,15 +76,15 @@ def _by_host(job: Job) -> dict[str, list[e.SessionId]]:
     hosts: dict[str, list[e.SessionId]] = {}
     for claim in seated_claims(job):
         session = job.members.session_of(claim.candidate.node_id)
-        if session is not None and job.rounds.addresses.get(session):
+        if session is not None and job.probing.addresses.get(session):
             hosts.setdefault(claim.candidate.host.id, []).append(session)
     return hosts
 
 
 def _participants(
     job: Job, hosts: Mapping[str, Sequence[e.SessionId]], *, among_members: bool
-) -> Iterator[tuple[e.SessionId, Asked]]:
-    outside = dict(list(job.rounds.outside.items())[:CANDIDATES_AT_ONCE])
+) -> Iterator[tuple[e.SessionId, ProbeParticipant]]:
+    outside = dict(list(job.probing.outside.items())[:CANDIDATES_AT_ONCE])
     places = {session: place for here in hosts.values() for place, session in enumerate(here)}
     for claim in seated_claims(job):
         session = job.members.session_of(claim.candidate.node_id)
@@ -96,10 +96,10 @@ def _participants(
         if place == 0:
             targets += [s for s, each in outside.items() if each.candidate.host.id != host_id]
         if targets or among_members:
-            yield session, Asked(claim.candidate, tuple(targets), seated=True, place=place)
+            yield session, ProbeParticipant(claim.candidate, tuple(targets), seated=True, place=place)
     for session, event in outside.items():
         others = [there for host, there in hosts.items() if host != event.candidate.host.id]
-        yield session, Asked(event.candidate, tuple(there[0] for there in others), seated=False)
+        yield session, ProbeParticipant(event.candidate, tuple(there[0] for there in others), seated=False)
 
 
 def seated_claims(job: Job) -> list[Claim]:
@@ -111,7 +111,7 @@ def seated_claims(job: Job) -> list[Claim]:
 
 def take_answer(job: Job, event: e.Probed, now: float) -> None:
     """Takes a worker's answer; the last one ends the round."""
-    current = job.rounds.current
+    current = job.probing.current
     if current is None or event.round != current.number or event.session not in current.asked:
         return
     current.take(event, now)
@@ -124,9 +124,9 @@ def take_answer(job: Job, event: e.Probed, now: float) -> None:
         _conclude_round(job, now)
 
 
-def _is_there(job: Job, session: e.SessionId, asked: Asked) -> bool:
+def _is_there(job: Job, session: e.SessionId, asked: ProbeParticipant) -> bool:
     if not asked.seated:
-        return session in job.rounds.outside
+        return session in job.probing.outside
     return job.members.nodes.get(session) == asked.candidate.node_id
 
 
@@ -134,19 +134,19 @@ def tend_rounds(job: Job, now: float) -> None:
     """Ends a round whose time is over, and begins one that is due."""
     if job.phase is Phase.ENDED:
         return
-    if job.rounds.current is not None and now >= job.rounds.current.due:
+    if job.probing.current is not None and now >= job.probing.current.due:
         _conclude_round(job, now)
-    if job.rounds.current is None and now >= job.rounds.not_before:
-        if job.rounds.wanted or (
-            job.rounds.hangs and now >= job.rounds.hang_due(job.settings.hang_timeout_s)
+    if job.probing.current is None and now >= job.probing.not_before:
+        if job.probing.wanted or (
+            job.probing.hangs and now >= job.probing.hang_due(job.settings.hang_timeout_s)
         ):
             _begin_round(job, now, among_members=True)
-        elif job.rounds.outside:
+        elif job.probing.outside:
             _begin_round(job, now, among_members=False)
 
 
 def _conclude_round(job: Job, now: float) -> None:
-    current, job.rounds.current = job.rounds.current, None
+    current, job.probing.current = job.probing.current, None
     assert current is not None
     gone = [s for s, asked in current.asked.items() if not _is_there(job, s, asked)]
     for session in gone:
@@ -155,22 +155,22 @@ def _conclude_round(job: Job, now: float) -> None:
     trains = job.phase in (Phase.BUILDING, Phase.RUNNING, Phase.QUIESCING)
     if current.among_members and trains:
         if expel_unreachable(job, current):
-            job.rounds.calm = Calm()
+            job.probing.backoff = ProbeBackoff()
         elif current.answers:
-            hung = set(job.rounds.hangs)
+            hung = set(job.probing.hangs)
             _look_for_hangs(job, current, now)
             # A failure that could not be judged is no proof of the contrary: the next wait asks again. And
             # where a member that hung goes on, whatever is waited for next is something new.
             unjudged = any(current.unreached.values())
-            calm = job.rounds.calm if job.rounds.hangs.keys() >= hung else Calm()
-            job.rounds.calm = Calm() if unjudged else calm.again(current.generation, now)
+            backoff = job.probing.backoff if job.probing.hangs.keys() >= hung else ProbeBackoff()
+            job.probing.backoff = ProbeBackoff() if unjudged else backoff.again(current.generation, now)
     _take_in(job, current, now)
 
 
 # ---------------------------------------------------------------- who cannot be reached
 
 
-def expel_unreachable(job: Job, current: Round) -> bool:
+def expel_unreachable(job: Job, current: ProbeRound) -> bool:
     """Expels workers that the others cannot reach; returns whether some cannot reach each other."""
     members = {
         session: asked.candidate
@@ -193,7 +193,7 @@ def expel_unreachable(job: Job, current: Round) -> bool:
     if single:
         unreachable, more = _leaving_by_memory(job, workers, single)
         pairs |= more
-    job.rounds.broken |= pairs
+    job.probing.broken |= pairs
     if job.ledger.living == 2:
         why = "nobody is expelled, because of two members neither can be shown to be at fault"
         _name_awaited(job, f"{upper_first(sentence)}; {why}.", ())
@@ -203,7 +203,7 @@ def expel_unreachable(job: Job, current: Round) -> bool:
     if may_expel(job, out, sentence):
         for candidate in out:
             key = candidate.host.id if candidate.host.id in gone else candidate.node_id
-            job.rounds.barred[key] = sentence
+            job.probing.barred[key] = sentence
             what = f"was expelled: {sentence}; all that stay reach each other"
             job.lose(candidate.node_id, what, m.RefusalCode.SUPERSEDED)
     return True
@@ -215,7 +215,7 @@ def _leaving_by_memory(
     """The parties that must leave by this round and those before, and the pairs to remember of it."""
     names = {name: party.name for name, party in parties.items()}
     seen = {frozenset(map(names.__getitem__, pair)) for pair in lone_pairs(accusations)}
-    known = job.rounds.broken | seen
+    known = job.probing.broken | seen
     others = {name: _others(one, known) for name, one in names.items()}
     gone = leaving(parties, accusations, others)
     stars = {frozenset(map(names.__getitem__, pair)) for pair in stars_of(gone, accusations)}
@@ -247,7 +247,7 @@ def _parties(
     return parties
 
 
-def _broken_pairs(job: Job, current: Round, members: dict[e.SessionId, m.Candidate]) -> str:
+def _broken_pairs(job: Job, current: ProbeRound, members: dict[e.SessionId, m.Candidate]) -> str:
     """Names the hosts that cannot reach each other, with the first reason that was given."""
     pairs: dict[tuple[str, str], str] = {}
     for session, target, why in failures(current, members):
@@ -278,36 +278,36 @@ def _too_few_left(job: Job, out: Iterable[m.Candidate]) -> str:
 
 
 def _say_once(job: Job, sentence: str) -> bool:
-    if sentence == job.rounds.said:
+    if sentence == job.probing.said:
         return False
-    job.rounds.said = sentence
+    job.probing.said = sentence
     job.say(sentence)
     return True
 
 
 def _name_awaited(job: Job, sentence: str, awaited: Iterable[str]) -> None:
     """Says once for whom the others wait, to all members too: their launchers show it."""
-    job.rounds.awaited |= {node_id: _place(job, node_id) for node_id in awaited}
+    job.probing.awaited |= {node_id: _place(job, node_id) for node_id in awaited}
     if _say_once(job, sentence):
         job.tell_members(sentence)
 
 
 def all_have_moved(job: Job) -> bool:
     """Forgets those that were awaited and have moved; returns whether these were all."""
-    awaited = job.rounds.awaited
+    awaited = job.probing.awaited
     moved = [n for n, place in awaited.items() if n not in job.members.by_node or _place(job, n) != place]
     for node_id in moved:
         del awaited[node_id]
     if not moved or awaited:
         return False
-    job.rounds.forget_waits()
+    job.probing.forget_waits()
     return True
 
 
 # ---------------------------------------------------------------- who does not come
 
 
-def _look_for_hangs(job: Job, current: Round, now: float) -> None:
+def _look_for_hangs(job: Job, current: ProbeRound, now: float) -> None:
     """Names members that answer and do not come to what others wait for; expels them in the end."""
     members = {
         current.asked[session].candidate.node_id: answer
@@ -315,7 +315,7 @@ def _look_for_hangs(job: Job, current: Round, now: float) -> None:
         if job.rank_of(current.asked[session].candidate.node_id) >= 0
     }
     waiting = [node_id for node_id, answer in members.items() if answer.late and answer.waits]
-    before, job.rounds.hangs = job.rounds.hangs, {}
+    before, job.probing.hangs = job.probing.hangs, {}
     if not waiting:
         return
     if job.ledger.finished and all(answer.waits for answer in members.values()):
@@ -333,9 +333,9 @@ def _look_for_hangs(job: Job, current: Round, now: float) -> None:
         if node_id in before and before[node_id].place == hang.place:
             hang = before[node_id]
         else:
-            job.rounds.said = ""  # said of each hang anew
-        job.rounds.hangs[node_id] = hang
-    if job.rounds.hangs:
+            job.probing.said = ""  # said of each hang anew
+        job.probing.hangs[node_id] = hang
+    if job.probing.hangs:
         deal_with_hangs(job, now, len(waiting))
 
 
@@ -364,10 +364,10 @@ def _place(job: Job, node_id: str) -> tuple[int, int, int]:
 def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
     """Names the members that others wait for, and expels those that have been named for long."""
     limit_s = job.settings.hang_timeout_s
-    claims = {node_id: job.ledger.claims[node_id] for node_id in job.rounds.hangs}
+    claims = {node_id: job.ledger.claims[node_id] for node_id in job.probing.hangs}
     names = listing([who(c.candidate, job.rank_of(node_id)) for node_id, c in claims.items()])
     waits = f"{count(waiting, 'member')} wait{'s' if waiting == 1 else ''}"
-    due = [c.candidate for node_id, c in claims.items() if now >= job.rounds.hangs[node_id].since + limit_s]
+    due = [c.candidate for node_id, c in claims.items() if now >= job.probing.hangs[node_id].since + limit_s]
     obstacle = _too_few_left(job, due or [claim.candidate for claim in claims.values()])
     _name_awaited(
         job,
@@ -380,7 +380,7 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
             what = f"was expelled: it has not come to the step for which {waits} in {limit_s:g} s"
             job.lose(candidate.node_id, f"{what} (MS_HANG_TIMEOUT)", m.RefusalCode.SUPERSEDED)
     for candidate in due:
-        job.rounds.hangs.pop(candidate.node_id)  # if it stays, its time begins anew
+        job.probing.hangs.pop(candidate.node_id)  # if it stays, its time begins anew
 
 
 # ---------------------------------------------------------------- who comes back
@@ -392,13 +392,13 @@ def keep_outside(job: Job, event: e.Joined) -> bool:
     if not seated_claims(job):
         return False
     name = named_first(candidate)
-    for session, other in job.rounds.outside.items():
+    for session, other in job.probing.outside.items():
         if other.candidate.node_id == candidate.node_id and session != event.session:
             same = other.candidate.incarnation == candidate.incarnation
             newer = f"{name} has opened a newer stream." if same else f"{name} is a newer process."
             job.outbox.send(session, m.Refused(m.RefusalCode.SUPERSEDED, newer))
-    job.rounds.outside[event.session] = event
-    why = job.rounds.barred.get(candidate.host.id) or job.rounds.barred[candidate.node_id]
+    job.probing.outside[event.session] = event
+    why = job.probing.barred.get(candidate.host.id) or job.probing.barred[candidate.node_id]
     sentence = f"{name} is taken in when it and the members reach each other: {why}."
     job.outbox.send(event.session, job.welcome())
     job.outbox.send(event.session, m.Waiting(len(job.present()), job.needed, sentence))
@@ -406,13 +406,13 @@ def keep_outside(job: Job, event: e.Joined) -> bool:
     return True
 
 
-def _take_in(job: Job, current: Round, now: float) -> None:
+def _take_in(job: Job, current: ProbeRound, now: float) -> None:
     """Takes in those that were outside and that all members have reached, of one host at a time."""
     proven: str | None = None
     # Hosts whose workers have come since the round began, and were not asked.
-    unasked = _by_host(job).keys() - current.hosts.keys() if job.rounds.outside else frozenset[str]()
+    unasked = _by_host(job).keys() - current.hosts.keys() if job.probing.outside else frozenset[str]()
     for session, asked in current.asked.items():
-        event = job.rounds.outside.get(session)
+        event = job.probing.outside.get(session)
         if asked.seated or event is None or not is_proven(job, current, session):
             continue
         if unasked - {asked.candidate.host.id}:
@@ -420,13 +420,13 @@ def _take_in(job: Job, current: Round, now: float) -> None:
         if proven is None:
             proven = asked.candidate.host.id
         if asked.candidate.host.id == proven:
-            del job.rounds.outside[session]
-            job.rounds.barred.pop(proven, None)
-            job.rounds.barred.pop(asked.candidate.node_id, None)
-            job.rounds.taken_in.append(event)
+            del job.probing.outside[session]
+            job.probing.barred.pop(proven, None)
+            job.probing.barred.pop(asked.candidate.node_id, None)
+            job.probing.taken_in.append(event)
 
 
-def is_proven(job: Job, current: Round, session: e.SessionId) -> bool:
+def is_proven(job: Job, current: ProbeRound, session: e.SessionId) -> bool:
     """Whether this worker and all members have reached each other."""
     pairs = [
         pair for target in current.asked[session].targets for pair in ((session, target), (target, session))
@@ -438,9 +438,9 @@ def dismiss_outside(job: Job) -> None:
     """Sends the end of the job to the workers outside."""
     outcome = job.ledger.outcome
     assert outcome is not None
-    for session in job.rounds.outside:
+    for session in job.probing.outside:
         job.outbox.send(session, m.Ended(outcome.ok, outcome.reason))
-    job.rounds.outside.clear()
+    job.probing.outside.clear()
 
 
 # ---------------------------------------------------------------- who stays
@@ -597,7 +597,7 @@ def _thinned_out(
 
 
 def failures(
-    current: Round, members: dict[e.SessionId, m.Candidate]
+    current: ProbeRound, members: dict[e.SessionId, m.Candidate]
 ) -> Iterator[tuple[e.SessionId, e.SessionId, str]]:
     """Pairs of workers that could not reach each other, and why; only where both have answered."""
     by_node = {candidate.node_id: session for session, candidate in members.items()}
@@ -613,7 +613,7 @@ def failures(
 
 
 def accusations(
-    current: Round, members: dict[e.SessionId, m.Candidate]
+    current: ProbeRound, members: dict[e.SessionId, m.Candidate]
 ) -> tuple[set[Accusation], set[Accusation]]:
     """Failed pairs by party: hosts where no worker got through, else single workers."""
     through: dict[Accusation, bool] = {}
@@ -630,7 +630,7 @@ def accusations(
     return between, single
 
 
-def _got_through(current: Round, members: dict[e.SessionId, m.Candidate], here: str, there: str) -> bool:
+def _got_through(current: ProbeRound, members: dict[e.SessionId, m.Candidate], here: str, there: str) -> bool:
     """Whether some member on the one host has reached one on the other.
 
     Or the other way, where a single probe speaks for a host of many: one worker may refuse it, or lie.
@@ -641,7 +641,7 @@ def _got_through(current: Round, members: dict[e.SessionId, m.Candidate], here: 
 
 
 def _tried(
-    current: Round, members: dict[e.SessionId, m.Candidate], here: str, there: str
+    current: ProbeRound, members: dict[e.SessionId, m.Candidate], here: str, there: str
 ) -> list[tuple[e.SessionId, e.SessionId]]:
     """Which members on the one host were to probe which on the other."""
     pairs = [(s, current.target(current.asked[s].place, there)) for s in current.hosts[here] if s in members]

@@ -13,7 +13,7 @@ ROUND_S = 15.0
 ROUND_PAUSE_S = 5.0
 """The shortest time from one round of probes to the next, in seconds."""
 
-CALM_PAUSE_S = 60.0
+LONGEST_ROUND_PAUSE_S = 60.0
 """What :data:`ROUND_PAUSE_S` grows to while rounds find that all reach each other."""
 
 TOGETHER_S = 1.0
@@ -26,7 +26,7 @@ CANDIDATES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProbeParticipant:
     """A worker that takes part in a round of probes.
 
     Attributes:
@@ -43,7 +43,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Round:
+class ProbeRound:
     """A round of probes under way; ``awaited``: the workers whose answers it waits for, at least.
 
     Attributes:
@@ -56,7 +56,7 @@ class Round:
     number: int
     due: float
     among_members: bool
-    asked: dict[e.SessionId, Asked]
+    asked: dict[e.SessionId, ProbeParticipant]
     awaited: list[e.SessionId]
     generation: int = 0
     hosts: dict[str, list[e.SessionId]] = field(default_factory=dict)
@@ -100,18 +100,18 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
-class Calm:
+class ProbeBackoff:
     """Until when no further round is needed, because all members were found to reach each other."""
 
     generation: int = 0
     until: float = 0.0
     pause_s: float = ROUND_PAUSE_S
 
-    def again(self, generation: int, now: float) -> Calm:
+    def again(self, generation: int, now: float) -> ProbeBackoff:
         """The same after another such round; the pause grows within a generation."""
         same = generation == self.generation
-        pause_s = min(2 * self.pause_s, CALM_PAUSE_S) if same else ROUND_PAUSE_S
-        return Calm(generation, now + pause_s, pause_s)
+        pause_s = min(2 * self.pause_s, LONGEST_ROUND_PAUSE_S) if same else ROUND_PAUSE_S
+        return ProbeBackoff(generation, now + pause_s, pause_s)
 
 
 PartyName = tuple[str, str]
@@ -121,7 +121,7 @@ BrokenPair = frozenset[PartyName]
 
 
 @dataclass(slots=True)
-class Rounds:
+class Probing:
     """The rounds of probes of a job and what they found; begins empty when the scheduler restarts.
 
     Attributes:
@@ -129,7 +129,7 @@ class Rounds:
         number: the newest round's.
         not_before: when the next one may begin.
         wanted: the members are to be asked.
-        calm: they have been found to reach each other.
+        backoff: they have been found to reach each other.
         hangs: the members that others wait for.
         awaited: those that were named as awaited, busy ones too, and in which step each was then.
         said: what was said last, so that it is not said at every round.
@@ -140,11 +140,11 @@ class Rounds:
         addresses: where workers answer probes.
     """
 
-    current: Round | None = None
+    current: ProbeRound | None = None
     number: int = 0
     not_before: float = 0.0
     wanted: bool = False
-    calm: Calm = Calm()
+    backoff: ProbeBackoff = ProbeBackoff()
     hangs: dict[str, Hang] = field(default_factory=dict)
     awaited: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     said: str = ""
@@ -177,7 +177,7 @@ class Rounds:
 
     def forget_waits(self) -> None:
         """Training goes on: what is waited for next is something new."""
-        self.awaited, self.said, self.calm = {}, "", Calm()
+        self.awaited, self.said, self.backoff = {}, "", ProbeBackoff()
 
     def take_in(self) -> list[e.Joined]:
         """Takes and returns the Joins of workers that were just found to reach all members."""

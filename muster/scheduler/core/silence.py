@@ -19,11 +19,11 @@ def tick(job: Job, event: e.Tick, now: float) -> None:
     for node_id in job.members.silent(now, job.patience):
         what = f"is lost: not heard for {now - job.members.by_node[node_id].last_heard:.1f} s"
         job.lose(node_id, what, m.RefusalCode.SUPERSEDED)
-    if job.rounds.due(job.settings.hang_timeout_s) is not None:
+    if job.probing.due(job.settings.hang_timeout_s) is not None:
         probing.tend_rounds(job, now)
 
 
-def stood_still(job: Job, event: e.StoodStill, now: float) -> None:
+def process_paused(job: Job, event: e.ProcessPaused, now: float) -> None:
     """Handles a standstill of the scheduler: silence meanwhile does not count, and lost streams may return.
 
     Workers end a stream that does not answer; that is seen only now, of streams begun meanwhile as well.
@@ -55,10 +55,10 @@ def held_up(job: Job, event: e.HeldUp, now: float) -> None:
         job.members.excuse(event.seconds, now)
         job.deadlines.excuse(event.seconds)
         if event.seconds >= ROUND_PAUSE_S:
-            job.rounds.repeat()
+            job.probing.repeat()
 
 
-def fell_behind(job: Job, event: e.FellBehind, now: float) -> None:
+def receive_backlog(job: Job, event: e.ReceiveBacklog, now: float) -> None:
     """Silence counts only while the scheduler keeps up: it has not read what these workers have sent."""
     unread = [node_id for session in event.sessions if (node_id := job.members.nodes.get(session))]
     if unread and job.phase is not Phase.ENDED:

@@ -245,7 +245,7 @@ class JobDriver:
         stood_s, held_up_s = self._stood_s + self._late(now), self._held_up_s
         self._stood_s = self._held_up_s = 0.0
         if stood_s:  # goes first: what waits here may be the consequence
-            batch.insert(0, _Item(e.StoodStill(stood_s)))
+            batch.insert(0, _Item(e.ProcessPaused(stood_s)))
         if held_up_s:
             batch.insert(0, _Item(e.HeldUp(held_up_s)))
         stepped: list[Stepped] = []
@@ -327,7 +327,7 @@ class JobDriver:
             if item.done is not None and not item.done.done():
                 item.done.set_result(decision.reason)
 
-    def look(self, now: float) -> tuple[e.FellBehind | None, bool]:
+    def look(self, now: float) -> tuple[e.ReceiveBacklog | None, bool]:
         """Checks, before a Tick declares workers lost, whether this process itself is behind with reading.
 
         Returns:
@@ -344,7 +344,7 @@ class JobDriver:
             return None, True
         unread = self.unread(overdue)
         if unread:
-            return e.FellBehind(tuple(each for peer in unread for each in overdue[peer])), False
+            return e.ReceiveBacklog(tuple(each for peer in unread for each in overdue[peer])), False
         known, self._doubted = self._doubted, {each for some in overdue.values() for each in some}
         if self._doubted <= known:
             return None, False

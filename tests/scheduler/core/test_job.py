@@ -347,7 +347,7 @@ def test_a_stream_that_ends_when_its_worker_is_overdue_is_put_down_to_the_silenc
 def test_silence_does_not_count_while_the_event_loop_is_late() -> None:
     job, _ = running(replace(SETTINGS, worker_min=1))
     for second in range(1, 6):  # busy, 0.3 s in each
-        job.step(e.StoodStill(0.3), float(second))
+        job.step(e.ProcessPaused(0.3), float(second))
     assert not is_removed(job.step(e.Tick(), 6.4))
     assert is_removed(job.step(e.Tick(), 6.5))
 
@@ -356,7 +356,7 @@ def test_late_turns_of_the_event_loop_add_up_until_streams_may_have_broken() -> 
     def loss_after(*late: float) -> bool:
         job, _ = running(replace(SETTINGS, worker_min=1))
         for at in late:
-            job.step(e.StoodStill(0.9), at)
+            job.step(e.ProcessPaused(0.9), at)
         job.step(e.Heard(2, 1, 0, 0, 0.0), 9.0)  # read just before its stream's end, which is as old
         return is_removed(job.step(e.SessionLost(2, "ping timeout"), 9.0))
 
@@ -368,7 +368,7 @@ def test_silence_does_not_count_while_what_a_worker_sent_is_unread() -> None:
     job, _ = running(replace(SETTINGS, worker_min=1))
     job.step(e.Heard(1, 1, 0, 0, 0.0), 4.0)
     assert (job.overdue(4.9), job.overdue(5.0)) == ((), (2,))
-    decision = job.step(e.FellBehind((2,)), 5.0)
+    decision = job.step(e.ReceiveBacklog((2,)), 5.0)
     assert decision.reason.startswith("The scheduler is behind: what 1 worker sent is not read yet;")
     assert job.overdue(5.0) == () and not is_removed(job.step(e.Tick(), 5.0))
     # Its own side may have given the stream up meanwhile.
@@ -384,7 +384,7 @@ def test_a_stream_may_have_broken_until_it_is_looked_again_whether_the_scheduler
     history(job, join(1, "a"), join(2, "b"))
     behind_at = next(at / 4 for at in range(100) if job.overdue(at / 4))
     assert behind_at > SETTINGS.node_timeout_s
-    job.step(e.FellBehind((1, 2)), behind_at)
+    job.step(e.ReceiveBacklog((1, 2)), behind_at)
     look_at = next(behind_at + at / 4 for at in range(100) if job.overdue(behind_at + at / 4))
     for session in (1, 2):  # the end of a flood: what waited is read in one go, with the stream's end
         job.step(e.Heard(session, 1, 0, 0, 0.0), look_at)
@@ -394,7 +394,7 @@ def test_a_stream_may_have_broken_until_it_is_looked_again_whether_the_scheduler
 def test_a_stream_that_ends_unheard_while_the_scheduler_is_behind_leaves_time_to_come_back() -> None:
     """Its last words may be lost with the stream, and its next ones wait where those did."""
     job, _ = running(replace(SETTINGS, worker_min=1))
-    job.step(e.FellBehind((1, 2)), 5.0)
+    job.step(e.ReceiveBacklog((1, 2)), 5.0)
     job.step(e.Heard(1, 1, 0, 0, 0.0), 9.9)
     decision = job.step(e.SessionLost(2, "ping timeout"), 9.9)
     assert "it may come back" in decision.reason and not is_removed(decision)
@@ -407,13 +407,13 @@ def test_a_stream_that_ends_unheard_while_the_scheduler_is_behind_leaves_time_to
 def test_ends_of_streams_keep_nobody_who_does_not_speak() -> None:
     """A stream ends once: for another end a worker has to join again."""
     job, _ = running(replace(SETTINGS, worker_min=1))
-    job.step(e.FellBehind((1, 2)), 5.0)
+    job.step(e.ReceiveBacklog((1, 2)), 5.0)
     job.step(e.SessionLost(2, "reset"), 6.0)
     for at in (7.0, 8.0, 9.0, 10.0):
         job.step(e.Heard(1, 1, 0, 0, 0.0), at)
         job.step(e.SessionLost(2, "reset"), at)
         job.step(e.SessionLost(77, "reset"), at)
-        job.step(e.FellBehind((2,)), at)
+        job.step(e.ReceiveBacklog((2,)), at)
     assert not is_removed(job.step(e.Tick(), 10.9))
     assert is_removed(job.step(e.Tick(), 11.0))
 
@@ -421,12 +421,12 @@ def test_ends_of_streams_keep_nobody_who_does_not_speak() -> None:
 def test_what_was_due_while_the_scheduler_stood_still_gets_that_time_again() -> None:
     job = Machine("red", SETTINGS)
     history(job, join(1, "a"))
-    job.step(e.StoodStill(29.0), 29.0)
+    job.step(e.ProcessPaused(29.0), 29.0)
     assert job.step(e.Tick(), 31.0).records == ()  # MS_TOPO_TIMEOUT, 30 s, has not run meanwhile
     job, _ = running(replace(SETTINGS, node_timeout_s=20.0, stall_timeout_s=10.0))
     job.step(e.Heard(1, 1, 4, 5, 1.0, ()), 0.0)
     job.step(e.PeerSuspected(1, 1, 1, "reset"), 0.0)
-    job.step(e.StoodStill(25.0), 25.0)
+    job.step(e.ProcessPaused(25.0), 25.0)
     decision = job.step(e.Tick(), 26.0)
     assert decision.records == () and "No progress" not in decision.reason
 
@@ -452,7 +452,7 @@ def test_what_the_scheduler_did_not_read_costs_the_group_no_time_to_be_built() -
     job = Machine("red", SETTINGS)
     history(job, join(1, "a"), join(2, "b"))
     for behind_at in (15.0, 20.0, 25.0):
-        job.step(e.FellBehind((1, 2)), behind_at)
+        job.step(e.ReceiveBacklog((1, 2)), behind_at)
         job.step(e.Heard(1, 1, 0, 0, 0.0), behind_at)
     due = job.deadline()
     assert due is not None and due <= 30.0

@@ -288,9 +288,9 @@ def answers_to_probes(size: int) -> Callable[[], object]:
         crowd.feed(e.Joined(number, two, probe_address=f"10.0.0.1:{number}"))
     crowd.built(crowd.everybody)
     crowd.feed(e.PeerLate(1, 1, 10.0))
-    asked = crowd.machine.job.rounds.number
+    asked = crowd.machine.job.probing.number
     answers = [e.Probed(number, asked, seconds=0.1) for number in crowd.everybody]
-    assert crowd.machine.job.rounds.current is not None
+    assert crowd.machine.job.probing.current is not None
     return lambda: [crowd.feed(answer) for answer in answers]
 
 
@@ -300,7 +300,7 @@ def answers_of_many_hosts(size: int, broken: str = "") -> Callable[[], object]:
     crowd.join(crowd.everybody, probe_address="10.0.0.1:1")
     crowd.built(crowd.everybody)
     crowd.feed(e.PeerLate(1, 1, 10.0))
-    current = crowd.machine.job.rounds.current
+    current = crowd.machine.job.probing.current
     assert current is not None and len(current.asked) == size
     answers = []
     for number, asked in current.asked.items():

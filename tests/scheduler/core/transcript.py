@@ -220,5 +220,5 @@ EVENTS: dict[str, Callable[[list[str], Arguments, e.Settings], e.Event]] = {
     "drain": lambda w, o, s: e.DrainRequested(w[0], "maintenance"),
     "expel": lambda w, o, s: e.Expel(w[0], "certificate revoked"),
     "tick": lambda w, o, s: e.Tick(),
-    "still": lambda w, o, s: e.StoodStill(float(w[0])),
+    "still": lambda w, o, s: e.ProcessPaused(float(w[0])),
 }

@@ -168,7 +168,7 @@ def test_a_process_that_stood_still_while_it_wrote_says_that_and_not_that_it_wai
         rig.disk.set()
         await joining
         await rig.driver.submit(e.Heard(1, 0, 0, 0, 0.0))
-        assert rig.job.events()[1:3] == [e.HeldUp(PULSE_S), e.StoodStill(8.0)]
+        assert rig.job.events()[1:3] == [e.HeldUp(PULSE_S), e.ProcessPaused(8.0)]
         await rig.close()
 
     go(test())
@@ -214,7 +214,7 @@ def test_the_machine_is_told_first_that_the_process_stood_still() -> None:
             8.0  # no timer has called meanwhile, and the end of a stream is there before any does
         )
         await rig.driver.submit(e.SessionLost(1, "reset"))
-        assert rig.job.events()[1:] == [e.StoodStill(8.0), e.SessionLost(1, "reset")]
+        assert rig.job.events()[1:] == [e.ProcessPaused(8.0), e.SessionLost(1, "reset")]
         await rig.close()
 
     go(test())
@@ -230,7 +230,7 @@ def test_a_process_whose_every_turn_is_long_was_away_for_all_of_them() -> None:
         for turn_s in (1.0, 1.0, 0.625):
             rig.clock.now += turn_s
             await rig.driver.submit(e.Tick())
-        stood = [event.seconds for event in rig.job.events() if isinstance(event, e.StoodStill)]
+        stood = [event.seconds for event in rig.job.events() if isinstance(event, e.ProcessPaused)]
         assert stood == [1.0, 1.0, 0.125]  # the last was merely busy
         await rig.close()
 
@@ -271,7 +271,7 @@ def test_before_a_worker_is_lost_for_silence_it_is_looked_whether_its_words_are_
         assert asked == []
         await rig.driver.submit(e.Tick())
         assert asked == [["127.0.0.1:5", "[::1]:6"]]
-        assert rig.job.events()[2:] == [e.FellBehind((2,)), e.Tick()]
+        assert rig.job.events()[2:] == [e.ReceiveBacklog((2,)), e.Tick()]
         await rig.close()
 
     go(test())
@@ -286,7 +286,7 @@ def test_workers_of_a_host_share_a_stream_and_are_behind_together() -> None:
         rig.driver.unread = lambda peers: [peer for peer in peers if peer == "127.0.0.1:5"]
         rig.job.silent = (1, 2, 3)
         await rig.driver.submit(e.Tick())
-        assert rig.job.events() == [e.FellBehind((1, 2)), e.Tick()]
+        assert rig.job.events() == [e.ReceiveBacklog((1, 2)), e.Tick()]
         await rig.close()
 
     go(test())
