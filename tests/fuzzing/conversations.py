@@ -8,7 +8,8 @@ from muster.scheduler.core import events as se
 from muster.scheduler.core import machine as core
 from muster.scheduler.core.events import Decision
 from muster.scheduler.core.records import decode_record, encode_record
-from muster.scheduler.serve.sessions import encode_status, event_of
+from muster.scheduler.serve.sessions import event_of
+from muster.scheduler.serve.status import encode_status
 from muster.wire import codec
 from muster.wire import messages as m
 from tests.fuzzing.shapes import parts

@@ -13,7 +13,8 @@ from muster.scheduler.core import events as e
 from muster.scheduler.core import records as r
 from muster.scheduler.core.job import as_sent
 from muster.scheduler.core.views import JobView, WorkerView
-from muster.scheduler.serve.sessions import encode_status, event_of
+from muster.scheduler.serve.sessions import event_of
+from muster.scheduler.serve.status import encode_status
 from muster.wire import codec
 from muster.wire import messages as m
 from muster.wire.codec import WireError

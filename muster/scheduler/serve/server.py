@@ -38,7 +38,8 @@ from muster.scheduler.serve import listen
 from muster.scheduler.serve.credentials import check_may_listen
 from muster.scheduler.serve.health import GuardedHealth
 from muster.scheduler.serve.host_stream import HostStreams
-from muster.scheduler.serve.sessions import SERVICE, Limits, Service, Sessions
+from muster.scheduler.serve.service import SERVICE, Service
+from muster.scheduler.serve.sessions import Limits, Sessions
 from muster.scheduler.store.service import StoreService
 from muster.scheduler.watch.service import WatchService
 from muster.wire.settings import server_options, show_address

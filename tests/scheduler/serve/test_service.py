@@ -22,7 +22,8 @@ from muster.scheduler.jobs.jobs import Jobs
 from muster.scheduler.jobs.stream import OutgoingStream
 from muster.scheduler.serve.host_stream import HostStreams
 from muster.scheduler.serve.server import keep_in_force
-from muster.scheduler.serve.sessions import Limits, Service, Sessions
+from muster.scheduler.serve.service import Service
+from muster.scheduler.serve.sessions import Limits, Sessions
 from muster.wire import messages as m
 from muster.wire.v1 import rendezvous_pb2 as pb
 from tests.scheduler.fakes import FakeJob

@@ -1,0 +1,195 @@
+"""The gRPC servicer of workers and of operators: authenticates, decodes, queues and streams replies.
+
+It makes no decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+
+from muster.scheduler import __version__
+from muster.scheduler.access import Caller
+from muster.scheduler.core import events as e
+from muster.scheduler.errors import (
+    NotFoundError,
+    NotPermittedError,
+    SchedulerError,
+    TooSlowError,
+    begin_stream,
+    end_call,
+)
+from muster.scheduler.jobs.stream import OutgoingStream
+from muster.scheduler.serve.sessions import LARGE_MESSAGE_BYTES, Context, Sessions, decoded
+from muster.scheduler.serve.status import encode_jobs, encode_status
+from muster.wire import codec
+
+SERVICE = "rendezvous.v1.Rendezvous"
+STATUS_ROLES = ("worker", "scheduler", "operator")
+
+
+class Service:
+    """Serves ``rendezvous.v1.Rendezvous`` on bytes, so that nothing is parsed before the caller is known."""
+
+    def __init__(self, sessions: Sessions, own_job: str, *, leader: str = "") -> None:
+        self._sessions = sessions
+        self._jobs, self._access, self._recorder = sessions.jobs, sessions.access, sessions.recorder
+        self._own_job = own_job
+        self._leader = leader
+        self._started = time.monotonic()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service's handlers for a server."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Session": grpc.stream_stream_rpc_method_handler(self.session),
+                "Status": grpc.unary_unary_rpc_method_handler(self.status),
+                "Drain": grpc.unary_unary_rpc_method_handler(self.drain),
+                "Jobs": grpc.unary_unary_rpc_method_handler(self.jobs),
+                "ProcessEnded": grpc.unary_unary_rpc_method_handler(self.process_ended),
+            },
+        )
+
+    # ------------------------------------------------------------ unary
+
+    async def status(self, data: bytes, context: Context) -> bytes:
+        """Answers Status."""
+
+        async def answer(caller: Caller) -> bytes:
+            job_id = decoded(codec.decode_status_request, data) or self._own_job
+            self._access.allow(caller, roles=STATUS_ROLES, job=job_id)
+            view = self._jobs.get(job_id).view()
+            uptime_s = time.monotonic() - self._started
+            return encode_status(view, uptime_s=uptime_s, version=__version__, leader=self._leader)
+
+        return await self._answer("Status", context, answer)
+
+    async def jobs(self, data: bytes, context: Context) -> bytes:
+        """Answers Jobs, with those that the caller may see."""
+
+        async def answer(caller: Caller) -> bytes:
+            views = [driver.view() for driver in self._jobs.all() if self._may_see(caller, driver.job_id)]
+            return encode_jobs(views, version=__version__)
+
+        return await self._answer("Jobs", context, answer)
+
+    def _may_see(self, caller: Caller, job_id: str) -> bool:
+        try:
+            self._access.allow(caller, roles=STATUS_ROLES, job=job_id)
+        except NotPermittedError:
+            return False
+        return True
+
+    async def drain(self, data: bytes, context: Context) -> bytes:
+        """Answers Drain."""
+
+        async def answer(caller: Caller) -> bytes:
+            named, node_id, reason = decoded(codec.decode_drain_request, data)
+            job_id = named or self._own_job
+            self._access.allow(caller, roles=("operator",), job=job_id)
+            driver = self._jobs.get(job_id)
+            if all(w.candidate.node_id != node_id for w in driver.view().workers):
+                raise NotFoundError(f"There is no node {node_id!r} in job {job_id!r}.")
+            done = await driver.submit(e.DrainRequested(node_id, reason))
+            self._recorder.drained(job_id, node_id, caller, reason)
+            return codec.encode_drain_reply(done or f"Node {node_id} of job {job_id} is asked to leave.")
+
+        return await self._answer("Drain", context, answer)
+
+    async def process_ended(self, data: bytes, context: Context) -> bytes:
+        """Answers ProcessEnded, once what follows is durable."""
+
+        async def answer(caller: Caller) -> bytes:
+            named, node_id, incarnation, detail = decoded(codec.decode_process_ended_request, data)
+            job_id = named or self._own_job
+            self._access.allow(caller, roles=("worker",), job=job_id, node=node_id)
+            driver = self._jobs.get(job_id)
+            done = await driver.submit(e.ProcessEnded(node_id, incarnation, detail))
+            who = (node_id, incarnation)
+            places = ((w.candidate.node_id, w.candidate.incarnation) for w in driver.view().workers)
+            gone = who not in places
+            if gone and done:
+                self._recorder.lost(job_id, node_id, caller, detail)
+            return codec.encode_process_ended_reply(gone=gone)
+
+        return await self._answer("ProcessEnded", context, answer)
+
+    async def _answer(
+        self, call: str, context: Context, answer: Callable[[Caller], Awaitable[bytes]]
+    ) -> bytes:
+        caller = None
+        try:
+            caller = self._access.authenticate(context)
+            return await answer(caller)
+        except Exception as error:
+            await self._recorder.turn_away(call, context, caller, error)
+            raise
+
+    # ------------------------------------------------------------ the session stream
+
+    async def session(self, _requests: object, context: Context) -> None:
+        """Serves one worker's stream from its Join to its end."""
+        caller = None
+        try:
+            caller = self._access.authenticate(context)
+            session = self._sessions.admit(caller)
+        except SchedulerError as error:
+            await self._recorder.turn_away("Session", context, caller, error)
+            raise
+        try:
+            await begin_stream(context)
+            await self._serve(session, context)
+            if session.closed is not None:  # waits for a peer that does not read: it counts until it is gone
+                await end_call(context, session.closed)
+        finally:
+            self._sessions.release(session)
+
+    async def _serve(self, session: OutgoingStream, context: Context) -> None:
+        reader = asyncio.ensure_future(self._read(session, context))
+        writer = asyncio.ensure_future(self._write(session, context))
+        dropped = asyncio.ensure_future(session.dropped.wait())
+        tasks = {reader, writer, dropped}
+        detail = "no goodbye was said"
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done() and not session.over:
+                error = None if reader.cancelled() else reader.exception()
+                detail = self._sessions.refuse(session, error) if error is not None else detail
+                session.close()
+            self._sessions.report_loss(session, str(session.closed or detail))
+            timeout_s = self._sessions.limits.farewell_timeout_s
+            await asyncio.wait({writer, dropped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when gRPC cancels the call because its connection broke
+            for task in tasks:
+                task.cancel()
+            self._sessions.report_loss(session, detail)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, session: OutgoingStream, context: Context) -> None:
+        while await session.has_next():
+            large = session.next_size() >= LARGE_MESSAGE_BYTES
+            # A newer generation may take the place of what waits for its turn here.
+            async with self._sessions.large_writes if large else contextlib.nullcontext():
+                data = await session.next()
+                if data is not None:
+                    await context.write(data)
+
+    async def _read(self, session: OutgoingStream, context: Context) -> None:
+        try:
+            data = await asyncio.wait_for(context.read(), self._sessions.limits.join_timeout_s)
+        except TimeoutError:
+            raise TooSlowError("The caller opened a session and sent no Join.") from None
+        if data is grpc.aio.EOF:
+            return
+        event = await self._sessions.join(session, data)
+        driver = session.driver
+        assert driver is not None
+        await driver.submit(event)
+        while (data := await context.read()) is not grpc.aio.EOF:
+            await driver.submit(self._sessions.event(session, data))
