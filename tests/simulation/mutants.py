@@ -476,9 +476,10 @@ def everybody_broken_goes(right: Any) -> Any:
 
 
 def both_must_accuse(right: Any) -> Any:
-    return lambda parties, accusations: right(
-        parties, {(a, b) for a, b in accusations if (b, a) in accusations}
-    )
+    def leaving(parties: Any, accusations: Any, others: Any) -> frozenset[str]:
+        return frozenset(right(parties, {(a, b) for a, b in accusations if (b, a) in accusations}, others))
+
+    return leaving
 
 
 def forgets_pairs_of_silent_members(right: Any) -> Any:
@@ -595,7 +596,7 @@ MUTANTS: dict[str, Mutant] = {
     "the end of a generation is not seen": Mutant(client.Client, "over", sees_later_ends_alone),
     "cuts ignored": Mutant(probing, "expel_unreachable", instead(lambda *a: False)),
     "all that are in a broken pair go": Mutant(probing, "best", everybody_broken_goes),
-    "one direction is not enough": Mutant(probing, "leaving", both_must_accuse),
+    "one direction is not enough": Mutant(probing, "leaving", both_must_accuse, 347),
     "broken pairs are not remembered": Mutant(probing, "lone_pairs", instead(lambda *a: frozenset())),
     "of a pair the accuser goes": Mutant(probing, "repeaters", forgets_pairs_of_silent_members),
     "the side of the lowest rank stays": Mutant(probing, "worth", lowest_rank_stays),
