@@ -147,16 +147,16 @@ class Tick(Value):
 class ProcessPaused(Value):
     """The scheduler's own process did not run for ``seconds``: stopped, or frozen.
 
-    It goes before whatever came meanwhile.
+    It goes before whatever came in that time.
     """
 
     seconds: float
 
 
 class HeldUp(Value):
-    """Nothing could be written for ``seconds``, so nothing was stepped; streams were served meanwhile.
+    """Nothing could be written for ``seconds``, so nothing was stepped; streams were served.
 
-    It goes before whatever came meanwhile.
+    It goes before whatever came in that time.
     """
 
     seconds: float

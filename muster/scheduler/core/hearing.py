@@ -1,4 +1,4 @@
-"""What members say: heartbeats, unique ids, how far they are, and for whom they wait."""
+"""What members say: heartbeats, unique ids, how far they are, and who they wait for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def heard(job: Job, event: e.Heard, now: float) -> None:
 def _came_to_build(job: Job, now: float) -> None:
     """Gives a worker that comes late, perhaps after all time-outs, its time to build.
 
-    One that comes soon does not, lest a group that fails again and again be tried for ever.
+    One that comes soon does not, so that a group that fails again and again is not tried for ever.
     """
     late = now > job.deadlines.formed_at + job.settings.topo_timeout_s / 2
     if late and job.phase is Phase.BUILDING and job.ledger.ever_established:
@@ -76,7 +76,7 @@ def quiesced_reported(job: Job, event: e.QuiescedReported, now: float) -> None:
 
 
 def peer_suspected(job: Job, event: e.PeerSuspected, now: float) -> None:
-    """Handles a failed collective: the peer is lost, or the group is built anew."""
+    """Handles a failed collective: the peer is lost, or the group is built again."""
     if event.rank < 0:  # nobody is to blame, but one that has finished may be missed
         node_id = job.member_behind(event.session, event.generation)
         if node_id is not None:

@@ -55,7 +55,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """A report that collectives failed on a peer; unless it is lost by ``due``, the group is built anew."""
+    """A report that collectives failed on a peer; unless it is lost by ``due``, the group is built again."""
 
     due: float
     sentence: str
@@ -63,7 +63,7 @@ class Suspicion:
 
 @dataclass(slots=True)
 class Deadlines:
-    """Start times and due times of a job's phases. All begin anew when the scheduler is started again.
+    """Start times and due times of a job's phases. All begin afresh when the scheduler is started again.
 
     Attributes:
         phase_since: since when the phase lasts.
@@ -77,7 +77,7 @@ class Deadlines:
         last_call: when that is over; 0: it lacks some that it needs.
         hand_over: when a member that leaves waits no longer for another that takes the state.
         holders_return: when a suspended job waits no longer for those that held the state; 0: too few are in.
-        suspicion: when a group whose collectives failed is built anew.
+        suspicion: when a group whose collectives failed is built again.
         forgiving_until: a stream that ends before that may have broken while the scheduler stood still.
         late_s, late_at: by how much turns were late lately, and when that was counted.
     """
@@ -127,7 +127,7 @@ class GenerationState:
         change: why it was formed, without remarks.
         plan: why its members are to change at a step boundary; None: they are not.
         broken: why the step before a planned switch to it cannot be finished.
-        puzzled: node ids of members whose collective failed, they cannot say on whom.
+        puzzled: node ids of members whose collective failed, they cannot say on which peer.
     """
 
     unique_ids: tuple[bytes, ...] = field(default=(), repr=False)
@@ -170,7 +170,7 @@ class Job:
         deadlines: what is due.
         outbox: what the event that is dealt with brings about.
         current: the newest generation.
-        probing: who has been found to reach whom.
+        probing: who has been found to reach which others.
         records: how many records it has taken in.
         trained: ranks in the generation that stood last, by node id.
         now: when the event that is dealt with happened.

@@ -212,7 +212,7 @@ class Ledger:
 
         Survivors come first, then workers that wait for a place, then spares. Among equals the rule of ranks
         decides, never the order of arrival. Once the job is finishing, only survivors that hold the state go
-        on: a newcomer without it would begin the training anew.
+        on: a newcomer without it would begin the training from its start.
 
         Where none of them holds the state and a member that leaves does, the longest-lived such member stays
         for one more generation, with room for at least one that takes the state from it.

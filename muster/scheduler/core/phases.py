@@ -62,7 +62,7 @@ def times_out_at(job: Job) -> float:
     """The time at which forming, building or waiting has taken too long.
 
     A group that took long to be found unfit (two hosts do not reach each other, a member hangs) leaves
-    the next one half of the time at least; together they have twice the time, lest it be tried for ever.
+    the next one half of the time at least. Together they have twice the time: nothing is tried for ever.
     """
     limit_s = job.settings.topo_timeout_s
     due = job.deadlines.phase_since + limit_s
@@ -194,7 +194,7 @@ def _advance_quiescing(job: Job, now: float) -> bool:
 
 
 def hand_over_first(job: Job) -> bool:
-    """Lets members that have stopped go on where who leaves meanwhile has to hand over the state before."""
+    """Lets members that have stopped go on where one that leaves has to hand over the state first."""
     if not job.ledger.is_handing_over(job.members.stateless()):
         return False
     for claim in job.ledger.living_members():  # who is sent the assignment again may go on

@@ -286,7 +286,7 @@ def _say_once(job: Job, sentence: str) -> bool:
 
 
 def _name_awaited(job: Job, sentence: str, awaited: Iterable[str]) -> None:
-    """Says once for whom the others wait, to all members too: their launchers show it."""
+    """Says once who the others wait for, to all members too: their launchers show it."""
     job.probing.awaited |= {node_id: _place(job, node_id) for node_id in awaited}
     if _say_once(job, sentence):
         job.tell_members(sentence)
@@ -333,7 +333,7 @@ def _look_for_hangs(job: Job, current: ProbeRound, now: float) -> None:
         if node_id in before and before[node_id].place == hang.place:
             hang = before[node_id]
         else:
-            job.probing.said = ""  # said of each hang anew
+            job.probing.said = ""  # said again of each hang
         job.probing.hangs[node_id] = hang
     if job.probing.hangs:
         deal_with_hangs(job, now, len(waiting))
@@ -380,7 +380,7 @@ def deal_with_hangs(job: Job, now: float, waiting: int) -> None:
             what = f"was expelled: it has not come to the step for which {waits} in {limit_s:g} s"
             job.lose(candidate.node_id, f"{what} (MS_HANG_TIMEOUT)", m.RefusalCode.SUPERSEDED)
     for candidate in due:
-        job.probing.hangs.pop(candidate.node_id)  # if it stays, its time begins anew
+        job.probing.hangs.pop(candidate.node_id)  # if it stays, its time begins again
 
 
 # ---------------------------------------------------------------- who comes back
@@ -478,11 +478,11 @@ def leaving(
 
     One that alone accuses many leaves itself, and so does one of a lone pair that was in other such pairs
     before. Of the rest the largest set stays that holds the training state; of equals, the one with the
-    lowest ranks. Who of a pair accused whom counts for nothing: else one would gain by silence.
+    lowest ranks. Which of a pair accused the other counts for nothing: else one would gain by silence.
 
     Args:
         parties: all there are, by name.
-        accusations: who could not reach whom.
+        accusations: who could not reach which other.
         others: with how many different others each has been in a lone pair, this round's among them.
     """
     alone = lone_accusers(parties, accusations)

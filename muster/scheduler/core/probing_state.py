@@ -31,7 +31,7 @@ class ProbeParticipant:
 
     Attributes:
         candidate: who it is.
-        targets: whom it probes.
+        targets: the streams of the workers that it probes.
         seated: it has a claim, and is not to earn one.
         place: its number among the seated workers of its host.
     """
@@ -48,7 +48,7 @@ class ProbeRound:
 
     Attributes:
         hosts: the streams of those with a claim that are asked, by the id of their host.
-        unreached: why they could not reach whom, by node id, of each that has answered.
+        unreached: why they could not reach others, by node id, of each that has answered.
         began: since when those that have answered have probed.
         heard: when each worker was last heard.
     """
@@ -66,7 +66,7 @@ class ProbeRound:
     heard: dict[e.SessionId, float] = field(default_factory=dict)
 
     def target(self, place: int, host_id: str) -> e.SessionId:
-        """Whom a worker with this place on its host probes of another host."""
+        """Which worker one with this place on its host probes of another host."""
         there = self.hosts[host_id]
         return there[place % len(there)]
 

@@ -20,7 +20,7 @@ from muster.wire import messages as m
 
 
 def awaited(job: Job) -> str:
-    """Names for whom the group that is built waits, without a full stop."""
+    """Names who the group that is built waits for, without a full stop."""
     return building_sentence(job.ledger, job.members, job.current.built, ids=bool(job.current.unique_ids))
 
 

@@ -22,7 +22,7 @@ def report(job: Job, now: float) -> None:
     if job.phase is Phase.BUILDING:
         since = f"for {now - job.deadlines.formed_at:.0f} s"
         job.say(f"The group is being built {since}: {awaited(job)}.")
-        # Each member's own log then says for whom it waits.
+        # Each member's own log then says who it waits for.
         job.send_to_members(m.Waiting(len(job.current.built), len(job.ledger.ranks), job.reason))
         return
     broadcast_waiting(job)

@@ -24,9 +24,9 @@ def tick(job: Job, event: e.Tick, now: float) -> None:
 
 
 def process_paused(job: Job, event: e.ProcessPaused, now: float) -> None:
-    """Handles a standstill of the scheduler: silence meanwhile does not count, and lost streams may return.
+    """Handles a standstill of the scheduler: silence in it does not count, and lost streams may return.
 
-    Workers end a stream that does not answer; that is seen only now, of streams begun meanwhile as well.
+    Workers end a stream that does not answer; that is seen only now, of streams begun in it as well.
     """
     seconds, node_timeout_s = event.seconds, job.settings.node_timeout_s
     breaking_s = job.settings.breaking_pause_s or node_timeout_s / 3
@@ -50,7 +50,7 @@ def process_paused(job: Job, event: e.ProcessPaused, now: float) -> None:
 
 
 def held_up(job: Job, event: e.HeldUp, now: float) -> None:
-    """Handles a time without a journal: what was said meanwhile comes now. Who is gone is gone."""
+    """Handles a time without a journal: what was said in that time comes now. Who is gone is gone."""
     if job.phase is not Phase.ENDED:
         job.members.excuse(event.seconds, now)
         job.deadlines.excuse(event.seconds)

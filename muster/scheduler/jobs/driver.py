@@ -253,7 +253,7 @@ class JobDriver:
         for item, more in zip(batch, _losses_to_come(batch), strict=True):
             if isinstance(item.event, e.Joined) and (
                 item.event.session in over or item.event.session not in self.sessions
-            ):  # its stream has had the last word meanwhile: nothing could answer it
+            ):  # its stream has had the last word by now: nothing could answer it
                 stepped.append((item, Decision()))
                 continue
             if isinstance(item.event, e.Tick):

@@ -44,7 +44,7 @@ class Jobs:
         recover_machine: makes a job's machine from its records.
         storage: the journal; None: without recovery.
         stood_by: whether this process waited for another to end: a job that ended with that one is over, and
-            not begun anew.
+            not begun again.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Jobs:
 
         Args:
             job_id: the job.
-            fresh: the worker holds no place from before, so an ended job may begin anew.
+            fresh: the worker holds no place from before, so an ended job may begin again.
 
         Raises:
             UnknownJobError: this scheduler serves one other job.
@@ -104,7 +104,7 @@ class Jobs:
         driver = self._drivers.get(job_id)
         if driver is not None and not self._is_to_begin_anew(driver, fresh):
             return driver
-        async with self._opening:  # what is forgotten has to be gone from the journal before it begins anew
+        async with self._opening:  # what is forgotten has to be gone from the journal before it begins again
             return await self._for_join(job_id, fresh)
 
     def _is_to_begin_anew(self, driver: JobDriver, fresh: bool) -> bool:
@@ -113,7 +113,7 @@ class Jobs:
     async def _for_join(self, job_id: str, fresh: bool) -> JobDriver:
         driver = self._drivers.get(job_id)
         if driver is not None and not self._is_to_begin_anew(driver, fresh):
-            return driver  # another stream has opened it meanwhile
+            return driver  # another stream has opened it by now
         if driver is not None:
             await self._forget(job_id)
         if job_id != self._settings.job_id and not self._settings.serve:

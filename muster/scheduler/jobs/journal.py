@@ -241,7 +241,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             return list(self._read(self._connection))
 
     def forget(self, job_id: str) -> None:
-        """Drops all records of a job, so that a job of that name can begin anew."""
+        """Drops all records of a job, so that a job of that name can begin again."""
         with self._as_journal_errors(), self._transaction() as connection:
             _delete(connection, job_id)
         self._appended.pop(job_id, None)

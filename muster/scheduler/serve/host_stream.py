@@ -107,7 +107,7 @@ class _Host:
             if self._stream.dropped.is_set() and self._stream.closed is None:
                 drops = [each.closed for each in self._workers.values() if isinstance(each.closed, _DROPS)]
                 self._stream.closed = next(iter(drops), None)
-            # A message that is cut off amid being written would keep gRPC from ever ending the call.
+            # A message that is cut off while it is written would keep gRPC from ever ending the call.
             self._ending = True
             self._stream.wake.set()
             limit_s = self._sessions.limits.farewell_timeout_s
@@ -179,7 +179,7 @@ class _Host:
                 event = self._sessions.event(session, item.message)
         except Exception as error:
             return self._sessions.loss(session, self._sessions.refuse(session, error))
-        if session.driver is None:  # the job has ended it meanwhile
+        if session.driver is None:  # the job has ended it by now
             return None
         return session.driver, event
 

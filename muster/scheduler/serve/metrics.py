@@ -46,7 +46,7 @@ EXCHANGE_TIMEOUT_S = 5.0
 
 
 class SchedulerCollector:
-    """Collects all metrics in the scheduler's event loop, where nothing changes meanwhile."""
+    """Collects all metrics in the scheduler's event loop, where nothing changes in between."""
 
     def __init__(
         self,

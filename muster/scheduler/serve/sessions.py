@@ -55,7 +55,7 @@ class Sessions:
     Args:
         jobs: what the workers join.
         access: says who a caller is, and what that one may do.
-        recorder: takes notes of whom is turned away.
+        recorder: takes notes of who is turned away.
         limits: how much callers may hold.
     """
 

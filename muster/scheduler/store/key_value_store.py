@@ -303,7 +303,7 @@ class KeyValueStore:
 
         Args:
             present: those that are not.
-            keep: of the others; a stream that is opened anew in a moment finds what it had.
+            keep: of the others; a stream that is opened again in a moment finds what it had.
         """
         gone = [member for member in self._states if member not in present]
         for member in gone[: max(0, len(gone) - keep)]:

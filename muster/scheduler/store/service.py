@@ -1,7 +1,7 @@
 """The gRPC servicer of the store: lets in members of a generation, and moves operations and answers.
 
 It shares the scheduler's event loop, and each stream has one message under way. Between two of its messages,
-and every few milliseconds amid one, everybody else has a turn, so no flood of one member, or of all, keeps
+and every few milliseconds within one, everybody else has a turn, so no flood of one member, or of all, keeps
 heartbeats waiting. Nor does one question: those about all keys, and long answers, take several turns.
 """
 
@@ -308,7 +308,7 @@ class StoreService:
     def _admit(self, caller: Caller, opening: wire.Opening) -> _Served:
         driver = self._jobs.get(opening.job_id)
         of_job = self._of_jobs.get(opening.job_id)
-        if of_job is not None and of_job.driver is not driver:  # an ended job has begun anew
+        if of_job is not None and of_job.driver is not driver:  # an ended job has begun again
             of_job = None
         if of_job is not None and opening.generation in of_job.over:
             raise GenerationOverError(of_job.over[opening.generation])
