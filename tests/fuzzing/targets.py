@@ -41,7 +41,7 @@ from muster.communicators.tcp.endpoint import (
     PROOF,
     REPLY,
     Hello,
-    Lobby,
+    PendingGroup,
     accept,
     group_label,
     handshake_context,
@@ -485,12 +485,12 @@ class _OpenGate:
 
 
 def _hello(data: bytes) -> None:
-    lobby = Lobby(MEMBERSHIP, _LABEL)
+    group = PendingGroup(MEMBERSHIP, _LABEL)
 
-    def find(label: bytes, generation: int) -> Lobby | None:
+    def find(label: bytes, generation: int) -> PendingGroup | None:
         if generation < MEMBERSHIP.generation:
             raise CommunicatorError("over")
-        return lobby if label == _LABEL else None
+        return group if label == _LABEL else None
 
     def use(sock: socket.socket) -> None:
         steps = accept(_NotTcp(fileno=sock.detach()), None, find, "somewhere", _OpenGate())

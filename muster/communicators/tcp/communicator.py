@@ -45,7 +45,14 @@ from muster.communicators.tcp.connection import (
     blocks_frame,
     end_in_words,
 )
-from muster.communicators.tcp.endpoint import Endpoint, Lobby, TlsPolicy, dials, group_label, peer_name
+from muster.communicators.tcp.endpoint import (
+    Endpoint,
+    PendingGroup,
+    TlsPolicy,
+    dials,
+    group_label,
+    peer_name,
+)
 from muster.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -98,7 +105,7 @@ class TcpCommunicator(HostCommunicator):
         self._endpoint = endpoint
         self._path = path
         self._multiplexer = Multiplexer(second_core=has_second_core(membership))
-        self._lobby = Lobby(membership, group_label(membership, path))
+        self._pending_group = PendingGroup(membership, group_label(membership, path))
         self._links: dict[int, Connection] = {}
         self._queue = WorkQueue(f"muster-tcp-{membership.group}")
         self._lock = threading.Lock()
@@ -377,7 +384,7 @@ class TcpCommunicator(HostCommunicator):
     def listen(self) -> None:
         """Expects the other ranks from now on, in place of :meth:`bring_up`: calls connect whom they need."""
         if self.world_size > 1:
-            self._endpoint.gather(self._lobby)
+            self._endpoint.gather(self._pending_group)
             self._unmet = True
 
     def absent(self, wait_s: float) -> list[Peer]:
@@ -386,15 +393,16 @@ class TcpCommunicator(HostCommunicator):
         For a group that cannot form: connections that this makes are not to be used.
         """
         deadline = time.monotonic() + wait_s
-        lobby, others = self._lobby, [peer for peer in self.membership.peers if peer.rank != self.rank]
+        group = self._pending_group
+        others = [peer for peer in self.membership.peers if peer.rank != self.rank]
         for peer in others:
-            self._endpoint.dial(lobby, peer.rank, deadline)
-        with lobby.changed:
-            lobby.changed.wait_for(
-                lambda: all(peer.rank in lobby.arrived or peer.rank in lobby.failures for peer in others),
+            self._endpoint.dial(group, peer.rank, deadline)
+        with group.changed:
+            group.changed.wait_for(
+                lambda: all(peer.rank in group.arrived or peer.rank in group.failures for peer in others),
                 timeout=wait_s,
             )
-            return [peer for peer in others if peer.rank not in lobby.arrived]
+            return [peer for peer in others if peer.rank not in group.arrived]
 
     def bring_up(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Connects to the usual peers and waits until every rank has done so.
@@ -405,7 +413,7 @@ class TcpCommunicator(HostCommunicator):
         if self.world_size == 1:
             return
         self._deadline = time.monotonic() + timeout_s
-        self._endpoint.gather(self._lobby)
+        self._endpoint.gather(self._pending_group)
         self._multiplexer.check_while_waiting(check)
         try:
             self._connect(self._usual(), check)
@@ -453,9 +461,9 @@ class TcpCommunicator(HostCommunicator):
 
     def _say_goodbye(self, reason: Reason, message: str) -> None:
         """Says goodbye to all peers and closes all connections; idempotent."""
-        self._endpoint.forget(self._lobby)
-        links, self._links = {**self._lobby.arrived, **self._links}, {}
-        self._lobby.arrived.clear()
+        self._endpoint.forget(self._pending_group)
+        links, self._links = {**self._pending_group.arrived, **self._links}, {}
+        self._pending_group.arrived.clear()
         for link in links.values():
             link.close(reason, message)
 
@@ -636,14 +644,14 @@ class TcpCommunicator(HostCommunicator):
         missing = {peer for peer in peers if peer not in self._links}
         for peer in sorted(missing):
             if dials(self.rank, peer):
-                self._endpoint.dial(self._lobby, peer, self._deadline)
-        lobby = self._lobby
+                self._endpoint.dial(self._pending_group, peer, self._deadline)
+        group = self._pending_group
         while missing:
-            with lobby.changed:
-                if not (missing & lobby.arrived.keys()) and not lobby.failures:
-                    lobby.changed.wait(max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
-                arrived = {peer: lobby.arrived[peer] for peer in missing & lobby.arrived.keys()}
-                failures = list(lobby.failures.values())
+            with group.changed:
+                if not (missing & group.arrived.keys()) and not group.failures:
+                    group.changed.wait(max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
+                arrived = {peer: group.arrived[peer] for peer in missing & group.arrived.keys()}
+                failures = list(group.failures.values())
             for peer, link in arrived.items():
                 self._links[peer] = link
                 self._multiplexer.watch(link)
@@ -657,7 +665,7 @@ class TcpCommunicator(HostCommunicator):
     # ------------------------------------------------------------ what went wrong, in words
 
     def _missing(self, ranks: Sequence[int]) -> str:
-        notes = self._lobby.notes
+        notes = self._pending_group.notes
         names = [
             peer_name(self.membership.peers[rank]) + (f" [{notes[rank]}]" if rank in notes else "")
             for rank in ranks

@@ -78,12 +78,12 @@ _MOST_HELLO_BYTES = 1 << 14
 
 
 class Want(enum.Enum):
-    """What a handshake waits for: its socket, its turn, its lobby, or the time to dial again."""
+    """What a handshake waits for: its socket, its turn, its group, or the time to dial again."""
 
     READ = "read"
     WRITE = "write"
     TURN = "turn"
-    LOBBY = "lobby"
+    GROUP = "group"
     PAUSE = "pause"
 
 
@@ -108,7 +108,7 @@ class TlsPolicy:
     seal: bool = True
 
 
-class Gate(Protocol):
+class HandshakeLimits(Protocol):
     """What an incoming handshake reports of its progress, so that their number can be bounded."""
 
     def hello_arrived(self) -> None:
@@ -121,7 +121,7 @@ class Gate(Protocol):
         """The certificate with this SHA-256 digest is good for this job. Without TLS: a random number."""
 
 
-class Lobby:
+class PendingGroup:
     """Where connections of one communicator arrive.
 
     Args:
@@ -222,7 +222,7 @@ def proof(membership: Membership, side: str, context: bytes) -> bytes:
     return hmac.new(membership_key(membership), text, hashlib.sha256).digest()
 
 
-Steps = Generator[tuple[Want, socket.socket], None, tuple[Lobby, Connection]]
+Steps = Generator[tuple[Want, socket.socket], None, tuple[PendingGroup, Connection]]
 _Bytes = Generator[tuple[Want, socket.socket], None, bytes]
 _Socket = Generator[tuple[Want, socket.socket], None, socket.socket]
 
@@ -257,7 +257,7 @@ def peer_name(peer: Peer) -> str:
 
 
 def dial(
-    sock: socket.socket, address: tuple[str, int], tls: TlsPolicy | None, lobby: Lobby, rank: int
+    sock: socket.socket, address: tuple[str, int], tls: TlsPolicy | None, group: PendingGroup, rank: int
 ) -> Steps:
     """Connects to ``rank`` and proves who we are, and asks the same of it.
 
@@ -267,16 +267,16 @@ def dial(
     """
     held = [sock]
     try:
-        return (yield from _dial(held, address, tls, lobby, rank))
+        return (yield from _dial(held, address, tls, group, rank))
     except BaseException:
         held[0].close()
         raise
 
 
 def _dial(
-    held: list[socket.socket], address: tuple[str, int], tls: TlsPolicy | None, lobby: Lobby, rank: int
+    held: list[socket.socket], address: tuple[str, int], tls: TlsPolicy | None, group: PendingGroup, rank: int
 ) -> Steps:
-    membership = lobby.membership
+    membership = group.membership
     peer = membership.peers[rank]
     sock = held[0]
     _tune(sock)
@@ -296,7 +296,7 @@ def _dial(
                 remedy="All workers need certificates of the same CA.",
             ) from None
         _check_identity(sock, tls, membership.job_id, peer)
-    hello = Hello(membership.generation, membership.rank, rank, lobby.label, os.urandom(NONCE_BYTES))
+    hello = Hello(membership.generation, membership.rank, rank, group.label, os.urandom(NONCE_BYTES))
     yield from _write(sock, hello.encode())
     nonce, answer, theirs = REPLY.unpack((yield from _read(sock, REPLY.size)))
     context = handshake_context(membership, _binding(sock), hello, nonce)
@@ -309,15 +309,15 @@ def _dial(
     if (yield from _read(sock, len(WELCOME))) != WELCOME:
         raise CommunicatorError(f"{peer_name(peer)} did not take the connection.")
     held[0], secrets = _bare(sock, tls, membership, ours + theirs, context)
-    return lobby, _connection(held[0], rank, secrets)
+    return group, _connection(held[0], rank, secrets)
 
 
 def accept(
     sock: socket.socket,
     tls: Callable[[], TlsPolicy] | None,
-    find: Callable[[bytes, int], Lobby | None],
+    find: Callable[[bytes, int], PendingGroup | None],
     source: str,
-    gate: Gate,
+    limits: HandshakeLimits,
 ) -> Steps:
     """Takes a connection if it is that of a member of a group that ``find`` knows, or will know soon.
 
@@ -329,14 +329,14 @@ def accept(
         tls: gives the policy in force; asked for once the TLS hello is here. None for plaintext.
         find: looks the group of a hello up; None: it may come yet.
         source: the address at the other end.
-        gate: bounds what one certificate may hold.
+        limits: bounds what one certificate may hold.
 
     Raises:
         OSError, CommunicatorError, SecurityError: it is not.
     """
     held = [sock]
     try:
-        return (yield from _accept(held, tls, find, source, gate))
+        return (yield from _accept(held, tls, find, source, limits))
     except BaseException:
         held[0].close()
         raise
@@ -345,32 +345,32 @@ def accept(
 def _accept(
     held: list[socket.socket],
     tls: Callable[[], TlsPolicy] | None,
-    find: Callable[[bytes, int], Lobby | None],
+    find: Callable[[bytes, int], PendingGroup | None],
     source: str,
-    gate: Gate,
+    limits: HandshakeLimits,
 ) -> Steps:
     sock = held[0]
     _tune(sock)
     policy = None
     if tls is None:
-        gate.certificate_shown(os.urandom(NONCE_BYTES))
+        limits.certificate_shown(os.urandom(NONCE_BYTES))
     else:
         yield from _tls_hello(sock)
-        gate.hello_arrived()
-        while not gate.may_begin():
+        limits.hello_arrived()
+        while not limits.may_begin():
             yield Want.TURN, sock
         policy = tls()
         sock = yield from _secure(held, policy.server, server=True)
-        gate.certificate_shown(_check_certificate(sock, policy, source))
+        limits.certificate_shown(_check_certificate(sock, policy, source))
     data = yield from _read(sock, HELLO.size)
     if data.startswith(PROBE):
         return (yield from _answer_probe(sock, data))
     hello = Hello.decode(data)
-    lobby = find(hello.label, hello.generation)
-    while lobby is None:
-        yield Want.LOBBY, sock
-        lobby = find(hello.label, hello.generation)
-    membership = lobby.membership
+    group = find(hello.label, hello.generation)
+    while group is None:
+        yield Want.GROUP, sock
+        group = find(hello.label, hello.generation)
+    membership = group.membership
     if hello.to_rank != membership.rank or hello.from_rank >= membership.world_size:
         raise CommunicatorError(f"A hello from {source} names ranks that do not exist here.")
     peer = membership.peers[hello.from_rank]
@@ -388,7 +388,7 @@ def _accept(
         )
     yield from _write(sock, WELCOME)
     held[0], secrets = _bare(sock, policy, membership, theirs + ours, context)
-    return lobby, _connection(held[0], hello.from_rank, secrets and secrets[::-1])
+    return group, _connection(held[0], hello.from_rank, secrets and secrets[::-1])
 
 
 def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], None, None]:
@@ -425,9 +425,9 @@ def _tls_hello(sock: socket.socket) -> Generator[tuple[Want, socket.socket], Non
 
 
 def _answer_probe(sock: socket.socket, hello: bytes) -> Steps:
-    """Answers with the probe's own nonce; the lobby that the connection goes to is closed and ends it."""
+    """Answers with the probe's own nonce; the group that the connection goes to is closed and ends it."""
     yield from _write(sock, PROBE_ANSWER + hello[len(PROBE) :])
-    nobody = Lobby(Membership("", 0, "", -1, ()), b"")
+    nobody = PendingGroup(Membership("", 0, "", -1, ()), b"")
     nobody.closed = True
     return nobody, Connection(sock, -1)
 
@@ -542,7 +542,7 @@ class _Task:
     """One handshake under way.
 
     Attributes:
-        lobby: where a dial's connection goes; None for a connection from outside.
+        group: where a dial's connection goes; None for a connection from outside.
         fd: the descriptor that the selector watches; -1: none.
         over: it was dropped or has arrived, and must not be touched again. Events of the same turn may still
             name it.
@@ -551,7 +551,7 @@ class _Task:
     steps: Steps
     sock: socket.socket | None
     expires: float
-    lobby: Lobby | None = None
+    group: PendingGroup | None = None
     rank: int = -1
     source: str = ""
     want: Want = Want.READ
@@ -595,8 +595,8 @@ class Endpoint:
         self._max_parked = max_parked
         self._max_strangers_per_s = max_strangers_per_s
         self._most_turns = max(1.0, max_strangers_per_s)
-        self._lobbies: dict[bytes, Lobby] = {}
-        self._lobbies_changed = False
+        self._groups: dict[bytes, PendingGroup] = {}
+        self._groups_changed = False
         self._newest = -1
         self._neighbours: frozenset[str] = frozenset()
         self._lock = threading.Lock()
@@ -633,33 +633,33 @@ class Endpoint:
         with self._lock:
             self._neighbours = frozenset(_plain_hosts(addresses))
 
-    def gather(self, lobby: Lobby) -> None:
-        """Expects the lobby's peers from now on, and dials those that this side has to dial."""
-        hosts = frozenset(_plain_hosts(_hosts(lobby)))
+    def gather(self, group: PendingGroup) -> None:
+        """Expects the group's peers from now on, and dials those that this side has to dial."""
+        hosts = frozenset(_plain_hosts(_hosts(group)))
         with self._lock:
-            self._lobbies[lobby.label] = lobby
-            self._lobbies_changed = True
-            newer = lobby.membership.generation > self._newest
+            self._groups[group.label] = group
+            self._groups_changed = True
+            newer = group.membership.generation > self._newest
             self._neighbours = hosts if newer else self._neighbours | hosts
-            self._newest = max(self._newest, lobby.membership.generation)
+            self._newest = max(self._newest, group.membership.generation)
             self._start()
         self._wake()
 
-    def dial(self, lobby: Lobby, rank: int, deadline: float) -> None:
-        """Dials a peer until it answers or the deadline passes; the connection comes to the lobby."""
-        task = _Task(no_steps(), None, deadline, lobby, rank)
+    def dial(self, group: PendingGroup, rank: int, deadline: float) -> None:
+        """Dials a peer until it answers or the deadline passes; the connection comes to the group."""
+        task = _Task(no_steps(), None, deadline, group, rank)
         with self._lock:
             self._requests.append(task)
             self._start()
         self._wake()
 
-    def forget(self, lobby: Lobby) -> None:
-        """Expects nobody for this lobby any more."""
+    def forget(self, group: PendingGroup) -> None:
+        """Expects nobody for this group any more."""
         with self._lock:
-            self._lobbies.pop(lobby.label, None)
-            with lobby.changed:  # what has arrived is the caller's to close, what comes later is closed there
-                lobby.closed = True
-            self._lobbies_changed = True
+            self._groups.pop(group.label, None)
+            with group.changed:  # what has arrived is the caller's to close, what comes later is closed there
+                group.closed = True
+            self._groups_changed = True
         self._wake()
 
     def close(self) -> None:
@@ -731,7 +731,7 @@ class Endpoint:
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
 
     def _reopen(self) -> None:
-        """Takes nothing over but the lobbies, the dials and the port, which the peers know."""
+        """Takes nothing over but the groups, the dials and the port, which the peers know."""
         dials = []
         for task in self.tasks:
             with contextlib.suppress(Exception):
@@ -739,8 +739,8 @@ class Endpoint:
             if task.sock is not None:
                 task.sock.close()
             task.over = True
-            if task.lobby is not None and not task.lobby.closed:
-                dials.append(_Task(no_steps(), None, task.expires, task.lobby, task.rank))
+            if task.group is not None and not task.group.closed:
+                dials.append(_Task(no_steps(), None, task.expires, task.group, task.rank))
         with contextlib.suppress(OSError):
             self._selector.close()
         self._selector = selectors.DefaultSelector()
@@ -768,7 +768,7 @@ class Endpoint:
 
     def _meet(self, task: _Task) -> None:
         """Goes on with a handshake whose socket is ready."""
-        if task.want is Want.LOBBY and not task.over:  # it has to wait for our answer before it says more
+        if task.want is Want.GROUP and not task.over:  # it has to wait for our answer before it says more
             self._failed(task, CommunicatorError("It hung up, or spoke, while it had to wait."))
         else:
             self._advance(task)
@@ -796,7 +796,7 @@ class Endpoint:
     def _tend(self) -> None:
         now = time.monotonic()
         with self._lock:
-            changed, self._lobbies_changed = self._lobbies_changed, False
+            changed, self._groups_changed = self._groups_changed, False
         if changed:
             for task in list(self._parked):
                 self._advance(task)
@@ -826,7 +826,7 @@ class Endpoint:
         """Ends what took too long or is not wanted any more, dials again what may be dialed again."""
         self._next_due = math.inf
         for task in list(self.tasks):
-            if task.lobby is not None and task.lobby.closed:
+            if task.group is not None and task.group.closed:
                 self._drop(task)
             elif now >= task.expires:
                 _LOG.debug("A handshake was dropped: it took too long.")
@@ -853,7 +853,7 @@ class Endpoint:
             source = str(address[0])
             task = _Task(no_steps(), sock, time.monotonic() + self._handshake_timeout_s, source=source)
             tls = None if self._tls is None else self._policy
-            task.steps = accept(sock, tls, self._find_lobby, source, _Gate(self, task))
+            task.steps = accept(sock, tls, self._find_group, source, _Limits(self, task))
             self._add(task)
             goes = self._admission.admit(task, neighbour=source in neighbours)
             if goes is not None:
@@ -906,13 +906,13 @@ class Endpoint:
         assert self._policy_in_force is not None
         return self._policy_in_force
 
-    def _find_lobby(self, label: bytes, generation: int) -> Lobby | None:
+    def _find_group(self, label: bytes, generation: int) -> PendingGroup | None:
         with self._lock:
-            lobby = self._lobbies.get(label)
+            group = self._groups.get(label)
             newest = self._newest
-        if lobby is None and generation < newest:
+        if group is None and generation < newest:
             raise CommunicatorError(f"The hello is of generation {generation}, which is over (now {newest}).")
-        return lobby
+        return group
 
     def _begin_dials(self) -> None:
         with self._lock:
@@ -923,12 +923,12 @@ class Endpoint:
             self._redial(task)
 
     def _redial(self, task: _Task) -> None:
-        assert task.lobby is not None
+        assert task.group is not None
         try:
-            host, port = host_and_port(task.lobby.membership.peers[task.rank].data_address)
+            host, port = host_and_port(task.group.membership.peers[task.rank].data_address)
             task.sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         except ValueError as error:
-            task.lobby.fail(task.rank, CommunicatorError(f"Rank {task.rank} cannot be dialed: {error}"))
+            task.group.fail(task.rank, CommunicatorError(f"Rank {task.rank} cannot be dialed: {error}"))
             self._drop(task)
             return
         except OSError as error:
@@ -936,7 +936,7 @@ class Endpoint:
             self._failed(task, error)
             return
         policy = None if self._tls is None else self._policy()
-        task.steps = dial(task.sock, (host, port), policy, task.lobby, task.rank)
+        task.steps = dial(task.sock, (host, port), policy, task.group, task.rank)
         task.want = Want.READ
         self._advance(task)
 
@@ -951,8 +951,8 @@ class Endpoint:
         except (OSError, CommunicatorError) as error:
             self._failed(task, error)
         except WorkerError as error:
-            if task.lobby is not None:
-                task.lobby.fail(task.rank, error)
+            if task.group is not None:
+                task.group.fail(task.rank, error)
             else:
                 self._say(self._refused, logging.WARNING, task, f"A connection was refused: {error}")
             self._drop(task)
@@ -963,14 +963,14 @@ class Endpoint:
         else:
             self._select(task, want, sock)
 
-    def _finish(self, task: _Task, lobby: Lobby, connection: Connection) -> None:
+    def _finish(self, task: _Task, group: PendingGroup, connection: Connection) -> None:
         self._unwatch(task)
         task.sock = None
         self._drop(task)
-        lobby.arrive(connection)
+        group.arrive(connection)
 
     def _failed(self, task: _Task, error: Exception) -> None:
-        if task.lobby is None:
+        if task.group is None:
             self._say(
                 self._dropped, logging.INFO, task, f"A connection from {task.source} was dropped: {error}"
             )
@@ -980,7 +980,7 @@ class Endpoint:
         if task.sock is not None:
             task.sock.close()
             task.sock = None
-        task.lobby.note(task.rank, str(error))
+        task.group.note(task.rank, str(error))
         task.want, task.resume_at = Want.PAUSE, min(task.expires, time.monotonic() + task.retry_s)
         self._next_due = min(self._next_due, task.resume_at)
         task.retry_s = min(_LAST_RETRY_S, 2 * task.retry_s)
@@ -993,7 +993,7 @@ class Endpoint:
 
     def _select(self, task: _Task, want: Want, sock: socket.socket) -> None:
         task.sock = sock
-        if want is Want.LOBBY:
+        if want is Want.GROUP:
             self._park(task, sock)
             return
         if want is Want.TURN:
@@ -1010,13 +1010,13 @@ class Endpoint:
         self._watch(task, sock, selectors.EVENT_READ if want is Want.READ else selectors.EVENT_WRITE)
 
     def _park(self, task: _Task, sock: socket.socket) -> None:
-        """Keeps a proven connection until its lobby is there."""
-        if task.want is Want.LOBBY:
+        """Keeps a proven connection until its group is there."""
+        if task.want is Want.GROUP:
             return
         if not self._admission.park(task):
             self._failed(task, CommunicatorError("Too many wait for this process; it may try again."))
             return
-        task.want = Want.LOBBY
+        task.want = Want.GROUP
         self._expire(task, self.parked_timeout_s)
         self._parked[task] = None
         self._watch(task, sock, selectors.EVENT_READ)
@@ -1047,7 +1047,7 @@ class Endpoint:
         self._admission.remove(task)
 
 
-class _Gate:
+class _Limits:
     """Passes on the progress of one handshake from outside."""
 
     def __init__(self, endpoint: Endpoint, task: _Task) -> None:
@@ -1085,9 +1085,9 @@ def _listens(listener: socket.socket | None) -> bool:
     return False
 
 
-def _hosts(lobby: Lobby) -> Iterator[str]:
-    """The addresses of a lobby's members, without their ports."""
-    for peer in lobby.membership.peers:
+def _hosts(group: PendingGroup) -> Iterator[str]:
+    """The addresses of a group's members, without their ports."""
+    for peer in group.membership.peers:
         with contextlib.suppress(ValueError):
             yield host_and_port(peer.data_address)[0]
 

@@ -34,7 +34,7 @@ from muster.communicators.tcp.connection import (
     end_in_words,
     read_goodbye,
 )
-from muster.communicators.tcp.endpoint import Endpoint, Lobby, dials, group_label, peer_name
+from muster.communicators.tcp.endpoint import Endpoint, PendingGroup, dials, group_label, peer_name
 from muster.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -190,7 +190,9 @@ class Messages:
         self._thread: threading.Thread | None = None
         self._fd_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lobby = _WakingLobby(membership, group_label(membership, f"{path}/messages"), self._wake)
+        self._pending_group = _WakingGroup(
+            membership, group_label(membership, f"{path}/messages"), self._wake
+        )
         # What follows belongs to the thread.
         self._lines: dict[int, _Line] = {}
         self._dialed: dict[int, float] = {}  # until when
@@ -205,7 +207,7 @@ class Messages:
         self._coming: dict[tuple[int, int], Message] = {}
         self._arrived: dict[tuple[int, int], list[_Arrived]] = {}
         if membership.world_size > 1:
-            endpoint.gather(self._lobby)
+            endpoint.gather(self._pending_group)
 
     def send(self, view: memoryview, peer: int, tag: int, dtype: str, channel: int = USER) -> Message:
         """Begins to send bytes, which must stay as they are until the message is over."""
@@ -275,10 +277,10 @@ class Messages:
     def _finish(self) -> None:
         error = self._error
         assert error is not None
-        self._endpoint.forget(self._lobby)
+        self._endpoint.forget(self._pending_group)
         reason = Reason.DONE if self._closed else Reason.ABORTED
         lines = {rank: line.connection for rank, line in self._lines.items()}
-        for connection in {**self._lobby.arrived, **lines}.values():
+        for connection in {**self._pending_group.arrived, **lines}.values():
             connection.close(reason, "" if self._closed else str(error))
         with self._lock:
             posted, self._posted = self._posted, []
@@ -298,9 +300,11 @@ class Messages:
         """Takes new messages and new connections."""
         with self._lock:
             posted, self._posted = self._posted, []
-        with self._lobby.changed:
-            arrived = {rank: link for rank, link in self._lobby.arrived.items() if rank not in self._lines}
-            failures = dict(self._lobby.failures)
+        with self._pending_group.changed:
+            arrived = {
+                rank: link for rank, link in self._pending_group.arrived.items() if rank not in self._lines
+            }
+            failures = dict(self._pending_group.failures)
         for rank, connection in arrived.items():
             self._lines[rank] = _Line(connection)
             for message in self._unsent.pop(rank, ()):
@@ -335,7 +339,7 @@ class Messages:
             known = rank == me or rank in self._lines or rank in self._lost
             if not known and dials(me, rank) and self._dialed.get(rank, 0.0) <= now:
                 self._dialed[rank] = message.deadline
-                self._endpoint.dial(self._lobby, rank, message.deadline)
+                self._endpoint.dial(self._pending_group, rank, message.deadline)
 
     # ------------------------------------------------------------ sending
 
@@ -575,7 +579,7 @@ class Messages:
             what = (
                 f"send with tag {message.tag} to" if message.is_send else f"recv with tag {message.tag} from"
             )
-            note = self._lobby.notes.get(peer, "") if peer not in self._lines else ""
+            note = self._pending_group.notes.get(peer, "") if peer not in self._lines else ""
             error = CollectiveTimeoutError(
                 f"{what} {whom} in group {self.membership.group!r} was not done in {self.timeout_s:g} s"
                 + (f" [{note}]." if note else "."),
@@ -637,20 +641,20 @@ def fills(view: memoryview, size: int) -> bool:
     return size == len(view)
 
 
-class _WakingLobby(Lobby):
-    """A lobby that says when somebody has come."""
+class _WakingGroup(PendingGroup):
+    """A group that says when somebody has come."""
 
     def __init__(self, membership: Membership, label: bytes, wake: Callable[[], None]) -> None:
         super().__init__(membership, label)
         self._wake_up = wake
 
     def arrive(self, connection: Connection) -> None:
-        """See :class:`Lobby`."""
+        """See :class:`PendingGroup`."""
         super().arrive(connection)
         self._wake_up()
 
     def fail(self, rank: int, error: Exception) -> None:
-        """See :class:`Lobby`."""
+        """See :class:`PendingGroup`."""
         super().fail(rank, error)
         self._wake_up()
 

@@ -28,7 +28,7 @@ from muster.communicators.tcp.endpoint import (
     PROOF,
     REPLY,
     Hello,
-    Lobby,
+    PendingGroup,
     accept,
     group_label,
     handshake_context,
@@ -205,16 +205,16 @@ class Listening:
     """A victim that takes connections as rank 0, one step at a time."""
 
     def __init__(self, victim: Membership) -> None:
-        self.lobby = Lobby(victim, group_label(victim, ""))
+        self.group = PendingGroup(victim, group_label(victim, ""))
         self.near, far = tcp_pair()
         self.near.settimeout(10)
         self._steps = accept(far, None, self._find, "somewhere", OpenGate())
         self.let_in = False
 
-    def _find(self, label: bytes, generation: int) -> Lobby | None:
-        if generation != self.lobby.membership.generation or label != self.lobby.label:
+    def _find(self, label: bytes, generation: int) -> PendingGroup | None:
+        if generation != self.group.membership.generation or label != self.group.label:
             raise CommunicatorError("no such group")
-        return self.lobby
+        return self.group
 
     def turn(self) -> None:
         """Lets the victim do what it can."""

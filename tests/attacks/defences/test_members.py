@@ -15,7 +15,7 @@ from muster.communicators.base import Membership, Peer
 from muster.communicators.tcp import messages
 from muster.communicators.tcp.communicator import TcpBackend
 from muster.communicators.tcp.connection import DTYPES, Connection
-from muster.communicators.tcp.endpoint import Lobby, group_label
+from muster.communicators.tcp.endpoint import PendingGroup, group_label
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
 from muster.errors import CommunicatorError, WorkerError
 from muster.programs import meeting
@@ -81,15 +81,15 @@ def field() -> Iterator[Field]:
     addresses = tuple(backend.open_endpoint("127.0.0.1") for backend in backends)
     both = [membership(rank, addresses) for rank in range(2)]  # type: ignore[arg-type]
     victim = Messages(both[0], backends[0].endpoint, path="p", timeout_s=60, others=dict)
-    lobby = Lobby(both[1], group_label(both[1], "p/messages"))
+    group = PendingGroup(both[1], group_label(both[1], "p/messages"))
     try:
-        backends[1].endpoint.dial(lobby, 0, time.monotonic() + 30)
-        with lobby.changed:
-            assert lobby.changed.wait_for(lambda: 0 in lobby.arrived, 30)
-        yield Field(victim, lobby.arrived[0])
+        backends[1].endpoint.dial(group, 0, time.monotonic() + 30)
+        with group.changed:
+            assert group.changed.wait_for(lambda: 0 in group.arrived, 30)
+        yield Field(victim, group.arrived[0])
     finally:
         victim.close()
-        for connection in lobby.arrived.values():
+        for connection in group.arrived.values():
             connection.sock.close()
         for backend in backends:
             backend.close()

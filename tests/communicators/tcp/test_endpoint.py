@@ -25,7 +25,7 @@ from muster.communicators.tcp.endpoint import (
     WELCOME,
     Endpoint,
     Hello,
-    Lobby,
+    PendingGroup,
     group_label,
     handshake_context,
     proof,
@@ -89,9 +89,9 @@ def test_a_dialer_that_is_not_welcomed_dials_again() -> None:
     dialer = Endpoint(None)
     with contextlib.closing(dialer), socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(WAIT_S)
-        there, lobby = lobbies([f"127.0.0.1:{listener.getsockname()[1]}", dialer.open("127.0.0.1")], 1)
-        dialer.gather(lobby)
-        dialer.dial(lobby, 0, time.monotonic() + WAIT_S)
+        there, group = groups([f"127.0.0.1:{listener.getsockname()[1]}", dialer.open("127.0.0.1")], 1)
+        dialer.gather(group)
+        dialer.dial(group, 0, time.monotonic() + WAIT_S)
         for welcome in (False, True):
             sock, _ = listener.accept()
             with sock, sock.makefile("rb") as heard:
@@ -99,11 +99,11 @@ def test_a_dialer_that_is_not_welcomed_dials_again() -> None:
                 context = handshake_context(there.membership, b"", hello, b"n" * 32)
                 sock.sendall(REPLY.pack(b"n" * 32, proof(there.membership, "acceptor", context), b"s" * 32))
                 assert len(heard.read(PROOF.size)) == PROOF.size
-                assert not lobby.arrived
+                assert not group.arrived
                 if welcome:
                     sock.sendall(WELCOME)
-                    wait_for(lambda: lobby.arrived)
-        lobby.arrived[0].sock.close()
+                    wait_for(lambda: group.arrived)
+        group.arrived[0].sock.close()
 
 
 def client_hello(office: Office) -> bytes:
@@ -139,17 +139,19 @@ def test_a_handshake_that_lost_its_place_is_not_touched_again(office: Office) ->
         check_forms(world)
 
 
-def lobbies(addresses: list[str], generation: int, kind: type[Lobby] = Lobby) -> list[Lobby]:
+def groups(
+    addresses: list[str], generation: int, kind: type[PendingGroup] = PendingGroup
+) -> list[PendingGroup]:
     peers = tuple(Peer(rank, f"n{rank}", 1, "h", "host", each) for rank, each in enumerate(addresses))
     memberships = [Membership(JOB, generation, "world", rank, peers, (b"u" * 128,)) for rank in range(2)]
     label = group_label(memberships[0], "world")
-    return [kind(memberships[0], label), Lobby(memberships[1], label)]
+    return [kind(memberships[0], label), PendingGroup(memberships[1], label)]
 
 
-def gather(endpoints: list[Endpoint], both: list[Lobby]) -> None:
+def gather(endpoints: list[Endpoint], both: list[PendingGroup]) -> None:
     """Has rank 1 dial rank 0."""
-    for endpoint, lobby in zip(endpoints, both, strict=True):
-        endpoint.gather(lobby)
+    for endpoint, group in zip(endpoints, both, strict=True):
+        endpoint.gather(group)
     endpoints[1].dial(both[1], 0, time.monotonic() + WAIT_S)
 
 
@@ -166,23 +168,23 @@ def test_a_thread_that_fails_is_reported_and_begins_anew_on_its_port(
     endpoints: list[Endpoint], error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
 
-    class Broken(Lobby):
+    class Broken(PendingGroup):
         def arrive(self, connection: Connection) -> None:
             connection.sock.close()
             raise error
 
     addresses = [each.open("127.0.0.1") for each in endpoints]
     caplog.set_level(logging.ERROR, "muster.tcp")
-    broken = lobbies(addresses, 1, Broken)
+    broken = groups(addresses, 1, Broken)
     gather(endpoints, broken)
     wait_for(lambda: "opened anew" in caplog.text)
-    for endpoint, lobby in zip(endpoints, broken, strict=True):
-        endpoint.forget(lobby)
-    whole = lobbies(addresses, 2)
+    for endpoint, group in zip(endpoints, broken, strict=True):
+        endpoint.forget(group)
+    whole = groups(addresses, 2)
     gather(endpoints, whole)
-    wait_for(lambda: all(lobby.arrived for lobby in whole), lambda: caplog.text)
-    for lobby in (*broken, *whole):
-        for connection in lobby.arrived.values():
+    wait_for(lambda: all(group.arrived for group in whole), lambda: caplog.text)
+    for group in (*broken, *whole):
+        for connection in group.arrived.values():
             connection.sock.close()
     assert type(error).__name__ in caplog.text
 
@@ -259,7 +261,7 @@ def test_members_do_not_wait_for_the_sessions_of_strangers(world: World, office:
         assert not says_hello(address, office, "127.0.0.1", 0.2)  # nobody knows yet that it is a member's
         with socket.create_connection(address) as early:
             early.sendall(client_hello(office))
-            endpoint.gather(Lobby(world.memberships[0], group_label(world.memberships[0], "world")))
+            endpoint.gather(PendingGroup(world.memberships[0], group_label(world.memberships[0], "world")))
             early.settimeout(WAIT_S)
             assert early.recv(1) == b"\x16"
         assert says_hello(address, office, "127.0.0.1", WAIT_S)

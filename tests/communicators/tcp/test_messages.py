@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from muster.communicators.base import ReduceOp
-from muster.communicators.tcp.endpoint import Lobby
+from muster.communicators.tcp.endpoint import PendingGroup
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
 from muster.errors import (
     CollectiveMismatchError,
@@ -139,18 +139,18 @@ def test_who_aborts_without_a_message_of_its_own_lets_nobody_wait(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections for messages are there, though it has never used one."""
-    endpoint, lobbies = world.backends[2].endpoint, []
+    endpoint, groups = world.backends[2].endpoint, []
     gather = endpoint.gather
 
-    def note(lobby: Lobby) -> None:
-        lobbies.append(lobby)
-        gather(lobby)
+    def note(group: PendingGroup) -> None:
+        groups.append(group)
+        gather(group)
 
     monkeypatch.setattr(endpoint, "gather", note)
     party = Party(world)
     message = party.receive(0, 2, SMALL)[0]
-    with lobbies[-1].changed:
-        assert lobbies[-1].changed.wait_for(lambda: 0 in lobbies[-1].arrived, WAIT_S)
+    with groups[-1].changed:
+        assert groups[-1].changed.wait_for(lambda: 0 in groups[-1].arrived, WAIT_S)
     party.messages[2].abort(CommunicatorAbortedError("n1 left"))
     assert message.wait(WAIT_S)
     assert isinstance(message.error, PeerLostError) and "n1 left" in str(message.error)
