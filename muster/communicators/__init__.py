@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muster.certs.runtime.store import Credentials
     from muster.communicators.base import Backend
     from muster.communicators.nccl.warmup import WarmUp
-    from muster.communicators.tcp.endpoint import TlsPolicy
+    from muster.communicators.tcp.handshake import TlsPolicy
 
 
 class _Needs(NamedTuple):
@@ -143,7 +143,7 @@ def tls_policies(
 def _tls_policy(credentials: Credentials, job_id: str, seal: bool) -> TlsPolicy:
     from muster.certs.errors import CertificateError
     from muster.certs.runtime.tls import client_ssl_context, peer_pem, server_ssl_context
-    from muster.communicators.tcp.endpoint import TlsPolicy
+    from muster.communicators.tcp.handshake import TlsPolicy
 
     def refusal(connection: ssl.SSLSocket, job: str, node_id: str | None) -> str | None:
         try:

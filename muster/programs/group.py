@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from muster.communicators.base import ARITHMETIC, Membership, ReduceOp, WorkQueue, describe
 from muster.communicators.tcp.communicator import TcpCommunicator
-from muster.communicators.tcp.endpoint import peer_name
+from muster.communicators.tcp.handshake import peer_name
 from muster.communicators.tcp.messages import BARRIER, USER, Message, Messages
 from muster.errors import (
     ArrayError,

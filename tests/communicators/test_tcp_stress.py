@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from muster.certs.runtime.tls import client_ssl_context
-from muster.communicators.tcp.endpoint import Endpoint, Hello, group_label
+from muster.communicators.tcp.endpoint import Endpoint
+from muster.communicators.tcp.handshake import Hello, group_label
 from tests.communicators.tcp.world import Office, World, make_world
 
 ATTACK_S = 20.0

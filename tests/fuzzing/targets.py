@@ -37,16 +37,16 @@ from muster.communicators.tcp.connection import (
     goodbye,
     read_goodbye,
 )
-from muster.communicators.tcp.endpoint import (
+from muster.communicators.tcp.handshake import (
     PROOF,
     REPLY,
     Hello,
-    PendingGroup,
     accept,
     group_label,
     handshake_context,
     proof,
 )
+from muster.communicators.tcp.pending_group import PendingGroup
 from muster.communicators.tcp.records import RecordLayer, RecordLayerError
 from muster.errors import CommunicatorError, WorkerError
 from muster.errors import SettingsError as WorkerSettingsError

@@ -45,14 +45,9 @@ from muster.communicators.tcp.connection import (
     blocks_frame,
     end_in_words,
 )
-from muster.communicators.tcp.endpoint import (
-    Endpoint,
-    PendingGroup,
-    TlsPolicy,
-    dials,
-    group_label,
-    peer_name,
-)
+from muster.communicators.tcp.endpoint import Endpoint, dials
+from muster.communicators.tcp.handshake import TlsPolicy, group_label, peer_name
+from muster.communicators.tcp.pending_group import PendingGroup
 from muster.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

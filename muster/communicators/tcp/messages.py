@@ -34,7 +34,9 @@ from muster.communicators.tcp.connection import (
     end_in_words,
     read_goodbye,
 )
-from muster.communicators.tcp.endpoint import Endpoint, PendingGroup, dials, group_label, peer_name
+from muster.communicators.tcp.endpoint import Endpoint, dials
+from muster.communicators.tcp.handshake import group_label, peer_name
+from muster.communicators.tcp.pending_group import PendingGroup
 from muster.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -12,14 +12,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from muster.communicators.tcp.endpoint import (
-    HELLO,
-    PROBE,
-    PROBE_ANSWER,
-    Endpoint,
-    TlsPolicy,
-    host_and_port,
-)
+from muster.communicators.tcp.endpoint import Endpoint, host_and_port
+from muster.communicators.tcp.handshake import HELLO, PROBE, PROBE_ANSWER, TlsPolicy
 from muster.wire.settings import is_loopback
 from muster.wire.threads import start_thread
 

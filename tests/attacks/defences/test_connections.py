@@ -14,7 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
 from muster.communicators.base import Membership, Peer
-from muster.communicators.tcp import connection, endpoint, records
+from muster.communicators.tcp import connection, handshake, records
 from muster.communicators.tcp.connection import (
     Connection,
     EndOfStreamError,
@@ -23,17 +23,17 @@ from muster.communicators.tcp.connection import (
     goodbye,
     read_frame,
 )
-from muster.communicators.tcp.endpoint import (
+from muster.communicators.tcp.handshake import (
     HELLO,
     PROOF,
     REPLY,
     Hello,
-    PendingGroup,
     accept,
     group_label,
     handshake_context,
     proof,
 )
+from muster.communicators.tcp.pending_group import PendingGroup
 from muster.communicators.tcp.records import RecordLayer, RecordLayerError, TrafficKey, varuint
 from muster.errors import CommunicatorError, WorkerError
 from tests.attacks.defences.attack import Attack, check
@@ -280,7 +280,7 @@ def an_older_generations_id(_: Path) -> bool:
 
 
 def same_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(endpoint, "membership_key", lambda members: ONE)
+    patch.setattr(handshake, "membership_key", lambda members: ONE)
 
 
 RECORDED: list[bytes] = []
@@ -307,7 +307,7 @@ def send_its_proof_back(_: Path) -> bool:
 
 
 def same_sides(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(endpoint, "proof", lambda member, side, context: proof(member, "either", context))
+    patch.setattr(handshake, "proof", lambda member, side, context: proof(member, "either", context))
 
 
 def announce_a_huge_frame(_: Path) -> bool:

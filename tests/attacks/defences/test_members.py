@@ -15,8 +15,9 @@ from muster.communicators.base import Membership, Peer
 from muster.communicators.tcp import messages
 from muster.communicators.tcp.communicator import TcpBackend
 from muster.communicators.tcp.connection import DTYPES, Connection
-from muster.communicators.tcp.endpoint import PendingGroup, group_label
+from muster.communicators.tcp.handshake import group_label
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
+from muster.communicators.tcp.pending_group import PendingGroup
 from muster.errors import CommunicatorError, WorkerError
 from muster.programs import meeting
 from muster.programs.assignment import Handover, HeldPlace

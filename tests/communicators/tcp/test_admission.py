@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.communicators.tcp.endpoint import Admission
+from muster.communicators.tcp.admission import Admission
 
 
 def admission(under_way: int = 3, each: int = 2, parked: int = 2, parked_each: int = 1) -> Admission[str]:

@@ -22,7 +22,7 @@ from muster.communicators import create_backend
 from muster.communicators.base import ReduceOp
 from muster.communicators.tcp.communicator import TcpBackend, TcpCommunicator
 from muster.communicators.tcp.connection import Connection
-from muster.communicators.tcp.endpoint import HELLO, REPLY, Hello, group_label
+from muster.communicators.tcp.handshake import HELLO, REPLY, Hello, group_label
 from muster.errors import (
     CollectiveMismatchError,
     CommunicatorAbortedError,

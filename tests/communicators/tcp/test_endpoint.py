@@ -18,47 +18,38 @@ from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators.base import Membership, Peer
 from muster.communicators.tcp.connection import Connection
-from muster.communicators.tcp.endpoint import (
+from muster.communicators.tcp.endpoint import Endpoint
+from muster.communicators.tcp.handshake import (
     HELLO,
     PROOF,
     REPLY,
     WELCOME,
-    Endpoint,
     Hello,
-    PendingGroup,
     group_label,
     handshake_context,
     proof,
 )
-from tests.communicators.tcp.world import JOB, Office, World, make_world
+from muster.communicators.tcp.pending_group import PendingGroup
+from tests.communicators.tcp.world import (
+    JOB,
+    WAIT_S,
+    Office,
+    World,
+    address_of,
+    client_hello,
+    connect,
+    endpoint_of,
+    hung_up,
+    make_world,
+    shaken,
+)
 from tests.scheduler.processes import environment
 from tests.waiting import wait_for
-
-WAIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
 def office(tmp_path_factory: pytest.TempPathFactory) -> Office:
     return Office(tmp_path_factory.mktemp("office"))
-
-
-def address_of(world: World, rank: int) -> tuple[str, int]:
-    host, _, port = world.memberships[0].peers[rank].data_address.rpartition(":")
-    return host, int(port)
-
-
-def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
-    sock = socket.create_connection(address, WAIT_S)
-    sock.sendall(data)
-    return sock
-
-
-def hung_up(sock: socket.socket) -> bool:
-    """Whether the other side ends the connection; it must not answer."""
-    sock.settimeout(WAIT_S)
-    with contextlib.suppress(ConnectionError):
-        return sock.recv(1) == b""
-    return True
 
 
 def check_forms(world: World) -> None:
@@ -104,17 +95,6 @@ def test_a_dialer_that_is_not_welcomed_dials_again() -> None:
                     sock.sendall(WELCOME)
                     wait_for(lambda: group.arrived)
         group.arrived[0].sock.close()
-
-
-def client_hello(office: Office) -> bytes:
-    """A whole TLS hello."""
-    near, far = socket.socketpair()
-    with near, far:
-        near.setblocking(False)
-        wrapped = client_ssl_context(office.credentials()).wrap_socket(near, do_handshake_on_connect=False)
-        with contextlib.suppress(OSError), wrapped:
-            wrapped.do_handshake()
-        return far.recv(1 << 16)
 
 
 def test_a_handshake_that_lost_its_place_is_not_touched_again(office: Office) -> None:
@@ -194,34 +174,6 @@ def world(office: Office) -> Iterator[World]:
     made = make_world([office.credentials(node=f"n{rank}") for rank in range(2)])
     yield made
     made.close()
-
-
-@contextlib.contextmanager
-def endpoint_of(world: World, **bounds: float) -> Iterator[tuple[str, int]]:
-    """Another endpoint of rank 0, with other bounds; its address."""
-    endpoint = Endpoint(world.backends[0].tls, handshake_timeout_s=600, **bounds)  # type: ignore[arg-type]
-    host, _, port = endpoint.open("127.0.0.1").rpartition(":")
-    with contextlib.closing(endpoint):
-        yield host, int(port)
-
-
-def shaken(address: tuple[str, int], office: Office, **identity: str) -> ssl.SSLSocket:
-    """A connection with a certificate of this authority, TLS done and nothing said inside."""
-    return client_ssl_context(office.credentials(**identity)).wrap_socket(connect(address))
-
-
-@pytest.mark.parametrize(
-    "identity", [{"job": "job-b"}, {"role": "operator"}, {"role": "scheduler"}], ids=lambda each: str(each)
-)
-def test_the_wrong_certificate_is_shown_out_before_it_says_hello(
-    world: World, office: Office, identity: dict[str, str]
-) -> None:
-    with (
-        endpoint_of(world) as address,
-        contextlib.suppress(ConnectionError),
-        shaken(address, office, **identity) as sock,
-    ):
-        assert hung_up(sock)
 
 
 def future_hello(world: World) -> bytes:
@@ -322,21 +274,6 @@ def test_a_parked_connection_that_hangs_up_frees_its_place(world: World, office:
                 sock.settimeout(0.2)
                 with pytest.raises(TimeoutError):  # it is kept: no goodbye comes
                     sock.recv(1)
-
-
-@pytest.mark.parametrize("data", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01half of a hello"])
-def test_who_hangs_up_amid_the_tls_hello_is_dropped_at_once(world: World, data: bytes) -> None:
-    with connect(address_of(world, 0), data) as sock:
-        sock.shutdown(socket.SHUT_WR)
-        assert hung_up(sock)
-
-
-def test_a_hello_that_comes_byte_by_byte_is_heard(world: World, office: Office) -> None:
-    with connect(address_of(world, 0)) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in client_hello(office):
-            sock.sendall(bytes((byte,)))
-        assert sock.recv(1) == b"\x16"
 
 
 def test_a_flood_of_refusals_does_not_flood_the_log(

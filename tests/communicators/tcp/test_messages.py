@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from muster.communicators.base import ReduceOp
-from muster.communicators.tcp.endpoint import PendingGroup
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
+from muster.communicators.tcp.pending_group import PendingGroup
 from muster.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -1,9 +1,12 @@
-"""Several backends in one process, and the certificates for them."""
+"""Several backends in one process, the certificates for them, and sockets at their endpoints."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,15 @@ from muster.certs.files import write_file
 from muster.certs.pki.authority import Authority, create_authority
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.store import Credentials, load_credentials
+from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators import create_backend
 from muster.communicators.base import Membership, Peer
 from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.endpoint import Endpoint
 
 JOB = "job-a"
 PASSWORD = b"a test's password"
+WAIT_S = 20.0
 
 
 class Office:
@@ -93,3 +99,47 @@ def together(actions: Sequence[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.join(30)
     return results
+
+
+def address_of(world: World, rank: int) -> tuple[str, int]:
+    host, _, port = world.memberships[0].peers[rank].data_address.rpartition(":")
+    return host, int(port)
+
+
+def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(address, WAIT_S)
+    sock.sendall(data)
+    return sock
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Whether the other side ends the connection; it must not answer."""
+    sock.settimeout(WAIT_S)
+    with contextlib.suppress(ConnectionError):
+        return sock.recv(1) == b""
+    return True
+
+
+def client_hello(office: Office) -> bytes:
+    """A whole TLS hello."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        wrapped = client_ssl_context(office.credentials()).wrap_socket(near, do_handshake_on_connect=False)
+        with contextlib.suppress(OSError), wrapped:
+            wrapped.do_handshake()
+        return far.recv(1 << 16)
+
+
+@contextlib.contextmanager
+def endpoint_of(world: World, **bounds: float) -> Iterator[tuple[str, int]]:
+    """Another endpoint of rank 0, with other bounds; its address."""
+    endpoint = Endpoint(world.backends[0].tls, handshake_timeout_s=600, **bounds)  # type: ignore[arg-type]
+    host, _, port = endpoint.open("127.0.0.1").rpartition(":")
+    with contextlib.closing(endpoint):
+        yield host, int(port)
+
+
+def shaken(address: tuple[str, int], office: Office, **identity: str) -> ssl.SSLSocket:
+    """A connection with a certificate of this authority, TLS done and nothing said inside."""
+    return client_ssl_context(office.credentials(**identity)).wrap_socket(connect(address))

@@ -1,22 +1,15 @@
-"""The wire of the embedded communicator: what goes in comes out, and garbage is recognised."""
+"""Frames between two ranks: what goes in comes out, and garbage is recognised."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.communicators.base import Membership, Peer
 from muster.communicators.tcp import connection as wire
-from muster.communicators.tcp.endpoint import HELLO as HELLO_LAYOUT
-from muster.communicators.tcp.endpoint import Hello, group_label, handshake_context, proof
+from muster.communicators.tcp.handshake import HELLO as HELLO
+from muster.communicators.tcp.handshake import Hello
 from muster.errors import CommunicatorError
-
-PEERS = tuple(Peer(rank, f"n{rank}", 10 + rank, "h", "host", "127.0.0.1:1") for rank in range(3))
-MEMBERSHIP = Membership("job", 7, "world", 0, PEERS, (b"u" * 128,))
-HELLO = Hello(7, 0, 1, b"l" * 32, b"n" * 32)
 
 
 def test_a_call_survives_the_wire_and_shows_itself() -> None:
@@ -42,7 +35,7 @@ def test_garbage_gives_typed_errors_only(data: bytes, count: int) -> None:
         lambda: wire.read_frame(data[:16].ljust(16, b"\0")),
         lambda: wire.read_blocks(memoryview(data), count),
         lambda: wire.Call.decode(data[:24].ljust(24, b"\xff")),
-        lambda: Hello.decode(data[: HELLO_LAYOUT.size].ljust(HELLO_LAYOUT.size, b"\0")),
+        lambda: Hello.decode(data[: HELLO.size].ljust(HELLO.size, b"\0")),
     )
     for reader in readers:
         try:
@@ -79,38 +72,3 @@ def test_a_goodbye_cannot_forge_a_line_in_a_log(text: str) -> None:
     assert read is not None
     assert read[1].isprintable()
     assert read[1].endswith("\\n2026 forged")
-
-
-def test_a_proof_is_good_for_one_side_one_handshake_and_one_generation() -> None:
-    context = handshake_context(MEMBERSHIP, b"tls", HELLO, b"a" * 32)
-    good = proof(MEMBERSHIP, "dialer", context)
-    others = [
-        proof(MEMBERSHIP, "acceptor", context),
-        proof(replace(MEMBERSHIP, unique_ids=(b"v" * 128,)), "dialer", context),
-        proof(MEMBERSHIP, "dialer", handshake_context(MEMBERSHIP, b"other", HELLO, b"a" * 32)),
-        proof(MEMBERSHIP, "dialer", handshake_context(MEMBERSHIP, b"tls", HELLO, b"b" * 32)),
-        proof(
-            MEMBERSHIP,
-            "dialer",
-            handshake_context(MEMBERSHIP, b"tls", replace(HELLO, to_rank=2), b"a" * 32),
-        ),
-    ]
-    assert good == proof(MEMBERSHIP, "dialer", context)
-    assert good not in others
-    assert len(set(others)) == len(others)
-
-
-def test_a_restarted_peer_changes_the_proof() -> None:
-    peers = (PEERS[0], replace(PEERS[1], incarnation=99), PEERS[2])
-    before = handshake_context(MEMBERSHIP, b"", HELLO, b"a" * 32)
-    assert before != handshake_context(replace(MEMBERSHIP, peers=peers), b"", HELLO, b"a" * 32)
-
-
-def test_labels_tell_groups_and_generations_apart() -> None:
-    labels = {
-        group_label(MEMBERSHIP, "world"),
-        group_label(MEMBERSHIP, "world/0:tp"),
-        group_label(replace(MEMBERSHIP, generation=8), "world"),
-        group_label(replace(MEMBERSHIP, job_id="other"), "world"),
-    }
-    assert len(labels) == 4

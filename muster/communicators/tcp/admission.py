@@ -1,0 +1,131 @@
+"""How many handshakes of others there may be at a time, and which of them goes when there is no room."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Standing(enum.IntEnum):
+    """What speaks for a handshake; the lower one goes first when room is needed."""
+
+    STRANGER = 0
+    """No member is known at its address, and it has sent nothing of use."""
+    STRANGER_WITH_HELLO = 1
+    """The same, but its TLS hello is here."""
+    NEIGHBOUR = 2
+    """A member is known at its address."""
+    NEIGHBOUR_WITH_HELLO = 3
+    """The same, and its TLS hello is here."""
+    PROVEN = 4
+    """It has shown a certificate that is good for this job."""
+    PARKED = 5
+    """Proven, and it waits for this process to enter its generation; in a table of its own."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    standing: Standing
+    neighbour: bool
+    certificate: Hashable = None
+
+
+class Admission(Generic[T]):
+    """Bounds the handshakes under way, those that are parked, and those of one certificate.
+
+    A handshake under way never goes for one that is parked, nor for one of lower standing; among equals the
+    oldest goes. All workers of a job may share one certificate, so the bound of one is no small number.
+
+    Args:
+        max_under_way: handshakes that are not parked.
+        max_under_way_each: the same of one certificate; one of a stranger's address goes first.
+        max_parked: parked ones.
+        max_parked_each: parked ones of one certificate.
+    """
+
+    def __init__(
+        self, *, max_under_way: int, max_under_way_each: int, max_parked: int, max_parked_each: int
+    ) -> None:
+        self.max_under_way = max_under_way
+        self.max_under_way_each = max_under_way_each
+        self.max_parked = max_parked
+        self.max_parked_each = max_parked_each
+        self._entries: dict[T, _Entry] = {}
+        self._ranked: dict[Standing, dict[T, None]] = {standing: {} for standing in Standing}
+        # By standing, too: those of a certificate that are under way, and those that are parked.
+        self._of_certificate: dict[tuple[Hashable, Standing], dict[T, None]] = {}
+
+    def admit(self, handshake: T, *, neighbour: bool) -> T | None:
+        """Takes a new handshake in; returns the one that must go for it, which may be itself.
+
+        Args:
+            handshake: the new one.
+            neighbour: whether a member is known at its address.
+        """
+        standing = Standing.NEIGHBOUR if neighbour else Standing.STRANGER
+        self._entries[handshake] = _Entry(standing, neighbour)
+        self._ranked[standing][handshake] = None
+        under_way = len(self._entries) - len(self._ranked[Standing.PARKED])
+        return self.weakest() if under_way > self.max_under_way else None
+
+    def hello(self, handshake: T) -> None:
+        """Notes that its TLS hello has come: the silent go before it."""
+        standing = self._entries[handshake].standing
+        if standing in (Standing.STRANGER, Standing.NEIGHBOUR):
+            self._move(handshake, Standing(standing + 1))
+
+    def prove(self, handshake: T, certificate: Hashable) -> T | None:
+        """Notes whose certificate it is; returns another one of that certificate that must go for it."""
+        self._entries[handshake].certificate = certificate
+        others = self._of_certificate.get((certificate, Standing.PROVEN), {})
+        goes = None
+        if len(others) >= self.max_under_way_each:
+            goes = min(others, key=lambda other: self._entries[other].neighbour)  # the oldest of equals
+        self._move(handshake, Standing.PROVEN)
+        return goes
+
+    def park(self, handshake: T) -> bool:
+        """Takes it out of those under way; False if as many as may be are parked already."""
+        certificate = self._entries[handshake].certificate
+        parked = self._of_certificate.get((certificate, Standing.PARKED), {})
+        if len(parked) >= self.max_parked_each or len(self._ranked[Standing.PARKED]) >= self.max_parked:
+            return False
+        self._move(handshake, Standing.PARKED)
+        return True
+
+    def resume(self, handshake: T) -> None:
+        """Puts a parked one back among those under way."""
+        self._move(handshake, Standing.PROVEN)
+
+    def remove(self, handshake: T) -> None:
+        """Forgets a handshake; nothing if it is not known."""
+        if handshake in self._entries:
+            self._unlist(handshake)
+            del self._entries[handshake]
+
+    def weakest(self) -> T | None:
+        """The handshake under way that goes first; None if there is none."""
+        under_way = (self._ranked[standing] for standing in Standing if standing is not Standing.PARKED)
+        return next(itertools.chain.from_iterable(under_way), None)
+
+    def _move(self, handshake: T, standing: Standing) -> None:
+        self._unlist(handshake)
+        entry = self._entries[handshake]
+        entry.standing = standing
+        self._ranked[standing][handshake] = None
+        if standing >= Standing.PROVEN:
+            self._of_certificate.setdefault((entry.certificate, standing), {})[handshake] = None
+
+    def _unlist(self, handshake: T) -> None:
+        entry = self._entries[handshake]
+        del self._ranked[entry.standing][handshake]
+        if entry.standing >= Standing.PROVEN:
+            key = (entry.certificate, entry.standing)
+            del self._of_certificate[key][handshake]
+            if not self._of_certificate[key]:
+                del self._of_certificate[key]

@@ -1,0 +1,45 @@
+"""A group whose members are still to be connected: where their connections arrive."""
+
+from __future__ import annotations
+
+import threading
+
+from muster.communicators.base import Membership
+from muster.communicators.tcp.connection import Connection
+
+
+class PendingGroup:
+    """Where connections of one communicator arrive.
+
+    Args:
+        membership: who belongs here, and the unique ids that prove it.
+        label: names the group on the wire.
+    """
+
+    def __init__(self, membership: Membership, label: bytes) -> None:
+        self.membership = membership
+        self.label = label
+        self.closed = False
+        self.changed = threading.Condition()
+        self.arrived: dict[int, Connection] = {}
+        self.failures: dict[int, Exception] = {}
+        self.notes: dict[int, str] = {}
+
+    def arrive(self, connection: Connection) -> None:
+        """Takes a proven connection; the first one of a rank wins."""
+        with self.changed:
+            if self.closed or connection.peer in self.arrived:
+                connection.sock.close()
+                return
+            self.arrived[connection.peer] = connection
+            self.changed.notify_all()
+
+    def fail(self, rank: int, error: Exception) -> None:
+        """Gives up on a peer, for a reason that trying again cannot cure."""
+        with self.changed:
+            self.failures[rank] = error
+            self.changed.notify_all()
+
+    def note(self, rank: int, text: str) -> None:
+        """Keeps why the last try to reach a peer failed."""
+        self.notes[rank] = text
