@@ -19,7 +19,7 @@ from muster.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from muster import errors as errors
-    from muster.communicators.base import PreMultipliedSum as PreMultipliedSum
+    from muster.communicators.reduce_ops import PreMultipliedSum as PreMultipliedSum
     from muster.errors import ArrayError as ArrayError
     from muster.errors import CollectiveMismatchError as CollectiveMismatchError
     from muster.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -94,7 +94,7 @@ _NAMES = {
         " get_rank get_world_rank_from_group_rank group neighbor_exchange recv reduce reduce_scatter scatter"
         " send"
     ),
-    "muster.communicators.base": "PreMultipliedSum",
+    "muster.communicators.reduce_ops": "PreMultipliedSum",
     "muster.errors": (
         "ArrayError CollectiveMismatchError CollectiveTimeoutError CommunicatorAbortedError"
         " CommunicatorError FormationTimeoutError GroupError JobEndedError LeaveGranted MembershipChanged"

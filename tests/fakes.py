@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from muster.communicators.base import Array, Communicator, Membership, Peer, ReduceOp
+from muster.communicators.arrays import Array
+from muster.communicators.base import Communicator
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import CommunicatorAbortedError, LeaveGranted, MembershipChanged
 
 T = TypeVar("T")

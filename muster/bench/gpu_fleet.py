@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.launch.command import count_gpus
 from muster.launch.plan import sharing_environment
 

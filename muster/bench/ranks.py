@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.bench.launches import receive
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 
 _JOB, _PASSWORD = "bench", b"bench"
 _MEETING_S = 60.0

@@ -18,16 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from muster.communicators.base import (
-    FINISHED,
-    HOST,
-    Array,
-    Communicator,
-    Description,
-    ReduceOp,
-    Work,
-    describe,
-)
+from muster.communicators.arrays import HOST, Array, Description, describe
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import FINISHED, Work
 from muster.errors import (
     ArrayError,
     CollectiveMismatchError,

@@ -14,18 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from muster.communicators.base import (
-    HOST,
-    Array,
-    Backend,
-    Communicator,
-    Membership,
-    ReduceOp,
-    Work,
-    describe,
-)
+from muster.communicators.arrays import HOST, Array, describe
+from muster.communicators.base import Backend, Communicator
+from muster.communicators.membership import Membership
 from muster.communicators.nccl.communicator import NcclBackend, NcclCommunicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.communicator import UNIQUE_ID_BYTES, TcpBackend, TcpCommunicator
+from muster.communicators.work import Work
 from muster.errors import CommunicatorError, SecurityError
 
 _log = logging.getLogger("muster.worker")

@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from muster.communicators.base import Array, Backend, Communicator, Membership, ReduceOp
+from muster.communicators.arrays import Array
+from muster.communicators.base import Backend, Communicator
+from muster.communicators.membership import Membership
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import CommunicatorError
 
 UNIQUE_ID_BYTES = 128

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from muster.communicators.base import FINISHED, Communicator, ReduceOp, Work
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import FINISHED, Work
 from muster.errors import GroupError
 from muster.parallel.planning.layouts import Mesh, Step, coordinates, group_ranks
 from muster.torch.transfer import array_of, bytes_of

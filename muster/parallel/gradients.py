@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from muster.communicators.base import Work
+from muster.communicators.work import Work
 from muster.errors import SettingsError, WorkerError
 from muster.parallel.fabric import Fabric
 from muster.parallel.planning.buckets import Holding, PlannedBucket

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError
 from muster.parallel.planning.costs import Machine
 from muster.parallel.saved import read_json

@@ -20,10 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from muster.communicators.base import ARITHMETIC, Membership, ReduceOp, WorkQueue, describe
+from muster.communicators.arithmetic import ARITHMETIC
+from muster.communicators.arrays import describe
+from muster.communicators.membership import Membership
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.communicator import TcpCommunicator
 from muster.communicators.tcp.handshake import peer_name
 from muster.communicators.tcp.messages import BARRIER, USER, Message, Messages
+from muster.communicators.work import WorkQueue
 from muster.errors import (
     ArrayError,
     CollectiveTimeoutError,

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, SettingsError, WorkerError
 from muster.torch.optimizer_state import check_trains
 from muster.torch.sharded_optimizer import ShardedOptimizer

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.communicators.base import Communicator, Work
+from muster.communicators.base import Communicator
+from muster.communicators.work import Work
 from muster.errors import RanksDifferError, WorkerError
 from muster.torch.optimizer_state import is_number, number_of
 from muster.torch.transfer import array_of, gather_rows

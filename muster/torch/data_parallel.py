@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError, WorkerError
 from muster.torch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from muster.torch.functional_call import let_functional_call_know

@@ -14,7 +14,8 @@ from weakref import ref
 
 import torch
 
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, SettingsError
 from muster.torch.buckets import ALIGNMENT, views_of
 from muster.torch.optimizer_state import number_of

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.autograd.function import once_differentiable
 
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError
 from muster.torch.transfer import Lane
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from muster.communicators.base import Communicator, ReduceOp, Work
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import Work
 from muster.errors import ArrayError
 from muster.training.carrier import Carrier
 

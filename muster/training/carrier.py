@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from muster.communicators.base import Array, Communicator, Work
+from muster.communicators.arrays import Array
+from muster.communicators.base import Communicator
+from muster.communicators.work import Work
 from muster.errors import ArrayError
 from muster.version import how_to_install
 

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, Protocol
 
-from muster.communicators.base import Array, Communicator, ReduceOp, Work
+from muster.communicators.arrays import Array
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import Work
 from muster.errors import ArrayError, WorkerError
 from muster.training.buckets import (
     DEFAULT_BUCKET_BYTES,

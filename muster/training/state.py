@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.communicators.base import Array, Communicator
+from muster.communicators.arrays import Array
+from muster.communicators.base import Communicator
 from muster.errors import WorkerError
 from muster.training.carrier import Carrier, NumpyLibrary, array_module
 from muster.training.sampler import ShardedSampler

@@ -37,18 +37,10 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from muster.communicators.base import (
-    HOST,
-    Array,
-    Communicator,
-    Description,
-    PreMultipliedSum,
-    ReduceOp,
-    Work,
-    check_place,
-    describe,
-    kind_of,
-)
+from muster.communicators.arrays import HOST, Array, Description, describe, kind_of
+from muster.communicators.base import Communicator, check_place
+from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
+from muster.communicators.work import Work
 from muster.errors import ArrayError, GroupError
 from muster.worker.runtime import current
 

@@ -18,7 +18,8 @@ from muster.certs.pki.authority import create_authority
 from muster.certs.pki.identity import Identity
 from muster.certs.runtime.store import load_credentials
 from muster.certs.runtime.tls import client_ssl_context
-from muster.communicators.base import Membership, Peer, ReduceOp
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.communicator import TcpCommunicator
 from muster.communicators.tcp.connection import FRAME, MAGIC, FrameKind
 from muster.communicators.tcp.handshake import PROOF, REPLY, Hello, group_label

@@ -21,7 +21,7 @@ import pytest
 from cryptography.exceptions import InvalidTag
 
 from muster.certs.runtime.store import Credentials
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp import records
 from muster.communicators.tcp.communicator import SMALL_BYTES, TcpCommunicator
 from muster.communicators.tcp.connection import MAGIC, EndOfStreamError, Reason

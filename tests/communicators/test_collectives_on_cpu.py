@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 import muster
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl.communicator import NcclCommunicator
 from muster.errors import ArrayError, CommunicatorError
 from muster.worker import runtime as process

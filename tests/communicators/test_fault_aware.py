@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from muster.communicators.base import Communicator, FinishedWork, ReduceOp, describe
+from muster.communicators.arrays import describe
+from muster.communicators.base import Communicator
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import FinishedWork
 from muster.errors import (
     ArrayError,
     CollectiveMismatchError,

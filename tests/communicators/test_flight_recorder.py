@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from muster.communicators.base import FINISHED, describe
+from muster.communicators.arrays import describe
 from muster.communicators.fault_aware import KEPT_COLLECTIVES, FlightRecorder
+from muster.communicators.work import FINISHED
 
 X = describe(np.zeros(3, np.float32))
 

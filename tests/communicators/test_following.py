@@ -15,19 +15,13 @@ import numpy as np
 import pytest
 
 import muster
-from muster.communicators.base import (
-    FINISHED,
-    Backend,
-    Communicator,
-    Membership,
-    Peer,
-    ReduceOp,
-    Work,
-    check_place,
-    describe,
-)
+from muster.communicators.arrays import describe
+from muster.communicators.base import Backend, Communicator, check_place
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.communicators.following import FollowingBackend, FollowingCommunicator
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import FINISHED, Work
 from muster.errors import (
     ArrayError,
     CollectiveMismatchError,

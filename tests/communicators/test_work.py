@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from muster.communicators.base import FINISHED, WorkQueue
 from muster.communicators.tcp.connection import Connection, Incoming, Multiplexer
+from muster.communicators.work import FINISHED, WorkQueue
 
 
 def test_work_runs_in_order_and_is_waited_for_on_close() -> None:

@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from muster.communicators.base import Backend, Communicator, Membership, Peer
+from muster.communicators.base import Backend, Communicator
+from muster.communicators.membership import Membership, Peer
 from tests.contracts.kits import JOB, Kit, kit
 
 HANG_S = 60.0

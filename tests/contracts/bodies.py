@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, CommunicatorError, MembershipChanged
 from tests.contracts.agents import Place
 from tests.contracts.kits import NumpyArray, reference, values

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from muster.certs.runtime.store import load_credentials
 from muster.communicators import tls_policies
-from muster.communicators.base import Backend, Communicator, Membership, Peer
+from muster.communicators.base import Backend, Communicator
 from muster.communicators.following import FollowingBackend
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.communicator import TcpBackend, TcpCommunicator
 from tests.contracts.kits import JOB, PASSWORD, Kit
 

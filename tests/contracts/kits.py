@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.communicators import create_backend
-from muster.communicators.base import Backend, ReduceOp
+from muster.communicators.base import Backend
+from muster.communicators.reduce_ops import ReduceOp
 
 KIT_NAMES = ("tcp", "tcp-plain", "following", "nccl", "nccl-cpu")
 JOB = "contract"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from tests.contracts import bodies
 from tests.contracts.agents import Agents
 from tests.contracts.kits import Kit

@@ -25,7 +25,7 @@ from muster.certs.pki.peer import peer_of_pem
 from muster.certs.pki.revocation import load_revocations
 from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import load_credentials
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.connection import (
     Call,
     Connection,

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from muster.communicators.base import Membership, PreMultipliedSum, ReduceOp
 from muster.communicators.following import FollowingBackend
+from muster.communicators.membership import Membership
 from muster.communicators.nccl.communicator import NcclBackend
+from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
 from muster.communicators.tcp.communicator import TcpBackend
 from muster.errors import (
     ArrayError,

@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from muster.communicators.base import FINISHED, Array, Communicator, Membership, Peer, ReduceOp, Work
+from muster.communicators.arrays import Array
+from muster.communicators.base import Communicator
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import FINISHED, Work
 
 _REDUCE: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.sum,

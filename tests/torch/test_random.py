@@ -9,7 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.communicators.base import FINISHED, Communicator, Membership, Peer
+from muster.communicators.base import Communicator
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.work import FINISHED
 from muster.torch.capture import capture_step
 from muster.torch.data_parallel import DataParallel
 from muster.torch.random import RandomState, seed_of

@@ -8,7 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from muster.communicators.base import ARITHMETIC, Work, describe
+from muster.communicators.arithmetic import ARITHMETIC
+from muster.communicators.arrays import describe
+from muster.communicators.work import Work
 from muster.torch.data_parallel import DataParallel
 from muster.torch.transfer import CopiesAside, TensorLibrary, broadcast_tensors
 from muster.training.carrier import Carrier

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import (
     CollectiveTimeoutError,
     FormationTimeoutError,

@@ -26,7 +26,8 @@ from typing import Any
 
 from muster.bench.ranks import run_ranks
 from muster.bench.report import describe_machine, summary, write
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.wire.variables import TABLE
 
 SIZES = (4096, 1 << 20, 64 << 20)

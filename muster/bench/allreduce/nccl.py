@@ -82,7 +82,7 @@ def _burst(caller: tuple[Any, Any, Any, Any], array: Any, iterations: int) -> tu
 
 
 def _caller(communicator: Any, kind: str, init_file: str) -> tuple[Any, Any, Any, Any]:
-    from muster.communicators.base import ReduceOp
+    from muster.communicators.reduce_ops import ReduceOp
 
     op = ReduceOp.SUM
     if kind == "muster-cupy":

@@ -14,7 +14,8 @@ from torch import nn
 from examples.big_vocabulary import Language
 from examples.resnet import resnet50
 from muster.bench.parallel.variants import Task, make_step
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.parallel.measure import measure as measure_machine
 from muster.parallel.planning.costs import Machine
 from muster.parallel.planning.memory import step_memory

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from muster.bench.training.command import _ddp
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.parallel.api import parallelize
 from muster.parallel.fabric import Scale
 from muster.parallel.functions.losses import CrossEntropy

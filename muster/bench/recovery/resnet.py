@@ -18,7 +18,7 @@ import torch
 import muster
 from examples.resnet import ResNet, resnet50
 from muster.bench.recovery.loop import RecordingLoop
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import MembershipChanged
 from muster.torch.capture import capture_step
 from muster.torch.data_parallel import DataParallel

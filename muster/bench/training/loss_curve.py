@@ -54,7 +54,7 @@ def curve(communicator: Any, *, name: str, steps: int, batch: int, lr: float, in
     """Runs in each process of a fleet: trains and returns the loss of each step, averaged over ranks."""
     import torch
 
-    from muster.communicators.base import ReduceOp
+    from muster.communicators.reduce_ops import ReduceOp
 
     start_clean()
     variant, turns = CURVES[name]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.errors import CommunicatorError, FormationTimeoutError
 from muster.version import how_to_install
 from muster.wire.threads import start_thread

@@ -22,22 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from muster.communicators.array_library import loaded_library
-from muster.communicators.base import (
-    SOME_GPU,
-    Array,
-    Backend,
-    Communicator,
-    Description,
-    Membership,
-    Peer,
-    PreMultipliedSum,
-    ReduceOp,
-    Work,
-    check_apart,
-    check_place,
-    describe,
-    describers,
-)
+from muster.communicators.arrays import SOME_GPU, Array, Description, check_apart, describe, describers
+from muster.communicators.base import Backend, Communicator, check_place
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl import bootstrap as handles
 from muster.communicators.nccl.bootstrap import fewest_ctas
 from muster.communicators.nccl.reduction import MOVED_AS, NCCL_TYPES, Operations, whole
@@ -48,6 +35,8 @@ from muster.communicators.nccl.streams import (
     use_device,
 )
 from muster.communicators.nccl.warmup import WarmUp
+from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
+from muster.communicators.work import Work
 from muster.errors import (
     ArrayError,
     CollectiveTimeoutError,

@@ -9,7 +9,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from muster.communicators.base import PreMultipliedSum, ReduceOp, undefined_mean
+from muster.communicators.arithmetic import undefined_mean
+from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
 from muster.errors import ArrayError
 
 NCCL_TYPES = {

@@ -15,20 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from muster.communicators.base import (
-    ARITHMETIC,
-    FINISHED,
-    Array,
-    Backend,
-    HostCommunicator,
-    Membership,
-    NumpyArray,
-    Peer,
-    ReduceOp,
-    Work,
-    WorkQueue,
-    as_bytes,
-)
+from muster.communicators.arithmetic import ARITHMETIC, NumpyArray
+from muster.communicators.arrays import Array, as_bytes
+from muster.communicators.base import Backend
+from muster.communicators.host_communicator import HostCommunicator
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp import rings as rings
 from muster.communicators.tcp.connection import (
     HAS_FINISHED,
@@ -48,6 +40,7 @@ from muster.communicators.tcp.connection import (
 from muster.communicators.tcp.endpoint import Endpoint, dials
 from muster.communicators.tcp.handshake import TlsPolicy, group_label, peer_name
 from muster.communicators.tcp.pending_group import PendingGroup
+from muster.communicators.work import FINISHED, Work, WorkQueue
 from muster.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Protocol
 
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.connection import Connection
 from muster.communicators.tcp.pending_group import PendingGroup
 from muster.communicators.tcp.records import RecordLayer, application_traffic_secrets

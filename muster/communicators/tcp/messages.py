@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from muster.communicators.base import Membership
+from muster.communicators.membership import Membership
 from muster.communicators.tcp.connection import (
     DTYPES,
     FRAME,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from muster.communicators.base import Membership
+from muster.communicators.membership import Membership
 from muster.communicators.tcp.connection import Connection
 
 

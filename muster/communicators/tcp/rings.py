@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from muster.communicators.base import Arithmetic, NumpyArray, ReduceOp, as_bytes
+from muster.communicators.arithmetic import Arithmetic, NumpyArray
+from muster.communicators.arrays import as_bytes
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.connection import Connection, Incoming, Multiplexer, Outgoing
 
 CHUNK_BYTES = 524288

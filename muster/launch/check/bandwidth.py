@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from muster.communicators.base import Backend, Communicator, Membership, Peer, ReduceOp
+from muster.communicators.base import Backend, Communicator
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import WorkerError
 from muster.worker.collectives import all_gather
 from muster.worker.session.session import Session

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
-from muster.communicators.base import Backend, Communicator, Membership, Peer
+from muster.communicators.base import Backend, Communicator
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
+from muster.communicators.membership import Membership, Peer
 from muster.errors import (
     CommunicatorError,
     GroupError,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp import messages
 from muster.communicators.tcp.communicator import TcpBackend
 from muster.communicators.tcp.connection import DTYPES, Connection

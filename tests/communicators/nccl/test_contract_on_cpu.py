@@ -13,8 +13,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from muster.communicators.base import Membership, Peer, PreMultipliedSum, ReduceOp, undefined_mean
+from muster.communicators.arithmetic import undefined_mean
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl.communicator import NcclCommunicator
+from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
 from muster.errors import ArrayError
 from tests.contracts import bodies
 from tests.contracts.agents import Place

@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from muster.communicators.base import SOME_GPU, Membership, Peer, PreMultipliedSum, ReduceOp, describe
+from muster.communicators.arrays import SOME_GPU, describe
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl import bootstrap as nccl_handles
 from muster.communicators.nccl import communicator as nccl_communicator
 from muster.communicators.nccl.bootstrap import fewest_ctas
@@ -22,6 +23,7 @@ from muster.communicators.nccl.communicator import NcclBackend, NcclCommunicator
 from muster.communicators.nccl.reduction import scalar_bytes
 from muster.communicators.nccl.streams import library_of
 from muster.communicators.nccl.warmup import WarmUp
+from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
 from muster.errors import (
     ArrayError,
     CollectiveTimeoutError,

@@ -19,7 +19,7 @@ import pytest
 
 from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators import create_backend
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.communicator import TcpBackend, TcpCommunicator
 from muster.communicators.tcp.connection import Connection
 from muster.communicators.tcp.handshake import HELLO, REPLY, Hello, group_label

@@ -16,7 +16,7 @@ import pytest
 
 from muster.certs.runtime.store import Credentials
 from muster.certs.runtime.tls import client_ssl_context
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.connection import Connection
 from muster.communicators.tcp.endpoint import Endpoint
 from muster.communicators.tcp.handshake import (

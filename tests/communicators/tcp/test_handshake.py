@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp.handshake import Hello, group_label, handshake_context, proof
 from tests.communicators.tcp.world import (
     Office,

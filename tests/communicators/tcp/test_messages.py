@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
 from muster.communicators.tcp.pending_group import PendingGroup
 from muster.errors import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp import connection as wire
 from muster.communicators.tcp.communicator import has_second_core
 from muster.communicators.tcp.connection import (

@@ -7,16 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from muster.communicators.base import (
-    FINISHED,
-    Array,
-    Backend,
-    Communicator,
-    Membership,
-    Peer,
-    ReduceOp,
-    Work,
-)
+from muster.communicators.arrays import Array
+from muster.communicators.base import Backend, Communicator
+from muster.communicators.membership import Membership, Peer
+from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.work import FINISHED, Work
 from muster.errors import CommunicatorAbortedError
 from muster.version import __version__
 from muster.wire import messages as m

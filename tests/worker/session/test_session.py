@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.communicators.base import Membership, ReduceOp
+from muster.communicators.membership import Membership
+from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.endpoint import Endpoint
 from muster.errors import (
     FormationTimeoutError,

@@ -1,4 +1,4 @@
-"""What all communicators refuse in the same words."""
+"""What is no rank of a group is refused by all communicators in the same words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.communicators.base import Membership, Peer
+from muster.communicators.membership import Membership, Peer
 from muster.errors import ArrayError
 
 PEERS = tuple(Peer(rank, f"w{rank}", rank, "h", "host", "") for rank in range(2))
