@@ -35,10 +35,10 @@ from muster.errors import (
     FormationTimeoutError,
     WorkerError,
 )
+from muster.programs.addresses import close_peer_listeners, exchange_addresses, open_peer_listener
 from muster.programs.assignment import KEY, Handover
 from muster.programs.callbacks import PROGRAM, Callbacks, caller
-from muster.programs.meeting import close_stations, meet, open_station
-from muster.programs.works import GroupWork, MessageWork
+from muster.programs.work import GroupWork, MessageWork
 
 Tensor = Any
 NAME = "muster"
@@ -87,23 +87,23 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         self._group_name = self._group_desc = name
         timeout_s = timeout.total_seconds()
         handover = Handover.decode(bytes(_agent_store().get(KEY)))
-        station = open_station(handover, os.environ)
+        listener = open_peer_listener(handover, os.environ)
         try:
-            membership, path = meet(store, handover, station, name or "world", rank, size)
+            membership, path = exchange_addresses(store, handover, listener, name or "world", rank, size)
         except dist.DistStoreError as error:
             raise FormationTimeoutError(
                 f"Rank {rank} of group {name!r} has not met all of its {size} ranks: {error}",
                 remedy="All ranks must make the same groups in the same order; see the others' logs.",
             ) from None
-        self._open(membership, station.backend.endpoint, path, timeout_s)
+        self._open(membership, listener.backend.endpoint, path, timeout_s)
         self._store = store  # torch lets go of it
         _opened[id(self)] = self  # and of this, while C++ still calls it
 
     def _open(self, membership: Membership, endpoint: Any, path: str, timeout_s: float) -> None:
         self.membership = membership
         self._endpoint, self._path = endpoint, path
-        self._lanes: dict[str, _Lane] = {}
-        self._lanes_lock = threading.Lock()
+        self._calls_of: dict[str, _OrderedCalls] = {}
+        self._calls_lock = threading.Lock()
         self._running = threading.local()
         communicator = TcpCommunicator(membership, endpoint, path=path, timeout_s=timeout_s)
         self._messages = Messages(
@@ -114,29 +114,29 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         except BaseException:
             self._messages.close()
             raise
-        self._lanes[PROGRAM] = self._make_lane(PROGRAM, communicator)
+        self._calls_of[PROGRAM] = self._make_calls(PROGRAM, communicator)
 
-    def _make_lane(self, of: str, communicator: TcpCommunicator) -> _Lane:
+    def _make_calls(self, of: str, communicator: TcpCommunicator) -> _OrderedCalls:
         queue = WorkQueue(f"muster-{self.membership.group}")
-        return _Lane(communicator, queue, Callbacks(self._path, of), is_up=of == PROGRAM)
+        return _OrderedCalls(communicator, queue, Callbacks(self._path, of), is_up=of == PROGRAM)
 
-    def _lane(self) -> _Lane:
+    def _calls_of_caller(self) -> _OrderedCalls:
         """That of who calls; made when somebody first does."""
         of = caller()
-        with self._lanes_lock:
-            lane = self._lanes.get(of)
-            if lane is None:
-                timeout_s = self._lanes[PROGRAM].communicator.timeout_s
+        with self._calls_lock:
+            calls = self._calls_of.get(of)
+            if calls is None:
+                timeout_s = self._calls_of[PROGRAM].communicator.timeout_s
                 path = f"{self._path}/{of}"
                 communicator = TcpCommunicator(
                     self.membership, self._endpoint, path=path, timeout_s=timeout_s
                 )
-                lane = self._lanes[of] = self._make_lane(of, communicator)
-            return lane
+                calls = self._calls_of[of] = self._make_calls(of, communicator)
+            return calls
 
-    def _all_lanes(self) -> list[_Lane]:
-        with self._lanes_lock:
-            return list(self._lanes.values())
+    def _all_calls(self) -> list[_OrderedCalls]:
+        with self._calls_lock:
+            return list(self._calls_of.values())
 
     @property
     def _communicator(self) -> TcpCommunicator:
@@ -185,8 +185,8 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
     def set_timeout(self, timeout: timedelta) -> None:
         """Changes the deadline of what is called from now on."""
         self._messages.timeout_s = timeout.total_seconds()
-        for lane in self._all_lanes():
-            lane.communicator.timeout_s = timeout.total_seconds()
+        for calls in self._all_calls():
+            calls.communicator.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -196,8 +196,8 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
             return
         error = CommunicatorAbortedError("The process group was aborted.")
         self._messages.abort(error)
-        for lane in self._all_lanes():
-            lane.communicator.abort(error)
+        for calls in self._all_calls():
+            calls.communicator.abort(error)
         _opened.pop(id(self), None)
 
     def shutdown(self) -> None:
@@ -205,18 +205,18 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         if self._closed or self._is_inherited:
             return
         while not self._idle:  # callbacks may call more
-            for lane in self._all_lanes():
-                lane.queue.close()
-                lane.callbacks.drain(lane.communicator.timeout_s)
+            for calls in self._all_calls():
+                calls.queue.close()
+                calls.callbacks.drain(calls.communicator.timeout_s)
             if caller() != PROGRAM:
                 break  # a callback ends it, and does not wait for itself
         self._closed = True
         self._messages.close()
-        for lane in self._all_lanes():
-            lane.queue.close()
-            lane.callbacks.close()
+        for calls in self._all_calls():
+            calls.queue.close()
+            calls.callbacks.close()
             with contextlib.suppress(WorkerError):
-                lane.communicator.close()
+                calls.communicator.close()
         _opened.pop(id(self), None)
 
     def end(self) -> None:
@@ -228,7 +228,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     @property
     def _idle(self) -> bool:
-        return all(lane.queue.idle and lane.callbacks.idle for lane in self._all_lanes())
+        return all(calls.queue.idle and calls.callbacks.idle for calls in self._all_calls())
 
     # ------------------------------------------------------------ running
 
@@ -255,37 +255,37 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
     def _run(self, action: Callable[[], None], opts: Any, results: Sequence[Tensor]) -> GroupWork:
         """Does something now if the caller waits anyway, else in the group's thread, in order."""
         self._check()
-        lane = self._lane()
-        work = GroupWork(results, lane.callbacks)
+        calls = self._calls_of_caller()
+        work = GroupWork(results, calls.callbacks)
         mode = _mode()
 
         def run() -> None:
-            self._running.communicator = lane.communicator
+            self._running.communicator = calls.communicator
             try:
-                if not lane.is_up:
-                    lane.communicator.bring_up(lane.communicator.timeout_s, lambda: None)
-                    lane.is_up = True
+                if not calls.is_up:
+                    calls.communicator.bring_up(calls.communicator.timeout_s, lambda: None)
+                    calls.is_up = True
                 with mode():
                     action()
             except Exception as error:
-                self._fail_others(lane, error)
+                self._fail_others(calls, error)
                 work.finish(error)
             else:
                 work.finish()
 
-        if lane.queue.idle and not getattr(opts, "asyncOp", True):
+        if calls.queue.idle and not getattr(opts, "asyncOp", True):
             run()
             work.wait()
         else:
-            lane.queue.put(run)
+            calls.queue.put(run)
         return work
 
-    def _fail_others(self, failed: _Lane, error: Exception) -> None:
+    def _fail_others(self, failed: _OrderedCalls, error: Exception) -> None:
         """Makes the group unusable for all callers."""
         if isinstance(error, WorkerError) and not isinstance(error, ArrayError):
-            for lane in self._all_lanes():
-                if lane is not failed:
-                    lane.communicator.abort(error)
+            for calls in self._all_calls():
+                if calls is not failed:
+                    calls.communicator.abort(error)
 
     # ------------------------------------------------------------ reductions
 
@@ -580,7 +580,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
                 for flat in flats:
                     flat.finish()
 
-        return MessageWork(messages, tensors, self._lane().callbacks, filled if writes else None)
+        return MessageWork(messages, tensors, self._calls_of_caller().callbacks, filled if writes else None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Returns when all ranks have called it; says which have not.
@@ -635,7 +635,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
 
 @dataclass
-class _Lane:
+class _OrderedCalls:
     """What one caller's collectives take: connections of their own, in an order of their own.
 
     Attributes:
@@ -684,7 +684,7 @@ def _end_all() -> None:
     """
     for group in list(_opened.values()):
         group.end()
-    close_stations()
+    close_peer_listeners()
 
 
 def _agent_store() -> Any:

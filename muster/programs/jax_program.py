@@ -217,7 +217,7 @@ def load_credentials(handover: Handover, env: Mapping[str, str]) -> Credentials:
         SettingsError: config.json or the password is wrong.
         SecurityError: the certificate cannot be used.
     """
-    from muster.programs.meeting import follow
+    from muster.programs.addresses import follow
 
     return follow(handover, env)()
 

@@ -39,14 +39,14 @@ else:
     print("queue_push 1")
 
 from muster.communicators.tcp.communicator import TcpBackend
-from muster.programs import meeting
+from muster.programs.addresses import PeerListener, exchange_addresses
 from muster.programs.assignment import Handover, HeldPlace
 
 def meet(rank):
     places = tuple(HeldPlace(f"node-{each}", "h", "h") for each in range(2))
     handover = Handover("job", 3, rank, places, "127.0.0.1", "", False, (b"u" * 128,))
-    station = meeting.Station(1, TcpBackend(tls=None), f"127.0.0.1:{4 + rank}", 10 + rank)
-    return meeting.meet((writer, reader)[rank], handover, station, "world", rank, 2)
+    listener = PeerListener(1, TcpBackend(tls=None), f"127.0.0.1:{4 + rank}", 10 + rank)
+    return exchange_addresses((writer, reader)[rank], handover, listener, "world", rank, 2)
 
 waits, check = [], dist.Store.check
 dist.Store.check = lambda store, keys: waits.append(keys) or check(store, keys)

@@ -19,7 +19,7 @@ from muster.communicators.tcp.handshake import group_label
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
 from muster.communicators.tcp.pending_group import PendingGroup
 from muster.errors import CommunicatorError, WorkerError
-from muster.programs import meeting
+from muster.programs.addresses import PeerListener, exchange_addresses
 from muster.programs.assignment import Handover, HeldPlace
 from tests.attacks.defences.attack import Attack, check
 
@@ -225,22 +225,22 @@ def test_a_member_that_lies_about_itself_is_refused_in_words(lie: str, rank: int
     """Rank 0 reads what each says; the others read what rank 0 makes of it, which may be a lie as well."""
     places = tuple(HeldPlace(f"node-{each}", "h", "h") for each in range(2))
     handover = Handover("job", 3, 0, places, "127.0.0.1", "", False, (b"u" * 128,))
-    station = meeting.Station(1, TcpBackend(tls=None), "127.0.0.1:4", 10)
+    listener = PeerListener(1, TcpBackend(tls=None), "127.0.0.1:4", 10)
     said = LIES[lie] if rank == 0 else b"[" + json.dumps(ROW).encode() + b"," + LIES[lie] + b"]"
     store = Said(said)
     if rank == 1:  # its own key does not count: the table is rank 0's
         store.set("muster/all", "")
         store._held["muster/all"] = said
     with pytest.raises(WorkerError) as error:
-        meeting.meet(store, handover, station, "world", rank, 2)
+        exchange_addresses(store, handover, listener, "world", rank, 2)
     assert str(error.value).isprintable() and len(str(error.value)) < 500
 
 
 def test_a_member_that_tells_the_truth_is_met() -> None:
     places = tuple(HeldPlace(f"node-{each}", "h", "h") for each in range(2))
     handover = Handover("job", 3, 0, places, "127.0.0.1", "", False, (b"u" * 128,))
-    station = meeting.Station(1, TcpBackend(tls=None), "127.0.0.1:4", 10)
-    met, _ = meeting.meet(Said(json.dumps(ROW).encode()), handover, station, "world", 0, 2)
+    listener = PeerListener(1, TcpBackend(tls=None), "127.0.0.1:4", 10)
+    met, _ = exchange_addresses(Said(json.dumps(ROW).encode()), handover, listener, "world", 0, 2)
     assert [(peer.node_id, peer.incarnation) for peer in met.peers] == [("node-0", 10), ("node-1", 11)]
 
 

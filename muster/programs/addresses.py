@@ -34,8 +34,8 @@ log = logging.getLogger("muster.worker")
 
 
 @dataclass(frozen=True)
-class Station:
-    """This process as peers reach it.
+class PeerListener:
+    """This process's listener, as peers reach it.
 
     Attributes:
         process_id: of the process whose it is; a forked child opens its own.
@@ -48,12 +48,12 @@ class Station:
     incarnation: int
 
 
-_stations: dict[tuple[str, str], Station] = {}
+_listeners: dict[tuple[str, str], PeerListener] = {}
 """By job and config.json; what a process has inherited by fork stays, and is not used."""
 _lock = threading.Lock()
 
 
-def open_station(handover: Handover, env: Mapping[str, str]) -> Station:
+def open_peer_listener(handover: Handover, env: Mapping[str, str]) -> PeerListener:
     """This process's listener for peers; opened at the first call.
 
     Raises:
@@ -63,27 +63,27 @@ def open_station(handover: Handover, env: Mapping[str, str]) -> Station:
     """
     name = handover.job_id, handover.config_path
     with _lock:
-        station = _stations.get(name)
-        if station is None or station.process_id != os.getpid():
-            station = _stations[name] = _open(handover, env)
-        return station
+        listener = _listeners.get(name)
+        if listener is None or listener.process_id != os.getpid():
+            listener = _listeners[name] = _open(handover, env)
+        return listener
 
 
-def close_stations() -> None:
+def close_peer_listeners() -> None:
     """Closes this process's listeners; what it has inherited by fork stays open where it belongs."""
     with _lock:
-        for station in _stations.values():
-            if station.process_id == os.getpid():
-                station.backend.close()
-        _stations.clear()
+        for listener in _listeners.values():
+            if listener.process_id == os.getpid():
+                listener.backend.close()
+        _listeners.clear()
 
 
-def _open(handover: Handover, env: Mapping[str, str]) -> Station:
+def _open(handover: Handover, env: Mapping[str, str]) -> PeerListener:
     follower = follow(handover, env) if handover.config_path else None
     policies = None if follower is None else tls_policies(follower, handover.job_id)
     backend = TcpBackend(tls=policies, allow_insecure=handover.allow_insecure)
     address = backend.open_endpoint(handover.address)
-    return Station(os.getpid(), backend, address, int.from_bytes(os.urandom(8), "big") or 1)
+    return PeerListener(os.getpid(), backend, address, int.from_bytes(os.urandom(8), "big") or 1)
 
 
 def follow(handover: Handover, env: Mapping[str, str]) -> Follower:
@@ -101,15 +101,15 @@ def follow(handover: Handover, env: Mapping[str, str]) -> Follower:
         raise SecurityError(error.message, remedy=error.remedy) from error
 
 
-def meet(
-    store: Any, handover: Handover, station: Station, name: str, rank: int, size: int
+def exchange_addresses(
+    store: Any, handover: Handover, listener: PeerListener, name: str, rank: int, size: int
 ) -> tuple[Membership, str]:
-    """Meets the other processes of a group.
+    """Says where this process is reached, and learns where the others of its group are.
 
     Args:
         store: torch's, with keys of this group alone.
         handover: this program's.
-        station: this process's.
+        listener: this process's.
         name: of the group, for messages.
         rank: of this process within the group.
         size: of the group.
@@ -120,7 +120,7 @@ def meet(
     Raises:
         CommunicatorError: the ranks are of different generations or jobs, or one said what is no address.
     """
-    mine = [handover.generation, handover.member, station.data_address, station.incarnation]
+    mine = [handover.generation, handover.member, listener.data_address, listener.incarnation]
     _set_new(store, f"muster/{rank}", json.dumps(mine))
     try:
         if rank == 0:
