@@ -21,7 +21,7 @@ from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp.communicator import TcpCommunicator
-from muster.communicators.tcp.connection import FRAME, MAGIC, FrameKind
+from muster.communicators.tcp.frames import FRAME, MAGIC, FrameKind
 from muster.communicators.tcp.handshake import PROOF, REPLY, Hello, group_label
 from muster.errors import CommunicatorError, WorkerError
 from tests.attacks.field import Field

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.communicators.tcp.connection import FRAME, MAGIC, FrameKind
+from muster.communicators.tcp.frames import FRAME, MAGIC, FrameKind
 from tests.attacks.field import WORKERS, Field, environment_of, memory_of, start_victims
 from tests.attacks.test_1_transport import HALF_HANDSHAKES
 from tests.scheduler.processes import PASSWORD, scheduler

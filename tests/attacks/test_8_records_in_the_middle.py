@@ -24,7 +24,8 @@ from muster.certs.runtime.store import Credentials
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp import records
 from muster.communicators.tcp.communicator import SMALL_BYTES, TcpCommunicator
-from muster.communicators.tcp.connection import MAGIC, EndOfStreamError, Reason
+from muster.communicators.tcp.connection import EndOfStreamError
+from muster.communicators.tcp.frames import MAGIC, Reason
 from muster.communicators.tcp.records import RECORD_BYTES, TrafficKey
 from muster.errors import PeerLostError, WorkerError
 from tests.attacks.defences.attack import Without

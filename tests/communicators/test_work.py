@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from muster.communicators.tcp.connection import Connection, Incoming, Multiplexer
+from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.transfer import Incoming, Multiplexer
 from muster.communicators.work import FINISHED, WorkQueue
 
 

@@ -26,11 +26,9 @@ from muster.certs.pki.revocation import load_revocations
 from muster.certs.runtime.passwords import read_password
 from muster.certs.runtime.store import load_credentials
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp.connection import (
+from muster.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.communicators.tcp.frames import (
     Call,
-    Connection,
-    EndOfStreamError,
-    FrameIn,
     FrameKind,
     Reason,
     blocks_frame,
@@ -48,6 +46,7 @@ from muster.communicators.tcp.handshake import (
 )
 from muster.communicators.tcp.pending_group import PendingGroup
 from muster.communicators.tcp.records import RecordLayer, RecordLayerError
+from muster.communicators.tcp.transfer import FrameIn
 from muster.errors import CommunicatorError, WorkerError
 from muster.errors import SettingsError as WorkerSettingsError
 from muster.launch.parsing import parse_address, parse_hostfile, parse_hosts, parse_numbers

@@ -22,24 +22,26 @@ from muster.communicators.host_communicator import HostCommunicator
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.reduce_ops import ReduceOp
 from muster.communicators.tcp import rings as rings
-from muster.communicators.tcp.connection import (
+from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.endpoint import Endpoint, dials
+from muster.communicators.tcp.frames import (
     HAS_FINISHED,
     Call,
-    Connection,
-    DeadlinePassedError,
-    FrameIn,
     FrameKind,
-    Incoming,
-    Multiplexer,
-    Outgoing,
-    PeerEndedError,
     Reason,
     blocks_frame,
     end_in_words,
 )
-from muster.communicators.tcp.endpoint import Endpoint, dials
 from muster.communicators.tcp.handshake import TlsPolicy, group_label, peer_name
 from muster.communicators.tcp.pending_group import PendingGroup
+from muster.communicators.tcp.transfer import (
+    DeadlinePassedError,
+    FrameIn,
+    Incoming,
+    Multiplexer,
+    Outgoing,
+    PeerEndedError,
+)
 from muster.communicators.work import FINISHED, Work, WorkQueue
 from muster.errors import (
     CollectiveMismatchError,

@@ -21,22 +21,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from muster.communicators.membership import Membership
-from muster.communicators.tcp.connection import (
+from muster.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.communicators.tcp.endpoint import Endpoint, dials
+from muster.communicators.tcp.frames import (
     DTYPES,
     FRAME,
     GOODBYE_BYTES,
     MAGIC,
     Buffer,
-    Connection,
-    EndOfStreamError,
-    Outgoing,
     Reason,
     end_in_words,
     read_goodbye,
 )
-from muster.communicators.tcp.endpoint import Endpoint, dials
 from muster.communicators.tcp.handshake import group_label, peer_name
 from muster.communicators.tcp.pending_group import PendingGroup
+from muster.communicators.tcp.transfer import Outgoing
 from muster.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -16,7 +16,8 @@ import numpy as np
 from muster.communicators.arithmetic import Arithmetic, NumpyArray
 from muster.communicators.arrays import as_bytes
 from muster.communicators.reduce_ops import ReduceOp
-from muster.communicators.tcp.connection import Connection, Incoming, Multiplexer, Outgoing
+from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.transfer import Incoming, Multiplexer, Outgoing
 
 CHUNK_BYTES = 524288
 """Bytes that are received before they are combined or passed on: as many as a record holds."""

@@ -14,15 +14,9 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp import connection, handshake, records
-from muster.communicators.tcp.connection import (
-    Connection,
-    EndOfStreamError,
-    Reason,
-    frame,
-    goodbye,
-    read_frame,
-)
+from muster.communicators.tcp import frames, handshake, records
+from muster.communicators.tcp.connection import Connection, EndOfStreamError
+from muster.communicators.tcp.frames import Reason, frame, goodbye, read_frame
 from muster.communicators.tcp.handshake import (
     HELLO,
     PROOF,
@@ -313,7 +307,7 @@ def same_sides(patch: pytest.MonkeyPatch) -> None:
 def announce_a_huge_frame(_: Path) -> bool:
     """A member announces a frame of a terabyte, for which the other would make room."""
     try:
-        return read_frame(frame(connection.FrameKind.CALLS, 1, 1 << 40))[2] == 1 << 40
+        return read_frame(frame(frames.FrameKind.CALLS, 1, 1 << 40))[2] == 1 << 40
     except CommunicatorError:
         return False
 
@@ -374,14 +368,14 @@ ATTACKS = (
         "memory",
         MEMBER,
         announce_a_huge_frame,
-        lambda patch: patch.setattr(connection, "MAX_FRAME", 1 << 41),
+        lambda patch: patch.setattr(frames, "MAX_FRAME", 1 << 41),
     ),
     Attack(
         "forge a line in a goodbye",
         "the log",
         MEMBER,
         forge_a_line_in_a_goodbye,
-        lambda patch: patch.setattr(connection, "one_line", str),
+        lambda patch: patch.setattr(frames, "one_line", str),
     ),
 )
 

@@ -14,7 +14,8 @@ import pytest
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp import messages
 from muster.communicators.tcp.communicator import TcpBackend
-from muster.communicators.tcp.connection import DTYPES, Connection
+from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.frames import DTYPES
 from muster.communicators.tcp.handshake import group_label
 from muster.communicators.tcp.messages import SMALL_BYTES, Message, Messages
 from muster.communicators.tcp.pending_group import PendingGroup

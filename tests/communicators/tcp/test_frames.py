@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.communicators.tcp import connection as wire
+from muster.communicators.tcp import frames as wire
 from muster.communicators.tcp.handshake import HELLO as HELLO
 from muster.communicators.tcp.handshake import Hello
 from muster.errors import CommunicatorError

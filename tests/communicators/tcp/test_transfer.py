@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import pytest
 
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp import connection as wire
+from muster.communicators.tcp import frames as wire
 from muster.communicators.tcp.communicator import has_second_core
-from muster.communicators.tcp.connection import (
-    Connection,
+from muster.communicators.tcp.connection import Connection
+from muster.communicators.tcp.transfer import (
     DeadlinePassedError,
     FrameIn,
     Incoming,
