@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import threading
 import time
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from muster.communicators.arithmetic import ARITHMETIC
 from muster.communicators.arrays import describe
 from muster.communicators.membership import Membership
 from muster.communicators.reduce_ops import ReduceOp
@@ -35,35 +33,24 @@ from muster.errors import (
     FormationTimeoutError,
     WorkerError,
 )
+from muster.programs import NAME
 from muster.programs.addresses import close_peer_listeners, exchange_addresses, open_peer_listener
 from muster.programs.assignment import KEY, Handover
 from muster.programs.callbacks import PROGRAM, Callbacks, caller
+from muster.programs.operations import operation, operation_name
+from muster.programs.tensors import (
+    FlatTensor,
+    apart,
+    check_parts,
+    check_same_dtype,
+    hand_out,
+    split_rows,
+)
 from muster.programs.work import GroupWork, MessageWork
 
 Tensor = Any
-NAME = "muster"
 _AGENT_TIMEOUT = timedelta(seconds=60)
 _MOST_TAG = (1 << 31) - 1
-
-_BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
-_OPERATIONS = {
-    "SUM": ReduceOp.SUM,
-    "AVG": ReduceOp.MEAN,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-    "PRODUCT": ReduceOp.PROD,
-}
-_LOGICAL = {
-    "SUM": ReduceOp.MAX,
-    "MAX": ReduceOp.MAX,
-    "BOR": ReduceOp.MAX,
-    "PRODUCT": ReduceOp.MIN,
-    "MIN": ReduceOp.MIN,
-    "BAND": ReduceOp.MIN,
-}
-"""Of truth values, where a sum is "any" and a product "all", as torch's own are."""
-
-Combine = ReduceOp | Callable[..., Any]
 
 
 class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no types here
@@ -307,7 +294,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        with _Flat(tensor, writes=True) as flat:
+        with FlatTensor(tensor, writes=True) as flat:
             combine = operation(op, flat.array)
             if isinstance(combine, ReduceOp):
                 self._communicator.all_reduce(flat.array, flat.array, combine)
@@ -351,7 +338,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     def _reduce(self, tensor: Tensor, op: Any, root: int) -> None:
         is_root = root == self.rank()
-        with _Flat(tensor, writes=is_root) as flat:
+        with FlatTensor(tensor, writes=is_root) as flat:
             combine = operation(op, flat.array)
             if isinstance(combine, ReduceOp):
                 self._communicator.reduce(flat.array, flat.array if is_root else None, combine, root)
@@ -397,8 +384,8 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     def _reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
         check_same_dtype(output, given, "reduce_scatter")
-        with _Flat(output, writes=True) as target, _Flat(given) as source:
-            sent, combine = _apart(source.array, target.array), operation(op, source.array)
+        with FlatTensor(output, writes=True) as target, FlatTensor(given) as source:
+            sent, combine = apart(source.array, target.array), operation(op, source.array)
             if isinstance(combine, ReduceOp):
                 self._communicator.reduce_scatter(sent, target.array, combine)
                 return
@@ -414,7 +401,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
         def action() -> None:
             for tensor in tensors:
-                with _Flat(tensor, writes=opts.rootRank != self.rank()) as flat:
+                with FlatTensor(tensor, writes=opts.rootRank != self.rank()) as flat:
                     self._communicator.broadcast(flat.array, opts.rootRank)
 
         return self._run(action, opts, tensors)
@@ -427,10 +414,10 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         def action() -> None:
             for parts, given in zip(outputs, inputs, strict=True):
                 check_parts(parts, given, self.size(), "all_gather")
-                with _Flat(given) as source:
+                with FlatTensor(given) as source:
                     found = source.array.new_empty((self.size(), source.array.numel()))
                     self._communicator.all_gather(source.array, found)
-                    _hand_out(found, parts)
+                    hand_out(found, parts)
 
         return self._run(action, opts, [each for parts in outputs for each in parts])
 
@@ -463,9 +450,9 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     def _all_gather(self, output: Tensor, given: Tensor) -> None:
         check_same_dtype(output, given, "all_gather")
-        with _Flat(output, writes=True) as target, _Flat(given) as source:
+        with FlatTensor(output, writes=True) as target, FlatTensor(given) as source:
             offset = self.rank() * source.array.numel()
-            self._communicator.all_gather(_apart(source.array, target.array, offset), target.array)
+            self._communicator.all_gather(apart(source.array, target.array, offset), target.array)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> GroupWork:
         """See torch."""
@@ -473,14 +460,14 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
         def action() -> None:
             for index, given in enumerate(inputs):
-                with _Flat(given) as source:
+                with FlatTensor(given) as source:
                     found = None
                     if is_root:
                         check_parts(outputs[index], given, self.size(), "gather")
                         found = source.array.new_empty((self.size(), source.array.numel()))
                     self._communicator.gather(source.array, found, opts.rootRank)
                     if found is not None:
-                        _hand_out(found, outputs[index])
+                        hand_out(found, outputs[index])
 
         return self._run(action, opts, [each for parts in outputs for each in parts])
 
@@ -490,12 +477,12 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
         def action() -> None:
             for index, output in enumerate(outputs):
-                with _Flat(output, writes=True) as target:
+                with FlatTensor(output, writes=True) as target:
                     sent = None
                     if is_root:
                         parts = inputs[index]
                         check_parts(parts, output, self.size(), "scatter")
-                        with _Flat(torch.cat([part.reshape(-1) for part in parts])) as source:
+                        with FlatTensor(torch.cat([part.reshape(-1) for part in parts])) as source:
                             sent = source.array
                     self._communicator.scatter(sent, target.array, opts.rootRank)
 
@@ -513,8 +500,8 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
         def action() -> None:
             check_same_dtype(output, given, "all_to_all")
-            with _Flat(output, writes=True) as target, _Flat(given) as source:
-                sent = _apart(source.array, target.array, None)
+            with FlatTensor(output, writes=True) as target, FlatTensor(given) as source:
+                sent = apart(source.array, target.array, None)
                 self._exchange(
                     split_rows(sent, given.shape, input_sizes, self.size(), "input"),
                     split_rows(target.array, output.shape, output_sizes, self.size(), "output"),
@@ -531,8 +518,8 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
         def action() -> None:
             with contextlib.ExitStack() as stack:
-                targets = [stack.enter_context(_Flat(each, writes=True)).array for each in outputs]
-                sources = [stack.enter_context(_Flat(each)).array for each in inputs]
+                targets = [stack.enter_context(FlatTensor(each, writes=True)).array for each in outputs]
+                sources = [stack.enter_context(FlatTensor(each)).array for each in inputs]
                 self._exchange(sources, targets)
 
         return self._run(action, opts, outputs)
@@ -570,7 +557,7 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
         self._check()
         if not 0 <= tag <= _MOST_TAG:
             raise ArrayError(f"tag must be from 0 to {_MOST_TAG}; it is {tag}.")
-        flats = [_Flat(each, writes=writes) for each in tensors]
+        flats = [FlatTensor(each, writes=writes) for each in tensors]
         views = [describe(flat.array) for flat in flats]
         messages = [begin(view.flat.view(np.uint8).data, peer, tag, view.dtype, USER) for view in views]
         mode = _mode()
@@ -701,139 +688,3 @@ def _mode() -> Callable[[], Any]:
     """How the caller's tensors may be written; for another thread, which has a mode of its own."""
     modes: tuple[Callable[[], Any], ...] = torch.no_grad, torch.inference_mode
     return modes[bool(torch.is_inference_mode_enabled())]
-
-
-# ---------------------------------------------------------------- tensors
-
-
-class _Flat:
-    """A tensor as the communicator takes it: dense, and of a dtype that it knows.
-
-    Attributes:
-        array: over the tensor's memory where that is possible, else a copy, written back by :meth:`finish`.
-    """
-
-    def __init__(self, tensor: Tensor, *, writes: bool = False) -> None:
-        if not tensor.is_cpu:
-            raise ArrayError(
-                f"The process group {NAME!r} takes tensors on the CPU; this one is on {tensor.device}.",
-                remedy='For those of a GPU make another group, with backend="nccl".',
-            )
-        if tensor.layout is not torch.strided:
-            raise ArrayError("Sparse tensors can be summed by all_reduce, and nothing else.")
-        self._tensor = tensor.detach()
-        self._writes = writes
-        plain = self._tensor.resolve_conj().resolve_neg()
-        self._dense = plain.contiguous()
-        self._copied = self._dense.data_ptr() != self._tensor.data_ptr() and tensor.numel() > 0
-        self.array = _known(self._dense)
-
-    def __enter__(self) -> _Flat:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        if kind is None:
-            self.finish()
-
-    def finish(self) -> None:
-        """Puts the result where it belongs."""
-        if self._writes and self._copied:
-            self._tensor.copy_(self._dense)
-
-
-def _known(dense: Tensor) -> Tensor:
-    """The same memory in a dtype that the communicator knows."""
-    if dense.is_complex():
-        return torch.view_as_real(dense)
-    if str(dense.dtype).removeprefix("torch.") in ARITHMETIC:
-        return dense
-    return dense.reshape(-1).view(torch.uint8)
-
-
-def _apart(source: Tensor, target: Tensor, offset: int | None = None) -> Tensor:
-    """``source``, or a copy if it shares memory with ``target`` and does not lie exactly ``offset`` in it."""
-    if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
-        return source
-    if offset is not None and source.data_ptr() == target.data_ptr() + offset * target.element_size():
-        return source
-    return source.clone()
-
-
-def _hand_out(found: Tensor, parts: Sequence[Tensor]) -> None:
-    for row, part in zip(found, parts, strict=True):
-        with _Flat(part, writes=True) as flat:
-            flat.array.view(-1).copy_(row)
-
-
-def check_same_dtype(first: Tensor, second: Tensor, what: str) -> None:
-    """Checks that input and output of a collective have one dtype.
-
-    Raises:
-        ArrayError: they do not.
-    """
-    if first.dtype != second.dtype:
-        raise ArrayError(f"{what} needs tensors of one dtype; these have {first.dtype} and {second.dtype}.")
-
-
-def check_parts(parts: Sequence[Tensor], like: Tensor, size: int, what: str) -> None:
-    """Checks that there is a tensor for each rank, of the dtype and number of elements of ``like``.
-
-    Raises:
-        ArrayError: there is not.
-    """
-    if len(parts) != size:
-        raise ArrayError(f"{what} needs a list of {size} tensors, one for each rank; it has {len(parts)}.")
-    for part in parts:
-        check_same_dtype(part, like, what)
-        if part.numel() != like.numel():
-            raise ArrayError(f"{what} needs tensors of one size; these have {part.numel()}, {like.numel()}.")
-
-
-def split_rows(
-    flat: Tensor, shape: Sequence[int], sizes: Sequence[int], ranks: int, name: str
-) -> list[Tensor]:
-    """Cuts a tensor into rows for each rank.
-
-    Args:
-        flat: the tensor.
-        shape: as the user gave it.
-        sizes: rows for each rank; none: as many for each.
-        ranks: how many ranks there are.
-        name: "input" or "output", for messages.
-
-    Raises:
-        ArrayError: the sizes do not fit the tensor.
-    """
-    rows = shape[0] if len(shape) else 1
-    if not sizes:
-        if rows % ranks:
-            raise ArrayError(f"The {name} has {rows} rows, which {ranks} ranks cannot share evenly.")
-        sizes = [rows // ranks] * ranks
-    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
-        raise ArrayError(f"The {name}'s split sizes {list(sizes)} are not {ranks} that sum to {rows} rows.")
-    per_row = flat.numel() // rows if rows else math.prod(shape[1:])
-    return list(flat.reshape(-1).split([count * per_row for count in sizes]))
-
-
-# ---------------------------------------------------------------- operations
-
-
-def operation_name(op: Any) -> str:
-    """The name of one of torch's operations: "SUM", say."""
-    return next((name for name in (*_OPERATIONS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
-
-
-def operation(op: Any, tensor: Tensor) -> Combine:
-    """What combines values of this tensor's dtype: one of the communicator's operations, or NumPy's.
-
-    Raises:
-        ArrayError: there is none.
-    """
-    name = operation_name(op)
-    if tensor.dtype is torch.bool and name in _LOGICAL:
-        return _LOGICAL[name]
-    if name in _OPERATIONS:
-        return _OPERATIONS[name]
-    if name in _BITWISE and not tensor.is_floating_point():
-        return _BITWISE[name]
-    raise ArrayError(f"{name} is not defined for {tensor.dtype} in the backend {NAME!r}.")

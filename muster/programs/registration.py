@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from muster.errors import SettingsError
+from muster.programs import NAME
 
-NAME = "muster"
 GLOO = "gloo"
 VARIABLE = "MS_TORCH_GLOO"
 BUILTIN_HOOK = "_register_builtin_comm_hook"

@@ -1,0 +1,127 @@
+"""Tensors as the communicator takes them, and whether those of a call fit each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from muster.communicators.arithmetic import ARITHMETIC
+from muster.errors import ArrayError
+from muster.programs import NAME
+
+Tensor = Any
+
+
+class FlatTensor:
+    """A tensor as the communicator takes it: dense, and of a dtype that it knows.
+
+    Attributes:
+        array: over the tensor's memory where that is possible, else a copy, written back by :meth:`finish`.
+    """
+
+    def __init__(self, tensor: Tensor, *, writes: bool = False) -> None:
+        if not tensor.is_cpu:
+            raise ArrayError(
+                f"The process group {NAME!r} takes tensors on the CPU; this one is on {tensor.device}.",
+                remedy='For those of a GPU make another group, with backend="nccl".',
+            )
+        if tensor.layout is not torch.strided:
+            raise ArrayError("Sparse tensors can be summed by all_reduce, and nothing else.")
+        self._tensor = tensor.detach()
+        self._writes = writes
+        plain = self._tensor.resolve_conj().resolve_neg()
+        self._dense = plain.contiguous()
+        self._copied = self._dense.data_ptr() != self._tensor.data_ptr() and tensor.numel() > 0
+        self.array = in_known_dtype(self._dense)
+
+    def __enter__(self) -> FlatTensor:
+        """Itself; its end finishes what has not failed."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        """See :meth:`finish`."""
+        if kind is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Puts the result where it belongs."""
+        if self._writes and self._copied:
+            self._tensor.copy_(self._dense)
+
+
+def in_known_dtype(dense: Tensor) -> Tensor:
+    """The same memory in a dtype that the communicator knows."""
+    if dense.is_complex():
+        return torch.view_as_real(dense)
+    if str(dense.dtype).removeprefix("torch.") in ARITHMETIC:
+        return dense
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def apart(source: Tensor, target: Tensor, offset: int | None = None) -> Tensor:
+    """``source``, or a copy if it shares memory with ``target`` and does not lie exactly ``offset`` in it."""
+    if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+        return source
+    if offset is not None and source.data_ptr() == target.data_ptr() + offset * target.element_size():
+        return source
+    return source.clone()
+
+
+def hand_out(found: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copies each row of ``found`` into the part of its index."""
+    for row, part in zip(found, parts, strict=True):
+        with FlatTensor(part, writes=True) as flat:
+            flat.array.view(-1).copy_(row)
+
+
+def check_same_dtype(first: Tensor, second: Tensor, what: str) -> None:
+    """Checks that input and output of a collective have one dtype.
+
+    Raises:
+        ArrayError: they do not.
+    """
+    if first.dtype != second.dtype:
+        raise ArrayError(f"{what} needs tensors of one dtype; these have {first.dtype} and {second.dtype}.")
+
+
+def check_parts(parts: Sequence[Tensor], like: Tensor, size: int, what: str) -> None:
+    """Checks that there is a tensor for each rank, of the dtype and number of elements of ``like``.
+
+    Raises:
+        ArrayError: there is not.
+    """
+    if len(parts) != size:
+        raise ArrayError(f"{what} needs a list of {size} tensors, one for each rank; it has {len(parts)}.")
+    for part in parts:
+        check_same_dtype(part, like, what)
+        if part.numel() != like.numel():
+            raise ArrayError(f"{what} needs tensors of one size; these have {part.numel()}, {like.numel()}.")
+
+
+def split_rows(
+    flat: Tensor, shape: Sequence[int], sizes: Sequence[int], ranks: int, name: str
+) -> list[Tensor]:
+    """Cuts a tensor into rows for each rank.
+
+    Args:
+        flat: the tensor.
+        shape: as the user gave it.
+        sizes: rows for each rank; none: as many for each.
+        ranks: how many ranks there are.
+        name: "input" or "output", for messages.
+
+    Raises:
+        ArrayError: the sizes do not fit the tensor.
+    """
+    rows = shape[0] if len(shape) else 1
+    if not sizes:
+        if rows % ranks:
+            raise ArrayError(f"The {name} has {rows} rows, which {ranks} ranks cannot share evenly.")
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
+        raise ArrayError(f"The {name}'s split sizes {list(sizes)} are not {ranks} that sum to {rows} rows.")
+    per_row = flat.numel() // rows if rows else math.prod(shape[1:])
+    return list(flat.reshape(-1).split([count * per_row for count in sizes]))
