@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,6 +17,11 @@ def wait_for(condition: Callable[[], object], told: Callable[[], str] = lambda: 
     while not condition():
         assert time.monotonic() < deadline, told()
         time.sleep(0.01)
+
+
+def threads_end(name: str) -> None:
+    """Waits for this process's threads of a name; fails after a long time."""
+    wait_for(lambda: all(each.name != name for each in threading.enumerate()), lambda: f"{name} goes on")
 
 
 async def until(condition: Callable[[], object]) -> None:

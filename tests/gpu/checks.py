@@ -35,6 +35,7 @@ from muster.torch.state import TorchTrainingState
 from muster.torch.transfer import CopiesAside
 from muster.training.sampler import ShardedSampler
 from tests.gpu.sharing import RANKS_PER_GPU
+from tests.waiting import threads_end
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "uint8", "int32", "int64")
@@ -661,7 +662,7 @@ def check_abort_with_graph(comm: Any) -> float:
     with pytest.raises(MembershipChanged):
         comm.all_reduce(images, images, ReduceOp.SUM)
     torch.cuda.synchronize()
-    assert comm.await_ended(20)
+    threads_end("muster-nccl-abort")
     return taken[0]
 
 
@@ -679,14 +680,15 @@ def check_abort_of_a_close(comm: Any) -> None:
         closing.join(0.001)
     comm.abort(MembershipChanged("rank 1 is gone", generation=1))
     closing.join(30)
-    assert not closing.is_alive() and comm.await_ended(30)
+    assert not closing.is_alive()
+    threads_end("muster-nccl-abort")
     torch.cuda.synchronize()
     assert float(torch.ones(3, device="cuda").sum()) == 3  # the GPU is of use
 
 
 def abort(comm: Any) -> None:
     comm.abort(MembershipChanged("rank 0 is gone", generation=1))
-    assert comm.await_ended(30)
+    threads_end("muster-nccl-abort")
 
 
 def check_timeout(comm: Any) -> str:

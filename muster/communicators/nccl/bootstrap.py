@@ -8,7 +8,6 @@ nonblocking *root* that only ever creates, and blocking children split off it, o
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -183,13 +182,10 @@ def abort(nccl: Any, comm: Any) -> None:
         return
 
 
-def abort_in_background(nccl: Any, comms: Iterable[Any]) -> list[threading.Thread]:
-    """Aborts communicators (None: none) at the same time, each in a thread of its own.
+def abort_in_background(nccl: Any, comms: Iterable[Any]) -> None:
+    """Aborts communicators at the same time, each in a thread of its own.
 
     Kernels get the signal at once; most of an abort is waiting for NCCL's own threads.
     """
-    return [
+    for comm in comms:
         start_thread(partial(abort, nccl, comm), name="muster-nccl-abort")
-        for comm in comms
-        if comm is not None
-    ]

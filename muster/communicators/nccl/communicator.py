@@ -152,7 +152,7 @@ class NcclCommunicator(Communicator):
         self._inside = False
         self._grouped = False
         self._ending = threading.Lock()
-        self._endings: list[threading.Thread] = []
+        self._is_aborted = False
         self._children: list[NcclCommunicator] = []
         self._before_end: dict[int, Callable[[], None]] = {}
 
@@ -489,7 +489,8 @@ class NcclCommunicator(Communicator):
     def _end_group(self) -> None:
         """Ends NCCL's group call, also during an abort: else this thread's next collectives would hang."""
         try:
-            if not self._endings:  # else the abort waited for too long, and NCCL frees what the group holds
+            # Where the abort did not wait so long, NCCL frees what the group holds.
+            if not self._is_aborted:
                 self.nccl.group_end()
         except Exception as error:
             self._fail(error)
@@ -595,7 +596,8 @@ class NcclCommunicator(Communicator):
             _log.warning("closing the communicator of %r hangs and is given up: %s", self._group_name, error)
         # At the same time: NCCL's abort waits for graphs that hold its kernels, and giving up a graph
         # waits for its kernels, which only the abort ends.
-        self._endings += handles.abort_in_background(self.nccl, alive)
+        handles.abort_in_background(self.nccl, alive)
+        self._is_aborted = bool(alive)
         self._release()
 
     def close(self) -> None:
@@ -625,13 +627,6 @@ class NcclCommunicator(Communicator):
             over.set()
             self.closing = False
             self._destroyed.set()
-
-    def await_ended(self, timeout_s: float) -> bool:
-        """After :meth:`abort`: waits until NCCL has freed everything; False where the deadline came first."""
-        deadline = time.monotonic() + timeout_s
-        for thread in self._endings:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._endings)
 
     @property
     def _ended(self) -> bool:

@@ -33,7 +33,7 @@ from muster.errors import (
     MembershipChanged,
 )
 from tests.gpu.stand_in import FakeEvent, OnGpu, fake_cupy
-from tests.waiting import wait_for
+from tests.waiting import threads_end, wait_for
 
 
 def membership(
@@ -494,7 +494,8 @@ def test_an_abort_releases_graphs_frees_both_communicators_and_stays(comm: NcclC
     forget()
     comm.abort(MembershipChanged("rank 1 is gone", generation=3))
     comm.abort(MembershipChanged("later news", generation=4))
-    assert comm.await_ended(10) and released == [1]
+    threads_end("muster-nccl-abort")
+    assert released == [1]
     assert sorted(calls_of(comm)) == [("comm_abort", "comm"), ("comm_abort", "root")]
     with pytest.raises(MembershipChanged, match="rank 1 is gone"):
         comm.all_reduce(FakeArray(1, 1), FakeArray(1, 1), ReduceOp.SUM)
@@ -523,7 +524,7 @@ def test_an_abort_within_a_group_waits_for_its_end(
         assert aborting.is_alive()  # it waits for the group's end
         comm.all_reduce(array, array, ReduceOp.SUM)
     aborting.join()
-    assert comm.await_ended(10)
+    threads_end("muster-nccl-abort")
     assert [call[0] for call in calls_of(comm)] == [
         "group_start",
         "all_reduce",
@@ -539,7 +540,7 @@ def test_a_change_that_comes_within_a_group_is_told_at_its_end(
     monkeypatch.setattr(NcclCommunicator, "leave_wait_s", 0)
     with pytest.raises(MembershipChanged, match="rank 1 is gone"), comm.group():
         comm.abort(MembershipChanged("rank 1 is gone", generation=3))
-    assert comm.await_ended(10)
+    threads_end("muster-nccl-abort")
     assert "group_end" not in [call[0] for call in calls_of(comm)]  # too late: the communicator is gone
 
 
@@ -551,8 +552,8 @@ def test_an_abort_reaches_the_groups_that_were_split_off(comm: NcclCommunicator)
     released: list[str] = []
     child.before_end(lambda: released.append("graph of the pair"))
     comm.abort(MembershipChanged("rank 1 is gone", generation=3))
+    threads_end("muster-nccl-abort")
     for each in (comm, child, grandchild):
-        assert each.await_ended(10)
         with pytest.raises(MembershipChanged, match="rank 1 is gone"):
             each.all_reduce(FakeArray(1, 1), FakeArray(1, 1), ReduceOp.SUM)
     aborted = {call[1] for call in calls_of(comm) if call[0] == "comm_abort"}
@@ -626,7 +627,8 @@ def test_an_abort_ends_a_close_that_hangs(
         assert nccl.entered.wait(30)
     closed.abort(MembershipChanged("rank 1 is gone", generation=3))
     closing.join(30)
-    assert not closing.is_alive() and closed.await_ended(10)
+    assert not closing.is_alive()
+    threads_end("muster-nccl-abort")
     aborted = sorted(call[1] for call in nccl.calls if call[0] == "comm_abort")
     assert aborted == ([] if destroyed is None else ["comm", "root"])  # each is freed, and only once more
     ended = [call[1] for call in nccl.calls if call[0] == "comm_destroy"]
@@ -666,7 +668,8 @@ def test_a_close_that_nobody_aborts_ends_at_the_deadline(
     closed = hanging(comm, monkeypatch, nccl)
     closed.timeout_s = 0.01
     closed.close()
-    assert nccl.freed.wait(10) and closed.await_ended(10)
+    assert nccl.freed.wait(10)
+    threads_end("muster-nccl-abort")
 
 
 def test_the_abort_of_a_generation_reaches_a_group_that_is_being_closed(
