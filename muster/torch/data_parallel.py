@@ -20,7 +20,7 @@ from muster.torch.sparse_gradients import SparseGradients
 from muster.torch.sync_batch_norm import adopt
 from muster.torch.transfer import (
     FROZEN,
-    Lane,
+    CommStream,
     array_of,
     broadcast_tensors,
     check_same_tensors,
@@ -141,7 +141,7 @@ class DataParallel(ModuleWrapper):
             if value not in _DTYPES:
                 raise SettingsError(f'{name} is None or "bf16", not {value!r}')
         self.communicator = communicator or communicator_of(session)
-        self._lane = Lane(self.communicator, self.device)
+        self._comm_stream = CommStream(self.communicator, self.device)
         self._op = ReduceOp.MEAN if gradients_mean else ReduceOp.SUM
         self._wire_dtype = _DTYPES[compression]
         for dtype in {self._wire_dtype or p.dtype for _, p in self._named}:  # refused now, not later
@@ -234,7 +234,7 @@ class DataParallel(ModuleWrapper):
         if begins:
             self._follow_thawed()
             self._numbers.set(self._passes.settle())
-        if self._read_later and not self._lane.capturing():
+        if self._read_later and not self._comm_stream.capturing():
             self._compare_numbers()
 
     @contextlib.contextmanager
@@ -278,9 +278,9 @@ class DataParallel(ModuleWrapper):
             self._scale = None
 
     @property
-    def lane(self) -> Lane | None:
-        """The lane for layers that compute with all ranks; None in a world of one."""
-        return self._lane if self._joined and self.communicator.world_size > 1 else None
+    def comm_stream(self) -> CommStream | None:
+        """The stream for layers that compute with all ranks; None in a world of one."""
+        return self._comm_stream if self._joined and self.communicator.world_size > 1 else None
 
     @property
     def share(self) -> Any | None:
@@ -318,7 +318,7 @@ class DataParallel(ModuleWrapper):
             source: take parameters and buffers from this rank; None: they are the same already.
         """
         changed, self.communicator = communicator is not self.communicator, communicator
-        self._lane = Lane(communicator, self.device)
+        self._comm_stream = CommStream(communicator, self.device)
         self._joined = True
         if changed:  # what a captured graph holds stays where it is
             self._follow_world()
@@ -537,25 +537,25 @@ class DataParallel(ModuleWrapper):
         self._launched += 1
         last = self._launched == len(self.buckets)
         buffers = self._flat_buffers if last and self.module.training else []
-        with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
+        with torch.no_grad(), self._comm_stream.aside():  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
             if last:
-                if not self._lane.capturing():
+                if not self._comm_stream.capturing():
                     self._numbers.set(self._passes.settle())
                 self._numbers.put(bucket.numbers)
             for flat in buffers:
                 self._keep(flat.gather())
             for gradient in bucket.in_place:
-                self._lane.reduce(gradient, self._op)
-            self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
-            if self._lane.in_order:
+                self._comm_stream.reduce(gradient, self._op)
+            self._comm_stream.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
+            if self._comm_stream.in_order:
                 bucket.unpack()
 
     def _keep(self, tensors: list[Any]) -> None:
-        """Keeps tensors alive that only the lane reads, so that their memory is not reused too early."""
-        if self._lane.capturing():
+        """Keeps tensors alive that only that stream reads, so that their memory is not reused too early."""
+        if self._comm_stream.capturing():
             self.read_aside += tensors
-        elif self._lane.in_order:
+        elif self._comm_stream.in_order:
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
@@ -564,21 +564,21 @@ class DataParallel(ModuleWrapper):
         self._in_backward = False
         while self._launched < len(self.buckets):
             self._launch(self.buckets[self._launched])
-        self._sparse.reduce(self._lane, self._op, self._scale)
-        self._lane.join()
+        self._sparse.reduce(self._comm_stream, self._op, self._scale)
+        self._comm_stream.join()
         self._launched = 0
         self._seen.clear()
         self.read_aside.clear()
         self._whole = False
         self._numbers.take(self.buckets[-1].numbers)
-        self._read_later = self._read_later or self.device.type != "cpu" or self._lane.capturing()
+        self._read_later = self._read_later or self.device.type != "cpu" or self._comm_stream.capturing()
         if not self._read_later:
             self._compare_numbers()
         for number, bucket in enumerate(self.buckets):
-            if not self._lane.in_order:
+            if not self._comm_stream.in_order:
                 bucket.unpack()
             bucket.finish(unused=self._unused(number, bucket))
-        if self._order is not None and not self._lane.capturing():
+        if self._order is not None and not self._comm_stream.capturing():
             self._reorder(self._order)
 
     def _compare_numbers(self) -> None:
@@ -592,7 +592,8 @@ class DataParallel(ModuleWrapper):
         """The bucket's parameters without a gradient on any rank; reads the device only if one is missing."""
         if not bucket.missing:
             return frozenset()
-        if self._lane.capturing():  # nothing can be read now: what the steps before the capture showed holds
+        if self._comm_stream.capturing():
+            # Nothing can be read now: what the steps before the capture showed holds.
             return self._unused_in_capture.get(number, frozenset())
         flags = bucket.flags.tolist()
         unused = frozenset(index for index in bucket.missing if flags[index] == 0)

@@ -8,7 +8,7 @@ import torch
 
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError
-from muster.torch.transfer import Lane, array_of, bytes_of, gather_rows
+from muster.torch.transfer import CommStream, array_of, bytes_of, gather_rows
 
 _NONE = -1
 
@@ -34,11 +34,11 @@ class SparseGradients:
         """Whether this parameter's gradient is sparse."""
         return id(parameter) in self._known
 
-    def reduce(self, lane: Lane, op: ReduceOp, scale: Any | None) -> None:
+    def reduce(self, comm_stream: CommStream, op: ReduceOp, scale: Any | None) -> None:
         """Sums the gradients over ranks, which all call this; what no rank has stays None.
 
         Args:
-            lane: where collectives run.
+            comm_stream: where collectives run.
             op: MEAN or SUM.
             scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
 
@@ -47,33 +47,33 @@ class SparseGradients:
         """
         if not self.parameters:
             return
-        if lane.capturing():
+        if comm_stream.capturing():
             raise SettingsError(
                 "sparse gradients cannot be captured: how many rows there are is read in each step"
             )
-        with torch.no_grad(), lane.amid():
+        with torch.no_grad(), comm_stream.amid():
             mine = [_rows_of(parameter.grad) for parameter in self.parameters]
             numbers = [number for each in mine for number in (_NONE if each is None else each[0].numel(),)]
             dense = [int(p.grad is not None and p.grad.layout is torch.strided) for p in self.parameters]
-            table = gather_rows(lane.communicator, lane.device, [*numbers, *dense])
+            table = gather_rows(comm_stream.communicator, comm_stream.device, [*numbers, *dense])
             for index, parameter in enumerate(self.parameters):
                 counts = [row[index] for row in table]
                 if max(counts) == _NONE:
                     continue
-                total = self._sum(lane, parameter, mine[index], counts, op, scale)
+                total = self._sum(comm_stream, parameter, mine[index], counts, op, scale)
                 made_dense = any(row[len(self.parameters) + index] for row in table)
                 parameter.grad = total.to_dense() if made_dense else total
 
     @staticmethod
     def _sum(
-        lane: Lane,
+        comm_stream: CommStream,
         parameter: Any,
         mine: tuple[Any, Any] | None,
         counts: list[int],
         op: ReduceOp,
         scale: Any | None,
     ) -> Any:
-        most, ranks, communicator = max(counts), len(counts), lane.communicator
+        most, ranks, communicator = max(counts), len(counts), comm_stream.communicator
         options = {"dtype": parameter.dtype, "device": parameter.device}
         places = torch.zeros(most, dtype=torch.int64, device=parameter.device)
         values = torch.zeros(most, *parameter.shape[1:], **options)

@@ -16,15 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError
-from muster.torch.transfer import Lane
+from muster.torch.transfer import CommStream
 
 
 class Ranks(Protocol):
-    """The wrapper's interface: a lane to the other ranks, and the weight of this one's samples."""
+    """The wrapper's interface: a stream to the other ranks, and the weight of this one's samples."""
 
     @property
-    def lane(self) -> Lane | None:
-        """The lane in which collectives run; None in a world of one."""
+    def comm_stream(self) -> CommStream | None:
+        """The stream in which collectives run; None in a world of one."""
 
     @property
     def share(self) -> Any | None:
@@ -41,12 +41,14 @@ class SharedBatchNorm(torch.nn.SyncBatchNorm):  # type: ignore[misc]
     def forward(self, input: Any) -> Any:
         """Normalises with the statistics of all ranks' samples; in evaluation mode with those it has kept."""
         ranks = _RANKS.get(self, _nobody)()
-        lane = None if ranks is None else ranks.lane
-        if ranks is None or lane is None or not self.training:
+        comm_stream = None if ranks is None else ranks.comm_stream
+        if ranks is None or comm_stream is None or not self.training:
             return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, ranks, lane)
+        output, mean, variance, count = _Normalise.apply(
+            input, self.weight, self.bias, self.eps, ranks, comm_stream
+        )
         if self.track_running_stats:
             self._follow(mean, variance, count)
         return output
@@ -108,7 +110,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         bias: Any,
         eps: float,
         ranks: Ranks,
-        lane: Lane,
+        comm_stream: CommStream,
     ) -> Any:
         dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
         channels = input.shape[1]
@@ -119,7 +121,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
             mine[:channels] = mean
             mine[channels:-1] = variance * elements
             mine[-1].fill_(elements)
-        rows = lane.all_gather(mine)
+        rows = comm_stream.all_gather(mine)
         # Chan's rule, which keeps its digits where squares of sums would lose them.
         counts, means, squares = rows[:, -1:], rows[:, :channels], rows[:, channels:-1]
         count = counts.sum().clamp(min=1)
@@ -127,7 +129,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         variance = (squares.sum(0) + ((means - mean).square() * counts).sum(0)) / count
         output = torch.batch_norm(input, weight, bias, mean, variance, False, 0.0, eps, False)
         context.save_for_backward(input, weight, mean, variance, count)
-        context.eps, context.ranks, context.lane = eps, ranks, lane
+        context.eps, context.ranks, context.comm_stream = eps, ranks, comm_stream
         context.mark_non_differentiable(mean, variance, count)
         context.set_materialize_grads(False)
         return output, mean, variance, count
@@ -151,9 +153,9 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
             # added to other ranks' must be weighted before, and what comes back be freed of it.
             share, sums = context.ranks.share, torch.stack([summed, weighted])
             if share is None:
-                sums = context.lane.all_reduce(sums, ReduceOp.SUM)
+                sums = context.comm_stream.all_reduce(sums, ReduceOp.SUM)
             else:
-                sums = context.lane.all_reduce(sums * share, ReduceOp.SUM) / share
+                sums = context.comm_stream.all_reduce(sums * share, ReduceOp.SUM) / share
             shape = [1, -1] + [1] * (input.dim() - 2)
             scale = (variance + context.eps).rsqrt()
             constant = (factors * scale * sums[0] / count).view(shape)

@@ -194,7 +194,7 @@ def gather_rows(communicator: Communicator, device: Any, row: list[int]) -> list
     return Carrier(communicator, TensorLibrary(device)).gather(row)
 
 
-class Lane:
+class CommStream:
     """Where gradients are reduced: a stream of its own on a GPU, the communicator's thread on a CPU."""
 
     def __init__(self, communicator: Communicator, device: Any) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from muster.torch import capture
-from muster.torch.transfer import Lane
+from muster.torch.transfer import CommStream
 from tests.gpu import cuda_rules
 from tests.gpu.threads import ThreadCommunicator
 
@@ -128,11 +128,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", cuda_rules.synchronise)
     for name in ("reduce", "all_gather", "all_reduce"):
-        monkeypatch.setattr(Lane, name, _unseen(getattr(Lane, name)))
+        monkeypatch.setattr(CommStream, name, _unseen(getattr(CommStream, name)))
     monkeypatch.setattr(capture, "free_generators", lambda device, others: None)
     monkeypatch.setattr(capture, "is_recording", lambda device: getattr(_here, "graph", None) is not None)
     monkeypatch.setattr(capture.TrainingStep, "obstacle", lambda step: None)
-    monkeypatch.setattr(Lane, "capturing", lambda lane: getattr(_here, "graph", None) is not None)
+    monkeypatch.setattr(
+        CommStream, "capturing", lambda comm_stream: getattr(_here, "graph", None) is not None
+    )
 
 
 def watch(model: Any, optimizer: Any) -> None:

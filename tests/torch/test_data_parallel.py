@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from muster.errors import ArrayError, SettingsError
 from muster.torch.buckets import GradientBucket
 from muster.torch.data_parallel import DataParallel
-from muster.torch.transfer import Lane
+from muster.torch.transfer import CommStream
 from tests.gpu.threads import ThreadCommunicator, run_ranks
 
 
@@ -551,7 +551,7 @@ def test_buffers_follow_rank_zero_in_training_mode_only() -> None:
 
 
 class Streams:
-    """torch's streams, as far as a lane uses them: who waited for whom, and which is the current one."""
+    """torch's streams, as far as they are used: who waited for whom, and which is the current one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits: list[tuple[str, str]] = []
@@ -584,8 +584,10 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
     def one(communicator: ThreadCommunicator) -> Any:
         model = DataParallel(Crossed(), communicator=communicator)
         streams, seen = Streams(monkeypatch), list[Any]()
-        model._lane = OnStreams(streams, seen, communicator, lambda: capturing and len(model.read_aside))
-        model._lane.is_capturing = capturing
+        model._comm_stream = OnStreams(
+            streams, seen, communicator, lambda: capturing and len(model.read_aside)
+        )
+        model._comm_stream.is_capturing = capturing
         fill = GradientBucket.fill
 
         def noted(bucket: Any, scale: Any) -> Any:
@@ -608,8 +610,8 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
     assert waits == [("side", "main"), ("side", "main"), ("main", "side")]
 
 
-class OnStreams(Lane):
-    """A GPU's lane whose tensors are on the CPU."""
+class OnStreams(CommStream):
+    """A GPU's CommStream whose tensors are on the CPU."""
 
     def __init__(
         self, streams: Streams, seen: list[Any], communicator: ThreadCommunicator, held: Callable[[], int]
