@@ -53,7 +53,7 @@ def _warm_up_nccl(ordinal: int) -> WarmUp:
     return WarmUp(ordinal)
 
 
-class _Kind(NamedTuple):
+class _BackendKind(NamedTuple):
     """A registered backend.
 
     Attributes:
@@ -67,11 +67,11 @@ class _Kind(NamedTuple):
     warm_up: Callable[[int], WarmUp] | None = None
 
 
-BACKENDS = {"nccl": _Kind(_nccl, "cuda12", _warm_up_nccl), "tcp": _Kind(_tcp)}
+BACKENDS = {"nccl": _BackendKind(_nccl, "cuda12", _warm_up_nccl), "tcp": _BackendKind(_tcp)}
 """The backends by name; a new one is registered here."""
 
 
-_OUTSIDE = _Kind(_outside)
+_OUTSIDE = _BackendKind(_outside)
 
 
 def warm_up(name: str, ordinal: int) -> WarmUp | None:

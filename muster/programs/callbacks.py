@@ -124,7 +124,7 @@ class Callbacks:
         run()
 
 
-class _Failed:
+class _FailedValue:
     """What stands for a value that there is not.
 
     Python can give torch's futures no error that C++ knows. DDP looks for tensors in the value, by pickling,
@@ -163,7 +163,7 @@ class CallbackFuture(torch.futures.Future):  # type: ignore[misc]  # torch has n
             raise error
 
         self._set_unwrap_func(refuse)
-        self.set_result(_Failed(error))
+        self.set_result(_FailedValue(error))
 
     def wait(self) -> Any:
         """See torch."""

@@ -71,7 +71,7 @@ def name_of(peer: Peer) -> str:
     return f"rank {peer.rank} ({peer.node_id} on {peer.host_name})"
 
 
-class Waiting:
+class FormationWait:
     """How long to wait for a communicator under creation, and what ends the wait early."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Waiting:
         )
 
 
-def create_root(nccl: Any, membership: Membership, waiting: Waiting) -> Any:
+def create_root(nccl: Any, membership: Membership, waiting: FormationWait) -> Any:
     """Creates the generation's nonblocking root communicator; returns when all ranks are in it."""
     config = nccl.Config()
     config.blocking = 0
@@ -126,7 +126,7 @@ def create_root(nccl: Any, membership: Membership, waiting: Waiting) -> Any:
 
 
 def split_child(
-    nccl: Any, parent: Any, *, color: int, key: int, waiting: Waiting, min_ctas: int | None = None
+    nccl: Any, parent: Any, *, color: int, key: int, waiting: FormationWait, min_ctas: int | None = None
 ) -> Any | None:
     """Splits a blocking communicator off ``parent``; every rank of ``parent`` must take part.
 
@@ -155,7 +155,7 @@ def split_child(
     return None if color == NO_COLOR else child
 
 
-def settle(nccl: Any, comm: Any, waiting: Waiting) -> None:
+def settle(nccl: Any, comm: Any, waiting: FormationWait) -> None:
     """Waits until ``comm`` is no longer in progress.
 
     Raises:

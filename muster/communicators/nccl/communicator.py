@@ -53,7 +53,7 @@ _LATE = 1 / 32
 """How much longer than needed a wait may last, as a share of it, because the host polls."""
 
 
-class Issued:
+class IssuedWork:
     """A collective on the caller's stream: its result may be used from there at once."""
 
     __slots__ = ("_communicator", "library")
@@ -142,7 +142,7 @@ class NcclCommunicator(Communicator):
         mended: Callable[..., Any] = whole if membership.world_size == 1 else lambda reduction: reduction
         self._all_reduce = mended(nccl.all_reduce)
         self._reduce, self._reduce_scatter = mended(nccl.reduce), mended(nccl.reduce_scatter)
-        self._users: dict[type, tuple[Callable[[], int], Issued]] = {}
+        self._users: dict[type, tuple[Callable[[], int], IssuedWork]] = {}
         self._libraries: dict[str, CudaLibrary] = {}
         self._own_streams: dict[str, tuple[Any, int]] = {}
         self._alive = [each for each in (comm, root) if each is not None]
@@ -327,7 +327,7 @@ class NcclCommunicator(Communicator):
         """Makes a communicator of a subset; called by every rank of this one, in the same order."""
         self.check()
         own = self.membership.part(group, ranks)
-        waiting = handles.Waiting(
+        waiting = handles.FormationWait(
             self.membership,
             timeout_s=self.timeout_s,
             cancelled=lambda: self._error,
@@ -434,15 +434,15 @@ class NcclCommunicator(Communicator):
         step = whole.nbytes // self.world_size
         return [(function, whole.address + peer * step, peer) for peer in range(self.world_size)]
 
-    def _learn(self, given: Description) -> tuple[Callable[[], int], Issued]:
+    def _learn(self, given: Description) -> tuple[Callable[[], int], IssuedWork]:
         """Learns on which library's streams arrays of this type are used."""
         roots = {kind.__module__.partition(".")[0] for kind in type(given.array).__mro__}
         name = next((each for each in ("torch", "cupy") if each in roots), None)
         library = self._library(name or loaded_library())
-        entry = self._users[type(given.array)] = library.current, Issued(self, library)
+        entry = self._users[type(given.array)] = library.current, IssuedWork(self, library)
         return entry
 
-    def _user(self, given: Description) -> Issued:
+    def _user(self, given: Description) -> IssuedWork:
         return (self._users.get(type(given.array)) or self._learn(given))[1]
 
     def _library(self, name: str) -> CudaLibrary:
@@ -715,7 +715,7 @@ class NcclBackend(Backend):
             self._warm_up.end()
         own = membership.peers[membership.rank]
         device = use_device(own.device_index if self._device_index < 0 else self._device_index)
-        waiting = handles.Waiting(
+        waiting = handles.FormationWait(
             membership,
             timeout_s=timeout_s,
             cancelled=cancelled,

@@ -29,7 +29,7 @@ class Standing(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Admitted:
     standing: Standing
     neighbour: bool
     certificate: Hashable = None
@@ -55,7 +55,7 @@ class Admission(Generic[T]):
         self.max_under_way_each = max_under_way_each
         self.max_parked = max_parked
         self.max_parked_each = max_parked_each
-        self._entries: dict[T, _Entry] = {}
+        self._entries: dict[T, _Admitted] = {}
         self._ranked: dict[Standing, dict[T, None]] = {standing: {} for standing in Standing}
         # By standing, too: those of a certificate that are under way, and those that are parked.
         self._of_certificate: dict[tuple[Hashable, Standing], dict[T, None]] = {}
@@ -68,7 +68,7 @@ class Admission(Generic[T]):
             neighbour: whether a member is known at its address.
         """
         standing = Standing.NEIGHBOUR if neighbour else Standing.STRANGER
-        self._entries[handshake] = _Entry(standing, neighbour)
+        self._entries[handshake] = _Admitted(standing, neighbour)
         self._ranked[standing][handshake] = None
         under_way = len(self._entries) - len(self._ranked[Standing.PARKED])
         return self.weakest() if under_way > self.max_under_way else None

@@ -59,7 +59,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 @dataclass(eq=False)
-class _Task:
+class _Handshake:
     """One handshake under way.
 
     Attributes:
@@ -121,7 +121,7 @@ class Endpoint:
         self._newest = -1
         self._neighbours: frozenset[str] = frozenset()
         self._lock = threading.Lock()
-        self._requests: list[_Task] = []
+        self._requests: list[_Handshake] = []
         self._listener: socket.socket | None = None
         self._bound: tuple[int, tuple[object, ...]] | None = None
         self._thread: threading.Thread | None = None
@@ -168,9 +168,9 @@ class Endpoint:
 
     def dial(self, group: PendingGroup, rank: int, deadline: float) -> None:
         """Dials a peer until it answers or the deadline passes; the connection comes to the group."""
-        task = _Task(no_steps(), None, deadline, group, rank)
+        handshake = _Handshake(no_steps(), None, deadline, group, rank)
         with self._lock:
-            self._requests.append(task)
+            self._requests.append(handshake)
             self._start()
         self._wake()
 
@@ -231,16 +231,16 @@ class Endpoint:
                 anew = True
                 self._closing.wait(pause_s)
                 pause_s = min(_LAST_REOPENING_S, 2 * pause_s)
-        for task in list(self.tasks):
-            self._drop(task)
+        for handshake in list(self.handshakes):
+            self._drop(handshake)
 
     def _begin(self) -> None:
         """Has no handshake under way."""
-        self.tasks: dict[_Task, None] = {}
-        self._parked: dict[_Task, None] = {}
-        self._queued: dict[_Task, None] = {}  # those that wait for their turn
+        self.handshakes: dict[_Handshake, None] = {}
+        self._parked: dict[_Handshake, None] = {}
+        self._queued: dict[_Handshake, None] = {}  # those that wait for their turn
         self._turns, self._turns_at = self._most_turns, time.monotonic()
-        self._admission = Admission[_Task](
+        self._admission = Admission[_Handshake](
             max_under_way=self._max_handshakes,
             max_under_way_each=max(1, self._max_handshakes // 4),
             max_parked=self._max_parked,
@@ -254,14 +254,14 @@ class Endpoint:
     def _reopen(self) -> None:
         """Takes nothing over but the groups, the dials and the port, which the peers know."""
         dials = []
-        for task in self.tasks:
+        for handshake in self.handshakes:
             with contextlib.suppress(Exception):
-                task.steps.close()
-            if task.sock is not None:
-                task.sock.close()
-            task.over = True
-            if task.group is not None and not task.group.closed:
-                dials.append(_Task(no_steps(), None, task.expires, task.group, task.rank))
+                handshake.steps.close()
+            if handshake.sock is not None:
+                handshake.sock.close()
+            handshake.over = True
+            if handshake.group is not None and not handshake.group.closed:
+                dials.append(_Handshake(no_steps(), None, handshake.expires, handshake.group, handshake.rank))
         with contextlib.suppress(OSError):
             self._selector.close()
         self._selector = selectors.DefaultSelector()
@@ -287,12 +287,13 @@ class Endpoint:
             self._begin_dials()
             self._tend()
 
-    def _meet(self, task: _Task) -> None:
+    def _meet(self, handshake: _Handshake) -> None:
         """Goes on with a handshake whose socket is ready."""
-        if task.want is Want.GROUP and not task.over:  # it has to wait for our answer before it says more
-            self._failed(task, CommunicatorError("It hung up, or spoke, while it had to wait."))
+        if handshake.want is Want.GROUP and not handshake.over:
+            # It has to wait for our answer before it says more.
+            self._failed(handshake, CommunicatorError("It hung up, or spoke, while it had to wait."))
         else:
-            self._advance(task)
+            self._advance(handshake)
 
     def _listen(self) -> None:
         """Watches the listening socket, unless it rests because there is no room for anybody."""
@@ -319,8 +320,8 @@ class Endpoint:
         with self._lock:
             changed, self._groups_changed = self._groups_changed, False
         if changed:
-            for task in list(self._parked):
-                self._advance(task)
+            for handshake in list(self._parked):
+                self._advance(handshake)
         if changed or now >= self._next_due:
             self._end_or_resume(now)
         self._give_turns(now, all_may_ask=changed)
@@ -336,26 +337,26 @@ class Endpoint:
         self._turns, self._turns_at = min(self._most_turns, self._turns + earned), now
         if not self._queued:
             return
-        for task in reversed(list(self._queued)):
+        for handshake in reversed(list(self._queued)):
             if self._turns < 1 and not all_may_ask:
                 break
-            self._advance(task)
+            self._advance(handshake)
         if self._queued:
             self._next_due = min(self._next_due, now + 1 / self._max_strangers_per_s)
 
     def _end_or_resume(self, now: float) -> None:
         """Ends what took too long or is not wanted any more, dials again what may be dialed again."""
         self._next_due = math.inf
-        for task in list(self.tasks):
-            if task.group is not None and task.group.closed:
-                self._drop(task)
-            elif now >= task.expires:
+        for handshake in list(self.handshakes):
+            if handshake.group is not None and handshake.group.closed:
+                self._drop(handshake)
+            elif now >= handshake.expires:
                 _LOG.debug("A handshake was dropped: it took too long.")
-                self._drop(task)
-            elif task.want is Want.PAUSE and now >= task.resume_at:
-                self._redial(task)
-            if not task.over:
-                at = task.resume_at if task.want is Want.PAUSE else task.expires
+                self._drop(handshake)
+            elif handshake.want is Want.PAUSE and now >= handshake.resume_at:
+                self._redial(handshake)
+            if not handshake.over:
+                at = handshake.resume_at if handshake.want is Want.PAUSE else handshake.expires
                 self._next_due = min(self._next_due, at)
 
     def _accept(self) -> None:
@@ -371,40 +372,40 @@ class Endpoint:
                     self._find_room()
                     return
                 continue  # that connection is gone already
-            source = str(address[0])
-            task = _Task(no_steps(), sock, time.monotonic() + self._handshake_timeout_s, source=source)
+            source, expires = str(address[0]), time.monotonic() + self._handshake_timeout_s
+            handshake = _Handshake(no_steps(), sock, expires, source=source)
             tls = None if self._tls is None else self._policy
-            task.steps = accept(sock, tls, self._find_group, source, _Limits(self, task))
-            self._add(task)
-            goes = self._admission.admit(task, neighbour=source in neighbours)
+            handshake.steps = accept(sock, tls, self._find_group, source, _HandshakeReports(self, handshake))
+            self._add(handshake)
+            goes = self._admission.admit(handshake, neighbour=source in neighbours)
             if goes is not None:
                 self._drop(goes)
-            self._advance(task)
+            self._advance(handshake)
 
-    def _add(self, task: _Task) -> None:
-        self.tasks[task] = None
-        self._next_due = min(self._next_due, task.expires)
+    def _add(self, handshake: _Handshake) -> None:
+        self.handshakes[handshake] = None
+        self._next_due = min(self._next_due, handshake.expires)
 
-    def _expire(self, task: _Task, after_s: float) -> None:
-        task.expires = time.monotonic() + after_s
-        self._next_due = min(self._next_due, task.expires)
+    def _expire(self, handshake: _Handshake, after_s: float) -> None:
+        handshake.expires = time.monotonic() + after_s
+        self._next_due = min(self._next_due, handshake.expires)
 
-    def note_hello(self, task: _Task) -> None:
+    def note_hello(self, handshake: _Handshake) -> None:
         """A handshake from outside has brought its TLS hello."""
-        self._admission.hello(task)
+        self._admission.hello(handshake)
 
-    def may_begin(self, task: _Task) -> bool:
+    def may_begin(self, handshake: _Handshake) -> bool:
         """Whether a handshake's TLS session may begin now."""
-        if task.source in self._neighbours:
+        if handshake.source in self._neighbours:
             return True
         if self._turns < 1:
             return False
         self._turns -= 1
         return True
 
-    def note_certificate(self, task: _Task, certificate: bytes) -> None:
+    def note_certificate(self, handshake: _Handshake, certificate: bytes) -> None:
         """A handshake from outside has shown a certificate that is good for this job."""
-        goes = self._admission.prove(task, certificate)
+        goes = self._admission.prove(handshake, certificate)
         if goes is not None:
             self._drop(goes)
 
@@ -438,151 +439,153 @@ class Endpoint:
     def _begin_dials(self) -> None:
         with self._lock:
             requests, self._requests = self._requests, []
-        for task in requests:
-            self._add(task)
-        for task in requests:
-            self._redial(task)
+        for handshake in requests:
+            self._add(handshake)
+        for handshake in requests:
+            self._redial(handshake)
 
-    def _redial(self, task: _Task) -> None:
-        assert task.group is not None
+    def _redial(self, handshake: _Handshake) -> None:
+        group, rank = handshake.group, handshake.rank
+        assert group is not None
         try:
-            host, port = host_and_port(task.group.membership.peers[task.rank].data_address)
-            task.sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            host, port = host_and_port(group.membership.peers[rank].data_address)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            handshake.sock = socket.socket(family, socket.SOCK_STREAM)
         except ValueError as error:
-            task.group.fail(task.rank, CommunicatorError(f"Rank {task.rank} cannot be dialed: {error}"))
-            self._drop(task)
+            group.fail(rank, CommunicatorError(f"Rank {rank} cannot be dialed: {error}"))
+            self._drop(handshake)
             return
         except OSError as error:
             self._find_room()  # those from outside may hold all descriptors
-            self._failed(task, error)
+            self._failed(handshake, error)
             return
         policy = None if self._tls is None else self._policy()
-        task.steps = dial(task.sock, (host, port), policy, task.group, task.rank)
-        task.want = Want.READ
-        self._advance(task)
+        handshake.steps = dial(handshake.sock, (host, port), policy, group, rank)
+        handshake.want = Want.READ
+        self._advance(handshake)
 
-    def _advance(self, task: _Task) -> None:
+    def _advance(self, handshake: _Handshake) -> None:
         """Goes on with a handshake, as far as it can; nothing if it is over."""
-        if task.over:  # it lost its place after its event, or its turn, was found
+        if handshake.over:  # it lost its place after its event, or its turn, was found
             return
         try:
-            want, sock = next(task.steps)
+            want, sock = next(handshake.steps)
         except StopIteration as end:
-            self._finish(task, *end.value)
+            self._finish(handshake, *end.value)
         except (OSError, CommunicatorError) as error:
-            self._failed(task, error)
+            self._failed(handshake, error)
         except WorkerError as error:
-            if task.group is not None:
-                task.group.fail(task.rank, error)
+            if handshake.group is not None:
+                handshake.group.fail(handshake.rank, error)
             else:
-                self._say(self._refused, logging.WARNING, task, f"A connection was refused: {error}")
-            self._drop(task)
+                self._say(self._refused, logging.WARNING, handshake, f"A connection was refused: {error}")
+            self._drop(handshake)
         except Exception as error:
             text = f"A handshake failed in a way that was not foreseen: {type(error).__name__}: {error}"
-            self._say(self._refused, logging.ERROR, task, text)
-            self._failed(task, error)
+            self._say(self._refused, logging.ERROR, handshake, text)
+            self._failed(handshake, error)
         else:
-            self._select(task, want, sock)
+            self._select(handshake, want, sock)
 
-    def _finish(self, task: _Task, group: PendingGroup, connection: Connection) -> None:
-        self._unwatch(task)
-        task.sock = None
-        self._drop(task)
+    def _finish(self, handshake: _Handshake, group: PendingGroup, connection: Connection) -> None:
+        self._unwatch(handshake)
+        handshake.sock = None
+        self._drop(handshake)
         group.arrive(connection)
 
-    def _failed(self, task: _Task, error: Exception) -> None:
-        if task.group is None:
-            self._say(
-                self._dropped, logging.INFO, task, f"A connection from {task.source} was dropped: {error}"
-            )
-            self._drop(task)
+    def _failed(self, handshake: _Handshake, error: Exception) -> None:
+        if handshake.group is None:
+            text = f"A connection from {handshake.source} was dropped: {error}"
+            self._say(self._dropped, logging.INFO, handshake, text)
+            self._drop(handshake)
             return
-        self._unwatch(task)
-        if task.sock is not None:
-            task.sock.close()
-            task.sock = None
-        task.group.note(task.rank, str(error))
-        task.want, task.resume_at = Want.PAUSE, min(task.expires, time.monotonic() + task.retry_s)
-        self._next_due = min(self._next_due, task.resume_at)
-        task.retry_s = min(_LAST_RETRY_S, 2 * task.retry_s)
+        self._unwatch(handshake)
+        if handshake.sock is not None:
+            handshake.sock.close()
+            handshake.sock = None
+        handshake.group.note(handshake.rank, str(error))
+        handshake.want = Want.PAUSE
+        handshake.resume_at = min(handshake.expires, time.monotonic() + handshake.retry_s)
+        self._next_due = min(self._next_due, handshake.resume_at)
+        handshake.retry_s = min(_LAST_RETRY_S, 2 * handshake.retry_s)
 
-    def _say(self, budget: Budget[str], level: int, task: _Task, text: str) -> None:
+    def _say(self, budget: Budget[str], level: int, handshake: _Handshake, text: str) -> None:
         """Logs what became of a connection from outside, or counts it: nobody floods the log."""
         short = _short(text)
-        if _LOG.isEnabledFor(level) and budget.take(task.source, "", short, time.monotonic()):
+        if _LOG.isEnabledFor(level) and budget.take(handshake.source, "", short, time.monotonic()):
             _LOG.log(level, "%s", short, exc_info=level >= logging.ERROR and _LOG.isEnabledFor(logging.DEBUG))
 
-    def _select(self, task: _Task, want: Want, sock: socket.socket) -> None:
-        task.sock = sock
+    def _select(self, handshake: _Handshake, want: Want, sock: socket.socket) -> None:
+        handshake.sock = sock
         if want is Want.GROUP:
-            self._park(task, sock)
+            self._park(handshake, sock)
             return
         if want is Want.TURN:
-            self._unwatch(task)
-            task.want = want
-            self._queued[task] = None
+            self._unwatch(handshake)
+            handshake.want = want
+            self._queued[handshake] = None
             return
-        self._queued.pop(task, None)
-        if task in self._parked:
-            del self._parked[task]
-            self._admission.resume(task)
-            self._expire(task, self._handshake_timeout_s)
-        task.want = want
-        self._watch(task, sock, selectors.EVENT_READ if want is Want.READ else selectors.EVENT_WRITE)
+        self._queued.pop(handshake, None)
+        if handshake in self._parked:
+            del self._parked[handshake]
+            self._admission.resume(handshake)
+            self._expire(handshake, self._handshake_timeout_s)
+        handshake.want = want
+        self._watch(handshake, sock, selectors.EVENT_READ if want is Want.READ else selectors.EVENT_WRITE)
 
-    def _park(self, task: _Task, sock: socket.socket) -> None:
+    def _park(self, handshake: _Handshake, sock: socket.socket) -> None:
         """Keeps a proven connection until its group is there."""
-        if task.want is Want.GROUP:
+        if handshake.want is Want.GROUP:
             return
-        if not self._admission.park(task):
-            self._failed(task, CommunicatorError("Too many wait for this process; it may try again."))
+        if not self._admission.park(handshake):
+            self._failed(handshake, CommunicatorError("Too many wait for this process; it may try again."))
             return
-        task.want = Want.GROUP
-        self._expire(task, self.parked_timeout_s)
-        self._parked[task] = None
-        self._watch(task, sock, selectors.EVENT_READ)
+        handshake.want = Want.GROUP
+        self._expire(handshake, self.parked_timeout_s)
+        self._parked[handshake] = None
+        self._watch(handshake, sock, selectors.EVENT_READ)
 
-    def _watch(self, task: _Task, sock: socket.socket, events: int) -> None:
-        if task.fd == sock.fileno():  # TLS makes another object of a socket, with the same descriptor
-            self._selector.modify(task.fd, events, task)
+    def _watch(self, handshake: _Handshake, sock: socket.socket, events: int) -> None:
+        if handshake.fd == sock.fileno():  # TLS makes another object of a socket, with the same descriptor
+            self._selector.modify(handshake.fd, events, handshake)
         else:
-            task.fd = sock.fileno()
-            self._selector.register(task.fd, events, task)
+            handshake.fd = sock.fileno()
+            self._selector.register(handshake.fd, events, handshake)
 
-    def _unwatch(self, task: _Task) -> None:
-        if task.fd >= 0:
-            self._selector.unregister(task.fd)
-            task.fd = -1
+    def _unwatch(self, handshake: _Handshake) -> None:
+        if handshake.fd >= 0:
+            self._selector.unregister(handshake.fd)
+            handshake.fd = -1
 
-    def _drop(self, task: _Task) -> None:
+    def _drop(self, handshake: _Handshake) -> None:
         """Ends a handshake; it is not touched again."""
-        self._unwatch(task)
-        task.over = True
-        task.steps.close()
-        if task.sock is not None:
-            task.sock.close()
-            task.sock = None
-        self.tasks.pop(task, None)
-        self._parked.pop(task, None)
-        self._queued.pop(task, None)
-        self._admission.remove(task)
+        self._unwatch(handshake)
+        handshake.over = True
+        handshake.steps.close()
+        if handshake.sock is not None:
+            handshake.sock.close()
+            handshake.sock = None
+        self.handshakes.pop(handshake, None)
+        self._parked.pop(handshake, None)
+        self._queued.pop(handshake, None)
+        self._admission.remove(handshake)
 
 
-class _Limits:
-    """Passes on the progress of one handshake from outside."""
+class _HandshakeReports:
+    """Reports the progress of one handshake from outside, as :class:`HandshakeLimits` are told."""
 
-    def __init__(self, endpoint: Endpoint, task: _Task) -> None:
+    def __init__(self, endpoint: Endpoint, handshake: _Handshake) -> None:
         self._endpoint = endpoint
-        self._task = task
+        self._handshake = handshake
 
     def hello_arrived(self) -> None:
-        self._endpoint.note_hello(self._task)
+        self._endpoint.note_hello(self._handshake)
 
     def may_begin(self) -> bool:
-        return self._endpoint.may_begin(self._task)
+        return self._endpoint.may_begin(self._handshake)
 
     def certificate_shown(self, certificate: bytes) -> None:
-        self._endpoint.note_certificate(self._task, certificate)
+        self._endpoint.note_certificate(self._handshake, certificate)
 
 
 def _listener(family: int, address: tuple[object, ...]) -> socket.socket:

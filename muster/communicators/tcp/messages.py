@@ -145,7 +145,7 @@ class _Arrived:
         self.data = data
 
 
-class _Line:
+class _PeerLine:
     """The connection to one peer: what goes out, what comes in."""
 
     def __init__(self, connection: Connection) -> None:
@@ -195,7 +195,7 @@ class Messages:
             membership, group_label(membership, f"{path}/messages"), self._wake
         )
         # What follows belongs to the thread.
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _PeerLine] = {}
         self._dialed: dict[int, float] = {}  # until when
         self._lost: dict[int, Exception] = {}
         self._left: set[int] = set()
@@ -307,7 +307,7 @@ class Messages:
             }
             failures = dict(self._pending_group.failures)
         for rank, connection in arrived.items():
-            self._lines[rank] = _Line(connection)
+            self._lines[rank] = _PeerLine(connection)
             for message in self._unsent.pop(rank, ()):
                 self._begin(message)
         for rank, failure in failures.items():
@@ -446,7 +446,7 @@ class Messages:
                 self._lose(peer, error)
         return moved
 
-    def _write(self, line: _Line) -> bool:
+    def _write(self, line: _PeerLine) -> bool:
         moved = False
         while line.out:
             stream, message = line.out[0]
@@ -458,7 +458,7 @@ class Messages:
                 message.end()
         return moved
 
-    def _read(self, peer: int, line: _Line) -> bool:
+    def _read(self, peer: int, line: _PeerLine) -> bool:
         moved = False
         for _ in range(_ROUNDS):
             body = line.body
@@ -483,7 +483,7 @@ class Messages:
                 self._heard(peer, line)
         return moved
 
-    def _heard(self, peer: int, line: _Line) -> None:
+    def _heard(self, peer: int, line: _PeerLine) -> None:
         header = bytes(line.header[: line.have])
         if header.startswith(MAGIC):  # a goodbye, which is longer
             if line.have < GOODBYE_BYTES:
@@ -536,7 +536,7 @@ class Messages:
             self._waiting_bytes[peer] -= len(message.view)
         return message
 
-    def _expect(self, line: _Line, body: memoryview, done: Callable[[], None]) -> None:
+    def _expect(self, line: _PeerLine, body: memoryview, done: Callable[[], None]) -> None:
         line.body, line.body_have, line.body_done = body, 0, done
 
     # ------------------------------------------------------------ waiting, and what went wrong

@@ -212,8 +212,8 @@ class FakeNccl:
         return f"error {state}"
 
 
-def waiting(timeout_s: float, cancelled: Any = lambda: None) -> nccl_handles.Waiting:
-    return nccl_handles.Waiting(
+def waiting(timeout_s: float, cancelled: Any = lambda: None) -> nccl_handles.FormationWait:
+    return nccl_handles.FormationWait(
         membership(["", ""]), timeout_s=timeout_s, cancelled=cancelled, absent=lambda: "missing: rank 1"
     )
 

@@ -289,7 +289,7 @@ def test_who_waits_for_long_is_let_go_and_comes_again(world: World, early: int) 
 
     def enter_late() -> object:
         time.sleep(5 * time_out_s)  # as long as some parked connections live
-        wait_for(lambda: all(task.expires > time.monotonic() for task in list(late.tasks)))
+        wait_for(lambda: all(each.expires > time.monotonic() for each in list(late.handshakes)))
         return world.connect(ranks=[1 - early])[0]
 
     results = together([lambda: world.connect(ranks=[early])[0], enter_late])
