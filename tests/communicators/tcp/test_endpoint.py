@@ -280,6 +280,7 @@ def test_a_flood_of_refusals_does_not_flood_the_log(
     world: World, office: Office, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "muster.tcp")
+    begun = time.monotonic()
     for _ in range(50):
         with connect(address_of(world, 0), b"GET / HTTP/1.1\r\n\r\n") as sock:
             assert hung_up(sock)
@@ -287,7 +288,8 @@ def test_a_flood_of_refusals_does_not_flood_the_log(
         with contextlib.suppress(ConnectionError), shaken(address_of(world, 0), office, job="job-b") as sock:
             assert hung_up(sock)
     said = [record for record in caplog.records if record.name == "muster.tcp"]
-    assert 2 <= len(said) <= 8
+    windows = 1 + (time.monotonic() - begun) // 10  # of each kind there may be so many lines in ten seconds
+    assert 2 <= len(said) <= 8 * windows
     assert all(len(record.getMessage()) < 300 for record in caplog.records)
 
 
