@@ -80,7 +80,7 @@ def warm_up(name: str, ordinal: int) -> WarmUp | None:
     Args:
         name: of the backend.
         ordinal: this worker's GPU as CUDA counts in this process; -1: not known yet, or a spare's, which may
-            wait for long and holds no memory of a GPU meanwhile.
+            wait for long and holds no memory of a GPU until then.
     """
     begin = BACKENDS[name].warm_up if name in BACKENDS else None
     return None if begin is None else begin(ordinal)

@@ -152,7 +152,7 @@ def check_apart(whole: Description, part: Description, offset: int | None = 0) -
         offset: None: they may not even share that.
 
     Raises:
-        ArrayError: they overlap otherwise.
+        ArrayError: they overlap, and not by that part.
     """
     if whole is part and offset == 0:
         return

@@ -216,7 +216,7 @@ def check_place(given: Description, communicator: Communicator, name: str = "x")
     """Checks that an array is where a communicator takes it; returns it.
 
     Raises:
-        ArrayError: it is on a GPU, or is not.
+        ArrayError: it is on a GPU and the communicator works on the host, or the other way round.
     """
     if (given.device != HOST) is communicator.on_device or communicator.takes_host:
         return given

@@ -224,7 +224,7 @@ class FollowingBackend(Backend):
     def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
         """See :meth:`Backend.mint_unique_ids`: NCCL's ids, each with a secret of tcp's after it.
 
-        NCCL's own are no secret: they travel in the clear when its ranks meet.
+        NCCL's own are no secret: its ranks send them in the clear.
         """
         pairs = zip(self._device.mint_unique_ids(count), self._host.mint_unique_ids(count), strict=True)
         return tuple(public + secret for public, secret in pairs)

@@ -113,7 +113,7 @@ class HostCommunicator(Communicator):
         """The operation, which must be defined for the array's dtype.
 
         Raises:
-            ArrayError: it is not.
+            ArrayError: the dtype has no such operation, or there is none of this name.
         """
         found = ReduceOp.of(op)
         ARITHMETIC[array.dtype].check(array.dtype, found)

@@ -44,7 +44,7 @@ class Membership:
         """Checks that ``rank``, called ``name`` in the message, is one of the group.
 
         Raises:
-            ArrayError: it is not.
+            ArrayError: ``rank`` is no rank of the group.
         """
         if not hasattr(rank, "__index__") or not 0 <= rank < self.world_size:
             raise ArrayError(
@@ -55,7 +55,7 @@ class Membership:
         """Checks that ``peer`` is another rank of the group or, with ``itself``, any rank of it.
 
         Raises:
-            ArrayError: it is not.
+            ArrayError: ``peer`` is no rank of the group, or this one without ``itself``.
         """
         self.check_rank(peer, "peer")
         if peer == self.rank and not itself:
@@ -65,7 +65,7 @@ class Membership:
         """The membership of a subset, in the order of ``ranks``; None on ranks that are not in it.
 
         Raises:
-            ArrayError: a rank is not one of the group, or stands twice, or there is none.
+            ArrayError: a rank is not one of the group, is named twice, or none is named.
         """
         for rank in ranks:
             self.check_rank(rank, "a rank of the group")

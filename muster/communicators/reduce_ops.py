@@ -23,7 +23,7 @@ class ReduceOp(str, enum.Enum):
         """The operation of this name.
 
         Raises:
-            ArrayError: there is none.
+            ArrayError: ``name`` is no operation.
         """
         try:
             return cls(name)

@@ -59,7 +59,7 @@ def open_peer_listener(handover: Handover, env: Mapping[str, str]) -> PeerListen
     Raises:
         SettingsError: config.json or the password is wrong.
         SecurityError: the certificate cannot be used, or plaintext would leave this host.
-        CommunicatorError: there is no port.
+        CommunicatorError: it cannot listen on that address.
     """
     name = handover.job_id, handover.config_path
     with _lock:

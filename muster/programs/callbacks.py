@@ -98,7 +98,7 @@ class Callbacks:
             self._changed.notify_all()
 
     def help(self, future: CallbackFuture) -> None:
-        """In a callback that waits for a future: runs what stands behind it, until that is done."""
+        """In a callback that waits for a future: runs what is queued behind it, until that is done."""
         while threading.current_thread() is self._thread and not future.done() and self._waiting:
             self._run_next()
 
@@ -125,7 +125,7 @@ class Callbacks:
 
 
 class _FailedValue:
-    """What stands for a value that there is not.
+    """Takes the place of a value that does not exist.
 
     Python can give torch's futures no error that C++ knows. DDP looks for tensors in the value, by pickling,
     or takes it for one and says what it is instead: it meets the error in both.

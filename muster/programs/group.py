@@ -626,7 +626,7 @@ class _OrderedCalls:
     """What one caller's collectives take: connections of their own, in an order of their own.
 
     Attributes:
-        is_up: the connections stand; those of callbacks are made with their first collective.
+        is_up: the connections are established; those of callbacks are made with their first collective.
     """
 
     communicator: TcpCommunicator

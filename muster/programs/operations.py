@@ -45,7 +45,7 @@ def operation(op: Any, tensor: Tensor) -> Combine:
     """What combines values of this tensor's dtype: one of the communicator's operations, or NumPy's.
 
     Raises:
-        ArrayError: there is none.
+        ArrayError: the operation is not defined for the dtype.
     """
     name = operation_name(op)
     if tensor.dtype is torch.bool and name in _LOGICAL:

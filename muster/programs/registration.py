@@ -27,7 +27,7 @@ def register(said: str) -> None:
         said: the value of MS_TORCH_GLOO. "muster": groups of the backend "gloo" are Muster's, too.
 
     Raises:
-        SettingsError: it is something else.
+        SettingsError: ``said`` is neither empty nor the backend's name.
     """
     if said not in ("", NAME):
         raise SettingsError(f"{VARIABLE} is {said!r}; legal is {NAME!r}, or nothing.")
@@ -92,7 +92,7 @@ def _serve_hooks(c10d: Any) -> None:
 def _checked(helper: Callable[..., Any], ours: set[str]) -> Callable[..., Any]:
     """Torch's function that makes a group, with a check of what cannot be held side by side.
 
-    A group made in Python stands for all backends of a group: one with another for GPUs would lose that.
+    A group made in Python takes the place of all its backends: one with another for GPUs would lose that.
     """
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,7 @@ def check_same_dtype(first: Tensor, second: Tensor, what: str) -> None:
     """Checks that input and output of a collective have one dtype.
 
     Raises:
-        ArrayError: they do not.
+        ArrayError: the dtypes differ.
     """
     if first.dtype != second.dtype:
         raise ArrayError(f"{what} needs tensors of one dtype; these have {first.dtype} and {second.dtype}.")
@@ -91,7 +91,7 @@ def check_parts(parts: Sequence[Tensor], like: Tensor, size: int, what: str) -> 
     """Checks that there is a tensor for each rank, of the dtype and number of elements of ``like``.
 
     Raises:
-        ArrayError: there is not.
+        ArrayError: the number of tensors, a dtype or a size differs.
     """
     if len(parts) != size:
         raise ArrayError(f"{what} needs a list of {size} tensors, one for each rank; it has {len(parts)}.")

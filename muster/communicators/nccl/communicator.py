@@ -573,7 +573,7 @@ class NcclCommunicator(Communicator):
     def abort(self, error: Exception) -> None:
         """Makes blocked and later calls raise ``error``, and running kernels end. From any thread.
 
-        NCCL frees what it holds in the background (half a second); meanwhile one may build another.
+        NCCL frees what it holds in the background (half a second); another may be built at the same time.
         """
         with self._ending:
             if self._error is None:
@@ -586,7 +586,8 @@ class NcclCommunicator(Communicator):
             child.abort(error)
         if closing:
             # NCCL is to free each communicator once. Only where destroying it hangs, on a peer that died
-            # before it destroyed its own, is it aborted amid that: the abort ends the wait and frees nothing.
+            # before it destroyed its own, is it aborted while being destroyed: that ends the wait and frees
+            # nothing.
             self._destroyed.wait(self.destroy_wait_s)
         else:
             self._await_outside()
@@ -646,7 +647,7 @@ class NcclCommunicator(Communicator):
         self._before_end.clear()
 
     def _destroy(self) -> None:
-        """Lets NCCL free what it holds; what an abort takes meanwhile is freed there."""
+        """Lets NCCL free what it holds; what an abort takes at the same time is freed there."""
         if self._alive:
             self._operations.destroy()
         while alive := self._alive:
@@ -749,5 +750,5 @@ class NcclBackend(Backend):
 
     def close(self) -> None:
         """Ends the warm-up; idempotent."""
-        if self._warm_up is not None:  # an interpreter that ends meanwhile could crash
+        if self._warm_up is not None:  # an interpreter that ends before it could crash
             self._warm_up.end(_WARM_UP_S)

@@ -1,7 +1,7 @@
 """The embedded CPU communicator: every collective on arrays of the host, among processes that trust nobody
 else.
 
-Its calls run one at a time, in order, under a deadline, until one fails. Small arrays travel with the words
+Its calls run one at a time, in order, under a deadline, until one fails. Small arrays are sent with the words
 about what was called, on which all ranks agree first; large ones follow in rings (:mod:`rings`).
 """
 
@@ -56,7 +56,7 @@ from muster.errors import (
 from muster.wire.settings import is_loopback
 
 SMALL_BYTES = 32768
-"""A payload up to this size travels with the call itself (all ranks' together: twice as much)."""
+"""A payload up to this size is sent with the call itself (all ranks' together: twice as much)."""
 
 _NOTHING = memoryview(b"")
 _NO_NUMBERS = np.empty(0, np.uint8)
@@ -372,7 +372,7 @@ class TcpCommunicator(HostCommunicator):
     # ------------------------------------------------------------ beginning and end
 
     def listen(self) -> None:
-        """Expects the other ranks from now on, in place of :meth:`bring_up`: calls connect whom they need."""
+        """Expects the other ranks from now on, in place of :meth:`bring_up`; calls connect their peers."""
         if self.world_size > 1:
             self._endpoint.gather(self._pending_group)
             self._unmet = True
@@ -776,7 +776,7 @@ class TcpBackend(Backend):
         return communicator
 
     def listen(self, membership: Membership, *, timeout_s: float) -> TcpCommunicator:
-        """As :meth:`connect`, but nothing is waited for: calls connect whom they need."""
+        """As :meth:`connect`, but nothing is waited for: calls connect the peers they need."""
         made = TcpCommunicator(membership, self.endpoint, path=membership.group, timeout_s=timeout_s)
         made.listen()
         return made

@@ -101,7 +101,7 @@ class Connection:
     def write(self, view: memoryview) -> int:
         """Writes what goes at once, at most one piece; 0 if nothing does. A retry must repeat the bytes.
 
-        Another thread may read meanwhile.
+        Another thread may read at the same time.
 
         Raises:
             EndOfStreamError: the peer is gone; what it said last may still be read, by :meth:`read_ahead`.

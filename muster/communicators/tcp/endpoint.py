@@ -49,7 +49,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Splits ``host:port`` or ``[v6]:port``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the address has neither form, or its port is out of range.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -89,8 +89,8 @@ class Endpoint:
         tls: gives the contexts and the rule about identities that are in force; None for plaintext.
         handshake_timeout_s: how long a connection may take to prove itself.
         parked_timeout_s: how long a proven worker may wait for this process to enter its generation.
-        max_handshakes: handshakes under way from outside. Above that a stranger's goes before that of a
-            member's address, and that before one with a certificate of this job; the oldest first.
+        max_handshakes: handshakes under way from outside. When full, evict in this order, oldest first:
+            unknown address, member's address, verified certificate.
         max_strangers_per_s: TLS sessions that begin for addresses of no member; more have to wait their turn,
             the newest first. A session costs a signature: members must not wait for those of a flood.
         max_parked: proven connections that wait for this process to enter their generation; further ones are
@@ -210,12 +210,12 @@ class Endpoint:
     # ------------------------------------------------------------ in the endpoint's thread
 
     def _run(self) -> None:
-        """Serves until the endpoint is closed; what it does not foresee makes it begin anew."""
-        anew, pause_s = False, _FIRST_REOPENING_S
+        """Serves until the endpoint is closed; after an error that it does not foresee it starts again."""
+        failed, pause_s = False, _FIRST_REOPENING_S
         while not self._closing.is_set():
             begun = time.monotonic()
             try:
-                if anew:
+                if failed:
                     self._reopen()
                 self._serve()
             except BaseException as error:  # a thread that ends would leave the process unreachable
@@ -228,7 +228,7 @@ class Endpoint:
                     _short(f"{type(error).__name__}: {error}"),
                     exc_info=_LOG.isEnabledFor(logging.DEBUG),
                 )
-                anew = True
+                failed = True
                 self._closing.wait(pause_s)
                 pause_s = min(_LAST_REOPENING_S, 2 * pause_s)
         for handshake in list(self.handshakes):

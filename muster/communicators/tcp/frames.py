@@ -2,7 +2,7 @@
 
 Every frame starts with :data:`FRAME`. A frame of calls carries, for each of some ranks, what that rank
 has called and (for small arrays) its data. A goodbye is the last thing on a connection and has a fixed
-size, so that it is found at the end of a stream whatever stands in front of it.
+size, so that it is found at the end of a stream whatever precedes it.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ class Messages:
         self._connect_for(message)
 
     def _connect_for(self, message: Message) -> None:
-        """Dials whom it needs, where this side has to and does not yet."""
+        """Dials the peers it needs, where this side is the one to dial and has not."""
         me, now = self.membership.rank, time.monotonic()
         for rank in range(self.membership.world_size) if message.peer < 0 else (message.peer,):
             known = rank == me or rank in self._lines or rank in self._lost
@@ -587,7 +587,7 @@ class Messages:
                 remedy="See that worker's log, or raise the group's timeout.",
             )
             if (peer, message.number) in self._coming or message.number >= 0:
-                self._lose(peer, error)  # the other side may be amid it
+                self._lose(peer, error)  # the other side may be in the middle of it
             else:
                 self._drop(message, error)
 
@@ -638,7 +638,7 @@ class Messages:
 
 
 def fills(view: memoryview, size: int) -> bool:
-    """Whether so many bytes are what was called for: what is more would be taken for what comes next."""
+    """Whether ``size`` bytes fill ``view`` exactly: what is more would be taken for what comes next."""
     return size == len(view)
 
 

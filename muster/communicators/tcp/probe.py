@@ -1,7 +1,7 @@
 """Probes: whether a worker can be reached at its data address, and is who it should be.
 
 A probe is a connection to a worker's endpoint that goes through TLS as every other, and is then answered by
-the endpoint's thread with the probe's own nonce, whatever the worker's training does meanwhile.
+the endpoint's thread with the probe's own nonce, whatever the worker's training is doing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Prober:
                 why = f"{address}: {getattr(error, 'strerror', None) or error}"
             now = time.monotonic()
             if now > began + CONNECT_TIMEOUT_S + ANSWER_TIMEOUT_S + 1.0:
-                deadline = now + CONNECT_TIMEOUT_S  # this process stood still meanwhile
+                deadline = now + CONNECT_TIMEOUT_S  # this process stood still
             elif now + RETRY_S >= deadline:
                 return why
             time.sleep(RETRY_S)

@@ -175,7 +175,7 @@ class TrafficKey:
         return (self._iv ^ number).to_bytes(IV_BYTES, "big")
 
     def update(self) -> None:
-        """Goes on to application_traffic_secret_N+1 (section 7.2); counting begins anew (section 5.3)."""
+        """Goes on to application_traffic_secret_N+1 (section 7.2); counting starts again (section 5.3)."""
         self._install(hkdf_expand_label(self._secret, "traffic upd", b"", HASH_BYTES))
 
 
@@ -281,7 +281,7 @@ class RecordLayer:
 
     def _key_update(self) -> int:
         """Puts a KeyUpdate before what goes out next, and replaces the key behind it."""
-        self._answer_key_update = False  # first: meanwhile the reading thread may be asked again
+        self._answer_key_update = False  # first: the reading thread may be asked again while this one writes
         message = _KEY_UPDATE + bytes((KeyUpdateRequest.UPDATE_NOT_REQUESTED,))
         end = self._protect(ContentType.HANDSHAKE, memoryview(message), 0)
         self._send_key.update()

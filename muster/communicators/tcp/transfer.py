@@ -208,7 +208,7 @@ class FrameIn(Incoming):
 
         Raises:
             EndOfStreamError: the frame is a goodbye.
-            CommunicatorError: it is no frame.
+            CommunicatorError: the bytes are no frame.
         """
         moved = False
         while not self._finished:
