@@ -27,7 +27,7 @@ class _Needs(NamedTuple):
 
 
 def _tcp(needs: _Needs) -> Backend:
-    from muster.communicators.tcp.communicator import TcpBackend
+    from muster.communicators.tcp.backend import TcpBackend
 
     return TcpBackend(tls=needs.policies, allow_insecure=needs.allow_insecure)
 
@@ -35,7 +35,7 @@ def _tcp(needs: _Needs) -> Backend:
 def _nccl(needs: _Needs) -> Backend:
     from muster.communicators.following import FollowingBackend
     from muster.communicators.nccl.communicator import NcclBackend
-    from muster.communicators.tcp.communicator import TcpBackend
+    from muster.communicators.tcp.backend import TcpBackend
 
     host = TcpBackend(tls=needs.policies, allow_insecure=needs.allow_insecure)
     return FollowingBackend(NcclBackend(warm_up=needs.warm_up), host)

@@ -19,7 +19,8 @@ from muster.communicators.base import Backend, Communicator
 from muster.communicators.membership import Membership
 from muster.communicators.nccl.communicator import NcclBackend, NcclCommunicator
 from muster.communicators.reduce_ops import ReduceOp
-from muster.communicators.tcp.communicator import UNIQUE_ID_BYTES, TcpBackend, TcpCommunicator
+from muster.communicators.tcp.backend import UNIQUE_ID_BYTES, TcpBackend
+from muster.communicators.tcp.communicator import TcpCommunicator
 from muster.communicators.work import Work
 from muster.errors import CommunicatorError, SecurityError
 

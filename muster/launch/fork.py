@@ -46,7 +46,7 @@ WARM_MODULES = (
     "muster.worker.session.session",
     "muster.worker.runtime",
     "muster.worker.collectives",
-    "muster.communicators.tcp.communicator",
+    "muster.communicators.tcp.backend",
 )
 """What a CPU worker imports between ``import muster`` and its first collective, gRPC excepted."""
 

@@ -21,7 +21,7 @@ from muster.certs.errors import CertificateError, ConfigError
 from muster.certs.runtime.follower import follow_files
 from muster.communicators import tls_policies
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.endpoint import host_and_port
 from muster.errors import CommunicatorError, SecurityError, SettingsError
 from muster.programs.assignment import Handover

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import muster
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from tests.attacks.proxy import Proxy
 
 SIZE = 4096

@@ -452,7 +452,7 @@ def test_who_has_not_come_is_named_where_nccl_does_not_say(make: Callable[[int],
 
 
 def test_where_nothing_may_listen_arrays_on_the_cpu_are_refused(tmp_path: Path) -> None:
-    from muster.communicators.tcp.communicator import TcpBackend
+    from muster.communicators.tcp.backend import TcpBackend
 
     backend = FollowingBackend(cast("Any", GpuBackend({})), TcpBackend(tls=None))
     try:

@@ -100,7 +100,7 @@ def test_every_generation_forms(
         "max_handshakes": 12,
         "max_parked": 8,
     }
-    monkeypatch.setattr("muster.communicators.tcp.communicator.Endpoint", lambda tls: Endpoint(tls, **bounds))
+    monkeypatch.setattr("muster.communicators.tcp.backend.Endpoint", lambda tls: Endpoint(tls, **bounds))
     office = Office(tmp_path)
     world = make_world([office.credentials(node=f"n{rank}") for rank in range(3)])
     insiders = (("worker", "job-a", None), ("worker", "job-a", "n1"), ("worker", "job-b", None))

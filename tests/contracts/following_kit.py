@@ -12,7 +12,8 @@ from muster.communicators import tls_policies
 from muster.communicators.base import Backend, Communicator
 from muster.communicators.following import FollowingBackend
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp.communicator import TcpBackend, TcpCommunicator
+from muster.communicators.tcp.backend import TcpBackend
+from muster.communicators.tcp.communicator import TcpCommunicator
 from tests.contracts.kits import JOB, PASSWORD, Kit
 
 

@@ -17,7 +17,7 @@ from muster.communicators.following import FollowingBackend
 from muster.communicators.membership import Membership
 from muster.communicators.nccl.communicator import NcclBackend
 from muster.communicators.reduce_ops import PreMultipliedSum, ReduceOp
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from muster.errors import (
     ArrayError,
     CollectiveMismatchError,

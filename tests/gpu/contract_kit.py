@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from muster.communicators.base import Backend
 from muster.communicators.following import FollowingBackend
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from muster.launch.plan import sharing_environment
 from tests.contracts.kits import ALL_DTYPES, Kit, NumpyArray
 from tests.gpu.sharing import RANKS_PER_GPU, ranks_on

@@ -38,7 +38,7 @@ if hasattr(writer, "queue_push"):  # since torch 2.8
 else:
     print("queue_push 1")
 
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from muster.programs.addresses import PeerListener, exchange_addresses
 from muster.programs.assignment import Handover, HeldPlace
 

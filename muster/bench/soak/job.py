@@ -131,7 +131,7 @@ class Harm:
 def main() -> None:
     """Puts a relay before the communicator's port, and trains."""
     follow(os.environ[CLOCK_VARIABLE])
-    from muster.communicators.tcp.communicator import TcpBackend
+    from muster.communicators.tcp.backend import TcpBackend
     from muster.communicators.tcp.probe import Prober
 
     harm = Harm()

@@ -17,7 +17,6 @@ import numpy as np
 
 from muster.communicators.arithmetic import ARITHMETIC, NumpyArray
 from muster.communicators.arrays import Array, as_bytes
-from muster.communicators.base import Backend
 from muster.communicators.host_communicator import HostCommunicator
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.reduce_ops import ReduceOp
@@ -32,7 +31,7 @@ from muster.communicators.tcp.frames import (
     blocks_frame,
     end_in_words,
 )
-from muster.communicators.tcp.handshake import TlsPolicy, group_label, peer_name
+from muster.communicators.tcp.handshake import group_label, peer_name
 from muster.communicators.tcp.pending_group import PendingGroup
 from muster.communicators.tcp.transfer import (
     DeadlinePassedError,
@@ -51,9 +50,7 @@ from muster.errors import (
     FormationTimeoutError,
     PeerFinishedError,
     PeerLostError,
-    SecurityError,
 )
-from muster.wire.settings import is_loopback
 
 SMALL_BYTES = 32768
 """A payload up to this size is sent with the call itself (all ranks' together: twice as much)."""
@@ -715,72 +712,3 @@ def has_second_core(membership: Membership) -> bool:
     host = membership.peers[membership.rank].host_id
     ranks = sum(peer.host_id == host for peer in membership.peers)
     return len(os.sched_getaffinity(0)) >= 2 * ranks
-
-
-UNIQUE_ID_BYTES = 128
-
-
-class TcpBackend(Backend):
-    """Makes :class:`TcpCommunicator`.
-
-    Args:
-        tls: how peers are authenticated, asked for each connection; None for plaintext, which stays on
-            loopback.
-        allow_insecure: lets plaintext leave loopback.
-    """
-
-    name = "tcp"
-    answers_probes = True
-
-    def __init__(
-        self,
-        *,
-        tls: Callable[[], TlsPolicy] | None,
-        allow_insecure: bool = False,
-    ) -> None:
-        self.tls = tls
-        self._allow_insecure = allow_insecure
-        self.endpoint = Endpoint(tls)
-
-    def open_endpoint(self, address: str) -> str:
-        """See :meth:`Backend.open_endpoint`.
-
-        Raises:
-            SecurityError: plaintext would leave this host.
-        """
-        if self.tls is None and not self._allow_insecure and not is_loopback(address):
-            raise SecurityError(
-                f"Without TLS the CPU communicator listens on loopback only, not on {address}.",
-                remedy="Give certificates (MS_CONFIG_FILE), or set MS_ALLOW_INSECURE=1.",
-            )
-        return self.endpoint.open(address)
-
-    def mint_unique_ids(self, count: int) -> tuple[bytes, ...]:
-        """See :meth:`Backend.mint_unique_ids`: random bytes that prove membership."""
-        return tuple(os.urandom(UNIQUE_ID_BYTES) for _ in range(count))
-
-    def connect(
-        self, membership: Membership, *, timeout_s: float, cancelled: Callable[[], Exception | None]
-    ) -> TcpCommunicator:
-        """See :meth:`Backend.connect`."""
-        if membership.world_size > 1 and not any(membership.unique_ids):
-            raise SecurityError("A generation without a unique id cannot distinguish members from strangers.")
-
-        def check() -> None:
-            error = cancelled()
-            if error is not None:
-                raise error
-
-        communicator = TcpCommunicator(membership, self.endpoint, path=membership.group, timeout_s=timeout_s)
-        communicator.bring_up(timeout_s, check)
-        return communicator
-
-    def listen(self, membership: Membership, *, timeout_s: float) -> TcpCommunicator:
-        """As :meth:`connect`, but nothing is waited for: calls connect the peers they need."""
-        made = TcpCommunicator(membership, self.endpoint, path=membership.group, timeout_s=timeout_s)
-        made.listen()
-        return made
-
-    def close(self) -> None:
-        """See :meth:`Backend.close`."""
-        self.endpoint.close()

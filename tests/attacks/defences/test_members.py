@@ -13,7 +13,7 @@ import pytest
 
 from muster.communicators.membership import Membership, Peer
 from muster.communicators.tcp import messages
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.connection import Connection
 from muster.communicators.tcp.frames import DTYPES
 from muster.communicators.tcp.handshake import group_label

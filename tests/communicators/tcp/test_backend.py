@@ -20,7 +20,8 @@ import pytest
 from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators import create_backend
 from muster.communicators.reduce_ops import ReduceOp
-from muster.communicators.tcp.communicator import TcpBackend, TcpCommunicator
+from muster.communicators.tcp.backend import TcpBackend
+from muster.communicators.tcp.communicator import TcpCommunicator
 from muster.communicators.tcp.connection import Connection
 from muster.communicators.tcp.handshake import HELLO, REPLY, Hello, group_label
 from muster.errors import (

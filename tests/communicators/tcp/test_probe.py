@@ -11,7 +11,7 @@ import pytest
 
 from muster.communicators import create_backend, tls_policies
 from muster.communicators.tcp import probe as tcp_probe
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.endpoint import Endpoint
 from muster.communicators.tcp.probe import Prober, answer_probes
 from tests.communicators.tcp.world import JOB, Office

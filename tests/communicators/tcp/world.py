@@ -18,7 +18,7 @@ from muster.certs.runtime.store import Credentials, load_credentials
 from muster.certs.runtime.tls import client_ssl_context
 from muster.communicators import create_backend
 from muster.communicators.membership import Membership, Peer
-from muster.communicators.tcp.communicator import TcpBackend
+from muster.communicators.tcp.backend import TcpBackend
 from muster.communicators.tcp.endpoint import Endpoint
 
 JOB = "job-a"
