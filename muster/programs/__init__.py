@@ -2,3 +2,6 @@
 
 On CPUs torch.distributed's process groups go over Muster's encrypted connections: the backend "muster".
 """
+
+BACKEND = "muster"
+"""What torch calls the backend of those process groups."""

@@ -33,7 +33,7 @@ from muster.errors import (
     FormationTimeoutError,
     WorkerError,
 )
-from muster.programs import NAME
+from muster.programs import BACKEND
 from muster.programs.addresses import close_peer_listeners, exchange_addresses, open_peer_listener
 from muster.programs.assignment import KEY, Handover
 from muster.programs.callbacks import PROGRAM, Callbacks, caller
@@ -135,11 +135,11 @@ class MusterProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has 
 
     def getBackendName(self) -> str:  # noqa: N802
         """See torch."""
-        return NAME
+        return BACKEND
 
     def name(self) -> str:
         """See torch."""
-        return NAME
+        return BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802
         """See torch; C++ finds the group by it."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError
-from muster.programs import NAME
+from muster.programs import BACKEND
 
 Tensor = Any
 
@@ -54,4 +54,4 @@ def operation(op: Any, tensor: Tensor) -> Combine:
         return _OPERATIONS[name]
     if name in _BITWISE and not tensor.is_floating_point():
         return _BITWISE[name]
-    raise ArrayError(f"{name} is not defined for {tensor.dtype} in the backend {NAME!r}.")
+    raise ArrayError(f"{name} is not defined for {tensor.dtype} in the backend {BACKEND!r}.")

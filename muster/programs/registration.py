@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from muster.errors import SettingsError
-from muster.programs import NAME
+from muster.programs import BACKEND
 
 GLOO = "gloo"
 VARIABLE = "MS_TORCH_GLOO"
@@ -29,19 +29,19 @@ def register(said: str) -> None:
     Raises:
         SettingsError: ``said`` is neither empty nor the backend's name.
     """
-    if said not in ("", NAME):
-        raise SettingsError(f"{VARIABLE} is {said!r}; legal is {NAME!r}, or nothing.")
+    if said not in ("", BACKEND):
+        raise SettingsError(f"{VARIABLE} is {said!r}; legal is {BACKEND!r}, or nothing.")
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-    if NAME.upper() in dist.Backend._plugins:
+    if BACKEND.upper() in dist.Backend._plugins:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    if said == NAME:
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    if said == BACKEND:
         from muster.programs.group import GroupNamedGloo
 
         c10d.ProcessGroupGloo = dist.ProcessGroupGloo = GroupNamedGloo
         c10d._GLOO_AVAILABLE = True
     _serve_hooks(c10d)
-    c10d._new_process_group_helper = _checked(c10d._new_process_group_helper, {NAME, said and GLOO})
+    c10d._new_process_group_helper = _checked(c10d._new_process_group_helper, {BACKEND, said and GLOO})
 
 
 def _create(options: Any, _backend_options: Any = None) -> Any:
@@ -79,7 +79,7 @@ def _serve_hooks(c10d: Any) -> None:
     def register_python(model: Any, state: object, hook: Callable[..., Any]) -> None:
         if getattr(hook, "__module__", "").endswith(".quantization_hooks") and is_ours(model):
             raise SettingsError(
-                f"{hook.__name__} takes tensors of GPUs, and results in NCCL's form: the backend {NAME!r} has"
+                f"{hook.__name__} takes tensors of GPUs, and results in NCCL's form: the backend {BACKEND!r} has"
                 " none, and with Gloo it fails, too.",
                 remedy="Take fp16_compress_hook, bf16_compress_hook or PowerSGD.",
             )

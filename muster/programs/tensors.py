@@ -10,7 +10,7 @@ import torch
 
 from muster.communicators.arithmetic import ARITHMETIC
 from muster.errors import ArrayError
-from muster.programs import NAME
+from muster.programs import BACKEND
 
 Tensor = Any
 
@@ -25,7 +25,7 @@ class FlatTensor:
     def __init__(self, tensor: Tensor, *, writes: bool = False) -> None:
         if not tensor.is_cpu:
             raise ArrayError(
-                f"The process group {NAME!r} takes tensors on the CPU; this one is on {tensor.device}.",
+                f"The process group {BACKEND!r} takes tensors on the CPU; this one is on {tensor.device}.",
                 remedy='For those of a GPU make another group, with backend="nccl".',
             )
         if tensor.layout is not torch.strided:
