@@ -62,8 +62,8 @@ class GradientBucket:
         self.in_place: list[Any] = []
         self._wire_dtype = wire_dtype
         self.allocate(ranks)
-        self.waiting = len(self.parameters)
         self.missing: list[int] = []
+        self._unused: frozenset[int] = frozenset()
         self.master: Any = None
 
     def allocate(self, ranks: int) -> None:
@@ -155,8 +155,13 @@ class GradientBucket:
         if self.wire is not self.flat:
             self.flat.copy_(self.wire)
 
-    def finish(self, *, unused: frozenset[int]) -> None:
-        """Hands the views to the parameters; those in ``unused`` (by position) get no gradient."""
+    def finish(self, *, capturing: bool = False) -> None:
+        """Hands the views to the parameters; those without a gradient on any rank get none.
+
+        Args:
+            capturing: nothing can be read now; what earlier steps have shown holds.
+        """
+        unused = self._unused_now(capturing)
         self.forget()
         if self.master is not None:
             self.master.grad = self.flat[: self.size]
@@ -166,9 +171,17 @@ class GradientBucket:
             elif index not in self._large:
                 parameter.grad = self.views[index]
 
+    def _unused_now(self, capturing: bool) -> frozenset[int]:
+        """Positions of what no rank has a gradient of; reads the device only if one is missing here."""
+        if not self.missing:
+            return frozenset()
+        if not capturing:
+            flags = self.flags.tolist()
+            self._unused = frozenset(index for index in self.missing if flags[index] == 0)
+        return self._unused
+
     def forget(self) -> None:
-        """Waits for gradients anew."""
-        self.waiting = len(self.parameters)
+        """Lets go of gradients that are reduced where they are."""
         self.in_place = []
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from muster.communicators.base import Communicator
-from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.base import Communicator, ReduceOp
 from muster.errors import SettingsError, WorkerError
+from muster.torch.backward_pass import BackwardPass
 from muster.torch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from muster.torch.functional_call import let_functional_call_know
 from muster.torch.passes import RankNumbers, UnfinishedPasses
@@ -163,11 +163,10 @@ class DataParallel(ModuleWrapper):
         self._flat_buffers: list[FlatBuffers] = flat_buffers(module) if broadcast_buffers else []
         self._synchronize = True
         self._scale: Any = None
-        self._task = -1
+        self._task = -1  # the last pass's number
         self._whole = False
-        self.read_aside: list[Any] = []
-        self._unused_in_capture: dict[int, frozenset[int]] = {}
-        self._order: list[int] | None = [] if weights is None else None  # masters cannot move any more
+        self.backward_pass: BackwardPass | None = None
+        self._settled = weights is not None  # masters cannot move any more
         self._passes = UnfinishedPasses()
         self._apart: WorkerError | None = None
         self._ran = False
@@ -279,7 +278,7 @@ class DataParallel(ModuleWrapper):
 
     @property
     def comm_stream(self) -> CommStream | None:
-        """The stream for layers that compute with all ranks; None in a world of one."""
+        """The comm_stream for layers that compute with all ranks; None in a world of one."""
         return self._comm_stream if self._joined and self.communicator.world_size > 1 else None
 
     @property
@@ -323,8 +322,6 @@ class DataParallel(ModuleWrapper):
         if changed:  # what a captured graph holds stays where it is
             self._follow_world()
         self.forget_backward()
-        if self._order is not None:
-            self._order = []
         if source is not None:
             self.broadcast_parameters(source)
 
@@ -335,10 +332,7 @@ class DataParallel(ModuleWrapper):
         """
         for bucket in self.buckets:
             bucket.forget()
-        self._launched = 0
-        self._in_backward = False
-        self._seen.clear()
-        self.read_aside.clear()
+        self.backward_pass = None
         self._passes.forget()
         self._numbers.forget()
         self._apart = None
@@ -360,12 +354,12 @@ class DataParallel(ModuleWrapper):
         flags = [int(id(parameter) in mine) for parameter in self._wrapped.values()]
         anywhere = map(any, zip(*gather_rows(communicator, self.device, flags), strict=True))
         self._take_in([each for each, trains in zip(self._wrapped.values(), anywhere, strict=True) if trains])
-        settled = self._order is None
-        announced = torch.tensor([int(settled), *self.bucket_order()], dtype=torch.int64, device=self.device)
+        order = [int(self._settled), *self.bucket_order()]
+        announced = torch.tensor(order, dtype=torch.int64, device=self.device)
         broadcast_tensors(communicator, [announced], source)
         theirs_settled, *theirs = announced.tolist()
         self.follow_order(theirs)
-        self._order = None if theirs_settled else []
+        self._settled = bool(theirs_settled)
 
     def bucket_order(self) -> list[int]:
         """The parameters' numbers in the order in which they lie in buckets, but for those of sparse ones."""
@@ -380,7 +374,7 @@ class DataParallel(ModuleWrapper):
         if self._masters is None and sorted(order) == list(range(len(self._named))):
             if order != self.bucket_order():
                 self._build(order)
-            self._order = None
+            self._settled = True
 
     # ------------------------------------------------------------ copies
 
@@ -392,7 +386,7 @@ class DataParallel(ModuleWrapper):
             "masters": {name: view.clone() for name, view in self._master_views().items()},
             "settings": self._settings,
             "joined": self._joined,
-            "order": None if self._order is not None else self.bucket_order(),
+            "order": self.bucket_order() if self._settled else None,
             "trained": [name for name, _ in self._named],
             "others": {k: v for k, v in vars(self).items() if k not in self._made or k in torchs},
         }
@@ -444,11 +438,11 @@ class DataParallel(ModuleWrapper):
             **self._caps,
         )
         self._bucket_of = {
-            id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters
+            id(parameter): number
+            for number, bucket in enumerate(self.buckets)
+            for parameter in bucket.parameters
         }
-        self._launched = 0
-        self._in_backward = False
-        self._seen: set[int] = set()
+        self.backward_pass = None
         self._follow_world()
 
     def _follow_world(self) -> None:
@@ -482,7 +476,7 @@ class DataParallel(ModuleWrapper):
             return False
         self._named = [(name, each) for name, each in self._wrapped.items() if id(each) in wanted]
         self._index()
-        self._order = []
+        self._settled = False
         self._claim(trained)
         return True
 
@@ -490,26 +484,11 @@ class DataParallel(ModuleWrapper):
         """Handles a complete gradient, within the backward pass."""
         if not self._synchronize:
             return
-        if not self._in_backward:
-            self._begin()
-        if id(parameter) in self._seen:
-            raise WorkerError(
-                "a gradient came twice in one backward pass, or the pass before it broke off: the ranks may"
-                " have sent different AllReduces",
-                remedy="Let an error in a backward pass end the process; checkpoint shared layers with"
-                " use_reentrant=False.",
-            )
-        self._seen.add(id(parameter))
-        if self._order is not None:
-            self._order.append(self._indices[id(parameter)])
-        if parameter not in self._sparse:
-            self._bucket_of[id(parameter)].waiting -= 1
-        while self._launched < len(self.buckets) and self.buckets[self._launched].waiting <= 0:
-            if self._launched == len(self.buckets) - 1 and self._passes.waiting:
-                break  # whether this backward pass goes through it too is known only at the end
-            self._launch(self.buckets[self._launched])
+        if self.backward_pass is None:
+            self.backward_pass = self._begin()
+        self.backward_pass.add(parameter)
 
-    def _begin(self) -> None:
+    def _begin(self) -> BackwardPass:
         """Begins a backward pass, at its first gradient."""
         if not self._joined:
             raise WorkerError(
@@ -530,56 +509,41 @@ class DataParallel(ModuleWrapper):
                 "a backward pass within a backward pass: sums, masters and uneven batches cannot bear that",
                 remedy="Use torch.utils.checkpoint with use_reentrant=False.",
             )
-        self._in_backward = self._ran = True
+        self._ran = True
         Variable._execution_engine.queue_callback(self._finish)
+        return self._new_pass()
 
-    def _launch(self, bucket: GradientBucket) -> None:
-        self._launched += 1
-        last = self._launched == len(self.buckets)
-        buffers = self._flat_buffers if last and self.module.training else []
-        with torch.no_grad(), self._comm_stream.aside():  # backward(create_graph=True) would record all this
-            self._keep(bucket.fill(self._scale))
-            if last:
-                if not self._comm_stream.capturing():
-                    self._numbers.set(self._passes.settle())
-                self._numbers.put(bucket.numbers)
-            for flat in buffers:
-                self._keep(flat.gather())
-            for gradient in bucket.in_place:
-                self._comm_stream.reduce(gradient, self._op)
-            self._comm_stream.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
-            if self._comm_stream.in_order:
-                bucket.unpack()
-
-    def _keep(self, tensors: list[Any]) -> None:
-        """Keeps tensors alive that only that stream reads, so that their memory is not reused too early."""
-        if self._comm_stream.capturing():
-            self.read_aside += tensors
-        elif self._comm_stream.in_order:
-            for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self.device))
+    def _new_pass(self) -> BackwardPass:
+        return BackwardPass(
+            self.buckets,
+            self._bucket_of,
+            self._comm_stream,
+            self._op,
+            scale=self._scale,
+            sparse=self._sparse,
+            passes=self._passes,
+            numbers=self._numbers,
+            module=self.module,
+            flat_buffers=self._flat_buffers,
+        )
 
     def _finish(self) -> None:
         """Ends a backward pass; on a rank without samples it is called instead of one."""
-        self._in_backward = False
-        while self._launched < len(self.buckets):
-            self._launch(self.buckets[self._launched])
-        self._sparse.reduce(self._comm_stream, self._op, self._scale)
-        self._comm_stream.join()
-        self._launched = 0
-        self._seen.clear()
-        self.read_aside.clear()
+        if self.backward_pass is None:
+            self.backward_pass = self._new_pass()
+        self.backward_pass.finish()
+        ended, self.backward_pass = self.backward_pass, None
         self._whole = False
         self._numbers.take(self.buckets[-1].numbers)
         self._read_later = self._read_later or self.device.type != "cpu" or self._comm_stream.capturing()
         if not self._read_later:
             self._compare_numbers()
-        for number, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             if not self._comm_stream.in_order:
                 bucket.unpack()
-            bucket.finish(unused=self._unused(number, bucket))
-        if self._order is not None and not self._comm_stream.capturing():
-            self._reorder(self._order)
+            bucket.finish(capturing=self._comm_stream.capturing())
+        if not self._settled and not self._comm_stream.capturing():
+            self._reorder([self._indices[each] for each in ended.seen])
 
     def _compare_numbers(self) -> None:
         try:
@@ -588,21 +552,9 @@ class DataParallel(ModuleWrapper):
             self._apart = error  # a script that catches this too must not go on
             raise
 
-    def _unused(self, number: int, bucket: GradientBucket) -> frozenset[int]:
-        """The bucket's parameters without a gradient on any rank; reads the device only if one is missing."""
-        if not bucket.missing:
-            return frozenset()
-        if self._comm_stream.capturing():
-            # Nothing can be read now: what the steps before the capture showed holds.
-            return self._unused_in_capture.get(number, frozenset())
-        flags = bucket.flags.tolist()
-        unused = frozenset(index for index in bucket.missing if flags[index] == 0)
-        self._unused_in_capture[number] = unused
-        return unused
-
     def _reorder(self, seen: list[int]) -> None:
         """Makes buckets anew in the order in which rank 0's gradients became ready."""
-        self._order = None
+        self._settled = True
         planned = list(reversed(range(len(self._named))))
         known = set(seen)
         seen = seen + [index for index in planned if index not in known]

@@ -1,0 +1,117 @@
+"""One backward pass of a DataParallel: its gradients, and the buckets that are reduced while they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from muster.communicators.base import ReduceOp
+from muster.errors import WorkerError
+from muster.torch.buckets import FlatBuffers, GradientBucket
+from muster.torch.passes import RankNumbers, UnfinishedPasses
+from muster.torch.sparse_gradients import SparseGradients
+from muster.torch.transfer import Lane
+
+
+class BackwardPass:
+    """Reduces buckets in their order, each as soon as its gradients are there. Made at the first gradient.
+
+    Args:
+        buckets: all of them, in the order in which all ranks reduce them.
+        bucket_of: the number of each parameter's bucket, by the parameter's id; sparse ones have none.
+        lane: where collectives run.
+        op: MEAN or SUM.
+        scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
+        sparse: the parameters whose gradients follow the buckets.
+        passes: the training passes that this rank has not finished, counted in the last bucket.
+        numbers: all ranks' counts of those.
+        module: in training mode its buffers travel with the last bucket.
+        flat_buffers: those buffers.
+
+    Attributes:
+        seen: ids of the parameters whose gradients have come, in that order.
+        read_aside: tensors that the lane may still read, kept while a CUDA graph is captured.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        bucket_of: Mapping[int, int],
+        lane: Lane,
+        op: ReduceOp,
+        *,
+        scale: Any | None,
+        sparse: SparseGradients,
+        passes: UnfinishedPasses,
+        numbers: RankNumbers,
+        module: Any,
+        flat_buffers: Sequence[FlatBuffers],
+    ) -> None:
+        self._buckets, self._bucket_of = buckets, bucket_of
+        self._lane, self._op, self._scale = lane, op, scale
+        self._sparse, self._passes, self._numbers = sparse, passes, numbers
+        self._module, self._flat_buffers = module, flat_buffers
+        self._waiting = [len(bucket.parameters) for bucket in buckets]
+        self._launched = 0
+        self._ends = False
+        self.seen: dict[int, None] = {}
+        self.read_aside: list[Any] = []
+
+    def add(self, parameter: Any) -> None:
+        """Takes in a parameter's complete gradient, and reduces what is full by it.
+
+        Raises:
+            WorkerError: it has come before, or the pass has broken off at its end.
+        """
+        if self._ends or id(parameter) in self.seen:
+            raise WorkerError(
+                "a gradient came twice in one backward pass, or the pass before it broke off: the ranks may"
+                " have sent different AllReduces",
+                remedy="Let an error in a backward pass end the process; checkpoint shared layers with"
+                " use_reentrant=False.",
+            )
+        self.seen[id(parameter)] = None
+        if parameter not in self._sparse:
+            self._waiting[self._bucket_of[id(parameter)]] -= 1
+        while self._launched < len(self._buckets) and self._waiting[self._launched] <= 0:
+            if self._launched == len(self._buckets) - 1 and self._passes.waiting:
+                break  # whether this backward pass goes through it too is known only at the end
+            self._launch()
+
+    def finish(self) -> None:
+        """Reduces what is left, and lets what follows see the results."""
+        self._ends = True
+        while self._launched < len(self._buckets):
+            self._launch()
+        self._sparse.reduce(self._lane, self._op, self._scale)
+        self._lane.join()
+        self.read_aside.clear()
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        last = self._launched == len(self._buckets)
+        buffers = self._flat_buffers if last and self._module.training else []
+        with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
+            self._keep(bucket.fill(self._scale))
+            if last:
+                if not self._lane.capturing():
+                    self._numbers.set(self._passes.settle())
+                self._numbers.put(bucket.numbers)
+            for flat in buffers:
+                self._keep(flat.gather())
+            for gradient in bucket.in_place:
+                self._lane.reduce(gradient, self._op)
+            self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
+            if self._lane.in_order:
+                bucket.unpack()
+
+    def _keep(self, tensors: list[Any]) -> None:
+        """Keeps tensors alive that only the lane reads, so that their memory is not reused too early."""
+        if self._lane.capturing():
+            self.read_aside += tensors
+        elif self._lane.in_order:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self._lane.device))
