@@ -82,6 +82,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._hold(module)
         self._program = self._compile()
         self._step_started = 0.0
+        self.updates_last = False
+        self.before_update: Callable[[], None] = _nothing
         self._recorded = vars(module).keys() - vars(self).keys() - set(dir(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -442,6 +444,19 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._run.begin()
         self._run.step += self._captured_passes
 
+    uneven = False
+
+    def check_step(self, *, begins: bool = False) -> None:
+        """See :class:`CapturedModel`; each forward pass checks."""
+
+    def uneven_batch(self, samples: int) -> contextlib.AbstractContextManager[None]:
+        """See :class:`CapturedModel`; a plan is for one shape."""
+        return contextlib.nullcontext()
+
+    def held_by_graphs(self) -> list[Any]:
+        """See :class:`CapturedModel`."""
+        return []
+
     def plan_for(self, communicator: Communicator) -> Plan:
         """The plan for other ranks; the present one if there are as many of them.
 
@@ -634,6 +649,10 @@ def _check_input(tensor: Any, node: Node, value: Value, shape: tuple[int, ...]) 
             f"{node.name} requires a gradient, for which the plan has no way back.",
             remedy="Detach it, or let it require a gradient in parallelize()'s example too.",
         )
+
+
+def _nothing() -> None:
+    return None
 
 
 def _fabric_of(plan: Plan, communicator: Communicator, *, connect: bool = True) -> Fabric:

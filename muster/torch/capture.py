@@ -6,13 +6,11 @@ is launched once; the AllReduce of each bucket runs inside it, beside the rest o
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,204 +18,13 @@ import torch
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, SettingsError, WorkerError
+from muster.torch.captured_model import captured_model
+from muster.torch.captured_settings import CapturedSettings, host_bound
 from muster.torch.optimizer_state import check_trains
 from muster.torch.sharded_optimizer import ShardedOptimizer
 from muster.torch.sparse_gradients import SparseGradients
+from muster.torch.step import StepBody
 from muster.torch.transfer import array_of
-
-Tensors = tuple[Any, ...]
-
-
-class StepBody:
-    """The work of a step, whether a graph records it or not. The arguments are ``capture_step``'s."""
-
-    def __init__(
-        self,
-        loss: Callable[..., Any],
-        model: Any,
-        optimizer: Any,
-        *,
-        autocast: Any | None,
-        clip_norm: float | None,
-        accumulate: int,
-    ) -> None:
-        self._loss, self._model, self._optimizer = loss, model, optimizer
-        self._autocast, self._clip_norm, self._accumulate = autocast, clip_norm, accumulate
-        self._device = next(model.parameters()).device
-
-    def run(self, batch: Tensors, samples: int | None = None) -> Any:
-        """Trains on a batch, which is on the device.
-
-        Args:
-            batch: tensors for the loss function.
-            samples: how many this rank has, where ranks have different numbers; 0: none, but take part.
-
-        Returns:
-            The loss of this rank's samples, a 0-dim tensor.
-
-        Raises:
-            ArrayError: it cannot be cut into parts.
-        """
-        total = self.differentiate(batch, samples)
-        self.update()
-        return total
-
-    def differentiate(self, batch: Tensors, samples: int | None = None) -> Any:
-        """The part of :meth:`run` that comes to gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
-        uneven = getattr(self._model, "uneven_batch", None) if samples is not None else None
-        with uneven(samples) if uneven else contextlib.nullcontext():
-            total = self._passes(batch) if samples != 0 else torch.zeros((), device=self._device)
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
-        return total
-
-    def update(self) -> None:
-        """The part of :meth:`run` that changes parameters."""
-        self._optimizer.step()
-
-    def _passes(self, batch: Tensors) -> Any:
-        """Forward and backward passes over the parts of a batch; returns the loss."""
-        parts = self._parts(batch)
-        no_sync = getattr(self._model, "no_sync", contextlib.nullcontext)
-        total = None
-        for number, (share, part) in enumerate(parts, 1):
-            with contextlib.nullcontext() if number == len(parts) else no_sync():
-                with self._precision():
-                    loss = self._loss(*part)
-                loss = loss * share if len(parts) > 1 else loss
-                loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        return total
-
-    def _parts(self, batch: Tensors) -> list[tuple[float, Tensors]]:
-        """The parts of a batch, each with its share of the samples: the last part may be smaller."""
-        if self._accumulate == 1:
-            return [(1.0, batch)]
-        lengths = {len(tensor) if tensor.dim() else 0 for tensor in batch}
-        if len(lengths) != 1 or lengths == {0}:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch)
-            raise ArrayError(
-                f"accumulate={self._accumulate} cuts all tensors of a batch along their first axis,"
-                f" which must be as long in each; these have the shapes {shapes}.",
-                remedy="What is no part of the batch can be bound by the loss function.",
-            )
-        count = lengths.pop()
-        cut = zip(*(tensor.chunk(self._accumulate) for tensor in batch), strict=True)
-        return [(len(part[0]) / count, part) for part in cut]
-
-    def _precision(self) -> Any:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
-
-    def _clip(self, norm: float) -> None:
-        whole = getattr(self._model, "clip_grad_norm_", None)
-        if whole is not None:  # ranks have parts of the gradients, and of their norm
-            whole(norm)
-            return
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=True)
-
-
-_MOST_CHANGES = 10
-"""Settings that change this many times before a capture count as changing in each step."""
-
-
-_trains, _in_training = attrgetter("requires_grad"), attrgetter("training")
-
-
-class CapturedSettings:
-    """An optimizer's settings and a model's modes, so that a captured step notices what it would not follow.
-
-    Learning rates become tensors on the GPU: a number would be fixed in the graph for ever.
-
-    Args:
-        optimizer: of torch.
-        model: which of its parameters are frozen, and which of its modules are in training mode, counts.
-        device: where the model is.
-    """
-
-    def __init__(self, optimizer: Any, model: Any, device: Any) -> None:
-        self._optimizer, self._device = optimizer, device
-        self._modules = list(model.modules())
-        self._parameters = [
-            each for module in self._modules for each in module._parameters.values() if each is not None
-        ]
-        self._modes = self._modes_now()
-        self._before: list[Any] = []
-        self._changes = 0
-        self._last = ""
-        self._make_rates()
-
-    def changed(self) -> bool:
-        """Whether modes, or other settings than learning rates, are not what they were at the last call."""
-        modes, self._modes = self._modes, self._modes_now()
-        return self._settings_changed() or self._count(modes != self._modes, "which parts of the model train")
-
-    def _modes_now(self) -> list[bool]:
-        return [*map(_trains, self._parameters), *map(_in_training, self._modules)]
-
-    def _settings_changed(self) -> bool:
-        settings = [
-            {key: id(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            | {"lr": None, "params": len(group["params"])}
-            for group in self._optimizer.param_groups
-        ]
-        before, self._before = self._before, settings
-        if settings == before or not before:
-            return False
-        if len(settings) != len(before):
-            self._make_rates()
-            return True
-        pairs = zip(before, settings, strict=True)
-        keys = sorted({key for old, new in pairs for key in new if new[key] != old.get(key)})
-        return self._count(True, f"the optimizer's {', '.join(keys)}")
-
-    def _count(self, changed: bool, what: str) -> bool:
-        if changed:
-            self._changes += 1
-            self._last = what
-        return changed
-
-    def obstacle(self) -> str | None:
-        """Why a capture with these settings would be of no use; None: no reason is known."""
-        if self._changes < _MOST_CHANGES:
-            return None
-        return f"{self._last} changes in each step, and a graph holds it fixed"
-
-    def captured(self) -> None:
-        """Notes that a graph holds the settings: changes are counted anew."""
-        self._changes = 0
-
-    def update_rates(self) -> None:
-        """Brings learning rates that were set by hand, or by a scheduler, to where a graph reads them."""
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if group["lr"] is not rate:
-                rate.fill_(float(group["lr"]))
-                group["lr"] = rate
-
-    def _make_rates(self) -> None:
-        self._rates = []
-        for group in self._optimizer.param_groups:
-            self._rates.append(torch.tensor(float(group["lr"]), device=self._device))
-            group["lr"] = self._rates[-1]
-
-
-def host_bound(optimizer: Any) -> str | None:
-    """Why no graph can hold this optimizer's step; None: no reason is known."""
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS decides on the host how often to evaluate the loss"
-    for group in optimizer.param_groups:
-        if "capturable" in group:
-            if not group["capturable"]:
-                return f"{kind} reads its step count on the host: make it with capturable=True"
-        elif type(optimizer).__module__.startswith("torch.optim") and not group.get("fused"):
-            remedy = ": make it with fused=True" if "fused" in group else ""
-            return f"{kind} reads its learning rate on the host{remedy}"
-    return None
-
 
 _log = logging.getLogger(__name__)
 _LAUNCH_WAIT_S = 0.02
@@ -237,16 +44,17 @@ class TrainingStep:
     def __init__(
         self,
         body: StepBody,
-        model: Any,
+        module: Any,
         optimizer: Any,
         *,
         warmup_steps: int,
         capture: bool,
         strict: bool,
     ) -> None:
-        self._body, self._model, self._optimizer = body, model, optimizer
+        self._body, self._module, self._optimizer = body, module, optimizer
+        self._model = body.model
         self._warmup_steps, self._strict = warmup_steps, strict
-        self._device = next(model.parameters()).device
+        self._device = next(module.parameters()).device
         self._graph: Any = None
         self._update: Any = None
         self._updates_last = False
@@ -266,7 +74,7 @@ class TrainingStep:
         if self.reason is None:
             self._stream = torch.cuda.Stream(self._device)
             self._copies = torch.cuda.Stream(self._device)
-            self._settings = CapturedSettings(optimizer, model, self._device)
+            self._settings = CapturedSettings(optimizer, module, self._device)
             drop = weakref.WeakMethod(self._drop)  # the optimizer may live longer
             optimizer.register_load_state_dict_post_hook(lambda _: (call := drop()) and call())
 
@@ -298,18 +106,16 @@ class TrainingStep:
                 remedy="Let the loss function bind what is no part of the batch.",
             )
         self._follow_communicator()
-        check = getattr(self._model, "check_step", None)
-        if check is not None:
-            check(begins=True)
+        self._model.check_step(begins=True)
         if self.reason is None and self._settings.changed():
             self._drop()
             self._decline(self._settings.obstacle())
         if self.reason is not None:
-            self._before_update()
+            self._model.before_update()
             return self._body.run(self._to_device(batch), samples)
-        uneven = samples is not None or getattr(self._model, "uneven", False)
+        uneven = samples is not None or self._model.uneven
         if self._graph is None or uneven or not self._fits(batch):
-            self._before_update()
+            self._model.before_update()
         if self._graph is None and self._eager_steps >= self._warmup_steps and not uneven:
             self._capture(self._to_device(batch))
         if self._graph is None or uneven or not self._fits(batch):
@@ -322,10 +128,10 @@ class TrainingStep:
                     static.copy_(given, non_blocking=True)
                 self._note("captured_step")
                 if not self._updates_last:  # another step of this model may have said so of itself
-                    self._before_update()
-                getattr(self._model, "before_replay", _nothing)()
+                    self._model.before_update()
+                self._model.before_replay()
                 self._graph.replay()
-                self._before_update()
+                self._model.before_update()
                 self._update.replay()
         if self._ended:
             self.release()
@@ -349,7 +155,7 @@ class TrainingStep:
         Raises:
             MembershipChanged: call it within ``with step``, so that an elastic loop redoes the step.
         """
-        communicator = getattr(self._model, "communicator", None)
+        communicator = self._model.communicator
         mean = loss.detach().to(torch.float32, copy=True).reshape(1)
         if communicator is not None:
             array = array_of(communicator, mean)
@@ -377,14 +183,8 @@ class TrainingStep:
         finally:
             self._lock.release()
 
-    def _before_update(self) -> None:
-        """Lets the GPU finish what has to be done before parameters change, as copies of them."""
-        getattr(self._model, "before_update", _nothing)()
-
     def _say_updates_last(self, updates_last: bool) -> None:
-        self._updates_last = updates_last
-        if hasattr(self._model, "updates_last"):
-            self._model.updates_last = updates_last
+        self._updates_last = self._model.updates_last = updates_last
 
     def _run_eagerly(self, batch: tuple[Any, ...], samples: int | None = None) -> Any:
         """Runs a step eagerly on the capture's stream, which makes what libraries create lazily for it."""
@@ -398,17 +198,17 @@ class TrainingStep:
 
     def obstacle(self) -> str | None:
         """Why the step cannot be captured; None if it can."""
-        if SparseGradients(self._model).parameters:
+        if SparseGradients(self._module).parameters:
             return "sparse gradients cannot be captured: each step reads how many rows there are"
         if self._device.type != "cuda":
             return f"the module is on the {self._device.type}"
         bound = host_bound(self._optimizer)
         if bound is not None:
             return bound
-        communicator = getattr(self._model, "communicator", None)
+        communicator = self._model.communicator
         if communicator is not None and not communicator.capturable:
             return f'the backend "{communicator.name}" cannot be captured'
-        return getattr(self._model, "capture_obstacle", None)
+        return self._model.capture_obstacle
 
     def _decline(self, reason: str | None) -> None:
         if reason is None or self.reason is not None:
@@ -423,7 +223,7 @@ class TrainingStep:
         static = tuple(tensor.clone() for tensor in batch)
         graph, update, loss, error = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), None, None
         versions = self._versions()
-        generators: list[Any] = getattr(self._model, "captured_generators", list)()
+        generators = self._model.captured_generators()
         for generator in generators:
             graph.register_generator_state(generator)
         communicator: Any = self._communicator
@@ -457,7 +257,7 @@ class TrainingStep:
             self._decline(error or "another rank could not capture it")
             return
         self._settings.captured()
-        self._held = self._of_model()
+        self._held = self._model.held_by_graphs()
         with self._lock:
             self._static, self._static_loss, self._graph, self._update = static, loss, graph, update
             self._say_updates_last(updates_last)
@@ -477,7 +277,7 @@ class TrainingStep:
     def _forget_gradients(self) -> None:
         """Clears gradients after a capture that failed on some rank: it computed and sent nothing."""
         self._optimizer.zero_grad(set_to_none=True)
-        getattr(self._model, "forget_backward", _nothing)()
+        self._model.forget_backward()
 
     def _all_succeeded(self, succeeded: bool) -> bool:
         flag = torch.tensor([int(succeeded)], dtype=torch.int32, device=self._device)
@@ -487,19 +287,17 @@ class TrainingStep:
 
     def _follow_communicator(self) -> None:
         """Begins anew with another generation's communicator, as newcomers do."""
-        communicator = getattr(self._model, "communicator", None)
+        communicator = self._model.communicator
         if communicator is self._communicator:
-            if self._graph is not None and any(map(operator.is_not, self._held, self._of_model())):
+            if self._graph is not None and any(
+                map(operator.is_not, self._held, self._model.held_by_graphs())
+            ):
                 self._drop()  # gradients lie elsewhere now: the graph would use memory that is free
             return
         self._communicator = communicator
         self._drop()
         if self._capture_failed:
             self._capture_failed, self.reason = False, None
-
-    def _of_model(self) -> list[Any]:
-        """The wrapper's tensors that a graph holds: kept, so that the memory stays, and compared."""
-        return [getattr(self._model, name, None) for name in ("buckets", "_numbers")]
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         return len(batch) == len(self._static) and all(
@@ -583,7 +381,14 @@ def capture_step(
             "a ShardedOptimizer runs collectives of its own: call its step() without capture_step"
         )
     check_trains(optimizer, model)
-    body = StepBody(loss, model, optimizer, autocast=autocast, clip_norm=clip_norm, accumulate=accumulate)
+    body = StepBody(
+        loss,
+        captured_model(model, optimizer),
+        optimizer,
+        autocast=autocast,
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+    )
     return TrainingStep(body, model, optimizer, warmup_steps=warmup_steps, capture=capture, strict=strict)
 
 

@@ -299,6 +299,19 @@ class DataParallel(ModuleWrapper):
         """
         return torch.nn.utils.clip_grad_norm_(list(self.parameters()), max_norm, foreach=True)
 
+    capture_obstacle: str | None = None
+
+    def captured_generators(self) -> list[Any]:
+        """See :class:`CapturedModel`."""
+        return []
+
+    def before_replay(self) -> None:
+        """See :class:`CapturedModel`."""
+
+    def held_by_graphs(self) -> list[Any]:
+        """See :class:`CapturedModel`."""
+        return [self.buckets, self._numbers]
+
     def flat_buffers(self) -> list[Any]:
         """The flat tensors in which the module's buffers lie, if they are kept equal to rank 0's."""
         return [each.flat for each in self._flat_buffers]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import muster
 from muster.torch.capture import capture_step
+from muster.torch.captured_model import captured_model
 from tests.gpu import graphs
 from tests.gpu.threads import _Meeting
 
@@ -43,6 +44,8 @@ def losses(capture: bool, accumulate: int, rate: float) -> tuple[list[float], bo
     model = muster.parallelize(net, parts, communicator=communicator, mode="semi_auto", seed=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
     graphs.watch(model, optimizer)
+    asked: Any = captured_model(model, optimizer)
+    assert asked is model
     step = capture_step(model, model, optimizer, capture=capture, accumulate=accumulate)
     return [step(x, y).item() for _ in range(STEPS)], step.captured, model.draws()
 

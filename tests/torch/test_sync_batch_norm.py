@@ -19,7 +19,7 @@ from muster.torch.capture import capture_step
 from muster.torch.data_parallel import DataParallel
 from tests.gpu import graphs
 from tests.gpu.threads import ThreadCommunicator, run_ranks
-from tests.torch.test_capture_on_cpu import ranks
+from tests.torch.test_capture import ranks
 from tests.torch.test_data_parallel import _seeding
 
 STEPS = 4

@@ -1,0 +1,133 @@
+"""What a captured step asks of its model, and how a bare module answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from muster.communicators.base import Communicator
+
+
+@runtime_checkable
+class CapturedModel(Protocol):
+    """A model whose training steps can be captured into CUDA graphs.
+
+    Attributes:
+        updates_last: set by the step: its graphs change parameters in the last one alone.
+        before_update: called before parameters change.
+    """
+
+    updates_last: bool
+    before_update: Callable[[], None]
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """That of all ranks that train the model; None: there are no others."""
+
+    @property
+    def uneven(self) -> bool:
+        """Whether this is within :meth:`uneven_batch`."""
+
+    @property
+    def capture_obstacle(self) -> str | None:
+        """Why no CUDA graph can hold a step; None: no reason is known."""
+
+    def parameters(self) -> Iterable[Any]:
+        """What the optimizer trains."""
+
+    def check_step(self, *, begins: bool = False) -> None:
+        """Raises an error if a step that begins now would not be all ranks' same one."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context in which backward passes only accumulate."""
+
+    def uneven_batch(self, samples: int) -> AbstractContextManager[None]:
+        """Context of a backward pass in which ranks have different numbers of samples."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Any:
+        """Scales the whole gradient down to a norm of at most ``max_norm``."""
+
+    def captured_generators(self) -> list[Any]:
+        """Generators that a graph, whose capture begins now, draws from beside torch's own."""
+
+    def before_replay(self) -> None:
+        """Called before a captured step is launched."""
+
+    def held_by_graphs(self) -> list[Any]:
+        """What gradients lie in: a graph uses its memory, and is of no use once it is another object."""
+
+    def forget_backward(self) -> None:
+        """Forgets a backward pass that computed and sent nothing, and its gradients."""
+
+
+class BareModule:
+    """A module that is not wrapped, or that another library has wrapped, as a captured step needs it.
+
+    Args:
+        module: of torch; its own ``no_sync`` and ``clip_grad_norm_`` are called where it has them.
+        optimizer: whose parameters' gradients are clipped else.
+    """
+
+    communicator = capture_obstacle = None
+    uneven = False
+
+    def __init__(self, module: Any, optimizer: Any) -> None:
+        self._module, self._optimizer = module, optimizer
+        self.updates_last = False
+        self.before_update: Callable[[], None] = _nothing
+
+    def parameters(self) -> Iterable[Any]:
+        """See :class:`CapturedModel`."""
+        parameters: Iterable[Any] = self._module.parameters()
+        return parameters
+
+    def check_step(self, *, begins: bool = False) -> None:
+        """See :class:`CapturedModel`."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :class:`CapturedModel`."""
+        context: AbstractContextManager[None] = getattr(self._module, "no_sync", contextlib.nullcontext)()
+        return context
+
+    def uneven_batch(self, samples: int) -> AbstractContextManager[None]:
+        """See :class:`CapturedModel`."""
+        return contextlib.nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float) -> Any:
+        """See :class:`CapturedModel`."""
+        whole = getattr(self._module, "clip_grad_norm_", None)
+        if whole is not None:  # ranks have parts of the gradients, and of their norm
+            return whole(max_norm)
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+
+    def captured_generators(self) -> list[Any]:
+        """See :class:`CapturedModel`."""
+        return []
+
+    def before_replay(self) -> None:
+        """See :class:`CapturedModel`."""
+
+    def held_by_graphs(self) -> list[Any]:
+        """See :class:`CapturedModel`."""
+        return []
+
+    def forget_backward(self) -> None:
+        """See :class:`CapturedModel`."""
+
+
+def captured_model(module: Any, optimizer: Any) -> CapturedModel:
+    """The module itself where it answers a captured step's questions, compiled or not; else an adapter."""
+    compiled = getattr(module, "_orig_mod", module)  # which hands on what it is asked
+    if isinstance(compiled, CapturedModel):
+        answers: CapturedModel = module
+        return answers
+    return BareModule(module, optimizer)
+
+
+def _nothing() -> None:
+    return None
