@@ -20,23 +20,16 @@ from muster.parallel.eager import TraceError
 from muster.parallel.measure import load_machine
 from muster.parallel.module import NO_FLOAT16, ParallelModule
 from muster.parallel.planning import context
-from muster.parallel.planning import plan as plans
 from muster.parallel.planning.costs import Machine
+from muster.parallel.planning.feeding import whole_shape
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh
 from muster.parallel.planning.plan import Plan
-from muster.parallel.planning.planner import (
-    SEARCHES,
-    Slices,
-    Strategy,
-    check_divides,
-    find_plan,
-    options_for,
-    strategy_text,
-    whole_shape,
-)
+from muster.parallel.planning.plan_file import check_model
+from muster.parallel.planning.planner import SEARCHES, find_plan, options_for
 from muster.parallel.planning.precision import mark_autocast
 from muster.parallel.planning.problem import ALWAYS, Options, build
+from muster.parallel.planning.strategies import Slices, Strategy, check_divides, strategy_text
 from muster.parallel.saved import read_plan
 from muster.parallel.trace import Traced, trace
 from muster.torch.data_parallel import DataParallel
@@ -362,7 +355,7 @@ class _Given:
     def _loaded(self, graph: Graph, group: Communicator) -> Plan:
         path, world = self.chosen.load, group.world_size
         saved = read_plan(path)
-        plans.check_model(saved, graph, path)
+        check_model(saved, graph, path)
         mesh = tuple(saved["mesh"])
         if math.prod(mesh) != world:
             raise SettingsError(f"the plan {path} is for {math.prod(mesh)} ranks, and the job has {world}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import SettingsError
-from muster.parallel.planning import plan
+from muster.parallel.planning.plan_file import check_saved
 from muster.wire.files import read_regular
 
 MAX_BYTES = 64 * 1024 * 1024
@@ -40,4 +40,4 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     Raises:
         SettingsError: there is none, or not in this format.
     """
-    return plan.check_saved(read_json(path, "the plan"), path)
+    return check_saved(read_json(path, "the plan"), path)

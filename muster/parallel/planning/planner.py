@@ -1,8 +1,7 @@
-"""From a graph to a plan: meshes tried, what users fixed, data parallelism for comparison."""
+"""From a graph to a plan: meshes tried, each searched, data parallelism for comparison."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,24 +9,28 @@ from typing import Any
 
 from muster.errors import SettingsError
 from muster.parallel.planning.costs import Machine
-from muster.parallel.planning.graph import HUB, Graph, Node
+from muster.parallel.planning.feeding import batch_led, feeding
+from muster.parallel.planning.graph import HUB, Graph
 from muster.parallel.planning.layouts import (
     REPLICATED,
     Entry,
-    Layout,
     Mesh,
-    Shape,
     factorisations,
-    fits,
     replicated,
 )
 from muster.parallel.planning.plan import SAME, Plan
 from muster.parallel.planning.problem import ALWAYS, Options, Pin, Problem, State, build
-from muster.parallel.planning.rules import Axis, axes_of, modes_of
+from muster.parallel.planning.rules import modes_of
 from muster.parallel.planning.search import Solution, TooWide, solve
+from muster.parallel.planning.strategies import (
+    Slices,
+    Strategy,
+    check_divides,
+    pin_of,
+    pins_of,
+    strategy_text,
+)
 
-Slices = tuple[int, ...]
-Strategy = tuple[Slices, ...] | Mapping[str, int]
 SEARCHES = {
     "exact": False,
     "propagation": True,
@@ -39,261 +42,6 @@ SEARCHES = {
 
 RESTS = ("search", "data_parallel")
 """What operators without a strategy do in mode "semi_auto"."""
-
-
-# ---------------------------------------------------------------- what users fix
-
-
-def slices_by_axis(graph: Graph, node: Node, strategy: Strategy) -> dict[str, int]:
-    """A strategy as the number of slices of each axis.
-
-    Args:
-        graph: of the node.
-        node: the operator.
-        strategy: the slices of each dimension of each input, as MindSpore has them (of a linear layer the
-            weight may be given as stored, or as the second factor of a product), or slices by axis name.
-
-    Raises:
-        SettingsError: it does not fit the operator; says why.
-    """
-    _check_slices(node, strategy)
-    axes = axes_of(graph, node)
-    if axes is None:
-        raise SettingsError(f"{_what(node)} cannot be divided: there is no rule for it, so it is kept whole")
-    if isinstance(strategy, Mapping):
-        unknown = set(strategy) - {axis.name for axis in axes}
-        if unknown:
-            raise SettingsError(
-                f"{_what(node)} has no axis {sorted(unknown)[0]!r}; it has"
-                f" {', '.join(f'{axis.name} ({axis.size})' for axis in axes)}"
-            )
-        wanted = {name: count for name, count in strategy.items() if count > 1}
-    else:
-        wanted = _of_tuples(graph, node, axes, strategy)
-    _check_sizes(node, axes, wanted)
-    return wanted
-
-
-def _check_slices(node: Node, strategy: Any) -> None:
-    counts: Any = None
-    if isinstance(strategy, Mapping):
-        counts = list(strategy.values())
-    elif isinstance(strategy, (list, tuple)) and all(isinstance(cuts, (list, tuple)) for cuts in strategy):
-        counts = [count for cuts in strategy for count in cuts]
-    if counts is None or not all(isinstance(count, int) and count > 0 for count in counts):
-        raise SettingsError(
-            "a strategy is a tuple of slices for each input, such as ((2, 4), (4, 1)), or slices by axis,"
-            f" such as {{'n': 8}}; {_what(node)} was given {strategy!r}"
-        )
-
-
-def _of_tuples(
-    graph: Graph, node: Node, axes: Sequence[Axis], strategy: Sequence[Sequence[int]]
-) -> dict[str, int]:
-    shapes = [graph.values[v].shape for v in node.inputs]
-    given = [tuple(cuts) for cuts in strategy]
-    variants = [given]
-    if node.op == "linear" and len(given) > 1 and len(given[1]) == 2:
-        variants.append([given[0], given[1][::-1], *given[2:]])
-    problems = []
-    for variant in variants:
-        found, problem = _match(node, axes, shapes, variant)
-        if not problem:
-            return found
-        problems.append(problem)
-    raise SettingsError(f"the strategy {tuple(given)} does not fit {_what(node)}: {problems[0]}")
-
-
-def _match(
-    node: Node, axes: Sequence[Axis], shapes: Sequence[Shape], given: Sequence[Slices]
-) -> tuple[dict[str, int], str]:
-    """Slices by axis, or a sentence on what is wrong."""
-    wanted: dict[str, int] = {}
-    if len(given) > len(shapes):
-        return {}, f"it has {len(shapes)} inputs, not {len(given)}"
-    for position, cuts in enumerate(given):
-        if len(cuts) != len(shapes[position]):
-            return {}, f"input {position} has {len(shapes[position])} dimensions {list(shapes[position])}"
-        for dim, count in enumerate(cuts):
-            axis = next((a for a in axes if a.ins[position] == dim), None)
-            if count == 1:
-                if axis is not None and wanted.get(axis.name, 1) != 1:
-                    return {}, f"the axis {axis.name} is cut into {wanted[axis.name]} and into 1"
-                if axis is not None:
-                    wanted[axis.name] = 1
-                continue
-            if axis is None:
-                return {}, f"dimension {dim} of input {position} cannot be split"
-            if wanted.get(axis.name, count) != count:
-                return {}, f"the axis {axis.name} is cut into {wanted[axis.name]} and into {count}"
-            wanted[axis.name] = count
-    return {name: count for name, count in wanted.items() if count > 1}, ""
-
-
-def _check_sizes(node: Node, axes: Sequence[Axis], wanted: Mapping[str, int]) -> None:
-    for axis in axes:
-        count = wanted.get(axis.name, 1)
-        if axis.size % count:
-            padded = -(-axis.size // count) * count
-            more = ""
-            if node.op in ("embedding", "linear", "cross_entropy_loss") and axis.name in ("v", "n"):
-                more = f" Build the layer with {padded}: targets never name the others."
-            raise SettingsError(
-                f"{_what(node)}: its axis {axis.name} has {axis.size} elements, which {count} slices"
-                f" cannot share evenly; {padded} could.{more}"
-            )
-
-
-def _what(node: Node) -> str:
-    where = f" of {node.module}" if node.module else ""
-    return f"the operator {node.name}{where}"
-
-
-def pins_of(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, dict[str, int]]:
-    """What users fixed, as slices by axis by operator.
-
-    A name is that of an operator, or of a module: then its only operator that has parameters, or its only
-    one.
-
-    Raises:
-        SettingsError: nothing is called so, or more than one operator; or see :func:`slices_by_axis`.
-    """
-    found = {}
-    for name, strategy in strategies.items():
-        node = _named(graph, name)
-        if node.name in found:
-            raise SettingsError(
-                f"two strategies are for {_what(node)}, one of them as {name!r}: leave one out"
-            )
-        found[node.name] = slices_by_axis(graph, node, strategy)
-    return found
-
-
-def _named(graph: Graph, name: str) -> Node:
-    calls = [node for node in graph.nodes if node.kind == "call"]
-    exact = [node for node in calls if node.name == name]
-    own = [node for node in calls if node.module == name]
-    held = [
-        node
-        for node in own
-        if any(graph.nodes[graph.values[v].node].kind == "parameter" for v in node.inputs)
-    ]
-    for candidates in (exact, held, own):
-        if len(candidates) == 1:
-            return candidates[0]
-        if candidates:
-            names = ", ".join(node.name for node in candidates)
-            raise SettingsError(f"{name!r} has several operators: {names}; name one of them")
-    known = sorted({node.module for node in calls if node.module} | {node.name for node in calls})
-    raise SettingsError(f"nothing is called {name!r}; there are: {', '.join(known[:40])}")
-
-
-def _pin(mesh: Mesh, wanted: Mapping[str, int]) -> Pin:
-    def fits_wanted(node: Node, state: State) -> bool:
-        counts: dict[str, int] = {}
-        for size, axis in zip(mesh, state.modes, strict=True):
-            counts[axis] = counts.get(axis, 1) * size
-        if "sum" in counts or "grad" in counts:
-            return False
-        counts.pop("-", None)
-        return counts == dict(wanted)
-
-    return fits_wanted
-
-
-# ---------------------------------------------------------------- batches
-
-
-def feeding(
-    mesh: Mesh, dataset: str | Sequence[Slices], shapes: Sequence[Shape]
-) -> tuple[Layout, ...] | None:
-    """The layouts of the inputs; None: they cannot be so on this mesh.
-
-    Args:
-        mesh: sizes.
-        dataset: "data_parallel" (each rank feeds its part of the batch), "full_batch" (each feeds all), or
-            the slices of each input, which ranks take row by row, neighbours the same where there are more.
-        shapes: of the whole inputs.
-    """
-    grid: Slices = ()
-    if not isinstance(dataset, str):
-        grid = tuple(max(cuts) for cuts in itertools.zip_longest(*dataset, fillvalue=1))
-    found = []
-    if not isinstance(dataset, str) and len(dataset) > len(shapes):
-        raise SettingsError(
-            f"dataset_strategy has {len(dataset)} tuples, and the batch {len(shapes)} tensors"
-        )
-    for number, shape in enumerate(shapes):
-        if dataset == "full_batch" or not shape:
-            layout: Layout | None = replicated(mesh)
-        elif dataset == "data_parallel":
-            layout = (0,) * len(mesh)
-        else:
-            layout = _layout_of(mesh, _cuts(dataset, number, len(shape)), grid)
-        if layout is None or not fits(layout, mesh, shape):
-            return None
-        found.append(layout)
-    return tuple(found)
-
-
-def _cuts(dataset: str | Sequence[Slices], number: int, ndim: int) -> Slices:
-    if isinstance(dataset, str) or number >= len(dataset) or len(dataset[number]) != ndim:
-        raise SettingsError(
-            f'dataset_strategy is "data_parallel", "full_batch", or one tuple of slices for each input with'
-            f" one number for each dimension, not {dataset!r}"
-        )
-    return tuple(dataset[number])
-
-
-def _dealt(mesh: Mesh, grid: Slices) -> Layout | None:
-    """The tensor dimension that each mesh dimension splits, so that ranks in order get the grid row by row.
-
-    A search tries several meshes, and which rank feeds what must not depend on the one that it takes.
-    """
-    found: list[Entry] = []
-    left = [(d, n) for d, n in enumerate(grid) if n > 1]
-    for size in mesh:
-        if not left or size == 1:
-            found.append(REPLICATED)
-            continue
-        d, n = left.pop(0)
-        if n % size:
-            return None
-        found.append(d)
-        if n > size:
-            left.insert(0, (d, n // size))
-    return None if left else tuple(found)
-
-
-def _layout_of(mesh: Mesh, cuts: Slices, grid: Slices) -> Layout | None:
-    """The layout of an input with so many slices of each dimension, where the inputs' grid is this one."""
-    left = list(cuts)
-    found: list[Entry] = []
-    for size, entry in zip(mesh, _dealt(mesh, grid) or (), strict=False):
-        if not isinstance(entry, int) or entry >= len(cuts) or left[entry] == 1:
-            found.append(REPLICATED)
-            continue
-        if left[entry] % size:
-            return None
-        left[entry] //= size
-        found.append(entry)
-    return tuple(found) if found and all(n == 1 for n in left) else None
-
-
-def whole_shape(shape: Shape, number: int, world: int, dataset: str | Sequence[Slices]) -> Shape:
-    """The shape of the job's input number ``number`` if each rank feeds ``shape``.
-
-    Raises:
-        SettingsError: the strategy of the data does not fit.
-    """
-    if dataset == "full_batch" or not shape:
-        return shape
-    if dataset == "data_parallel":
-        return (shape[0] * world, *shape[1:])
-    return tuple(size * cut for size, cut in zip(shape, _cuts(dataset, number, len(shape)), strict=True))
-
-
-# ---------------------------------------------------------------- plans
 
 
 def meshes_for(world: int, pins: Mapping[str, Mapping[str, int]], mesh: Mesh | None = None) -> list[Mesh]:
@@ -313,19 +61,6 @@ def meshes_for(world: int, pins: Mapping[str, Mapping[str, int]], mesh: Mesh | N
     deepest = max((len(each) for each in found), default=2)
     found += factorisations(world, max(2, min(3, deepest)))
     return list(dict.fromkeys(found))
-
-
-def check_divides(mode: str, strategies: Mapping[str, Strategy]) -> None:
-    """Makes sure that a mode heeds strategies, if there are any.
-
-    Raises:
-        SettingsError: it divides no operators.
-    """
-    if strategies and mode in ("data_parallel", "stand_alone"):
-        raise SettingsError(
-            f'mode "{mode}" divides no operators: the strategy of {next(iter(strategies))!r} needs'
-            ' "semi_auto" or "auto"'
-        )
 
 
 def _checked(mesh: Any, world: int) -> Mesh:
@@ -350,30 +85,6 @@ def options_for(graph: Graph, mesh: Mesh, dataset: str | Sequence[Slices], base:
         for index in node.inputs
     ]
     return replace(base, inputs=inputs, outputs=tuple(outputs))
-
-
-def batch_led(graph: Graph) -> set[int]:
-    """The values whose first dimension is the batch's, as inputs that are fed in parts have it."""
-    where: dict[int, int] = {}  # by value, the dimension of the batch
-    sizes = {graph.values[node.outputs[0]].shape[:1] for node in graph.nodes if node.kind == "input"} - {()}
-    for node in graph.nodes:
-        if node.kind == "input":
-            where |= dict.fromkeys((v for v in node.outputs if graph.values[v].shape), 0)
-        elif node.kind in ("call", HUB) and any(v in where for v in node.inputs):
-            axes = axes_of(graph, node)
-            for value in node.outputs if axes is None else ():  # no rule: its shape must do
-                if graph.values[value].shape[:1] in sizes:
-                    where[value] = 0
-            for axis in axes or ():
-                if all(where.get(v, d) == d for v, d in zip(node.inputs, axis.ins, strict=True)):
-                    outs = zip(node.outputs, axis.outs, strict=True)
-                    where |= {value: d for value, d in outs if d is not None and d >= 0}
-                    break
-    return {
-        value
-        for value, dim in where.items()
-        if dim == 0 and all(graph.values[value].shape[0] % size == 0 for (size,) in sizes)
-    }
 
 
 def find_plan(
@@ -482,7 +193,7 @@ def _best_of(
     best: tuple[Mesh, Found] | None = None
     refused = ""
     for mesh, options in given.items():
-        fixed = {**others, **{name: _pin(mesh, wanted) for name, wanted in pins.items()}}
+        fixed = {**others, **{name: pin_of(mesh, wanted) for name, wanted in pins.items()}}
         try:
             problem = build(graph, mesh, machine, options, fixed)
             solution = solve(problem, limit)
@@ -612,11 +323,6 @@ def _plan(
         plan.baseline_nbytes = plain.nbytes
         plan.baseline_s = plain.seconds if plain.nbytes <= limit else None
     return plan
-
-
-def strategy_text(strategy: Strategy) -> str:
-    """A strategy as a plan's file has it."""
-    return str(dict(strategy) if isinstance(strategy, Mapping) else tuple(tuple(cut) for cut in strategy))
 
 
 def _indivisible(graph: Graph, world: int, dataset: str | Sequence[Slices]) -> str:

@@ -1,0 +1,47 @@
+"""A plan's sizes, edges and buckets in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, holdings
+from muster.parallel.planning.graph import Graph
+from muster.parallel.planning.layouts import Mesh, layout_text
+from muster.parallel.planning.problem import State
+
+
+def edges_text(graph: Graph, states: Sequence[State], index: int) -> Iterable[str]:
+    """What passes along the edges into a node, in words."""
+    node = graph.nodes[index]
+    for position, value in enumerate(node.inputs):
+        before, after, _, _ = edge_layouts(graph, states, index, position)
+        arrow = layout_text(before) if before == after else f"{layout_text(before)} -> {layout_text(after)}"
+        yield f"{graph.values[value].name}: {arrow}"
+
+
+def bucket_text(graph: Graph, states: Sequence[State], mesh: Mesh) -> list[str]:
+    """The gradient buckets, one line each."""
+    held = list(holdings(graph, states, mesh).values())
+    return [
+        f"{'reduce_scatter + all_gather' if each.sharded else 'all_reduce'} over {each.dims}:"
+        f" {size_text(each.nbytes)} of {len(each.nodes)} parameters"
+        for each in gradient_buckets(held)
+    ]
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes in its largest unit, such as ``1.5 MB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def times_text(ratio: float) -> str:
+    """A ratio in words, such as ``1.25 times``."""
+    return f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
+
+
+def shortened(text: str, width: int) -> str:
+    """The text, cut to so many characters."""
+    return text if len(text) <= width else text[: width - 3] + "..."
