@@ -25,7 +25,7 @@ from muster.parallel.module import ParallelModule
 from muster.parallel.planning.parts import Box, Part, overlap
 from muster.parallel.planning.plan import Plan
 from muster.parallel.tensors import DividedTensor, divided_tensors
-from muster.torch.also import AlsoObjects
+from muster.torch.extra_state import ExtraState
 from muster.torch.optimizer_state import is_number, make_optimizer_state, number_of
 from muster.torch.transfer import (
     CopiesAside,
@@ -103,7 +103,7 @@ class ParallelTrainingState(TrainingState):
         self._kept: CopiesAside | None = None
         self._before: dict[str, Any] = {}
         self._also_before: dict[str, Any] = {}
-        self._also = AlsoObjects(also or {}, self._device)
+        self._also = ExtraState(also or {}, self._device)
 
     # ------------------------------------------------------------ what users call
 

@@ -10,8 +10,8 @@ from torch.autograd import Variable
 
 from muster.communicators.work import Work
 from muster.errors import SettingsError, WorkerError
-from muster.parallel.fabric import Fabric
-from muster.parallel.planning.buckets import Holding, PlannedBucket
+from muster.parallel.mesh_communicator import MeshCommunicator
+from muster.parallel.planning.buckets import ParameterShard, PlannedBucket
 from muster.torch.buckets import is_dense
 
 
@@ -65,30 +65,30 @@ class HeldParameter:
     def __init__(
         self,
         name: str,
-        holding: Holding,
+        shard: ParameterShard,
         parameter: torch.nn.Parameter,
-        fabric: Fabric,
+        mesh_communicator: MeshCommunicator,
         factor: float,
         *,
         partial: bool,
     ) -> None:
-        self.name, self.holding, self.factor = name, holding, factor
+        self.name, self.shard, self.factor = name, shard, factor
         self._partial = partial
         self.parameter = parameter
         self.held: Any = None
         self._mark: Any = None  # the grad that shows that something is held
         self._version = -1  # of the parameter's grad since; -1: nothing is held
         self.gathered: Any = None
-        self._fabric = fabric
+        self._mesh_communicator = mesh_communicator
 
     @property
     def whole(self) -> Any:
         """The local part; where the update is divided, as :meth:`Gradients.gather` brought it last."""
-        return self.gathered if self.holding.sharded else self.parameter.detach()
+        return self.gathered if self.shard.sharded else self.parameter.detach()
 
     def load(self, local: Any) -> None:
         """Takes other values of the local part."""
-        self.parameter.copy_(share_of(self.holding, local, self._fabric))
+        self.parameter.copy_(share_of(self.shard, local, self._mesh_communicator))
 
     def hold(self, grad: Any) -> None:
         """Adds a gradient that is not summed over ranks yet."""
@@ -127,14 +127,14 @@ class HeldParameter:
         return grad.as_subclass(PartialGradient) if self._partial else grad
 
 
-def share_of(holding: Holding, local: Any, fabric: Fabric) -> Any:
+def share_of(shard: ParameterShard, local: Any, mesh_communicator: MeshCommunicator) -> Any:
     """What a rank trains of its local part: all of it, or its flat share of a divided update."""
-    if not holding.sharded:
+    if not shard.sharded:
         return local
-    start = fabric.index(holding.dims) * holding.shard
-    padded = torch.zeros(holding.shard * holding.ranks, dtype=local.dtype, device=local.device)
-    padded[: holding.numel] = local.reshape(-1)
-    return padded[start : start + holding.shard].clone().view(holding.own_shape)
+    start = mesh_communicator.index(shard.dims) * shard.own_numel
+    padded = torch.zeros(shard.own_numel * shard.ranks, dtype=local.dtype, device=local.device)
+    padded[: shard.numel] = local.reshape(-1)
+    return padded[start : start + shard.own_numel].clone().view(shard.own_shape)
 
 
 class _Bucket:
@@ -149,13 +149,13 @@ class _Bucket:
         self.counts: Any = None
         self.packed: list[Any] = []
 
-    def pack(self, fabric: Fabric) -> None:
+    def pack(self, mesh_communicator: MeshCommunicator) -> None:
         """Puts the held gradients into one flat tensor, in the order that the collective wants.
 
         Behind them stands for each whether this rank has one, so that all know where nobody has.
         """
         first = self.members[0].whole
-        dtype = fabric.wire_dtype(first.dtype)
+        dtype = mesh_communicator.wire_dtype(first.dtype)
         held = [each.take() for each in self.members]
         self.arrived = [grad is not None for grad in held]
         # Kept until delivery: another stream may still read them.
@@ -171,23 +171,23 @@ class _Bucket:
             if not arrived:
                 counts[number].zero_()
         if not self.sharded:
-            sizes = [each.holding.numel for each in self.members]
+            sizes = [each.shard.numel for each in self.members]
             self.flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
             *flats, self.counts = self.flat.split([*sizes, len(sizes)])
             parts = zip(self.members, flats, strict=True)
             self.views = [_laid_out_like(each.parameter, part) for each, part in parts]
             torch._foreach_copy_([*self.views, self.counts], [*gradients, counts])
             return
-        ranks = self.members[0].holding.ranks
+        ranks = self.members[0].shard.ranks
         rows = []
         for each, grad in zip(self.members, gradients, strict=True):
-            padded = torch.zeros(ranks * each.holding.shard, dtype=dtype, device=first.device)
-            padded[: each.holding.numel] = grad.reshape(-1)
+            padded = torch.zeros(ranks * each.shard.own_numel, dtype=dtype, device=first.device)
+            padded[: each.shard.numel] = grad.reshape(-1)
             rows.append(padded.view(ranks, -1))
         rows.append(counts.expand(ranks, -1))
         self.flat = torch.cat(rows, 1).view(-1)
         self.out = torch.empty(self.flat.numel() // ranks, dtype=dtype, device=first.device)
-        sizes = [each.holding.shard for each in self.members]
+        sizes = [each.shard.own_numel for each in self.members]
         *flats, self.counts = self.out.split([*sizes, len(sizes)])
         self.views = [part.view(each.parameter.shape) for each, part in zip(self.members, flats, strict=True)]
 
@@ -220,9 +220,12 @@ class Gradients:
     """
 
     def __init__(
-        self, held: dict[str, HeldParameter], planned: Sequence[PlannedBucket], fabric: Fabric
+        self,
+        held: dict[str, HeldParameter],
+        planned: Sequence[PlannedBucket],
+        mesh_communicator: MeshCommunicator,
     ) -> None:
-        self.held, self._fabric = held, fabric
+        self.held, self._mesh_communicator = held, mesh_communicator
         self._buckets = [_Bucket(each, [held[name] for name in each.nodes]) for each in planned]
         self._bucket_of = {each.name: bucket for bucket in self._buckets for each in bucket.members}
         self.synchronize = True
@@ -246,12 +249,12 @@ class Gradients:
             if not bucket.sharded:
                 continue
             flat = torch.cat([each.parameter.detach().view(-1) for each in bucket.members])
-            rows = self._fabric.gather_stacked(flat, bucket.dims)
+            rows = self._mesh_communicator.gather_stacked(flat, bucket.dims)
             for each, part in zip(
-                bucket.members, rows.split([m.holding.shard for m in bucket.members], 1), strict=True
+                bucket.members, rows.split([m.shard.own_numel for m in bucket.members], 1), strict=True
             ):
-                holding = each.holding
-                each.gathered = part.reshape(-1)[: holding.numel].view(holding.shape)
+                shard = each.shard
+                each.gathered = part.reshape(-1)[: shard.numel].view(shard.shape)
 
     def leaf(self, name: str) -> Any:
         """A parameter's local part as a leaf of one forward pass."""
@@ -303,12 +306,14 @@ class Gradients:
     def _launch(self) -> None:
         bucket = self._buckets[self._launched]
         self._launched += 1
-        with torch.no_grad(), self._fabric.aside():  # beside the rest of the backward pass
-            bucket.pack(self._fabric)
+        with torch.no_grad(), self._mesh_communicator.on_side_stream():  # the backward pass goes on
+            bucket.pack(self._mesh_communicator)
             if bucket.sharded:
-                bucket.work = self._fabric.start_reduce_scatter(bucket.flat, bucket.out, bucket.dims)
+                bucket.work = self._mesh_communicator.start_reduce_scatter(
+                    bucket.flat, bucket.out, bucket.dims
+                )
             else:
-                bucket.work = self._fabric.start_all_reduce(bucket.flat, bucket.dims)
+                bucket.work = self._mesh_communicator.start_all_reduce(bucket.flat, bucket.dims)
 
     def _finish(self) -> None:
         self._in_backward = False
@@ -318,7 +323,7 @@ class Gradients:
         if self.synchronize:
             while self._launched < len(self._buckets):
                 self._launch()
-            self._fabric.join()
+            self._mesh_communicator.join()
             with torch.no_grad():
                 for bucket in self._buckets:
                     if bucket.work is not None:

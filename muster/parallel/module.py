@@ -13,12 +13,24 @@ import torch
 
 from muster.communicators.base import Communicator
 from muster.errors import ArrayError, SettingsError, WorkerError
-from muster.parallel.fabric import Fabric, Move, Scale
 from muster.parallel.gradients import Gradients, HeldParameter, share_of
+from muster.parallel.mesh_communicator import MeshCommunicator, Move, Scale
 from muster.parallel.operators import DRAWS_BY_GENERATOR, Local, Run, local_function
-from muster.parallel.planning.buckets import Holding, edge_layouts, gradient_buckets, holdings
-from muster.parallel.planning.graph import Node, Value
-from muster.parallel.planning.layouts import Layout, local_shape, parts, plan_move, replicated, slices
+from muster.parallel.planning.buckets import (
+    ParameterShard,
+    edge_layouts,
+    gradient_buckets,
+    parameter_shards,
+)
+from muster.parallel.planning.graph import FAN_OUT, Node, Value
+from muster.parallel.planning.layouts import (
+    Placements,
+    local_shape,
+    parts,
+    plan_move,
+    replicated,
+    slices,
+)
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.problem import State
 from muster.parallel.trace import Traced
@@ -78,7 +90,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._run = Run(seed)
         self._summed = summed
         self._autocast = autocast
-        self._take(plan, _fabric_of(plan, communicator, connect=connect))
+        self._take(plan, _mesh_communicator_of(plan, communicator, connect=connect))
         self._hold(module)
         self._program = self._compile()
         self._step_started = 0.0
@@ -95,8 +107,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             )
         super().__setattr__(name, value)
 
-    def _take(self, plan: Plan, fabric: Fabric) -> None:
-        self.plan, self._states, self.fabric = plan, plan.states, fabric
+    def _take(self, plan: Plan, mesh_communicator: MeshCommunicator) -> None:
+        self.plan, self._states, self.mesh_communicator = plan, plan.states, mesh_communicator
         self._factors = self._gradient_factors()
         self._steps_timed = 0
         self._run.generators.clear()
@@ -114,10 +126,10 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             values: what this rank holds by that plan, by node: local parts, flat where the update is
                 divided. Their memory is taken over.
         """
-        before, fabric = self.fabric, _fabric_of(plan, communicator)
+        before, mesh_communicator = self.mesh_communicator, _mesh_communicator_of(plan, communicator)
         self._whole = []
-        self._take(plan, fabric)
-        held = holdings(self._graph, self._states, plan.mesh)
+        self._take(plan, mesh_communicator)
+        held = parameter_shards(self._graph, self._states, plan.mesh)
         with torch.no_grad():
             for name, kept in self.held_tensors():
                 kept.grad = None
@@ -125,7 +137,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                 if name in held:
                     self._hold_parameter(name, held[name], kept)
         self._constants = self._local_constants()
-        self._gradients = Gradients(self.held_parameters, gradient_buckets(list(held.values())), self.fabric)
+        self._gradients = Gradients(
+            self.held_parameters, gradient_buckets(list(held.values())), self.mesh_communicator
+        )
         self._program = self._compile()
         with contextlib.suppress(WorkerError):  # those of a generation that is over
             before.close()
@@ -139,17 +153,17 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         self._batch_parts = batch
         return [(batch if self._summed else 1) / parts(layout, mesh) for layout in outputs]
 
-    def _hold_parameter(self, name: str, holding: Holding, parameter: torch.nn.Parameter) -> None:
+    def _hold_parameter(self, name: str, shard: ParameterShard, parameter: torch.nn.Parameter) -> None:
         """Trains a parameter. A layerwise one gets the gradient of this rank's own loss."""
         place, mesh = self._graph.by_name()[name], self.plan.mesh
         layerwise = self._graph.nodes[place].layerwise
         factor = self._batch_parts if layerwise and not self._summed else 1
-        divided = holding.sharded or parts(self._states[place].outs[0], mesh) > 1
+        divided = shard.sharded or parts(self._states[place].outs[0], mesh) > 1
         self.held_parameters[name] = HeldParameter(
             name,
-            holding,
+            shard,
             parameter,
-            self.fabric,
+            self.mesh_communicator,
             factor,
             partial=divided or (layerwise and math.prod(mesh) > 1),
         )
@@ -177,7 +191,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         mesh, traced = self.plan.mesh, self._traced
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
-        held = holdings(self._graph, self._states, mesh)
+        held = parameter_shards(self._graph, self._states, mesh)
         at = {traced.parameters[node.name]: (node, state) for node, state in self._holders()}
         self.held_parameters: dict[str, HeldParameter] = {}
         self._divided: set[str] = set()  # of these, what this rank has parts of
@@ -206,18 +220,20 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             if node_name:
                 self._places.setdefault(node_name, place)
         self._constants = self._local_constants()
-        self._gradients = Gradients(self.held_parameters, gradient_buckets(list(held.values())), self.fabric)
+        self._gradients = Gradients(
+            self.held_parameters, gradient_buckets(list(held.values())), self.mesh_communicator
+        )
 
     def _holders(self) -> Iterator[tuple[Node, State]]:
         """The parameters and buffers that the forward pass uses."""
         return ((node, state) for node, state in self._nodes() if node.name in self._traced.parameters)
 
-    def _own(self, node: Node, state: State, whole: Any, holding: Holding | None) -> Any:
+    def _own(self, node: Node, state: State, whole: Any, shard: ParameterShard | None) -> Any:
         """This rank's part of a parameter or buffer, as users see it."""
         local = self._part(whole, state.outs[0]).clone()
-        if holding is not None:
-            parameter = torch.nn.Parameter(share_of(holding, local, self.fabric))
-            self._hold_parameter(node.name, holding, parameter)
+        if shard is not None:
+            parameter = torch.nn.Parameter(share_of(shard, local, self.mesh_communicator))
+            self._hold_parameter(node.name, shard, parameter)
             parameter.register_hook(self._refuse_outside(node.name))
             return parameter
         return torch.nn.Parameter(local, requires_grad=node.trained) if node.kind == "parameter" else local
@@ -231,9 +247,9 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             if node.name in whole
         }
 
-    def _part(self, whole: Any, layout: Layout) -> Any:
+    def _part(self, whole: Any, layout: Placements) -> Any:
         steps = plan_move(replicated(self.plan.mesh), layout, self.plan.mesh, tuple(whole.shape))
-        return self.fabric.run(whole, steps or ())
+        return self.mesh_communicator.run(whole, steps or ())
 
     def _register(self, name: str, tensor: Any, *, persistent: bool) -> tuple[dict[str, Any], str]:
         *path, last = name.split(".")
@@ -257,7 +273,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         last_use = {value: index for index, node in enumerate(graph.nodes) for value in node.inputs}
         program = []
         for index, (node, state) in enumerate(zip(graph.nodes, self._states, strict=True)):
-            if node.kind not in ("call", "hub", "output"):
+            if node.kind not in ("call", FAN_OUT, "output"):
                 continue
             moves: list[tuple[Any, Any] | None] = []
             for position, value_index in enumerate(node.inputs):
@@ -274,7 +290,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
                     node,
                     state,
                     self._traced.functions.get(node.name),
-                    self.fabric,
+                    self.mesh_communicator,
                     self._run,
                     local_norm=self.plan.options.local_norm,
                 )
@@ -385,8 +401,8 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     def _move(self, x: Any, there: Any, back: Any) -> Any:
         if x.requires_grad:
-            return Move.apply(x, self.fabric, there, back)
-        return self.fabric.run(x, there)
+            return Move.apply(x, self.mesh_communicator, there, back)
+        return self.mesh_communicator.run(x, there)
 
     def _cast(self) -> Any:
         device = next(self.parameters()).device.type
@@ -422,7 +438,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
     @property
     def communicator(self) -> Communicator:
         """The communicator of all ranks of the mesh."""
-        return self.fabric.world
+        return self.mesh_communicator.world
 
     @property
     def capture_obstacle(self) -> str | None:
@@ -485,16 +501,18 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         distinct = {id(tensor): tensor.detach() for tensor in tensors.values() if tensor.numel()}
         if communicator.world_size > 1 and distinct:
             broadcast_tensors(communicator, list(distinct.values()), 0)
-        fabric = _fabric_of(plan, communicator, connect=False)
-        held = holdings(self._graph, plan.states, plan.mesh)
+        mesh_communicator = _mesh_communicator_of(plan, communicator, connect=False)
+        held = parameter_shards(self._graph, plan.states, plan.mesh)
         values = {}
         for node, state in zip(self._graph.nodes, plan.states, strict=True):
             if node.name not in self._places:
                 continue
             tensor = tensors[self._traced.parameters[node.name]].detach()
             steps = plan_move(replicated(plan.mesh), state.outs[0], plan.mesh, tuple(tensor.shape))
-            local = fabric.run(tensor, steps or ()).clone()
-            values[node.name] = share_of(held[node.name], local, fabric) if node.name in held else local
+            local = mesh_communicator.run(tensor, steps or ()).clone()
+            values[node.name] = (
+                share_of(held[node.name], local, mesh_communicator) if node.name in held else local
+            )
         with torch.no_grad():
             for name, unused in self.unused_tensors():
                 unused.copy_(tensors[name])
@@ -542,14 +560,16 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
             held = self.held_parameters.get(node.name)
             if held is None or held.parameter.grad is None:
                 continue
-            holding = held.holding
-            ranks = parts(state.outs[0], mesh) * (holding.ranks if holding.sharded else 1)
-            square = held.parameter.grad.double().square().sum() * (ranks / self.fabric.size(every))
+            shard = held.shard
+            ranks = parts(state.outs[0], mesh) * (shard.ranks if shard.sharded else 1)
+            square = held.parameter.grad.double().square().sum() * (
+                ranks / self.mesh_communicator.size(every)
+            )
             total = square if total is None else total + square
         if total is None:
             raise SettingsError("there are no gradients to clip: call backward() first")
-        if self.fabric.size(every) > 1:
-            total = self.fabric.all_reduce(total.reshape(1), every)[0]
+        if self.mesh_communicator.size(every) > 1:
+            total = self.mesh_communicator.all_reduce(total.reshape(1), every)[0]
         norm = total.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for held in self.held_parameters.values():
@@ -565,7 +585,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
         for node, state in self._holders():
             shape = self._graph.values[node.outputs[0]].shape
             steps = plan_move(state.outs[0], replicated(mesh), mesh, shape) or ()
-            by_node[node.name] = self.fabric.run(self._local(node.name).detach(), steps).clone()
+            by_node[node.name] = self.mesh_communicator.run(self._local(node.name).detach(), steps).clone()
         own = self.state_dict()
         return {name: by_node[node] if node else own[name].clone() for name, node in self._node_of.items()}
 
@@ -629,7 +649,7 @@ class ParallelModule(torch.nn.Module):  # type: ignore[misc]
 
     def close(self) -> None:
         """Ends the communicators of the mesh."""
-        self.fabric.close()
+        self.mesh_communicator.close()
 
 
 def _check_input(tensor: Any, node: Node, value: Value, shape: tuple[int, ...]) -> None:
@@ -655,6 +675,8 @@ def _nothing() -> None:
     return None
 
 
-def _fabric_of(plan: Plan, communicator: Communicator, *, connect: bool = True) -> Fabric:
+def _mesh_communicator_of(
+    plan: Plan, communicator: Communicator, *, connect: bool = True
+) -> MeshCommunicator:
     needed = {each.dims for each in plan.collectives} | {tuple(range(len(plan.mesh)))}
-    return Fabric(communicator, plan.mesh, needed if connect else ())
+    return MeshCommunicator(communicator, plan.mesh, needed if connect else ())

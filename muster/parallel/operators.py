@@ -14,11 +14,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from muster.parallel.fabric import Fabric
 from muster.parallel.functions import losses, products
+from muster.parallel.mesh_communicator import MeshCommunicator
 from muster.parallel.planning import precision
 from muster.parallel.planning.costs import is_training_norm
-from muster.parallel.planning.graph import HUB, Graph, Node, Ref, names
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, names
 from muster.parallel.planning.layouts import PARTIAL, local_shape
 from muster.parallel.planning.problem import State
 from muster.parallel.planning.rules import MEAN
@@ -74,12 +74,19 @@ Local = Callable[[Sequence[Any]], Any]
 
 
 def local_function(
-    graph: Graph, node: Node, state: State, function: Any, fabric: Fabric, run: Run, *, local_norm: bool
+    graph: Graph,
+    node: Node,
+    state: State,
+    function: Any,
+    mesh_communicator: MeshCommunicator,
+    run: Run,
+    *,
+    local_norm: bool,
 ) -> Local:
     """The function of local inputs that gives an operator's local outputs."""
-    if node.kind == HUB:
+    if node.kind == FAN_OUT:
         return lambda tensors: tensors[0]
-    call = LocalFunction(graph, node, state, function, fabric, run, local_norm)
+    call = LocalFunction(graph, node, state, function, mesh_communicator, run, local_norm)
     return call.choose()
 
 
@@ -116,13 +123,13 @@ class LocalFunction:
         node: Node,
         state: State,
         function: Any,
-        fabric: Fabric,
+        mesh_communicator: MeshCommunicator,
         run: Run,
         local_norm: bool,
     ) -> None:
         self.node, self.state, self.function = node, state, function
-        self.fabric, self.run, self.local_norm = fabric, run, local_norm
-        mesh = fabric.mesh
+        self.mesh_communicator, self.run, self.local_norm = mesh_communicator, run, local_norm
+        mesh = mesh_communicator.mesh
         self.along: dict[str, tuple[int, ...]] = {}
         for m, name in enumerate(state.modes):
             self.along[name] = (*self.along.get(name, ()), m)
@@ -189,7 +196,7 @@ class LocalFunction:
         return bool(self._argument(place, "reduction", MEAN) == MEAN)
 
     def _shard(self) -> tuple[int, ...]:
-        return tuple(self.fabric.place[m] for m in self.split)
+        return tuple(self.mesh_communicator.place[m] for m in self.split)
 
     # ------------------------------------------------------------ contractions
 
@@ -198,9 +205,9 @@ class LocalFunction:
         args = list(fill(self.node.args, tensors))
         place = 0 if self.node.op == "addmm" else 2
         if "k" in self.along and place < len(args) and isinstance(args[place], torch.Tensor):
-            args[place] = args[place] / self.fabric.size(self.along["k"])
+            args[place] = args[place] / self.mesh_communicator.size(self.along["k"])
         if "g" in self.along:
-            args[6] //= self.fabric.size(self.along["g"])
+            args[6] //= self.mesh_communicator.size(self.along["g"])
         if self.node.op in _WEIGHTS and not self.node.kwargs:
             return self._product(args)
         return self.function(*args, **fill(self.node.kwargs, tensors))
@@ -218,7 +225,7 @@ class LocalFunction:
         """Rows are split: ids of other ranks give zeros."""
         weight, ids = tensors[:2]
         rows = weight.shape[0]
-        own = ids - self.fabric.index(self.along["v"]) * rows
+        own = ids - self.mesh_communicator.index(self.along["v"]) * rows
         here = (own >= 0) & (own < rows)
         found = functional.embedding(own.clamp(0, rows - 1), weight)
         return found * here.unsqueeze(-1).to(found.dtype)
@@ -236,8 +243,8 @@ class LocalFunction:
             return self.plain([scores, *tensors[1:]])
         if fused:
             dims = self.along.get("v", ())
-            gather = functools.partial(self.fabric.gather_stacked, dims=dims) if dims else None
-            first = self.fabric.index(dims) * scores.shape[1]
+            gather = functools.partial(self.mesh_communicator.gather_stacked, dims=dims) if dims else None
+            first = self.mesh_communicator.index(dims) * scores.shape[1]
             each = losses.CrossEntropy.apply(scores, target, first, gather, ignored, self.overwrites)
         elif self.node.op == "cross_entropy_loss":
             smoothing = self._argument(5, "label_smoothing", 0.0)
@@ -251,7 +258,7 @@ class LocalFunction:
         if reduction == MEAN:
             count = (target != ignored).sum().to(exact).reshape(1)
             if "m" in self.along:  # the ranks may have ignored different numbers of targets
-                count = self.fabric.all_reduce(count, self.along["m"])
+                count = self.mesh_communicator.all_reduce(count, self.along["m"])
             total = total / count[0]
         return total.to(self.dtypes[1])
 
@@ -264,11 +271,11 @@ class LocalFunction:
             x, weight, bias, mean, var = (fill(each, tensors) for each in self.node.args[:5])
             momentum, epsilon = self.node.args[6], self.node.args[7]
             out, batch_mean, batch_var = BatchNorm.apply(
-                x, weight, bias, self.fabric, self.along["b"], epsilon
+                x, weight, bias, self.mesh_communicator, self.along["b"], epsilon
             )
             if mean is not None:
                 with torch.no_grad():
-                    count = x.numel() // x.shape[1] * self.fabric.size(self.along["b"])
+                    count = x.numel() // x.shape[1] * self.mesh_communicator.size(self.along["b"])
                     mean.lerp_(batch_mean.to(mean.dtype), momentum)
                     var.lerp_((batch_var * (count / max(1, count - 1))).to(var.dtype), momentum)
             return out
@@ -333,14 +340,20 @@ class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, fabric: Fabric, dims: tuple[int, ...], epsilon: float
+        ctx: Any,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        mesh_communicator: MeshCommunicator,
+        dims: tuple[int, ...],
+        epsilon: float,
     ) -> Any:
         """The normalised tensor, and the batch's mean and (biased) variance, of shape [channels]."""
         over = [0, *range(2, x.dim())]
         exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
         count = x.numel() // x.shape[1]
         var, mean = torch.var_mean(exact, over, correction=0)
-        parts = fabric.gather_stacked(torch.stack([mean, var]), dims)
+        parts = mesh_communicator.gather_stacked(torch.stack([mean, var]), dims)
         mean = parts[:, 0].mean(0)
         var = (parts[:, 1] + (parts[:, 0] - mean).square()).mean(0)
         shape = (1, -1, *(1,) * (x.dim() - 2))
@@ -352,7 +365,14 @@ class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
         if bias is not None:
             out = out + bias.to(out.dtype).view(shape)
         ctx.save_for_backward(normal, inverse, weight)
-        ctx.where = (fabric, dims, over, shape, count * fabric.size(dims), bias is not None)
+        ctx.where = (
+            mesh_communicator,
+            dims,
+            over,
+            shape,
+            count * mesh_communicator.size(dims),
+            bias is not None,
+        )
         ctx.mark_non_differentiable(mean, var)
         return out.to(x.dtype), mean, var
 
@@ -361,10 +381,10 @@ class BatchNorm(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad: Any, *others: Any) -> Any:
         """Gradients of input, weight and bias; the latter two are this rank's part of sums."""
         normal, inverse, weight = ctx.saved_tensors
-        fabric, dims, over, shape, count, has_bias = ctx.where
+        mesh_communicator, dims, over, shape, count, has_bias = ctx.where
         exact = grad.to(normal.dtype)
         own = torch.stack([exact.sum(over), (exact * normal).sum(over)])
-        sums = fabric.all_reduce(own, dims) / count
+        sums = mesh_communicator.all_reduce(own, dims) / count
         x_grad = (exact - sums[0].view(shape) - normal * sums[1].view(shape)) * inverse.view(shape)
         if weight is not None:
             x_grad = x_grad * weight.to(x_grad.dtype).view(shape)

@@ -11,7 +11,7 @@ import torch
 
 from muster.errors import SettingsError
 from muster.parallel.module import ParallelModule
-from muster.parallel.planning.buckets import holdings
+from muster.parallel.planning.buckets import parameter_shards
 from muster.parallel.planning.layouts import Shape
 from muster.parallel.planning.parts import Box, Part, parts_of, whole_part
 from muster.parallel.planning.plan import Plan
@@ -110,7 +110,7 @@ def _of_model(model: ParallelModule, plan: Plan) -> Iterator[DividedTensor]:
     for name, tensor in named.items():
         names.setdefault(id(tensor), []).append(name)
     parts = parts_of(graph, plan.states, plan.mesh)
-    held = holdings(graph, plan.states, plan.mesh)
+    held = parameter_shards(graph, plan.states, plan.mesh)
     for node_name, tensor in model.held_tensors():
         node = graph.nodes[nodes[node_name]]
         if node.layerwise:

@@ -31,7 +31,7 @@ class Traced:
     """A graph, and what is needed to run it.
 
     Attributes:
-        graph: with hubs.
+        graph: with fan-out nodes.
         functions: by node, what to call.
         parameters: by node, the name of the parameter or buffer.
         constants: by node, a tensor that the module holds without registering it.
@@ -220,7 +220,7 @@ class _Reader:
             self._read.add(fx.name)
         structure = self._program.call_spec.out_spec  # without the program, which holds all parameters
         return Traced(
-            self._prune().with_hubs(),
+            self._prune().with_fan_outs(),
             self._functions,
             self._parameters,
             self._constants,

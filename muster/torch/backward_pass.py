@@ -10,7 +10,7 @@ import torch
 from muster.communicators.base import ReduceOp
 from muster.errors import WorkerError
 from muster.torch.buckets import FlatBuffers, GradientBucket
-from muster.torch.passes import RankNumbers, UnfinishedPasses
+from muster.torch.pass_counter import RankNumbers, UnfinishedPasses
 from muster.torch.sparse_gradients import SparseGradients
 from muster.torch.transfer import Lane
 
@@ -94,7 +94,10 @@ class BackwardPass:
         self._launched += 1
         last = self._launched == len(self._buckets)
         buffers = self._flat_buffers if last and self._module.training else []
-        with torch.no_grad(), self._lane.aside():  # backward(create_graph=True) would record all this
+        with (
+            torch.no_grad(),
+            self._lane.on_side_stream(),
+        ):  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
             if last:
                 if not self._lane.capturing():

@@ -15,7 +15,7 @@ from muster.errors import SettingsError, WorkerError
 from muster.torch.backward_pass import BackwardPass
 from muster.torch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
 from muster.torch.functional_call import let_functional_call_know
-from muster.torch.passes import RankNumbers, UnfinishedPasses
+from muster.torch.pass_counter import RankNumbers, UnfinishedPasses
 from muster.torch.sparse_gradients import SparseGradients
 from muster.torch.sync_batch_norm import adopt
 from muster.torch.transfer import (

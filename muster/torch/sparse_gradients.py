@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from muster.communicators.reduce_ops import ReduceOp
+from muster.communicators.base import ReduceOp
 from muster.errors import SettingsError
 from muster.torch.transfer import CommStream, array_of, bytes_of, gather_rows
 
@@ -51,7 +51,7 @@ class SparseGradients:
             raise SettingsError(
                 "sparse gradients cannot be captured: how many rows there are is read in each step"
             )
-        with torch.no_grad(), comm_stream.amid():
+        with torch.no_grad(), comm_stream.on_side_stream(awaited=True):
             mine = [_rows_of(parameter.grad) for parameter in self.parameters]
             numbers = [number for each in mine for number in (_NONE if each is None else each[0].numel(),)]
             dense = [int(p.grad is not None and p.grad.layout is torch.strided) for p in self.parameters]

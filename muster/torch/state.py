@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from muster.communicators.base import Communicator
 from muster.errors import MembershipChanged, SettingsError, WorkerError
-from muster.torch.also import AlsoObjects
 from muster.torch.comparison import RankComparison
 from muster.torch.data_parallel import DataParallel
+from muster.torch.extra_state import ExtraState
 from muster.torch.optimizer_state import check_trains, is_number, make_optimizer_state, number_of
 from muster.torch.random import RandomState, seed_of
 from muster.torch.transfer import CopiesAside, TensorLibrary, memory_bytes
@@ -100,14 +100,16 @@ class TorchTrainingState(TrainingState):
         make_optimizer_state(optimizer)
         self._model = model
         self._optimizer = optimizer
-        self._also = AlsoObjects(also or {}, model.device)
+        self._also = ExtraState(also or {}, model.device)
         self._updated: set[str] = set()
         super().__init__(self._tensors(), sampler)
         self._samples_per_rank = samples_per_rank
-        self._copies: list[_Before] = []
-        self._began: _Before | None = None
-        self._committed: _Before | None = None
-        self._unknown: _Before | None = None  # before a step after which not all know all generators yet
+        self._copies: list[StateSnapshot] = []
+        self._began: StateSnapshot | None = None
+        self._committed: StateSnapshot | None = None
+        self._unknown: StateSnapshot | None = (
+            None  # before a step after which not all know all generators yet
+        )
         self._room = True  # for two copies
         self._stream: Any = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._beside: Any = None  # the end of a copy that may be under way
@@ -139,7 +141,7 @@ class TorchTrainingState(TrainingState):
         if _parameter_count(self._optimizer) != self._parameter_count:
             self._confirm_or_undo()
             self._follow_optimizer()
-        self._began = self._spare()
+        self._began = self._snapshot()
         super().begin()
         self._began.note(
             step=self.step,
@@ -151,8 +153,8 @@ class TorchTrainingState(TrainingState):
             settings=[_kept_settings(group) for group in self._optimizer.param_groups],
         )
 
-    def _spare(self) -> _Before:
-        """The state as it is now, in the copies that no step may have to go back to any more."""
+    def _snapshot(self) -> StateSnapshot:
+        """Snapshots the current state into the buffer that is not needed for rollback."""
         self._await_copy()
         for each in self._copies:
             if each is not self._committed and each is not self._unknown:
@@ -164,7 +166,7 @@ class TorchTrainingState(TrainingState):
             self._confirm_or_undo()
             self._take(self._copies[0])
         else:
-            self._copies.append(_Before(*self._copy()))
+            self._copies.append(StateSnapshot(*self._copy()))
         return self._copies[-1]
 
     def _copy(self) -> tuple[CopiesAside, CopiesAside]:
@@ -178,7 +180,7 @@ class TorchTrainingState(TrainingState):
         homes = [flat.get(tensor.untyped_storage().data_ptr(), tensor) for tensor in rest]
         return CopiesAside(updated), CopiesAside({id(home): home for home in homes}.values())
 
-    def _take(self, copies: _Before) -> None:
+    def _take(self, copies: StateSnapshot) -> None:
         """Copies the state as it is now; where the step is so made, partly beside the step."""
         copies.rest.take()
         copies.is_torn = False
@@ -282,7 +284,7 @@ class TorchTrainingState(TrainingState):
         if self._unknown is not None and not self._generator_rows():
             self._undo(self._unknown)
 
-    def _undo(self, before: _Before) -> None:
+    def _undo(self, before: StateSnapshot) -> None:
         """Goes back to before a step."""
         if before.is_torn:
             raise WorkerError(
@@ -476,7 +478,7 @@ class TorchTrainingState(TrainingState):
         return {name for name, _ in self._model.module.named_parameters() if self.arrays[name].dtype == low}
 
 
-class _Before:
+class StateSnapshot:
     """All that a step may change as it was before, to go back to.
 
     Args:

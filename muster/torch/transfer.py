@@ -206,14 +206,20 @@ class CommStream:
         self._stream = torch.cuda.Stream(device, priority=-1) if self.in_order else None
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Context in which work runs beside the current stream, after its work so far."""
+    def on_side_stream(self, *, awaited: bool = False) -> Iterator[None]:
+        """Context in which work runs beside the current stream, after its work so far.
+
+        Args:
+            awaited: what follows on the current stream waits for the work.
+        """
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
+        if awaited:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def reduce(self, flat: Any, op: ReduceOp, *, buffers: Sequence[Any] = ()) -> None:
         """Reduces ``flat`` over all ranks and overwrites ``buffers`` (dense) with rank 0's; in place."""
@@ -233,24 +239,16 @@ class CommStream:
         """Every rank's ``mine``, flat, as rows by rank; what follows on the current stream sees them."""
         communicator = self.communicator
         rows = torch.empty(communicator.world_size, mine.numel(), dtype=mine.dtype, device=mine.device)
-        with self.amid():
+        with self.on_side_stream(awaited=True):
             communicator.all_gather(array_of(communicator, mine), array_of(communicator, rows.view(-1)))
         return rows
 
     def all_reduce(self, mine: Any, op: ReduceOp) -> Any:
         """``mine`` of all ranks, combined in place; what follows on the current stream sees it."""
         array = array_of(self.communicator, mine)
-        with self.amid():
+        with self.on_side_stream(awaited=True):
             self.communicator.all_reduce(array, array, op)
         return mine
-
-    @contextlib.contextmanager
-    def amid(self) -> Iterator[None]:
-        """Like :meth:`aside`, but the current stream waits for the work."""
-        with self.aside():
-            yield
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def join(self) -> None:
         """Makes the current stream (GPU) or the caller (CPU) wait for all that was reduced."""

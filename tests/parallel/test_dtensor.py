@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from muster.parallel.operators import fill
 from muster.parallel.planning.graph import names
-from muster.parallel.planning.layouts import local_shape
+from muster.parallel.planning.layouts import PARTIAL, REPLICATE, local_shape
 from muster.parallel.planning.rules import modes_of
 from muster.parallel.trace import trace
 from tests.parallel.models import MODELS, make
@@ -39,7 +39,7 @@ def mesh() -> Iterator[Any]:
 def placement(entry: Any) -> Any:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    return Replicate() if entry == "R" else Partial() if entry == "P" else Shard(entry)
+    return Replicate() if entry == REPLICATE else Partial() if entry == PARTIAL else Shard(entry)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -573,10 +573,10 @@ def test_a_broken_backward_pass_is_forgotten() -> None:
             broken.backward()
         model.forget_backward()
         loss = model(*parts(communicator, batch))
-        start, model.fabric.start_all_reduce = model.fabric.start_all_reduce, fail
+        start, model.mesh_communicator.start_all_reduce = model.mesh_communicator.start_all_reduce, fail
         with pytest.raises(RuntimeError, match="cut"):
             loss.backward()
-        model.fabric.start_all_reduce = start
+        model.mesh_communicator.start_all_reduce = start
         with pytest.raises(muster.WorkerError, match="the backward pass before this one broke off"):
             model(*parts(communicator, batch)).backward()
         model.forget_backward()

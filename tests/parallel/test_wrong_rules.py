@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 from muster.parallel import operators
 from muster.parallel.planning import problem, rules
 from muster.parallel.planning.graph import Graph, Node
+from muster.parallel.planning.layouts import REPLICATE
 from muster.parallel.planning.rules import Axis, Mode
 from muster.parallel.planning.search import solve
 from tests.parallel.oracle import Case
@@ -130,7 +131,7 @@ def test_a_wrong_rule_is_caught(which: str, monkeypatch: pytest.MonkeyPatch) -> 
         made = [a.mode() for a in axes]
         if which.startswith("the gradient of a weight"):
             made = [
-                Mode(m.name, m.size, m.ins, (m.ins[0], *("R",) * (len(m.ins) - 1)), m.outs, m.out_grads)
+                Mode(m.name, m.size, m.ins, (m.ins[0], *(REPLICATE,) * (len(m.ins) - 1)), m.outs, m.out_grads)
                 for m in made
             ]
         return [modes[0], *made], known

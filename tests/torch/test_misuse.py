@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from muster.errors import ArrayError, CollectiveMismatchError, SettingsError, WorkerError
 from muster.torch.data_parallel import DataParallel
-from muster.torch.passes import RankNumbers
+from muster.torch.pass_counter import RankNumbers
 from muster.torch.sharded_optimizer import ShardedOptimizer
 from muster.torch.state import TorchTrainingState
 from tests.gpu.threads import ThreadCommunicator, run_ranks

@@ -15,8 +15,8 @@ from muster.bench.training.command import _ddp
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.parallel.api import parallelize
-from muster.parallel.fabric import Scale
 from muster.parallel.functions.losses import CrossEntropy
+from muster.parallel.mesh_communicator import Scale
 from muster.parallel.planning.costs import Machine
 from muster.torch.capture import capture_step
 from muster.torch.data_parallel import DataParallel

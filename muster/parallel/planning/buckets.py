@@ -11,8 +11,8 @@ from muster.parallel.planning.graph import Graph, Node
 from muster.parallel.planning.layouts import (
     COLLECTIVES,
     PARTIAL,
-    Layout,
     Mesh,
+    Placements,
     local_shape,
     plan_move,
     slices,
@@ -22,7 +22,7 @@ from muster.training.buckets import ParameterSpec, plan_buckets
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ParameterShard:
     """How one rank holds a parameter.
 
     Attributes:
@@ -49,7 +49,7 @@ class Holding:
         return math.prod(self.shape)
 
     @property
-    def shard(self) -> int:
+    def own_numel(self) -> int:
         """Elements of this rank's share of the update, padded so that all ranks have as many."""
         return -(-self.numel // self.ranks) if self.sharded else self.numel
 
@@ -59,11 +59,11 @@ class Holding:
 
         Scripts sort parameters by their number of dimensions, so as not to decay biases.
         """
-        return (1,) * (len(self.shape) - 1) + (self.shard,) if self.sharded else self.shape
+        return (1,) * (len(self.shape) - 1) + (self.own_numel,) if self.sharded else self.shape
 
     def own_bytes(self, optimizer_states: int) -> tuple[int, int]:
         """Bytes of what the optimizer gets, and of what it keeps for that."""
-        own = self.shard * self.itemsize
+        own = self.own_numel * self.itemsize
         return own, own * optimizer_states
 
 
@@ -86,7 +86,7 @@ class PlannedBucket:
     sent_nbytes: int
 
 
-def holdings(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, Holding]:
+def parameter_shards(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, ParameterShard]:
     """How the trained parameters that the graph uses are held, by node."""
     used = {value for node in graph.nodes for value in node.inputs}
     found = {}
@@ -96,7 +96,7 @@ def holdings(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, Hol
         value = graph.values[node.outputs[0]]
         partial = (d for d, entry in enumerate(state.out_grads[0]) if entry == PARTIAL)
         dims = () if node.layerwise else tuple(partial)
-        found[node.name] = Holding(
+        found[node.name] = ParameterShard(
             node.name,
             local_shape(state.outs[0], mesh, value.shape),
             value.dtype,
@@ -108,13 +108,13 @@ def holdings(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, Hol
     return found
 
 
-def gradient_buckets(held: Sequence[Holding], bucket_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
+def gradient_buckets(held: Sequence[ParameterShard], bucket_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
     """Packs gradients, in the order in which the backward pass makes them, by who sums them."""
     by_name = {each.node: each for each in held}
     specs = [
         ParameterSpec(
             each.node,
-            each.shard * each.ranks if each.sharded else each.numel,
+            each.own_numel * each.ranks if each.sharded else each.numel,
             f"{each.dtype} {each.dims} {each.sharded}",
             each.itemsize,
         )
@@ -133,7 +133,7 @@ def gradient_buckets(held: Sequence[Holding], bucket_bytes: int = BUCKET_BYTES) 
 
 def edge_layouts(
     graph: Graph, states: Sequence[State], node: int, position: int
-) -> tuple[Layout, Layout, Layout, Layout]:
+) -> tuple[Placements, Placements, Placements, Placements]:
     """Layouts along an edge: of the value before and after, of its gradient before and after."""
     value = graph.values[graph.nodes[node].inputs[position]]
     producer = graph.nodes[value.node]
@@ -159,7 +159,7 @@ def collectives(
     found: list[Collective] = []
     for index in range(len(graph.nodes)):
         found += node_collectives(graph, states, mesh, index, local_norm=local_norm)
-    held = list(holdings(graph, states, mesh).values())
+    held = list(parameter_shards(graph, states, mesh).values())
     for number, bucket in enumerate(gradient_buckets(held, bucket_bytes)):
         kind = "reduce_scatter" if bucket.sharded else "all_reduce"
         name = f"bucket {number}"

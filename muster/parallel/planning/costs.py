@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from muster.parallel.planning.graph import HUB, Graph, Node, Ref, Value, names
-from muster.parallel.planning.layouts import COLLECTIVES, Layout, Mesh, Step, local_shape, parts
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, Value, names
+from muster.parallel.planning.layouts import COLLECTIVES, Mesh, Placements, Step, local_shape, parts
 from muster.parallel.planning.precision import RUNS_EXACT, feeds_a_loss
 from muster.parallel.planning.rules import LINEAR_VIEWS, MEAN
 
@@ -188,10 +188,12 @@ class Works:
         return (
             [values[v].itemsize for v in (*node.inputs, *node.outputs)],
             grads,
-            self._uses[node.outputs[0]] if node.kind == HUB else feeds_a_loss(self.graph, node),
+            self._uses[node.outputs[0]] if node.kind == FAN_OUT else feeds_a_loss(self.graph, node),
         )
 
-    def seconds(self, node: Node, ins: Sequence[Layout], outs: Sequence[Layout], divided: int) -> Seconds:
+    def seconds(
+        self, node: Node, ins: Sequence[Placements], outs: Sequence[Placements], divided: int
+    ) -> Seconds:
         """Of a node on one rank.
 
         Args:
@@ -203,7 +205,7 @@ class Works:
         return _Work(self, node, ins, outs, divided).seconds()
 
     def gradients_of(self, node: Node) -> int:
-        """How many gradients a hub adds up."""
+        """How many gradients a fan-out node adds up."""
         return self._uses[node.outputs[0]]
 
 
@@ -211,7 +213,7 @@ class _Work:
     """One operator on one rank."""
 
     def __init__(
-        self, works: Works, node: Node, ins: Sequence[Layout], outs: Sequence[Layout], divided: int
+        self, works: Works, node: Node, ins: Sequence[Placements], outs: Sequence[Placements], divided: int
     ) -> None:
         graph, mesh = works.graph, works.mesh
         self.works, self.node, self.graph, self.machine = works, node, graph, works.machine
@@ -226,7 +228,7 @@ class _Work:
 
     def seconds(self) -> Seconds:
         node = self.node
-        if node.kind == HUB:
+        if node.kind == FAN_OUT:
             more = max(0, self.works.gradients_of(node) - 1)
             return Seconds(0.0, more * self._moves(3 * self.out))
         if node.kind != "call" or (node.op in LINEAR_VIEWS and node.op not in _COPIES):
@@ -340,7 +342,7 @@ class _Work:
         return Seconds(forward, backward)
 
 
-def kept_bytes(graph: Graph, node: Node, outs: Sequence[Layout], mesh: Mesh) -> float:
+def kept_bytes(graph: Graph, node: Node, outs: Sequence[Placements], mesh: Mesh) -> float:
     """Bytes that an operator's results hold on one rank until the backward pass has used them."""
     if node.kind != "call" or node.op in LINEAR_VIEWS:
         return 0.0
@@ -349,7 +351,7 @@ def kept_bytes(graph: Graph, node: Node, outs: Sequence[Layout], mesh: Mesh) -> 
 
 
 def inner_collectives(
-    graph: Graph, node: Node, names: Sequence[str], ins: Sequence[Layout], mesh: Mesh, *, local_norm: bool
+    graph: Graph, node: Node, names: Sequence[str], ins: Sequence[Placements], mesh: Mesh, *, local_norm: bool
 ) -> list[Collective]:
     """The collectives that an operator needs within itself.
 

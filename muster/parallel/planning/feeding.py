@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 from muster.errors import SettingsError
-from muster.parallel.planning.graph import HUB, Graph
+from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import (
-    REPLICATED,
-    Entry,
-    Layout,
+    REPLICATE,
     Mesh,
+    Placement,
+    Placements,
     Shape,
     fits,
     replicated,
@@ -22,7 +22,7 @@ from muster.parallel.planning.strategies import Slices
 
 def feeding(
     mesh: Mesh, dataset: str | Sequence[Slices], shapes: Sequence[Shape]
-) -> tuple[Layout, ...] | None:
+) -> tuple[Placements, ...] | None:
     """The layouts of the inputs; None: they cannot be so on this mesh.
 
     Args:
@@ -41,7 +41,7 @@ def feeding(
         )
     for number, shape in enumerate(shapes):
         if dataset == "full_batch" or not shape:
-            layout: Layout | None = replicated(mesh)
+            layout: Placements | None = replicated(mesh)
         elif dataset == "data_parallel":
             layout = (0,) * len(mesh)
         else:
@@ -61,16 +61,16 @@ def _cuts(dataset: str | Sequence[Slices], number: int, ndim: int) -> Slices:
     return tuple(dataset[number])
 
 
-def _dealt(mesh: Mesh, grid: Slices) -> Layout | None:
+def _dealt(mesh: Mesh, grid: Slices) -> Placements | None:
     """The tensor dimension that each mesh dimension splits, so that ranks in order get the grid row by row.
 
     A search tries several meshes, and which rank feeds what must not depend on the one that it takes.
     """
-    found: list[Entry] = []
+    found: list[Placement] = []
     left = [(d, n) for d, n in enumerate(grid) if n > 1]
     for size in mesh:
         if not left or size == 1:
-            found.append(REPLICATED)
+            found.append(REPLICATE)
             continue
         d, n = left.pop(0)
         if n % size:
@@ -81,13 +81,13 @@ def _dealt(mesh: Mesh, grid: Slices) -> Layout | None:
     return None if left else tuple(found)
 
 
-def _layout_of(mesh: Mesh, cuts: Slices, grid: Slices) -> Layout | None:
+def _layout_of(mesh: Mesh, cuts: Slices, grid: Slices) -> Placements | None:
     """The layout of an input with so many slices of each dimension, where the inputs' grid is this one."""
     left = list(cuts)
-    found: list[Entry] = []
+    found: list[Placement] = []
     for size, entry in zip(mesh, _dealt(mesh, grid) or (), strict=False):
         if not isinstance(entry, int) or entry >= len(cuts) or left[entry] == 1:
-            found.append(REPLICATED)
+            found.append(REPLICATE)
             continue
         if left[entry] % size:
             return None
@@ -116,7 +116,7 @@ def batch_led(graph: Graph) -> set[int]:
     for node in graph.nodes:
         if node.kind == "input":
             where |= dict.fromkeys((v for v in node.outputs if graph.values[v].shape), 0)
-        elif node.kind in ("call", HUB) and any(v in where for v in node.inputs):
+        elif node.kind in ("call", FAN_OUT) and any(v in where for v in node.inputs):
             axes = axes_of(graph, node)
             for value in node.outputs if axes is None else ():  # no rule: its shape must do
                 if graph.values[value].shape[:1] in sizes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from muster.parallel.planning.layouts import Shape
 
-HUB = "hub"
+FAN_OUT = "hub"  # the word of saved plans
 _DEVICE = re.compile(r"'(cpu|meta|cuda(:\d+)?)'")
 
 
@@ -71,10 +71,10 @@ class Value:
 
 @dataclass(slots=True)
 class Node:
-    """One operator, or a parameter, buffer, input, hub or output.
+    """One operator, or a parameter, buffer, input, fan-out node or output.
 
-    A hub stands behind a value that is used several times: it changes the layout once for all who want the
-    same one, and adds their gradients before these travel.
+    A fan-out node stands behind a value that is used several times: it changes the layout once for all who
+    want the same one, and adds their gradients before these travel.
 
     Attributes:
         name: unique in the graph.
@@ -88,7 +88,7 @@ class Node:
         line: where in the source, as ``file.py:12``.
         trained: whether a parameter, or an input, requires a gradient.
         layerwise: whether a parameter is left out of broadcasts and reductions.
-        mutated: whether a buffer, or that behind a hub, is written in the forward pass.
+        mutated: whether a buffer, or that behind a fan-out node, is written in the forward pass.
         of_parameters: whether it depends on parameters and buffers only.
         random: whether it draws random numbers.
     """
@@ -141,8 +141,8 @@ class Graph:
         """Indices of nodes by their names."""
         return {node.name: index for index, node in enumerate(self.nodes)}
 
-    def with_hubs(self) -> Graph:
-        """The same graph with a hub behind each value that is used more than once, and gradients marked."""
+    def with_fan_outs(self) -> Graph:
+        """The same graph with a fan-out node behind what is used more than once, and gradients marked."""
         uses = Counter(value for node in self.nodes for value in node.inputs)
         graph = Graph()
         renamed: dict[int, int] = {}
@@ -164,10 +164,10 @@ class Graph:
                     behind = _copy(graph.values[source])
                     behind.name += ".hub"
                     renamed[index] = graph.add_value(behind)
-                    hub = Node(behind.name, HUB, HUB, (source,), (renamed[index],), (Ref(0),))
-                    hub.module, hub.mutated = node.module, node.mutated and node.kind == "buffer"
-                    graph.add(hub)
-                    graph._mark(hub)
+                    fan_out = Node(behind.name, FAN_OUT, FAN_OUT, (source,), (renamed[index],), (Ref(0),))
+                    fan_out.module, fan_out.mutated = node.module, node.mutated and node.kind == "buffer"
+                    graph.add(fan_out)
+                    graph._mark(fan_out)
         graph._leave_dead_ends()
         return graph
 
@@ -181,9 +181,9 @@ class Graph:
             value.needs_grad = index in flows
 
     def source(self, value: int) -> Node:
-        """The node that makes a value, behind the hubs that hand it on."""
+        """The node that makes a value, behind the fan-out nodes that hand it on."""
         maker = self.nodes[self.values[value].node]
-        while maker.kind == HUB:
+        while maker.kind == FAN_OUT:
             maker = self.nodes[self.values[maker.inputs[0]].node]
         return maker
 
@@ -203,7 +203,7 @@ class Graph:
         )
         for index in node.outputs:
             self.values[index].needs_grad = grad and self.values[index].floating and node.op not in _CONSTANT
-        if node.kind in ("call", HUB):
+        if node.kind in ("call", FAN_OUT):
             node.of_parameters = bool(sources) and all(
                 self.nodes[value.node].kind in ("parameter", "buffer") or self.nodes[value.node].of_parameters
                 for value in sources

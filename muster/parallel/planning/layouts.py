@@ -1,9 +1,10 @@
 """Layouts: which part of a tensor each rank of a mesh holds, and how a tensor gets from one to another.
 
 A mesh is a tuple of sizes; world ranks are numbered row by row, so the last mesh dimension has neighbouring
-ranks. A layout has one entry per mesh dimension: ``REPLICATED`` (the same on all ranks along it), ``PARTIAL``
-(the sum of the ranks' tensors is meant) or the number of the tensor dimension that is split along it. Where
-several mesh dimensions split one tensor dimension, the first one does so first.
+ranks. A layout has one placement per mesh dimension, as DTensor has them: ``REPLICATE`` (the same on all
+ranks along it), ``PARTIAL`` (the sum of the ranks' tensors is meant) or a shard: the number of the tensor
+dimension that is split along it. Where several mesh dimensions split one tensor dimension, the first one does
+so first.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-REPLICATED = "R"
+REPLICATE = "R"  # the letters of saved plans
 PARTIAL = "P"
-Entry = str | int
-Layout = tuple[Entry, ...]
+Placement = str | int
+Placements = tuple[Placement, ...]
 Mesh = tuple[int, ...]
 Shape = tuple[int, ...]
 
@@ -45,19 +46,19 @@ class Step:
     divisor: int
 
 
-def replicated(mesh: Mesh) -> Layout:
+def replicated(mesh: Mesh) -> Placements:
     """The layout of a tensor that every rank has whole."""
-    return (REPLICATED,) * len(mesh)
+    return (REPLICATE,) * len(mesh)
 
 
 @functools.lru_cache(maxsize=100_000)
-def parts(layout: Layout, mesh: Mesh) -> int:
+def parts(layout: Placements, mesh: Mesh) -> int:
     """Into how many parts a tensor is divided."""
     return math.prod(size for size, entry in zip(mesh, layout, strict=True) if isinstance(entry, int))
 
 
 @functools.lru_cache(maxsize=100_000)
-def slices(layout: Layout, mesh: Mesh, ndim: int) -> Shape:
+def slices(layout: Placements, mesh: Mesh, ndim: int) -> Shape:
     """The number of slices of each tensor dimension."""
     return tuple(
         math.prod(size for size, entry in zip(mesh, layout, strict=True) if entry == d) for d in range(ndim)
@@ -65,7 +66,7 @@ def slices(layout: Layout, mesh: Mesh, ndim: int) -> Shape:
 
 
 @functools.lru_cache(maxsize=100_000)
-def fits(layout: Layout, mesh: Mesh, shape: Shape) -> bool:
+def fits(layout: Placements, mesh: Mesh, shape: Shape) -> bool:
     """Whether all dimensions exist and divide evenly."""
     if any(isinstance(entry, int) and entry >= len(shape) for entry in layout):
         return False
@@ -73,7 +74,7 @@ def fits(layout: Layout, mesh: Mesh, shape: Shape) -> bool:
     return all(size % cut == 0 for size, cut in zip(shape, cuts, strict=True))
 
 
-def local_shape(layout: Layout, mesh: Mesh, shape: Shape) -> Shape:
+def local_shape(layout: Placements, mesh: Mesh, shape: Shape) -> Shape:
     """The shape of one rank's part."""
     cuts = slices(layout, mesh, len(shape))
     return tuple(size // cut for size, cut in zip(shape, cuts, strict=True))
@@ -108,7 +109,7 @@ def factorisations(world: int, dimensions: int = 2) -> list[Mesh]:
     return found
 
 
-def layout_text(layout: Layout) -> str:
+def layout_text(layout: Placements) -> str:
     """A layout in few characters, such as ``S0,R``."""
     return ",".join(f"S{entry}" if isinstance(entry, int) else entry for entry in layout)
 
@@ -116,7 +117,7 @@ def layout_text(layout: Layout) -> str:
 # ---------------------------------------------------------------- moves
 
 
-def plan_move(source: Layout, target: Layout, mesh: Mesh, shape: Shape) -> tuple[Step, ...] | None:
+def plan_move(source: Placements, target: Placements, mesh: Mesh, shape: Shape) -> tuple[Step, ...] | None:
     """The steps that bring a tensor from one layout to another; None: there are none.
 
     Both layouts must fit the shape. Nothing becomes partial but by sharing out what is replicated.
@@ -128,10 +129,10 @@ def plan_move(source: Layout, target: Layout, mesh: Mesh, shape: Shape) -> tuple
 
 
 @functools.lru_cache(maxsize=200_000)
-def _plan_move(source: Layout, target: Layout, mesh: Mesh, shape: Shape) -> tuple[Step, ...] | None:
+def _plan_move(source: Placements, target: Placements, mesh: Mesh, shape: Shape) -> tuple[Step, ...] | None:
     """The cheapest path, by volume and then by the number of collectives, among the legal steps."""
-    best: dict[Layout, float] = {source: 0.0}
-    queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, 0, source, ())]
+    best: dict[Placements, float] = {source: 0.0}
+    queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, 0, source, ())]
     order = itertools.count(1)
     while queue:
         cost, _, layout, path = heapq.heappop(queue)
@@ -156,22 +157,24 @@ def _volume(step: Step, mesh: Mesh) -> float:
     return factor * share + 1e-3
 
 
-def _steps(layout: Layout, target: Layout, mesh: Mesh, shape: Shape) -> Iterator[tuple[Step, Layout]]:
+def _steps(
+    layout: Placements, target: Placements, mesh: Mesh, shape: Shape
+) -> Iterator[tuple[Step, Placements]]:
     """What can be done to a tensor in ``layout`` on its way to ``target``."""
     whole = parts(layout, mesh)
     cuts = slices(layout, mesh, len(shape))
     partial = tuple(m for m, entry in enumerate(layout) if entry == PARTIAL and target[m] != PARTIAL)
     for count in range(1, len(partial) + 1):
         for dims in itertools.combinations(partial, count):
-            after = tuple(REPLICATED if m in dims else entry for m, entry in enumerate(layout))
+            after = tuple(REPLICATE if m in dims else entry for m, entry in enumerate(layout))
             yield Step("all_reduce", dims, -1, -1, whole), after
     for m, (entry, wanted) in enumerate(zip(layout, target, strict=True)):
         size = mesh[m]
 
-        def become(value: Entry, m: int = m) -> Layout:
+        def become(value: Placement, m: int = m) -> Placements:
             return (*layout[:m], value, *layout[m + 1 :])
 
-        def innermost(dim: Entry, m: int = m) -> bool:
+        def innermost(dim: Placement, m: int = m) -> bool:
             return all(layout[k] != dim for k in range(m + 1, len(mesh)))
 
         divisible = (
@@ -180,13 +183,13 @@ def _steps(layout: Layout, target: Layout, mesh: Mesh, shape: Shape) -> Iterator
             and shape[wanted] % (cuts[wanted] * size) == 0
             and innermost(wanted)
         )
-        if entry == REPLICATED and wanted == PARTIAL:
+        if entry == REPLICATE and wanted == PARTIAL:
             yield Step("share", (m,), -1, -1, 1), become(PARTIAL)
-        if entry == REPLICATED and isinstance(wanted, int) and divisible:
+        if entry == REPLICATE and isinstance(wanted, int) and divisible:
             yield Step("slice", (m,), -1, wanted, 1), become(wanted)
         if entry == PARTIAL and isinstance(wanted, int) and divisible:
             yield Step("reduce_scatter", (m,), -1, wanted, whole), become(wanted)
         if isinstance(entry, int) and innermost(entry):
-            yield Step("all_gather", (m,), entry, -1, whole // size), become(REPLICATED)
+            yield Step("all_gather", (m,), entry, -1, whole // size), become(REPLICATE)
             if isinstance(wanted, int) and divisible:
                 yield Step("all_to_all", (m,), entry, wanted, whole), become(wanted)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, holdings
-from muster.parallel.planning.graph import HUB, Graph, Node, Value, names
-from muster.parallel.planning.layouts import Layout, Mesh, parts
+from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, parameter_shards
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Value, names
+from muster.parallel.planning.layouts import Mesh, Placements, parts
 from muster.parallel.planning.precision import (
     FUSED_FROM,
     RUNS_EXACT,
@@ -63,7 +63,7 @@ def step_memory(graph: Graph, states: Sequence[State], mesh: Mesh, *, optimizer_
     own step needs beside its state.
 
     Args:
-        graph: with hubs.
+        graph: with fan-out nodes.
         states: one of each node's.
         mesh: sizes.
         optimizer_states: tensors that the optimizer keeps for each parameter.
@@ -97,7 +97,7 @@ class _Play:
 
     def _held(self, optimizer_states: int) -> int:
         total = 0
-        held = holdings(self.graph, self.states, self.mesh)
+        held = parameter_shards(self.graph, self.states, self.mesh)
         for node, state in zip(self.graph.nodes, self.states, strict=True):
             if node.kind in ("parameter", "buffer"):
                 total += self._local(self.graph.values[node.outputs[0]], state.outs[0])
@@ -106,7 +106,7 @@ class _Play:
                 total += kept + (own if held[node.name].sharded else 0)
         return total
 
-    def _local(self, value: Value, layout: Layout) -> int:
+    def _local(self, value: Value, layout: Placements) -> int:
         return value.nbytes // parts(layout, self.mesh)
 
     def _take(self, name: tuple[str, int], nbytes: int) -> None:
@@ -143,7 +143,7 @@ class _Play:
                 source = moved.get(0, self.storage.get(node.inputs[0]))
                 if source is not None:
                     self.storage[value_index] = source
-                if node.op in _TURNS or (node.kind == HUB and node.inputs[0] in self.turned):
+                if node.op in _TURNS or (node.kind == FAN_OUT and node.inputs[0] in self.turned):
                     self.turned.add(value_index)
                 continue
             self.storage[value_index] = (node.name, number)
@@ -154,7 +154,7 @@ class _Play:
                 self._drop(name)
 
     def _is_view(self, node: Node) -> bool:
-        if node.kind == HUB or node.op == "detach" or feeds_a_loss(self.graph, node):
+        if node.kind == FAN_OUT or node.op == "detach" or feeds_a_loss(self.graph, node):
             return True
         if node.op in ("reshape", "flatten") and node.inputs[0] in self.turned:
             return False  # a copy, in the order of the new shape
@@ -239,13 +239,13 @@ class _Play:
 
     def _backward(self) -> None:
         graph = self.graph
-        held = holdings(graph, self.states, self.mesh)
+        held = parameter_shards(graph, self.states, self.mesh)
         buckets = [(set(bucket.nodes), bucket.nodes) for bucket in gradient_buckets(list(held.values()))]
         sizes = {name: each.numel * each.itemsize for name, each in held.items()}
-        root: dict[int, int] = {}  # hubs hand on what they get
+        root: dict[int, int] = {}  # fan-out nodes hand on what they get
         left: dict[int, int] = {}  # by value, how many of its users have given no gradient yet
         for node in graph.nodes:
-            if node.kind == HUB:
+            if node.kind == FAN_OUT:
                 root[node.outputs[0]] = root.get(node.inputs[0], node.inputs[0])
                 continue
             for position, value in enumerate(node.inputs):

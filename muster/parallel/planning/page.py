@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from muster.parallel.planning.buckets import node_collectives, split_text
 from muster.parallel.planning.graph import Graph
-from muster.parallel.planning.layouts import Layout, Mesh, layout_text
+from muster.parallel.planning.layouts import Mesh, Placements, layout_text
 from muster.parallel.planning.problem import State
 from muster.parallel.planning.rows import Row
 from muster.parallel.planning.words import bucket_text, edges_text
@@ -77,7 +77,7 @@ def _chip(words: str, colour: str) -> str:
     return f'<span class="chip" style="background:{colour}">{_text(words)}</span>'
 
 
-def _colour(number: int, layout: Layout) -> str:
+def _colour(number: int, layout: Placements) -> str:
     """Grey for what every rank has whole; otherwise hues far apart."""
     if all(entry == "R" for entry in layout):
         return "#ddd"
@@ -107,7 +107,7 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _graph(
-    graph: Graph, states: Sequence[State], mesh: Mesh, colours: dict[Layout, str], *, local_norm: bool
+    graph: Graph, states: Sequence[State], mesh: Mesh, colours: dict[Placements, str], *, local_norm: bool
 ) -> str:
     items = []
     for index, (node, state) in enumerate(zip(graph.nodes, states, strict=True)):

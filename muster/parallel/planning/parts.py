@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from muster.parallel.planning.buckets import holdings
+from muster.parallel.planning.buckets import parameter_shards
 from muster.parallel.planning.graph import Graph
-from muster.parallel.planning.layouts import Layout, Mesh, Shape, coordinates, local_shape
+from muster.parallel.planning.layouts import Mesh, Placements, Shape, coordinates, local_shape
 from muster.parallel.planning.problem import State
 
 
@@ -65,7 +65,7 @@ def whole_part(shape: Shape) -> Part:
 
 def parts_of(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, list[Part]]:
     """What each rank holds of each parameter and buffer of the graph, by node and rank."""
-    held = holdings(graph, states, mesh)
+    held = parameter_shards(graph, states, mesh)
     places = [coordinates(rank, mesh) for rank in range(math.prod(mesh))]
     found: dict[str, list[Part]] = {}
     for node, state in zip(graph.nodes, states, strict=True):
@@ -77,13 +77,13 @@ def parts_of(graph: Graph, states: Sequence[State], mesh: Mesh) -> dict[str, lis
         parts = []
         for place in places:
             start, stop = 0, count
-            holding = held.get(node.name)
-            if holding is not None and holding.sharded:
+            shard = held.get(node.name)
+            if shard is not None and shard.sharded:
                 number = 0
-                for d in holding.dims:
+                for d in shard.dims:
                     number = number * mesh[d] + place[d]
-                start = min(number * holding.shard, count)
-                stop = min(start + holding.shard, count)
+                start = min(number * shard.own_numel, count)
+                stop = min(start + shard.own_numel, count)
             parts.append(Part(_offsets(state.outs[0], mesh, place, sizes), sizes, start, stop))
         found[node.name] = parts
     return found
@@ -107,7 +107,7 @@ def overlap(a: Box, b: Box) -> Box | None:
     return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def _offsets(layout: Layout, mesh: Mesh, place: Sequence[int], sizes: Shape) -> Shape:
+def _offsets(layout: Placements, mesh: Mesh, place: Sequence[int], sizes: Shape) -> Shape:
     """Where a rank's part begins: mesh dimensions that split the same tensor dimension do so in order."""
     numbers = [0] * len(sizes)
     for size, entry, index in zip(mesh, layout, place, strict=True):

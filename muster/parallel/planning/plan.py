@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import SettingsError
-from muster.parallel.planning.buckets import collectives, holdings, split_text
+from muster.parallel.planning.buckets import collectives, parameter_shards, split_text
 from muster.parallel.planning.costs import Collective, Machine
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh, parts
@@ -91,13 +91,13 @@ class Plan:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the trained parameters that one rank's optimizer gets."""
-        held = holdings(self.graph, self.states, self.mesh).values()
+        held = parameter_shards(self.graph, self.states, self.mesh).values()
         return sum(each.own_bytes(0)[0] for each in held)
 
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the tensors that one rank's optimizer keeps for them."""
-        held = holdings(self.graph, self.states, self.mesh).values()
+        held = parameter_shards(self.graph, self.states, self.mesh).values()
         return sum(each.own_bytes(self.options.optimizer_states)[1] for each in held)
 
     @property
@@ -158,7 +158,7 @@ class Plan:
     def _reason(self) -> str:
         """Says why the plan is better: what is no longer sent, or stored less often."""
         gone = []
-        held = holdings(self.graph, self.states, self.mesh)
+        held = parameter_shards(self.graph, self.states, self.mesh)
         for node in self.graph.nodes:
             each = held.get(node.name)
             value = self.graph.values[node.outputs[0]] if node.outputs else None

@@ -10,11 +10,11 @@ from typing import Any
 from muster.errors import SettingsError
 from muster.parallel.planning.costs import Machine
 from muster.parallel.planning.feeding import batch_led, feeding
-from muster.parallel.planning.graph import HUB, Graph
+from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import (
-    REPLICATED,
-    Entry,
+    REPLICATE,
     Mesh,
+    Placement,
     factorisations,
     replicated,
 )
@@ -107,7 +107,7 @@ def find_plan(
     """The fastest plan of all meshes within the memory limit.
 
     Args:
-        graph: with hubs, of whole tensors.
+        graph: with fan-out nodes, of whole tensors.
         world: number of ranks.
         machine: what things cost.
         mode: "auto", "semi_auto" or "data_parallel".
@@ -269,14 +269,14 @@ def _batch_pins(graph: Graph, world: int, options: Options) -> dict[str, Pin]:
         options: of a mesh of one dimension; the pins hold on others too.
     """
     fed = iter(options.inputs)
-    known: dict[int, Entry] = {}
+    known: dict[int, Placement] = {}
     pins: dict[str, Pin] = {}
     for node in graph.nodes:
         if node.kind == "input":
             known[node.outputs[0]] = next(fed)[0]
         elif node.kind in ("parameter", "buffer") or node.of_parameters:
-            known.update(dict.fromkeys(node.outputs, REPLICATED))
-        elif node.kind in ("call", HUB):
+            known.update(dict.fromkeys(node.outputs, REPLICATE))
+        elif node.kind in ("call", FAN_OUT):
             entries = [known.get(value) for value in node.inputs]
             if not any(isinstance(entry, int) for entry in entries):
                 continue

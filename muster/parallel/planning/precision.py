@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.parallel.planning.graph import HUB, Graph, Node, names
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, names
 
 RUNS_LOW = names(
     "linear matmul mm bmm addmm baddbmm addbmm addmv mv einsum conv1d conv2d conv3d conv_transpose1d "
@@ -32,11 +32,11 @@ def mark_autocast(graph: Graph, itemsize: int) -> None:
     Their ``dtype`` stays that of the recording, by which a plan knows its model again.
 
     Args:
-        graph: with hubs; it is changed.
+        graph: with fan-out nodes; it is changed.
         itemsize: bytes of an element of autocast's dtype.
     """
     for node in graph.nodes:
-        if node.kind not in ("call", HUB):
+        if node.kind not in ("call", FAN_OUT):
             continue
         for index in node.outputs:
             value = graph.values[index]
@@ -103,4 +103,4 @@ def feeds_a_loss(graph: Graph, node: Node) -> bool:
 
 def _readers(graph: Graph, value: int) -> list[Node]:
     found = [node for node in graph.nodes if value in node.inputs]
-    return found if all(node.kind != HUB for node in found) else []
+    return found if all(node.kind != FAN_OUT for node in found) else []

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.parallel.planning.costs import Machine, Works, inner_collectives, kept_bytes
-from muster.parallel.planning.graph import HUB, Graph, Node
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node
 from muster.parallel.planning.layouts import (
     PARTIAL,
-    REPLICATED,
-    Entry,
-    Layout,
+    REPLICATE,
     Mesh,
+    Placement,
+    Placements,
     coordinates,
     fits,
     layout_text,
@@ -50,10 +50,10 @@ class State:
 
     key: str
     modes: tuple[str, ...]
-    ins: tuple[Layout, ...]
-    in_grads: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
-    out_grads: tuple[Layout, ...]
+    ins: tuple[Placements, ...]
+    in_grads: tuple[Placements, ...]
+    outs: tuple[Placements, ...]
+    out_grads: tuple[Placements, ...]
     seconds: float
     nbytes: float
     sharded: bool = False
@@ -77,8 +77,8 @@ class Options:
         hosts: the host of each rank, if every part of the state must be on two of them; (): it need not.
     """
 
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
     optimizer_states: int = 2
     local_norm: bool = False
     shard_updates: bool | str = True
@@ -137,7 +137,7 @@ def build(
     """States and edges of a graph on a mesh.
 
     Args:
-        graph: with hubs.
+        graph: with fan-out nodes.
         mesh: sizes.
         machine: what things cost.
         options: see there.
@@ -183,14 +183,14 @@ def _dims_used(graph: Graph) -> dict[int, set[int]]:
     """By value: the dimensions along which some consumer, through views too, might want it split."""
     used: dict[int, set[int]] = {}
     for node in reversed(graph.nodes):
-        if node.kind not in ("call", HUB):
+        if node.kind not in ("call", FAN_OUT):
             continue
         modes, _ = modes_of(graph, node)
         for position, value in enumerate(node.inputs):
             wanted = used.setdefault(value, set())
             for mode in modes:
                 entry = mode.ins[position]
-                passes = node.kind != HUB or entry in used.get(node.outputs[0], set())
+                passes = node.kind != FAN_OUT or entry in used.get(node.outputs[0], set())
                 if isinstance(entry, int) and passes:
                     wanted.add(entry)
     return used
@@ -210,7 +210,7 @@ def _ways(problem: Problem, works: Works, node: Node, modes: Sequence[Mode], opt
         ):
             continue
 
-        def layouts(entries: Sequence[Sequence[Entry]], count: int) -> tuple[Layout, ...]:
+        def layouts(entries: Sequence[Sequence[Placement]], count: int) -> tuple[Placements, ...]:
             return tuple(tuple(each[i] for each in entries) for i in range(count))
 
         state_ins = layouts([mode.ins for mode in combination], len(ins))
@@ -243,7 +243,7 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
     """How a parameter or buffer may be held."""
     graph, mesh, machine = problem.graph, problem.mesh, problem.machine
     value = graph.values[node.outputs[0]]
-    entries: list[Entry] = [REPLICATED]
+    entries: list[Placement] = [REPLICATE]
     if not (options.whole_parameters or node.layerwise):
         entries += sorted(dims)
     found = []
@@ -254,7 +254,7 @@ def _holdings(problem: Problem, node: Node, options: Options, dims: set[int]) ->
         if not value.needs_grad:
             found.append(State(layout_text(layout), (), (), (), (layout,), (layout,), 0.0, local))
             continue
-        choices = [(REPLICATED, PARTIAL) if entry == REPLICATED else (entry,) for entry in layout]
+        choices = [(REPLICATE, PARTIAL) if entry == REPLICATE else (entry,) for entry in layout]
         for grad in itertools.product(*choices):
             ranks = math.prod(n for n, entry in zip(mesh, grad, strict=True) if entry == PARTIAL)
             if node.layerwise:
@@ -296,7 +296,7 @@ def _connect(problem: Problem) -> None:
     seconds: dict[tuple[object, ...], float] = {}
     matrices: dict[tuple[object, ...], Matrix] = {}
 
-    def move(source: Layout, target: Layout, shape: tuple[int, ...], nbytes: int) -> float:
+    def move(source: Placements, target: Placements, shape: tuple[int, ...], nbytes: int) -> float:
         if source == target:
             return 0.0
         memo = (source, target, shape, nbytes)

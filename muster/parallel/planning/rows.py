@@ -6,9 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from muster.parallel.planning.buckets import holdings, move_collectives, node_collectives, split_text
+from muster.parallel.planning.buckets import (
+    move_collectives,
+    node_collectives,
+    parameter_shards,
+    split_text,
+)
 from muster.parallel.planning.costs import Machine
-from muster.parallel.planning.graph import Graph
+from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import Mesh, local_shape
 from muster.parallel.planning.problem import State, whole_mode
 from muster.parallel.planning.words import size_text
@@ -99,20 +104,20 @@ def _row(
             for a, v in zip(state.ins, node.inputs, strict=True)
         ]
         shapes.append(" ".join(local))
-    hubs = [
+    fan_outs = [
         i
         for i, node in enumerate(graph.nodes)
-        if node.kind == "hub" and node.module == module and i not in indices
+        if node.kind == FAN_OUT and node.module == module and i not in indices
     ]
     moved: dict[tuple[str, tuple[int, ...]], int] = {}
     seconds = sum(states[i].seconds for i in (*indices, *own))
-    for index in (*indices, *hubs):
+    for index in (*indices, *fan_outs):
         for each in node_collectives(graph, states, mesh, index, local_norm=local_norm):
             moved[each.kind, each.dims] = moved.get((each.kind, each.dims), 0) + each.nbytes
         for each in move_collectives(graph, states, mesh, index):
             ranks = math.prod(mesh[d] for d in each.dims)
             seconds += machine.collective_s(each.kind, ranks, each.nbytes)
-    held = holdings(graph, states, mesh)
+    held = parameter_shards(graph, states, mesh)
     for index in own:
         each_held = held.get(graph.nodes[index].name)
         if each_held is not None and each_held.dims:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.parallel.planning.graph import HUB, Graph, Node, Ref, names
-from muster.parallel.planning.layouts import PARTIAL, REPLICATED, Entry, Shape
+from muster.parallel.planning.graph import FAN_OUT, Graph, Node, Ref, names
+from muster.parallel.planning.layouts import PARTIAL, REPLICATE, Placement, Shape
 
 WHOLE = "-"
 EXCHANGED = -1
@@ -35,10 +35,10 @@ class Mode:
 
     name: str
     size: int
-    ins: tuple[Entry, ...]
-    in_grads: tuple[Entry, ...]
-    outs: tuple[Entry, ...]
-    out_grads: tuple[Entry, ...]
+    ins: tuple[Placement, ...]
+    in_grads: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+    out_grads: tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class Axis:
         return Mode(
             self.name,
             self.size,
-            tuple(REPLICATED if d is None else d for d in self.ins),
+            tuple(REPLICATE if d is None else d for d in self.ins),
             tuple(PARTIAL if d is None else d for d in self.ins),
-            tuple(PARTIAL if d is None else REPLICATED if d == EXCHANGED else d for d in self.outs),
-            tuple(REPLICATED if d in (None, EXCHANGED) else d for d in self.outs),
+            tuple(PARTIAL if d is None else REPLICATE if d == EXCHANGED else d for d in self.outs),
+            tuple(REPLICATE if d in (None, EXCHANGED) else d for d in self.outs),
         )
 
 
@@ -133,7 +133,7 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
     """The axes of an operator; None: there is no rule for it, or for these arguments."""
     call = Call(graph, node)
-    if node.kind == HUB:
+    if node.kind == FAN_OUT:
         return _each_dim(call)
     found = _RULES.get(node.op)
     if found is not None:
@@ -147,11 +147,11 @@ def axes_of(graph: Graph, node: Node) -> list[Axis] | None:
 def modes_of(graph: Graph, node: Node) -> tuple[list[Mode], bool]:
     """What a mesh dimension may do to an operator, and whether there is a rule for it."""
     ins, outs = len(node.inputs), len(node.outputs)
-    whole = (REPLICATED,)
+    whole = (REPLICATE,)
     modes = [Mode(WHOLE, 0, whole * ins, whole * ins, whole * outs, whole * outs)]
     axes = axes_of(graph, node)
     modes += [axis.mode() for axis in axes or () if axis.size > 1]
-    if node.kind == HUB or node.of_parameters or node.op in LINEAR_VIEWS:
+    if node.kind == FAN_OUT or node.of_parameters or node.op in LINEAR_VIEWS:
         # The backward pass is linear in the gradient: parts of it may pass unadded.
         modes.append(Mode("grad", 0, whole * ins, (PARTIAL,) * ins, whole * outs, (PARTIAL,) * outs))
     if axes is not None and _passes_sums(graph, node):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muster.parallel.planning.buckets import gradient_buckets, holdings, node_collectives
+from muster.parallel.planning.buckets import gradient_buckets, node_collectives, parameter_shards
 from muster.parallel.planning.costs import Machine, Works
-from muster.parallel.planning.graph import HUB, Graph
+from muster.parallel.planning.graph import FAN_OUT, Graph
 from muster.parallel.planning.layouts import Mesh
 from muster.parallel.planning.problem import State
 
@@ -57,7 +57,7 @@ def timeline(
     collective costs both is not counted.
 
     Args:
-        graph: with hubs.
+        graph: with fan-out nodes.
         states: one of each node's.
         mesh: sizes.
         machine: what things cost.
@@ -80,7 +80,7 @@ def timeline(
         times.append(work.backward + moved["backward"])
     ready: dict[int, float] = {}  # by value, when its gradient is there
     for node, seconds in zip(reversed(graph.nodes), reversed(times), strict=True):
-        if node.kind == HUB and not seconds:
+        if node.kind == FAN_OUT and not seconds:
             done = ready.get(node.outputs[0], 0.0)
         else:
             now += seconds
@@ -100,7 +100,7 @@ def _with_gradients(
     backward_s: float,
     ready: dict[int, float],
 ) -> Timeline:
-    held = holdings(graph, states, mesh)
+    held = parameter_shards(graph, states, mesh)
     values = {node.name: node.outputs[0] for node in graph.nodes if node.name in held}
     free = gradients_s = update_s = 0.0
     for bucket in gradient_buckets(list(held.values())):

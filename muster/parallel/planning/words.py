@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, holdings
+from muster.parallel.planning.buckets import edge_layouts, gradient_buckets, parameter_shards
 from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh, layout_text
 from muster.parallel.planning.problem import State
@@ -21,7 +21,7 @@ def edges_text(graph: Graph, states: Sequence[State], index: int) -> Iterable[st
 
 def bucket_text(graph: Graph, states: Sequence[State], mesh: Mesh) -> list[str]:
     """The gradient buckets, one line each."""
-    held = list(holdings(graph, states, mesh).values())
+    held = list(parameter_shards(graph, states, mesh).values())
     return [
         f"{'reduce_scatter + all_gather' if each.sharded else 'all_reduce'} over {each.dims}:"
         f" {size_text(each.nbytes)} of {len(each.nodes)} parameters"

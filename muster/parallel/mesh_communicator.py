@@ -18,7 +18,7 @@ from muster.parallel.planning.layouts import Mesh, Step, coordinates, group_rank
 from muster.torch.transfer import array_of, bytes_of
 
 
-class Fabric:
+class MeshCommunicator:
     """One communicator for each set of mesh dimensions that a plan needs.
 
     Args:
@@ -79,7 +79,7 @@ class Fabric:
     # ------------------------------------------------------------ beside the current stream
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         """Context in which work runs on a GPU stream of its own, after the current stream's work so far.
 
         Memory that is used there stays until :meth:`join`: the caller holds on to it.
@@ -96,7 +96,7 @@ class Fabric:
             yield
 
     def join(self) -> None:
-        """Makes the current stream wait for what was done aside."""
+        """Makes the current stream wait for what was done beside it."""
         if self._in_use:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._in_use = False
@@ -209,16 +209,18 @@ class Move(torch.autograd.Function):  # type: ignore[misc]
     """A move whose backward pass is the move of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, fabric: Fabric, there: Sequence[Step], back: Sequence[Step]) -> Any:
+    def forward(
+        ctx: Any, x: Any, mesh_communicator: MeshCommunicator, there: Sequence[Step], back: Sequence[Step]
+    ) -> Any:
         """Moves the value."""
-        ctx.fabric, ctx.back = fabric, back
-        return fabric.run(x, there) if there else x.view_as(x)
+        ctx.mesh_communicator, ctx.back = mesh_communicator, back
+        return mesh_communicator.run(x, there) if there else x.view_as(x)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
         """Moves the gradient."""
-        return ctx.fabric.run(grad, ctx.back), None, None, None
+        return ctx.mesh_communicator.run(grad, ctx.back), None, None, None
 
 
 class Scale(torch.autograd.Function):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from muster.errors import SettingsError
 from muster.torch.optimizer_state import make_optimizer_state
 
 
-class AlsoObjects:
+class ExtraState:
     """Objects with ``state_dict()`` and ``load_state_dict()``, by name.
 
     A module on the model's device gives its tensors to the state's arrays. Of everything else the state is
