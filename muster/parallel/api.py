@@ -18,7 +18,7 @@ from muster.communicators.base import Communicator
 from muster.errors import CollectiveMismatchError, SettingsError
 from muster.parallel.eager import TraceError
 from muster.parallel.measure import load_machine
-from muster.parallel.module import NO_FLOAT16, ParallelModule
+from muster.parallel.module import ParallelModule
 from muster.parallel.planning import context
 from muster.parallel.planning.costs import Machine
 from muster.parallel.planning.feeding import whole_shape
@@ -26,11 +26,12 @@ from muster.parallel.planning.graph import Graph
 from muster.parallel.planning.layouts import Mesh
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.plan_file import check_model
-from muster.parallel.planning.planner import SEARCHES, find_plan, options_for
+from muster.parallel.planning.planner import find_plan, options_for
 from muster.parallel.planning.precision import mark_autocast
-from muster.parallel.planning.problem import ALWAYS, Options, build
+from muster.parallel.planning.problem import Options, build
 from muster.parallel.planning.strategies import Slices, Strategy, check_divides, strategy_text
 from muster.parallel.saved import read_plan
+from muster.parallel.settings import ParallelSettings, settings_of
 from muster.parallel.trace import Traced, trace
 from muster.torch.data_parallel import DataParallel
 from muster.torch.transfer import broadcast_tensors, gather_numbers
@@ -179,11 +180,20 @@ def parallelize(
         SettingsError: something given is wrong, does not fit the model, or fits no plan.
         CollectiveMismatchError: the ranks came to different plans.
     """
-    settings = net.settings if isinstance(net, context.AutoParallel) else context.in_force() or {}
-    net = net.network if isinstance(net, context.AutoParallel) else net
-    chosen = _Chosen(settings, mode, search, dataset_strategy, gradients_mean, parameter_broadcast, plan)
-    chosen.share(shard_updates, rest)
-    chosen.refine(batch_norm, autocast)
+    net, inherited = context.inherited_by(net)
+    chosen = settings_of(
+        inherited.keywords,
+        plan=plan,
+        batch_norm=batch_norm,
+        mode=mode,
+        search=search,
+        dataset_strategy=dataset_strategy,
+        gradients_mean=gradients_mean,
+        parameter_broadcast=parameter_broadcast,
+        shard_updates=shard_updates,
+        rest=rest,
+        autocast=autocast,
+    )
     own = net if loss is None else _WithLoss(net, loss)
     _check_layerwise(own, chosen.mode)
     if chosen.mode == "stand_alone":
@@ -191,13 +201,13 @@ def parallelize(
         return StandAlone(own, WithoutGraph("stand alone, as asked: nothing is divided, nothing travels."))
     group = communicator if communicator is not None else _communicator_of(session)
     if communicator is None:
-        context.check_place(settings, group.world_size, group.rank)
-    if elastic and (chosen.plain or not chosen.broadcast):
+        inherited.check_place(group.world_size, group.rank)
+    if elastic and (chosen.plain or not chosen.parameter_broadcast):
         raise SettingsError(
             'elastic needs mode "auto" or "semi_auto", and parameter_broadcast: for data parallelism use'
             " muster.DataParallel(elastic=True) with a muster.TorchTrainingState"
         )
-    if chosen.broadcast and not elastic:
+    if chosen.parameter_broadcast and not elastic:
         _broadcast(own, group)
     given = _Given(
         chosen,
@@ -209,7 +219,7 @@ def parallelize(
         survive=survive,
     )
     try:
-        traced = _trace(own, example, group.world_size, chosen.dataset)
+        traced = _trace(own, example, group.world_size, chosen.dataset_strategy)
     except TraceError as error:
         asked = strategies or chosen.load or chosen.mode in ("hybrid", "semi_auto")
         if elastic or asked or not chosen.simple:
@@ -220,7 +230,7 @@ def parallelize(
     found = given.plan(traced.graph, group)
     seed = _seed(group, seed, shared=not elastic)
     if not elastic:
-        _check_same(group, found, chosen.mode, chosen.mean, autocast, seed)
+        _check_same(group, found, chosen.mode, chosen.gradients_mean, autocast, seed)
     if chosen.save and group.rank == 0:
         found.save(chosen.save)
     if chosen.mode == "data_parallel" and chosen.simple:
@@ -230,7 +240,7 @@ def parallelize(
         traced,
         found,
         group,
-        summed=not chosen.mean,
+        summed=not chosen.gradients_mean,
         seed=seed,
         autocast=autocast,
         planner=lambda ranks: given.plan(traced.graph, ranks, anew=True),
@@ -238,71 +248,11 @@ def parallelize(
     )
 
 
-class _Chosen:
-    """The options in force: arguments, then the context, then defaults."""
-
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        mode: str | None,
-        search: str | None,
-        dataset: Any,
-        mean: bool | None,
-        broadcast: bool | None,
-        plan: str | Path | None,
-    ) -> None:
-        def first(value: Any, name: str, default: Any) -> Any:
-            return value if value is not None else settings.get(name, default)
-
-        name = first(mode, "parallel_mode", "auto")
-        if name not in context.MODES:
-            raise SettingsError(
-                f'mode is "auto", "semi_auto", "data_parallel", "hybrid" or "stand_alone", not {name!r}'
-            )
-        self.mode = context.MODES[name]
-        self.search = first(search, "search_mode", "exact")
-        if self.search not in SEARCHES:
-            raise SettingsError(f"search is one of {', '.join(SEARCHES)}, not {self.search!r}")
-        self.dataset = first(dataset, "dataset_strategy", "data_parallel")
-        self.mean = bool(first(mean, "gradients_mean", True))
-        self.broadcast = bool(first(broadcast, "parameter_broadcast", True))
-        load, save = settings.get("strategy_ckpt_load_file", ""), settings.get("strategy_ckpt_save_file", "")
-        if plan is not None:
-            load, save = (str(plan), "") if Path(plan).exists() else ("", str(plan))
-        self.load, self.save = load, save
-        self.plain = self.mode in ("data_parallel", "hybrid")
-        self.every_update = bool(settings.get("enable_parallel_optimizer", False))
-
-    def share(self, shard_updates: bool | str | None, rest: str) -> None:
-        """Takes in which updates are divided, and what operators without a strategy do."""
-        if shard_updates not in (None, True, False, ALWAYS):
-            raise SettingsError(f'shard_updates is True, False or "{ALWAYS}", not {shard_updates!r}')
-        if shard_updates is None:
-            shard_updates = ALWAYS if self.every_update else True
-        self.shard_updates, self.rest = shard_updates, rest
-
-    def refine(self, batch_norm: str | None, autocast: Any) -> None:
-        """Takes in what else counts; ``simple``: no more is asked for than DataParallel does by itself."""
-        if batch_norm not in (None, "local", "synchronised"):
-            raise SettingsError(f'batch_norm is "local" or "synchronised", not {batch_norm!r}')
-        if autocast == torch.float16:
-            raise SettingsError(NO_FLOAT16)
-        if autocast is not None and self.mode == "stand_alone":
-            raise SettingsError('mode "stand_alone" runs the module as it is: use torch.autocast around it')
-        self.local_norm = batch_norm == "local" or (batch_norm is None and self.plain)
-        self.simple = (
-            self.dataset == "data_parallel"
-            and batch_norm != "synchronised"
-            and autocast is None
-            and self.shard_updates != ALWAYS
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Given:
     """The inputs of the search beside the graph; see :func:`parallelize`."""
 
-    chosen: _Chosen
+    chosen: ParallelSettings
     strategies: Mapping[str, Strategy]
     memory: float
     mesh: Mesh | None
@@ -318,7 +268,7 @@ class _Given:
         """The plan that was saved, if there is one; otherwise, or ``anew``, the one that a search finds."""
         load = self.chosen.load and not anew
         found = self._loaded(graph, group) if load else self._searched(graph, group)
-        found.gradients = "averaged" if self.chosen.mean else "summed"
+        found.gradients = "averaged" if self.chosen.gradients_mean else "summed"
         return found
 
     def _searched(self, graph: Graph, group: Communicator) -> Plan:
@@ -335,7 +285,7 @@ class _Given:
             search=self.chosen.search,
             strategies=self.strategies,
             memory=self.memory,
-            dataset=self.chosen.dataset,
+            dataset=self.chosen.dataset_strategy,
             mesh=self.mesh,
             optimizer_states=self.optimizer_states,
             local_norm=self.chosen.local_norm,
@@ -373,9 +323,11 @@ class _Given:
         hosts = self._hosts(group)
         share = self.chosen.shard_updates
         base = Options((), (), self.optimizer_states, self.chosen.local_norm, share, hosts=hosts)
-        options = options_for(graph, mesh, self.chosen.dataset, base)
+        options = options_for(graph, mesh, self.chosen.dataset_strategy, base)
         if options is None:
-            raise SettingsError(f"the plan {path} does not fit dataset_strategy={self.chosen.dataset!r}")
+            raise SettingsError(
+                f"the plan {path} does not fit dataset_strategy={self.chosen.dataset_strategy!r}"
+            )
         problem = build(graph, mesh, self.machine, options)
         try:
             choice = problem.choice_of(saved["states"])
@@ -516,7 +468,7 @@ def _device_of(group: Communicator) -> Any:
     return torch.device("cuda" if group.on_device else "cpu")
 
 
-def _without_graph(own: Any, group: Communicator, chosen: _Chosen, error: TraceError) -> Any:
+def _without_graph(own: Any, group: Communicator, chosen: ParallelSettings, error: TraceError) -> Any:
     """Plain data parallelism for a module that is no graph."""
     verdict = f"data parallel, because nothing else can be searched. {error}"
     if chosen.mode != "data_parallel":
@@ -524,7 +476,9 @@ def _without_graph(own: Any, group: Communicator, chosen: _Chosen, error: TraceE
     return _data_parallel(own, group, chosen, WithoutGraph(verdict))
 
 
-def _data_parallel(own: Any, group: Communicator, chosen: _Chosen, plan: Any) -> Any:
-    model = DataParallel(own, communicator=group, gradients_mean=chosen.mean, parameter_broadcast=False)
+def _data_parallel(own: Any, group: Communicator, chosen: ParallelSettings, plan: Any) -> Any:
+    model = DataParallel(
+        own, communicator=group, gradients_mean=chosen.gradients_mean, parameter_broadcast=False
+    )
     model.plan = plan
     return model

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import SettingsError, WorkerError
-from muster.parallel.planning.context import MODES
+from muster.parallel.planning.context import MODES, SEARCH_NAMES
 from muster.parallel.planning.costs import Machine
 from muster.parallel.planning.plan import Plan
-from muster.parallel.planning.planner import RESTS, SEARCHES, find_plan
+from muster.parallel.planning.planner import RESTS, find_plan
 from muster.parallel.planning.precision import mark_autocast
 
 EXAMPLES = """\
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add("model", nargs="?", help="MODULE:FUNCTION that makes the model and an example")
     add("--gpus", type=int, default=8, help="number of ranks (8)")
     add("--mode", choices=sorted(MODES), default="auto")
-    add("--search", choices=sorted(SEARCHES), default="exact")
+    add("--search", choices=sorted(SEARCH_NAMES), default="exact")
     add("--strategy", action="append", default=[], metavar="NAME=SLICES", help="fix an operator or module")
     add("--rest", choices=RESTS, default="search", help="what the other operators do in mode semi_auto")
     add("--mesh", help="how the ranks are arranged, such as 2,4; default: the best")
@@ -120,7 +120,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         options.gpus,
         machine=load_machine(options.machine) if options.machine else Machine(),
         mode="data_parallel" if mode in ("data_parallel", "hybrid") else mode,
-        search=options.search,
+        search=SEARCH_NAMES[options.search],
         strategies=_strategies(options.strategy),
         rest=options.rest,
         memory=options.memory,

@@ -33,6 +33,7 @@ from muster.parallel.planning.layouts import (
 )
 from muster.parallel.planning.plan import Plan
 from muster.parallel.planning.problem import State
+from muster.parallel.settings import NO_FLOAT16
 from muster.parallel.trace import Traced
 from muster.torch import capture
 from muster.torch.transfer import broadcast_tensors
@@ -40,10 +41,6 @@ from muster.torch.transfer import broadcast_tensors
 _WARM_UP, _MEASURED = 2, 5
 _UNMET = 'which nothing passes in a recorded graph: mode="data_parallel" keeps hooks'
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-NO_FLOAT16 = (
-    "autocast to float16 needs scaled losses, and a GradScaler sees the gradients of one rank's parts: use"
-    " torch.bfloat16"
-)
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ def quick(strategies: Any, world: int = 8, **settings: Any) -> Plan:
 
 
 def test_the_tutorials_strategy_is_propagated_as_there() -> None:
-    plan = quick({"matmul": ((2, 4), (4, 1))}, search="sharding_propagation")
+    plan = quick({"matmul": ((2, 4), (4, 1))}, search="propagation")
     assert plan.mesh == (2, 4)
     rows = plan.rows()
     assert rows[0].strategies.startswith("matmul ((2, 4), (4, 1)); relu ((2, 4)); matmul ((2, 4), (4, 1))")

@@ -102,7 +102,7 @@ def _planned(
         "plan-whole-updates": {"mode": "semi_auto", "shard_updates": False},
         "plan-head-by-outputs": {"mode": "semi_auto", "strategies": {task.head: {"n": group.world_size}}},
         "plan-head-by-inputs": {"mode": "semi_auto", "strategies": {task.head: {"k": group.world_size}}},
-        "plan-least-sent": {"mode": "semi_auto", "search": "sharding_propagation"},
+        "plan-least-sent": {"mode": "semi_auto", "search": "propagation"},
     }
     model = parallelize(
         net,

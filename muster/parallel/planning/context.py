@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from muster.errors import NotInitializedError, SettingsError
@@ -31,6 +32,26 @@ MODES = {
     "auto_parallel": "auto",
 }
 """All names of modes, and the one that plans use."""
+
+SEARCH_NAMES = {
+    "exact": "exact",
+    "propagation": "propagation",
+    "sharding_propagation": "propagation",
+    "recursive_programming": "exact",
+    "dynamic_programming": "exact",
+}
+"""All names of searches, and the one that the planner knows."""
+
+_KEYWORDS = {
+    "parallel_mode": "mode",
+    "search_mode": "search",
+    "gradients_mean": "gradients_mean",
+    "parameter_broadcast": "parameter_broadcast",
+    "dataset_strategy": "dataset_strategy",
+    "strategy_ckpt_load_file": "load",
+    "strategy_ckpt_save_file": "save",
+}
+"""MindSpore's settings, and what they are in Muster's own."""
 
 _DEFAULTS: dict[str, Any] = {
     "parallel_mode": ParallelMode.STAND_ALONE,
@@ -157,11 +178,8 @@ def _check_flag(given: str, value: Any) -> None:
 def _check(given: str, name: str, value: Any) -> None:
     if name == "parallel_mode" and value not in MODES:
         raise SettingsError(f"{given} is one of {', '.join(ParallelMode.MODE_LIST)}, not {value!r}")
-    if name == "search_mode":
-        from muster.parallel.planning.planner import SEARCHES
-
-        if value not in SEARCHES:
-            raise SettingsError(f"{given} is one of {', '.join(SEARCHES)}, not {value!r}")
+    if name == "search_mode" and value not in SEARCH_NAMES:
+        raise SettingsError(f"{given} is one of {', '.join(SEARCH_NAMES)}, not {value!r}")
     if isinstance(_DEFAULTS[name], bool):
         _check_flag(given, value)
     if name.startswith("strategy_ckpt") and not isinstance(value, str):
@@ -197,9 +215,40 @@ def reset_auto_parallel_context() -> None:
     _current.clear()
 
 
-def in_force() -> dict[str, Any] | None:
-    """All settings if anything was set; otherwise None."""
-    return {**_DEFAULTS, **_current} if _current else None
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What :func:`muster.parallelize` takes from here where it is not told otherwise.
+
+    Attributes:
+        keywords: Muster's own settings, by name; none where nothing was set.
+    """
+
+    keywords: dict[str, Any]
+    _settings: dict[str, Any]
+
+    def check_place(self, world_size: int, rank: int) -> None:
+        """Makes sure that device_num and global_rank, where they were set, are the job's.
+
+        Raises:
+            SettingsError: one is not.
+        """
+        check_place(self._settings, world_size, rank)
+
+
+def inherited_by(net: Any) -> tuple[Any, Inherited]:
+    """The network, and its own settings if it is an :class:`AutoParallel`, otherwise the context's."""
+    if isinstance(net, AutoParallel):
+        return net.network, Inherited(_keywords(net.settings), net.settings)
+    settings = {**_DEFAULTS, **_current} if _current else {}
+    return net, Inherited(_keywords(settings), settings)
+
+
+def _keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """MindSpore's settings as Muster's own."""
+    found = {_KEYWORDS[name]: value for name, value in settings.items() if name in _KEYWORDS}
+    if settings.get("enable_parallel_optimizer"):
+        found["shard_updates"] = "always"
+    return found
 
 
 _AUTO_PARALLEL_MODES = {

@@ -31,14 +31,8 @@ from muster.parallel.planning.strategies import (
     strategy_text,
 )
 
-SEARCHES = {
-    "exact": False,
-    "propagation": True,
-    "sharding_propagation": True,
-    "recursive_programming": False,
-    "dynamic_programming": False,
-}
-"""Names of searches, and whether only communication counts in them."""
+SEARCHES = ("exact", "propagation")
+"""In the second one only communication counts."""
 
 RESTS = ("search", "data_parallel")
 """What operators without a strategy do in mode "semi_auto"."""
@@ -158,7 +152,7 @@ def find_plan(
         raise SettingsError(_indivisible(graph, world, dataset))
     others = _rest_pins(graph, world, base) if rest == "data_parallel" else {}
     found_mesh, (solution, states) = _best_of(graph, given, machine, pins, others, limit, search)
-    if baseline is not None and not pins and not SEARCHES[search]:
+    if baseline is not None and not pins and search == "exact":
         (plain, plain_states), options = baseline
         if plain.nbytes <= limit and plain.seconds <= solution.seconds * (1 + SAME):
             exact = replace(options, whole_parameters=False, shard_updates=shard_updates)
@@ -197,7 +191,7 @@ def _best_of(
         try:
             problem = build(graph, mesh, machine, options, fixed)
             solution = solve(problem, limit)
-            if SEARCHES[search] and solution is not None:
+            if search == "propagation" and solution is not None:
                 solution = _propagated(problem, options, fixed, limit, solution)
         except KeyError as error:
             refused = refused or (

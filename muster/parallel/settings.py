@@ -1,0 +1,105 @@
+"""The settings of a divided model, by the keywords of :func:`muster.parallelize`, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.errors import SettingsError
+from muster.parallel.planning.context import MODES, SEARCH_NAMES
+from muster.parallel.planning.problem import ALWAYS
+from muster.parallel.planning.strategies import Slices
+
+NO_FLOAT16 = (
+    "autocast to float16 needs scaled losses, and a GradScaler sees the gradients of one rank's parts: use"
+    " torch.bfloat16"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSettings:
+    """What :func:`muster.parallelize` was asked for; see there.
+
+    Attributes:
+        load: the file that the plan comes from; "": it is searched for.
+        save: the file in which it is saved; "": in none.
+        local_norm: BatchNorm takes the statistics of each rank's own part of the batch.
+        synchronised: statistics of the whole batch were asked for by name.
+    """
+
+    mode: str = "auto"
+    search: str = "exact"
+    dataset_strategy: str | Sequence[Slices] = "data_parallel"
+    gradients_mean: bool = True
+    parameter_broadcast: bool = True
+    load: str = ""
+    save: str = ""
+    shard_updates: bool | str = True
+    rest: str = "search"
+    autocast: Any = None
+    local_norm: bool = False
+    synchronised: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the batch alone is divided."""
+        return self.mode in ("data_parallel", "hybrid")
+
+    @property
+    def simple(self) -> bool:
+        """Whether no more is asked for than DataParallel does by itself."""
+        return (
+            self.dataset_strategy == "data_parallel"
+            and not self.synchronised
+            and self.autocast is None
+            and self.shard_updates != ALWAYS
+        )
+
+
+def settings_of(
+    defaults: Mapping[str, Any],
+    *,
+    plan: str | Path | None,
+    batch_norm: str | None,
+    **given: Any,
+) -> ParallelSettings:
+    """The settings in force.
+
+    Args:
+        defaults: by keyword, what holds where ``given`` is None.
+        plan: loaded if it exists, else saved; None: as the defaults say.
+        batch_norm: "local", "synchronised", or None: as the mode has it.
+        **given: :func:`muster.parallelize`'s keywords.
+
+    Raises:
+        SettingsError: one has no legal value.
+    """
+    found = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    mode, search = found.get("mode", "auto"), found.get("search", "exact")
+    if mode not in MODES:
+        raise SettingsError(
+            f'mode is "auto", "semi_auto", "data_parallel", "hybrid" or "stand_alone", not {mode!r}'
+        )
+    if search not in SEARCH_NAMES:
+        raise SettingsError(f"search is one of {', '.join(SEARCH_NAMES)}, not {search!r}")
+    found |= {"mode": MODES[mode], "search": SEARCH_NAMES[search]}
+    for name in ("gradients_mean", "parameter_broadcast"):
+        found[name] = bool(found.get(name, True))
+    if plan is not None:
+        exists = Path(plan).exists()
+        found |= {"load": str(plan) if exists else "", "save": "" if exists else str(plan)}
+    if found.get("shard_updates") not in (None, True, False, ALWAYS):
+        raise SettingsError(f'shard_updates is True, False or "{ALWAYS}", not {found["shard_updates"]!r}')
+    if batch_norm not in (None, "local", "synchronised"):
+        raise SettingsError(f'batch_norm is "local" or "synchronised", not {batch_norm!r}')
+    autocast = found.get("autocast")
+    if autocast == torch.float16:
+        raise SettingsError(NO_FLOAT16)
+    if autocast is not None and found["mode"] == "stand_alone":
+        raise SettingsError('mode "stand_alone" runs the module as it is: use torch.autocast around it')
+    local = batch_norm == "local" or (batch_norm is None and found["mode"] in ("data_parallel", "hybrid"))
+    return ParallelSettings(**found, local_norm=local, synchronised=batch_norm == "synchronised")
