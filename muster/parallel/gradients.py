@@ -12,7 +12,7 @@ from muster.communicators.work import Work
 from muster.errors import SettingsError, WorkerError
 from muster.parallel.mesh_communicator import MeshCommunicator
 from muster.parallel.planning.buckets import ParameterShard, PlannedBucket
-from muster.torch.buckets import is_dense
+from muster.torch.flat import is_dense
 
 
 class PartialGradient(torch.Tensor):  # type: ignore[misc]  # torch has no types here

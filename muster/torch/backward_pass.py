@@ -9,7 +9,8 @@ import torch
 
 from muster.communicators.base import ReduceOp
 from muster.errors import WorkerError
-from muster.torch.buckets import FlatBuffers, GradientBucket
+from muster.torch.buckets import GradientBucket
+from muster.torch.flat_buffers import FlatBuffers
 from muster.torch.pass_counter import RankNumbers, UnfinishedPasses
 from muster.torch.sparse_gradients import SparseGradients
 from muster.torch.transfer import Lane

@@ -17,12 +17,8 @@ from typing import Any
 import torch
 
 from muster.errors import ArrayError
+from muster.torch.flat import is_dense, kind_text, padded, views_of
 from muster.training.buckets import Bucket, ParameterSpec, plan_buckets
-
-ALIGNMENT = 64
-"""Elements. Kernels for tensor cores need addresses aligned to 16 bytes, or fall far behind."""
-
-_DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 class GradientBucket:
@@ -58,7 +54,7 @@ class GradientBucket:
             if in_place_bytes is not None and parameter.nbytes >= in_place_bytes and is_dense(parameter)
         }
         self._packed = [p for index, p in enumerate(self.parameters) if index not in self._large]
-        self.size = sum(_padded(parameter.numel()) for parameter in self._packed)
+        self.size = sum(padded(parameter.numel()) for parameter in self._packed)
         self.in_place: list[Any] = []
         self._wire_dtype = wire_dtype
         self.allocate(ranks)
@@ -187,33 +183,10 @@ class GradientBucket:
 
 def _converted(parameter: Any, wrapped: Any) -> ArrayError:
     return ArrayError(
-        f"a parameter of shape {tuple(parameter.shape)} was {_kind(wrapped)} when it was wrapped, and now is"
-        f" {_kind(parameter)}",
+        f"a parameter of shape {tuple(parameter.shape)} was {kind_text(wrapped)} when it was wrapped, and now"
+        f" is {kind_text(parameter)}",
         remedy="Convert or move the module before you wrap it.",
     )
-
-
-def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Views into ``flat``, one after the other, with each tensor's shape and (if dense) memory layout.
-
-    Each begins at a multiple of ``ALIGNMENT`` elements; ``flat`` must have room for the gaps.
-    """
-    views, offset = [], 0
-    for tensor in tensors:
-        strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        views.append(flat.as_strided(tensor.shape, strides, offset))
-        offset += _padded(tensor.numel())
-    return views
-
-
-def _padded(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def is_dense(tensor: Any) -> bool:
-    """Whether the tensor fills its memory without gaps in one of torch's memory formats."""
-    formats = _DENSE_FORMATS[: 1 + (tensor.dim() == 4)] if tensor.dim() != 5 else _DENSE_FORMATS[::2]
-    return any(tensor.is_contiguous(memory_format=layout) for layout in formats)
 
 
 def make_buckets(
@@ -254,64 +227,3 @@ def make_buckets(
         )
         for bucket in plan
     ]
-
-
-class FlatBuffers:
-    """A module's buffers of one dtype, moved into one flat tensor, so that one broadcast sends them all."""
-
-    def __init__(self, shared: Sequence[Sequence[tuple[Any, str]]]) -> None:
-        """Takes each buffer with all (module, name) pairs under which it is registered."""
-        tensors = [owners[0][0]._buffers[owners[0][1]] for owners in shared]
-        room = sum(_padded(tensor.numel()) for tensor in tensors)
-        self.flat = torch.zeros(room, dtype=tensors[0].dtype, device=tensors[0].device)
-        self._entries = []
-        for owners, tensor, part in zip(shared, tensors, views_of(self.flat, tensors), strict=True):
-            part.copy_(tensor.detach())
-            # The tensors stay the objects they are: a module may hold them under other names too. And they do
-            # not become views, which autograd would all take for changed by each one's update.
-            tensor.data = part
-            self._entries += [(owner, name, tensor) for owner, name in owners]
-
-    def gather(self) -> list[Any]:
-        """Copies buffers that the module has replaced since into the flat tensor, and returns them.
-
-        Raises:
-            ArrayError: one became something else.
-        """
-        replaced = []
-        for owner, name, kept in self._entries:
-            current = owner._buffers.get(name)
-            if current is kept:
-                continue
-            if _kind(current) != _kind(kept):
-                raise ArrayError(
-                    f"the buffer {name!r} of a {type(owner).__name__} was {_kind(kept)} when it was wrapped,"
-                    f" and now is {_kind(current)}",
-                    remedy="Wrap the module anew after such a change, or leave its buffers alone with"
-                    " broadcast_buffers=False.",
-                )
-            kept.detach().copy_(current.detach())
-            owner._buffers[name] = kept
-            replaced.append(current)
-        return replaced
-
-
-def _kind(tensor: Any) -> str:
-    if not isinstance(tensor, torch.Tensor):
-        return str(tensor)
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
-
-
-def flat_buffers(module: Any) -> list[FlatBuffers]:
-    """Moves all buffers of ``module`` into flat tensors, one per dtype."""
-    owners: dict[int, list[tuple[Any, str]]] = {}
-    groups: dict[Any, list[list[tuple[Any, str]]]] = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is None or not buffer.numel():
-                continue
-            if id(buffer) not in owners:
-                owners[id(buffer)] = []
-                groups.setdefault((buffer.dtype, buffer.device), []).append(owners[id(buffer)])
-            owners[id(buffer)].append((owner, name))
-    return [FlatBuffers(shared) for shared in groups.values()]

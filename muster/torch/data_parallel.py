@@ -13,8 +13,10 @@ from torch.autograd import Variable
 from muster.communicators.base import Communicator, ReduceOp
 from muster.errors import SettingsError, WorkerError
 from muster.torch.backward_pass import BackwardPass
-from muster.torch.buckets import FlatBuffers, GradientBucket, flat_buffers, make_buckets
+from muster.torch.buckets import GradientBucket, make_buckets
+from muster.torch.flat_buffers import FlatBuffers, flat_buffers
 from muster.torch.functional_call import let_functional_call_know
+from muster.torch.master_weights import MasterWeights
 from muster.torch.pass_counter import RankNumbers, UnfinishedPasses
 from muster.torch.sparse_gradients import SparseGradients
 from muster.torch.sync_batch_norm import adopt
@@ -27,7 +29,7 @@ from muster.torch.transfer import (
     gather_numbers,
     gather_rows,
 )
-from muster.torch.wrapper import MasterWeights, ModuleWrapper, communicator_of
+from muster.torch.wrapper import ModuleWrapper, communicator_of
 from muster.training.buckets import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BYTES
 from muster.training.frameworks import warn_if_data_is_not_divided
 

@@ -17,7 +17,7 @@ import torch
 from muster.communicators.base import Communicator
 from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import ArrayError, SettingsError
-from muster.torch.buckets import ALIGNMENT, views_of
+from muster.torch.flat import ALIGNMENT, views_of
 from muster.torch.optimizer_state import number_of
 from muster.torch.transfer import array_of, broadcast_tensors, check_same_tensors
 from muster.torch.wrapper import SHARDED, ModuleWrapper, check_whole, communicator_of, is_wrapped

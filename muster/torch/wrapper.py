@@ -1,11 +1,11 @@
-"""The base of DataParallel: shows its module's interface, notices changes of it, keeps bf16 masters."""
+"""The base of DataParallel: shows its module's interface, or its masters', and notices changes of it."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter, is_
@@ -18,83 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from muster.communicators.base import Communicator
 from muster.errors import ArrayError, SettingsError, WorkerError
-from muster.torch.buckets import GradientBucket, views_of
+from muster.torch.master_weights import MasterWeights
 from muster.worker import runtime
-
-_NORMALISATIONS = (
-    torch.nn.modules.batchnorm._NormBase,
-    torch.nn.LayerNorm,
-    torch.nn.GroupNorm,
-    torch.nn.RMSNorm,
-)
-
-
-class MasterWeights:
-    """Moves a module's parameters into flat float32 masters, one per bucket, and bfloat16 copies.
-
-    Normalisation layers stay in float32: their parameters are views of the masters.
-
-    Raises:
-        SettingsError: a parameter is not float32, or is not trained and so has no master.
-    """
-
-    def __init__(self, module: torch.nn.Module, buckets: Sequence[GradientBucket], dtype: Any) -> None:
-        for name, parameter in module.named_parameters():
-            if parameter.dtype != torch.float32 or not parameter.requires_grad:
-                what = (
-                    "frozen" if not parameter.requires_grad else str(parameter.dtype).removeprefix("torch.")
-                )
-                raise SettingsError(
-                    f'weights="bf16" keeps float32 masters of what is trained; {name} is {what}.'
-                    " Leave weights out and use torch.autocast."
-                )
-        exact = {
-            id(parameter)
-            for owner in module.modules()
-            if isinstance(owner, _NORMALISATIONS)
-            for parameter in owner.parameters(recurse=False)
-        }
-        self.dtype = dtype
-        self.parameters: list[Any] = []
-        self.views: dict[int, Any] = {}
-        self._pairs: list[tuple[Any, Any]] = []
-        for bucket in buckets:
-            master = torch.zeros_like(bucket.flat[: bucket.size])
-            low = torch.empty_like(master, dtype=dtype)
-            views, low_views = views_of(master, bucket.parameters), views_of(low, bucket.parameters)
-            for parameter, view, low_view in zip(bucket.parameters, views, low_views, strict=True):
-                view.copy_(parameter.detach())
-                self.views[id(parameter)] = view
-                parameter.data = view if id(parameter) in exact else low_view
-            self._pairs.append((low, master))
-            bucket.master = torch.nn.Parameter(master)
-            self.parameters.append(bucket.master)
-        self._places = [(p, p.data_ptr()) for bucket in buckets for p in bucket.parameters]
-        self.refresh()
-
-    def check_in_place(self) -> None:
-        """Makes sure that the module computes with what the optimizer trains.
-
-        Raises:
-            SettingsError: its parameters were moved or converted.
-        """
-        if any(parameter.data_ptr() != place for parameter, place in self._places):
-            raise SettingsError(
-                'the module was moved or converted after it was wrapped with weights="bf16": it would compute'
-                " with weights that nobody trains. Call to(...) before you wrap it."
-            )
-
-    def refresh(self) -> None:
-        """Brings the weights for computing up to the masters."""
-        with torch.no_grad():
-            for low, master in self._pairs:
-                low.copy_(master)
-
-
-# What torch.compiler.disable sets; calling that would load all of torch's compiler. To the compiler weights
-# are inputs that share memory, which it refuses where they are written.
-MasterWeights.refresh._torchdynamo_disable = True  # type: ignore[attr-defined]
-
 
 _WRAPPERS: Any = WeakIdKeyDictionary()
 """Each parameter's wrapper, weakly: an earlier one would go on reducing its gradient."""

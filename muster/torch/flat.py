@@ -1,0 +1,44 @@
+"""Views into flat tensors: where each lies, aligned and in its tensor's memory format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64
+"""Elements. Kernels for tensor cores need addresses aligned to 16 bytes, or fall far behind."""
+
+_DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def views_of(flat: Any, tensors: Sequence[Any]) -> list[Any]:
+    """Views into ``flat``, one after the other, with each tensor's shape and (if dense) memory layout.
+
+    Each begins at a multiple of ``ALIGNMENT`` elements; ``flat`` must have room for the gaps.
+    """
+    views, offset = [], 0
+    for tensor in tensors:
+        strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        views.append(flat.as_strided(tensor.shape, strides, offset))
+        offset += padded(tensor.numel())
+    return views
+
+
+def padded(count: int) -> int:
+    """So many elements, and the gap behind them."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def is_dense(tensor: Any) -> bool:
+    """Whether the tensor fills its memory without gaps in one of torch's memory formats."""
+    formats = _DENSE_FORMATS[: 1 + (tensor.dim() == 4)] if tensor.dim() != 5 else _DENSE_FORMATS[::2]
+    return any(tensor.is_contiguous(memory_format=layout) for layout in formats)
+
+
+def kind_text(tensor: Any) -> str:
+    """A tensor's dtype, shape and device in words."""
+    if not isinstance(tensor, torch.Tensor):
+        return str(tensor)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
