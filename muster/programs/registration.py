@@ -79,8 +79,8 @@ def _serve_hooks(c10d: Any) -> None:
     def register_python(model: Any, state: object, hook: Callable[..., Any]) -> None:
         if getattr(hook, "__module__", "").endswith(".quantization_hooks") and is_ours(model):
             raise SettingsError(
-                f"{hook.__name__} takes tensors of GPUs, and results in NCCL's form: the backend {BACKEND!r} has"
-                " none, and with Gloo it fails, too.",
+                f"{hook.__name__} takes tensors of GPUs, and results in NCCL's form: the backend"
+                f" {BACKEND!r} has none, and with Gloo it fails, too.",
                 remedy="Take fp16_compress_hook, bf16_compress_hook or PowerSGD.",
             )
         register(model, state, hook)

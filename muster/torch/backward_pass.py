@@ -13,7 +13,7 @@ from muster.torch.buckets import GradientBucket
 from muster.torch.flat_buffers import FlatBuffers
 from muster.torch.pass_counter import RankNumbers, UnfinishedPasses
 from muster.torch.sparse_gradients import SparseGradients
-from muster.torch.transfer import Lane
+from muster.torch.transfer import CommStream
 
 
 class BackwardPass:
@@ -22,7 +22,7 @@ class BackwardPass:
     Args:
         buckets: all of them, in the order in which all ranks reduce them.
         bucket_of: the number of each parameter's bucket, by the parameter's id; sparse ones have none.
-        lane: where collectives run.
+        comm_stream: where collectives run.
         op: MEAN or SUM.
         scale: 0-dim tensor by which this rank's gradients are multiplied; None: 1.
         sparse: the parameters whose gradients follow the buckets.
@@ -33,14 +33,14 @@ class BackwardPass:
 
     Attributes:
         seen: ids of the parameters whose gradients have come, in that order.
-        read_aside: tensors that the lane may still read, kept while a CUDA graph is captured.
+        read_aside: tensors that the comm_stream may still read, kept while a CUDA graph is captured.
     """
 
     def __init__(
         self,
         buckets: Sequence[GradientBucket],
         bucket_of: Mapping[int, int],
-        lane: Lane,
+        comm_stream: CommStream,
         op: ReduceOp,
         *,
         scale: Any | None,
@@ -51,7 +51,7 @@ class BackwardPass:
         flat_buffers: Sequence[FlatBuffers],
     ) -> None:
         self._buckets, self._bucket_of = buckets, bucket_of
-        self._lane, self._op, self._scale = lane, op, scale
+        self._comm_stream, self._op, self._scale = comm_stream, op, scale
         self._sparse, self._passes, self._numbers = sparse, passes, numbers
         self._module, self._flat_buffers = module, flat_buffers
         self._waiting = [len(bucket.parameters) for bucket in buckets]
@@ -86,8 +86,8 @@ class BackwardPass:
         self._ends = True
         while self._launched < len(self._buckets):
             self._launch()
-        self._sparse.reduce(self._lane, self._op, self._scale)
-        self._lane.join()
+        self._sparse.reduce(self._comm_stream, self._op, self._scale)
+        self._comm_stream.join()
         self.read_aside.clear()
 
     def _launch(self) -> None:
@@ -97,25 +97,25 @@ class BackwardPass:
         buffers = self._flat_buffers if last and self._module.training else []
         with (
             torch.no_grad(),
-            self._lane.on_side_stream(),
+            self._comm_stream.on_side_stream(),
         ):  # backward(create_graph=True) would record all this
             self._keep(bucket.fill(self._scale))
             if last:
-                if not self._lane.capturing():
+                if not self._comm_stream.capturing():
                     self._numbers.set(self._passes.settle())
                 self._numbers.put(bucket.numbers)
             for flat in buffers:
                 self._keep(flat.gather())
             for gradient in bucket.in_place:
-                self._lane.reduce(gradient, self._op)
-            self._lane.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
-            if self._lane.in_order:
+                self._comm_stream.reduce(gradient, self._op)
+            self._comm_stream.reduce(bucket.wire, self._op, buffers=[flat.flat for flat in buffers])
+            if self._comm_stream.in_order:
                 bucket.unpack()
 
     def _keep(self, tensors: list[Any]) -> None:
-        """Keeps tensors alive that only the lane reads, so that their memory is not reused too early."""
-        if self._lane.capturing():
+        """Keeps tensors alive that only the comm_stream reads, so that their memory is not reused too early."""
+        if self._comm_stream.capturing():
             self.read_aside += tensors
-        elif self._lane.in_order:
+        elif self._comm_stream.in_order:
             for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self._lane.device))
+                tensor.record_stream(torch.cuda.current_stream(self._comm_stream.device))

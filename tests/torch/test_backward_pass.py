@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from muster.errors import WorkerError
 from muster.torch.buckets import GradientBucket
 from muster.torch.data_parallel import DataParallel
-from muster.torch.transfer import Lane
+from muster.torch.transfer import CommStream
 from tests.gpu.threads import ThreadCommunicator, run_ranks
 from tests.torch.test_data_parallel import (
     Branches,
@@ -62,7 +62,7 @@ def test_after_a_pass_that_broke_off_at_its_end_no_gradient_counts(monkeypatch: 
 
 
 class Streams:
-    """torch's streams, as far as a lane uses them: who waited for whom, and which is the current one."""
+    """torch's streams, as far as a CommStream uses them: who waited for which, and the current one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits: list[tuple[str, str]] = []
@@ -95,10 +95,10 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
     def one(communicator: ThreadCommunicator) -> Any:
         model: Any = DataParallel(Crossed(), communicator=communicator)
         streams, seen = Streams(monkeypatch), list[Any]()
-        model._lane = OnStreams(
+        model._comm_stream = OnStreams(
             streams, seen, communicator, lambda: capturing and len(model.backward_pass.read_aside)
         )
-        model._lane.is_capturing = capturing
+        model._comm_stream.is_capturing = capturing
         fill = GradientBucket.fill
 
         def noted(bucket: Any, scale: Any) -> Any:
@@ -121,8 +121,8 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
     assert waits == [("side", "main"), ("side", "main"), ("main", "side")]
 
 
-class OnStreams(Lane):
-    """A GPU's lane whose tensors are on the CPU."""
+class OnStreams(CommStream):
+    """A GPU's comm_stream whose tensors are on the CPU."""
 
     def __init__(
         self, streams: Streams, seen: list[Any], communicator: ThreadCommunicator, held: Callable[[], int]
