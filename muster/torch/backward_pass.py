@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import WorkerError
 from muster.torch.buckets import GradientBucket
 from muster.torch.flat_buffers import FlatBuffers
@@ -113,7 +113,7 @@ class BackwardPass:
                 bucket.unpack()
 
     def _keep(self, tensors: list[Any]) -> None:
-        """Keeps tensors alive that only the comm_stream reads, so that their memory is not reused too early."""
+        """Keeps tensors alive that the communication stream reads: their memory must not be reused too early."""
         if self._comm_stream.capturing():
             self.read_aside += tensors
         elif self._comm_stream.in_order:

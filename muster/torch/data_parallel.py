@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from muster.communicators.base import Communicator, ReduceOp
+from muster.communicators.base import Communicator
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError, WorkerError
 from muster.torch.backward_pass import BackwardPass
 from muster.torch.buckets import GradientBucket, make_buckets

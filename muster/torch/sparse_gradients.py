@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from muster.communicators.base import ReduceOp
+from muster.communicators.reduce_ops import ReduceOp
 from muster.errors import SettingsError
 from muster.torch.transfer import CommStream, array_of, bytes_of, gather_rows
 

@@ -122,7 +122,7 @@ def test_gradients_on_a_gpu_are_packed_and_reduced_on_a_stream_of_their_own(
 
 
 class OnStreams(CommStream):
-    """A GPU's comm_stream whose tensors are on the CPU."""
+    """A GPU's communication stream whose tensors are on the CPU."""
 
     def __init__(
         self, streams: Streams, seen: list[Any], communicator: ThreadCommunicator, held: Callable[[], int]
