@@ -113,7 +113,7 @@ class BackwardPass:
                 bucket.unpack()
 
     def _keep(self, tensors: list[Any]) -> None:
-        """Keeps tensors alive that the communication stream reads: their memory must not be reused too early."""
+        """Keeps tensors that the communication stream reads alive, so that their memory is not reused."""
         if self._comm_stream.capturing():
             self.read_aside += tensors
         elif self._comm_stream.in_order:
