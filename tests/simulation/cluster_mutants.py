@@ -7,9 +7,11 @@ from typing import Any
 
 from muster.scheduler.core import events as e
 from muster.scheduler.core import leaving, machine
+from muster.scheduler.core.events import Decision
 from muster.scheduler.etcd.api import EtcdUnreachableError, created_in
 from muster.scheduler.etcd.journal import EtcdJournal
 from muster.scheduler.etcd.leadership import Leadership
+from muster.scheduler.jobs.adoption import AdoptingJob
 from muster.scheduler.jobs.driver import JobDriver
 from muster.wire.v1 import etcd_pb2 as pb
 from muster.worker.session.connection import Turns
@@ -89,6 +91,16 @@ def expels_any_incarnation(job: Any, event: e.ProcessEnded, now: float) -> None:
         job.lose(event.node_id, f"is lost: its launcher says that it {event.detail}")
 
 
+def counts_only_while_somebody_is_here(right: Any) -> Any:
+    def step(self: AdoptingJob, event: e.Event, now: float, *, more: bool = False) -> Decision:
+        if isinstance(event, e.ProcessEnded) and not self.machine.job.members.nodes:
+            return Decision()
+        decision: Decision = right(self, event, now, more=more)
+        return decision
+
+    return step
+
+
 CLUSTER_MUTANTS: dict[str, Mutant] = {
     "no fence": Mutant(Leadership, "fence", instead(always)),
     "fence by name": Mutant(Leadership, "fence", instead(by_name), seed=110),
@@ -103,6 +115,9 @@ CLUSTER_MUTANTS: dict[str, Mutant] = {
     "a launcher's word expels who is heard": Mutant(leaving, "process_ended", instead(expels_who_is_heard)),
     "a launcher's word counts for any incarnation": Mutant(
         leaving, "process_ended", instead(expels_any_incarnation)
+    ),
+    "a launcher's word counts only while somebody is here": Mutant(
+        AdoptingJob, "step", counts_only_while_somebody_is_here, seed=973000535
     ),
     "the last record is not read": Mutant(EtcdJournal, "load", reads_too_early),
 }

@@ -55,6 +55,7 @@ class AdoptingJob:
         if not adopt and not self._ledger.generation:
             self._records = None  # there is no journal, which every message says as ever
         self._held: dict[e.SessionId, e.Joined] = {}
+        self._anybody_came = False  # with the journal's generation; who has finished since has shown it, too
 
     def step(self, event: e.Event, now: float, *, more: bool = False) -> Decision:
         """As :meth:`Job.step`; also holds back workers that are ahead, and adopts them."""
@@ -65,7 +66,7 @@ class AdoptingJob:
             return self._decide(now) or self._wait(event)
         if self._held and isinstance(event, e.Tick):
             return Decision()  # nobody is lost before it is clear which generation counts
-        if isinstance(event, e.ProcessEnded) and not self._anybody_is_here:
+        if isinstance(event, e.ProcessEnded) and (self._held or not self._anybody_came):
             return Decision()  # likewise: it is said again
         session = getattr(event, "session", None)
         if session in self._held:
@@ -75,6 +76,7 @@ class AdoptingJob:
                 return Decision((), ((event.session, m.Ended(True, "Goodbye.")),))
             return Decision()
         decision = self.machine.step(event, now, more=more)
+        self._anybody_came |= bool(self.machine.job.members.nodes)
         self._keep(decision.records)
         self._records += decision.records
         if any(isinstance(record, r.GenerationFormed) for record in decision.records):
@@ -98,11 +100,6 @@ class AdoptingJob:
     def _keep(self, records: Iterable[r.Record]) -> None:
         for record in records:
             self._ledger.apply(record)
-
-    @property
-    def _anybody_is_here(self) -> bool:
-        """Whether a worker has come whose generation is that of the journal, and none that is ahead of it."""
-        return bool(self.machine.job.members.nodes) and not self._held
 
     def _is_ahead(self, event: e.Joined) -> bool:
         return event.held_generation > self._ledger.generation

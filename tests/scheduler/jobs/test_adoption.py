@@ -181,6 +181,14 @@ def test_who_has_ended_says_its_launcher_is_not_waited_for_after_a_restart() -> 
     assert {worker.candidate.node_id for worker in job.view(1.1).workers} == {"a", "b"}
 
 
+def test_a_word_counts_after_the_last_worker_that_came_back_has_finished() -> None:
+    job = adopting(adopt=False)
+    job.step(joined(A, 0, generation=1), 1.0)
+    job.step(e.LeftCleanly(session_of(A), 1, True, "finished"), 1.0)
+    assert removed(job.step(word_on(C), 1.1)) == ["c"]
+    assert {worker.candidate.node_id for worker in job.view(1.1).workers} == {"b"}
+
+
 def test_a_word_on_another_incarnation_or_on_one_that_is_here_expels_nobody() -> None:
     job = adopting(adopt=False)
     job.step(joined(A, 0, generation=1), 1.0)
@@ -190,8 +198,17 @@ def test_a_word_on_another_incarnation_or_on_one_that_is_here_expels_nobody() ->
 
 
 @pytest.mark.parametrize("generation", [0, 4])
-def test_while_no_worker_of_the_journals_generation_is_here_no_word_changes_it(generation: int) -> None:
+def test_while_no_worker_of_the_journals_generation_has_come_no_word_changes_it(generation: int) -> None:
     job = adopting(adopt=False)
     if generation:  # it is ahead of the journal
         job.step(joined(A, 0, generation=generation), 1.0)
     assert job.step(word_on(C), 1.1) == Decision()
+
+
+def test_while_one_that_is_ahead_waits_no_word_counts() -> None:
+    job = adopting(adopt=False)
+    job.step(joined(A, 0, generation=1), 1.0)
+    job.step(joined(D, 1), 1.0)
+    assert job.step(word_on(C), 1.1) == Decision()
+    job.step(e.SessionLost(session_of(D), "reset"), 1.2)
+    assert removed(job.step(word_on(C), 1.3)) == ["c"]
