@@ -252,7 +252,8 @@ class Member(Scheduler):
         world.note(f"!! {self} dies {why}")
         if check and self.up:
             world.judge.check_recovery(self.job.machine, self._records())
-        self.up = self.process.alive = False
+        self.up = False
+        self.process.kill([*self._lives, *self._tasks])
         self.paused_until = 0.0
         streams, self.streams = self.streams, {}
         for stream in streams.values():

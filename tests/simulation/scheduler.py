@@ -363,7 +363,8 @@ class Scheduler:
         world.note(f"!! scheduler dies {why}")
         if check:
             world.judge.check_recovery(self.job.machine, self._records())
-        self.up = self.process.alive = False
+        self.up = False
+        self.process.kill(self._tasks)
         self.paused_until = self.deaf_until = self.forgave_at = self.excused_at = 0.0
         streams, self.streams = self.streams, {}
         for stream in streams.values():
