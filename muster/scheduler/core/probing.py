@@ -212,20 +212,25 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
 def _leaving_by_memory(
     job: Job, parties: Mapping[str, Party], accusations: Collection[Accusation]
 ) -> tuple[frozenset[str], frozenset[BrokenPair]]:
-    """The parties that must leave by this round and those before, and the pairs to remember of it."""
+    """The parties that must leave by this round and those before, and the pairs to remember of it.
+
+    Of a lone pair either may be at fault. Who goes because it is broken with several is at fault: these are
+    not.
+    """
     names = {name: party.name for name, party in parties.items()}
-    seen = {frozenset(map(names.__getitem__, pair)) for pair in lone_pairs(accusations)}
+    lone = [tuple(pair) for pair in lone_pairs(accusations)]
+    seen = {(names[a], names[b]) for one, other in lone for a, b in ((one, other), (other, one))}
     known = job.probing.broken | seen
     others = {name: _others(one, known) for name, one in names.items()}
     gone = leaving(parties, accusations, others)
-    stars = {frozenset(map(names.__getitem__, pair)) for pair in stars_of(gone, accusations)}
+    stars = {(names[centre], names[other]) for centre, other in stars_of(gone, accusations)}
     return gone, frozenset(seen | stars)
 
 
 def _others(name: PartyName, pairs: Collection[BrokenPair]) -> int:
     """With how many different others one was broken; a worker also as its host, a host also as its worker."""
     host, _ = name
-    peers = {peer for pair in pairs for peer in pair - {name, (host, "")} if pair & {name, (host, "")}}
+    peers = {peer for one, peer in pairs if one in (name, (host, ""))}
     named = {each for each, node in peers if node}
     return sum(bool(node) or each not in named for each, node in peers)
 
@@ -483,7 +488,8 @@ def leaving(
     Args:
         parties: all there are, by name.
         accusations: who could not reach which other.
-        others: with how many different others each has been in a lone pair, this round's among them.
+        others: with how many different others each has been in a lone pair, this round's among them, or was
+            broken when it went for several.
     """
     alone = lone_accusers(parties, accusations)
     alone |= repeaters(parties, accusations, others or {})
@@ -520,11 +526,12 @@ def lone_pairs(accusations: Collection[Accusation]) -> frozenset[frozenset[str]]
     return frozenset(pair for pair in pairs if all(degree[name] == 1 for name in pair))
 
 
-def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> frozenset[frozenset[str]]:
-    """The broken pairs of these with others that are in no other broken pair."""
+def stars_of(centres: Collection[str], accusations: Collection[Accusation]) -> frozenset[tuple[str, str]]:
+    """The broken pairs of these with others that are in no other broken pair; the centre comes first."""
     pairs = {frozenset(pair) for pair in accusations}
     degree = Counter(name for pair in pairs for name in pair)
-    return frozenset(p for p in pairs for c in p if c in centres and all(degree[x] == 1 for x in p - {c}))
+    ends = ((c, x) for pair in pairs for c in pair for x in pair - {c})
+    return frozenset((c, x) for c, x in ends if c in centres and degree[x] == 1)
 
 
 def repeaters(

@@ -117,7 +117,8 @@ class ProbeBackoff:
 PartyName = tuple[str, str]
 """The id of a host, and the node id of a worker on it, or "" for all of them."""
 
-BrokenPair = frozenset[PartyName]
+BrokenPair = tuple[PartyName, PartyName]
+"""One that may be at fault, and with whom it was broken."""
 
 
 @dataclass(slots=True)
@@ -133,7 +134,8 @@ class Probing:
         hangs: the members that others wait for.
         awaited: those that were named as awaited, busy ones too, and in which step each was then.
         said: what was said last, so that it is not said at every round.
-        broken: pairs that could not reach each other while neither was apart from anyone else.
+        broken: who may be at fault for a pair that could not reach each other: both, if neither was apart
+            from anyone else; where one was apart from several, that one alone.
         barred: why, by the id of a host, or by a worker's node id.
         outside: joins of those that are barred.
         taken_in: those of them that have just been proven to be reached.

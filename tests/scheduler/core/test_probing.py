@@ -343,6 +343,27 @@ def test_after_a_cut_between_sides_nobody_of_the_larger_is_under_suspicion() -> 
     assert lies(hosts, "a0>b0") == ["b0"]
 
 
+def test_who_was_broken_with_one_that_was_at_fault_is_not_under_suspicion() -> None:
+    """Of several pairs with one in common that one is at fault, not the others."""
+    hosts = Hosts("a0", "b0", "c0", "d0", "e0", "f0")
+    assert lies(hosts, "c0>a0 a0>c0 c0>b0 b0>c0") == ["c0"]
+    assert lies(hosts, "a0>d0") == ["d0"]
+
+
+def test_who_was_at_fault_towards_several_at_once_goes_with_its_next_pair() -> None:
+    hosts = Hosts("a0", "b0", "c0", "d0", "e0")
+    assert lies(hosts, "a0>b0 b0>a0 a0>c0 c0>a0") == ["a0"]
+    hosts.incarnation = 2
+    hosts.join("a0")
+    hosts.tick(ROUND_PAUSE_S)
+    hosts.answer(late=False)
+    for name in ("b0", "c0", "d0", "e0"):
+        hosts.feed(e.QuiescedReported(hosts.sessions[name], hosts.generation, 1))
+    hosts.stand()
+    assert hosts.ranks() == ["a0", "b0", "c0", "d0", "e0"]
+    assert lies(hosts, "e0>a0") == ["a0"]
+
+
 def test_of_two_members_nobody_is_expelled() -> None:
     hosts = Hosts("a0", "b0")
     assert lies(hosts, "a0>b0 b0>a0") == []
