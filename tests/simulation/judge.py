@@ -83,6 +83,9 @@ class Judge:
         self.disturbed_at = 0.0
         self.barred: dict[str, float] = {}
         self.lost_to_one: set[str] = set()  # hosts with honest members expelled while one alone was at fault
+        self.taught: set[Process] = set()  # they have finished a step of the newest generation
+        self.broken_with: dict[str, set[str]] = {}  # of hosts that may be at fault, with which others
+        self.remembers_since = 0.0
         self.torn = False  # too few workers reached each other when the job ended
         self.held_up = False  # a member hung until its group's time to build was over
         self.stuck = False  # too many stood still while a group was waited for
@@ -103,7 +106,8 @@ class Judge:
     # ------------------------------------------------------------ records
 
     def committed(self, records: tuple[r.Record, ...]) -> None:
-        formed, newcomers = self.formed, self.newcomers
+        formed, newcomers, taught = self.formed, self.newcomers, self.taught
+        claims = set(self.claims)
         for record in records:
             self.expect(self.outcome is None, "a record follows the end of the job")
             if isinstance(record, r.Admitted):
@@ -126,6 +130,9 @@ class Judge:
                 self._ended(record)
         removed = [each for each in records if isinstance(each, r.Removed) and "cannot reach" in each.reason]
         if removed:
+            assert formed is not None
+            here = [each.candidate for each in formed.members if each.candidate.node_id in claims]
+            self._check_lost_to_one(removed, here, newcomers - taught)
             self._check_most_stay(removed, formed, newcomers)
 
     def _admitted(self, candidate: m.Candidate) -> None:
@@ -189,17 +196,35 @@ class Judge:
         cut = any(world.cables.is_cut(host, other, ago) for other in others)
         self.expect(cut, f"{process} is expelled, and reaches all: {reason}")
         self.barred[host] = world.loop.now
-        if world.at_fault and process[0] not in world.at_fault:
-            self.lost_to_one.add(host)
-            lost = ", ".join(sorted(self.lost_to_one))
-            self.expect(len(self.lost_to_one) < 2, f"{lost} are lost to {sorted(world.at_fault)}")
+
+    def _check_lost_to_one(
+        self, removed: list[r.Removed], here: list[m.Candidate], stateless: set[Process]
+    ) -> None:
+        """One that is at fault costs one honest host its place at most.
+
+        Unless the others could not go on without it, because it has the state, or they are too few: then the
+        job goes on with it, as long as enough reach each other.
+        """
+        world = self.world
+        lost = {world.host(each.node_id) for each in removed if each.node_id not in world.at_fault}
+        if not world.at_fault or not lost:
+            return
+        honest = [each for each in here if each.node_id not in world.at_fault]
+        hold = [each for each in honest if (each.node_id, each.incarnation) not in stateless]
+        least = 1 if self.finishing else world.scenario.worker_min
+        if len(honest) < least or (self.ever_established and not hold):
+            return
+        self.lost_to_one |= lost
+        names = ", ".join(sorted(self.lost_to_one))
+        self.expect(len(self.lost_to_one) < 2, f"{names} are lost to {sorted(world.at_fault)}")
 
     def _check_most_stay(
         self, removed: list[r.Removed], formed: r.GenerationFormed | None, newcomers: set[Process]
     ) -> None:
         """As many members stay as have reached each other; or those that hold the state.
 
-        Unless one host, or worker, alone was at fault: it goes, whatever it has of workers.
+        Unless one host, or worker, alone was at fault: it goes, whatever it has of workers. So does one that
+        was broken with two others, one after the other.
         """
         assert formed is not None
         if self.world.at_fault:
@@ -209,8 +234,35 @@ class Judge:
         members = [each.candidate.node_id for each in formed.members]
         here = [node for node in members if node in self.claims]
         ago = world.loop.now - 20.0 - world.scheduler.held_up_s()
-        most = world.cables.most_together([*here, *(gone & set(members))], ago)
+        nodes = [*here, *(gone & set(members))]
+        left = {world.host(node) for node in here}
+        suspect = self._suspect({world.host(node) for node in gone} - left, left, ago)
+        most = world.cables.most_together([node for node in nodes if world.host(node) != suspect], ago)
         self.expect(bool(newcomers) or len(here) >= most, f"{len(here)} stay where {most} could")
+
+    def _suspect(self, gone: set[str], left: set[str], ago: float) -> str:
+        """The host that goes because it was in single pairs with more others than its peer; "": none does.
+
+        Only pairs for which one of the two went count, and of a pair one of which was apart from others as
+        well, only that one is under suspicion.
+        """
+        if self.remembers_since != self.world.scheduler.up_since:
+            self.remembers_since, self.broken_with = self.world.scheduler.up_since, {}
+        is_cut = self.world.cables.is_cut
+        hosts = gone | left
+        apart = {one: {x for x in hosts - {one} if is_cut(one, x, ago)} for one in hosts}
+        for one in gone:
+            self.broken_with.setdefault(one, set()).update(apart[one])
+            for peer in apart[one]:
+                if apart[peer] == {one} and len(apart[one]) == 1:
+                    self.broken_with.setdefault(peer, set()).add(one)
+        if len(gone) != 1 or any(len(apart[one]) != 1 for one in gone):
+            return ""
+        (one,) = gone
+        (peer,) = apart[one]
+        others = self.broken_with[one]
+        known = len(others) > max(1, len(self.broken_with.get(peer, ())))
+        return one if known and apart[peer] == {one} else ""
 
     def hung(self, worker: Worker, until: float) -> None:
         """A rank is about to wake up: had it hung for long, the others would have gone on without it."""
@@ -271,6 +323,7 @@ class Judge:
         self.since = {p: self.since.get(p, record.generation) for p in (*self.since, *now)}
         self.placed_at = {p: self.placed_at.get(p, self.formed_at) for p in (*self.placed_at, *now)}
         self.newcomers = {process for process, rank in now.items() if rank in record.newcomer_ranks}
+        self.taught = set()
 
     def _check_local_ranks(self, members: tuple[r.Placed, ...]) -> None:
         hosts: dict[str, list[r.Placed]] = {}
@@ -511,6 +564,8 @@ class Judge:
 
     def step_met(self, worker: Worker, generation: int, step: int) -> None:
         """A worker has finished a step's collective."""
+        if self.formed is not None and generation == self.formed.generation:
+            self.taught.add((worker.node_id, worker.incarnation))
         if (generation, step) in self.step_seen:
             return
         self.step_seen.add((generation, step))

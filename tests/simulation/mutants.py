@@ -476,10 +476,9 @@ def everybody_broken_goes(right: Any) -> Any:
 
 
 def both_must_accuse(right: Any) -> Any:
-    def leaving(parties: Any, accusations: Any, others: Any) -> frozenset[str]:
-        return frozenset(right(parties, {(a, b) for a, b in accusations if (b, a) in accusations}, others))
-
-    return leaving
+    return lambda parties, accusations, others=None: right(
+        parties, {(a, b) for a, b in accusations if (b, a) in accusations}, others
+    )
 
 
 def forgets_pairs_of_silent_members(right: Any) -> Any:
