@@ -481,6 +481,27 @@ def both_must_accuse(right: Any) -> Any:
     )
 
 
+def suspects_all_in_a_star(right: Any) -> Any:
+    """Who was broken with one at fault is under suspicion as well."""
+
+    def stars_of(centres: Any, accusations: Any) -> frozenset[tuple[str, str]]:
+        found: frozenset[tuple[str, str]] = right(centres, accusations)
+        return found | frozenset((other, centre) for centre, other in found)
+
+    return stars_of
+
+
+def holds_on_to_suspicions(right: Any) -> Any:
+    """Who is under suspicion goes, or nobody, even where it and others would be enough to go on."""
+
+    def leaving_by_size(parties: Any, accusations: Any, others: Any = None) -> Any:
+        return (
+            right(parties, accusations) if others is None else probing.leaving(parties, accusations, others)
+        )
+
+    return leaving_by_size
+
+
 def forgets_pairs_of_silent_members(right: Any) -> Any:
     """Of a pair the one that accuses goes, whatever was before: who refuses probes gains by silence."""
 
@@ -598,6 +619,10 @@ MUTANTS: dict[str, Mutant] = {
     "one direction is not enough": Mutant(probing, "leaving", both_must_accuse, 347),
     "broken pairs are not remembered": Mutant(probing, "lone_pairs", instead(lambda *a: frozenset())),
     "of a pair the accuser goes": Mutant(probing, "repeaters", forgets_pairs_of_silent_members),
+    "who was broken with one at fault is suspected": Mutant(
+        probing, "stars_of", suspects_all_in_a_star, 947001631),
+    "who is suspected goes, or nobody": Mutant(
+        probing, "leaving_by_size", holds_on_to_suspicions, 950003099),
     "the side of the lowest rank stays": Mutant(probing, "worth", lowest_rank_stays),
     "the smallest set stays": Mutant(probing, "worth", smallest_stays),
     "worker_min does not hold expulsions back": Mutant(

@@ -46,6 +46,8 @@ QUICKLY_CAUGHT = (
     "cuts ignored",
     "broken pairs are not remembered",
     "of a pair the accuser goes",
+    "who was broken with one at fault is suspected",
+    "who is suspected goes, or nobody",
     "the side of the lowest rank stays",
     "worker_min does not hold expulsions back",
     "expelled and taken in at once",

@@ -181,36 +181,49 @@ def expel_unreachable(job: Job, current: ProbeRound) -> bool:
     if not between and not single:
         return False
     sentence = _broken_pairs(job, current, members)
-    gone, pairs = frozenset[str](), frozenset[BrokenPair]()
-    if between:
-        hosts = _parties(job, members.values(), lambda one: one.host.id)
-        gone, pairs = _leaving_by_memory(job, hosts, between)
-    workers = _parties(
-        job, (one for one in members.values() if one.host.id not in gone), lambda one: one.node_id
-    )
-    single = {pair for pair in single if set(pair) <= workers.keys()}
-    unreachable = frozenset[str]()
-    if single:
-        unreachable, more = _leaving_by_memory(job, workers, single)
-        pairs |= more
+    out, pairs = _who_goes(job, members.values(), between, single, leaving)
     job.probing.broken |= pairs
     if job.ledger.living == 2:
         why = "nobody is expelled, because of two members neither can be shown to be at fault"
         _name_awaited(job, f"{upper_first(sentence)}; {why}.", ())
         return True
-    everybody = [claim.candidate for claim in seated_claims(job)]
-    out = [c for c in everybody if c.host.id in gone or c.node_id in unreachable]
-    if may_expel(job, out, sentence):
-        for candidate in out:
-            key = candidate.host.id if candidate.host.id in gone else candidate.node_id
-            job.probing.barred[key] = sentence
+    if _too_few_left(job, (candidate for candidate, _ in out)):
+        # Whoever is at fault: as long as enough reach each other, the job goes on.
+        out, _ = _who_goes(job, members.values(), between, single, leaving_by_size)
+    if may_expel(job, (candidate for candidate, _ in out), sentence):
+        for candidate, barred in out:
+            job.probing.barred[barred] = sentence
             what = f"was expelled: {sentence}; all that stay reach each other"
             job.lose(candidate.node_id, what, m.RefusalCode.SUPERSEDED)
     return True
 
 
-def _leaving_by_memory(
-    job: Job, parties: Mapping[str, Party], accusations: Collection[Accusation]
+def _who_goes(
+    job: Job,
+    members: Collection[m.Candidate],
+    between: Collection[Accusation],
+    single: Collection[Accusation],
+    rule: Rule,
+) -> tuple[list[tuple[m.Candidate, str]], frozenset[BrokenPair]]:
+    """The workers that leave by a rule, each with what is barred then, and the pairs to remember."""
+    gone, unreachable, pairs = frozenset[str](), frozenset[str](), frozenset[BrokenPair]()
+    if between:
+        gone, pairs = _leaving_and_pairs(job, _parties(job, members, lambda one: one.host.id), between, rule)
+    workers = _parties(job, (one for one in members if one.host.id not in gone), lambda one: one.node_id)
+    single = {pair for pair in single if set(pair) <= workers.keys()}
+    if single:
+        unreachable, more = _leaving_and_pairs(job, workers, single, rule)
+        pairs |= more
+    out = []
+    for claim in seated_claims(job):
+        host_id, node_id = claim.candidate.host.id, claim.candidate.node_id
+        if host_id in gone or node_id in unreachable:
+            out.append((claim.candidate, host_id if host_id in gone else node_id))
+    return out, pairs
+
+
+def _leaving_and_pairs(
+    job: Job, parties: Mapping[str, Party], accusations: Collection[Accusation], rule: Rule
 ) -> tuple[frozenset[str], frozenset[BrokenPair]]:
     """The parties that must leave by this round and those before, and the pairs to remember of it.
 
@@ -222,7 +235,7 @@ def _leaving_by_memory(
     seen = {(names[a], names[b]) for one, other in lone for a, b in ((one, other), (other, one))}
     known = job.probing.broken | seen
     others = {name: _others(one, known) for name, one in names.items()}
-    gone = leaving(parties, accusations, others)
+    gone = rule(parties, accusations, others)
     stars = {(names[centre], names[other]) for centre, other in stars_of(gone, accusations)}
     return gone, frozenset(seen | stars)
 
@@ -458,6 +471,9 @@ MANY = 2
 
 Accusation = tuple[str, str]
 
+Rule = Callable[[Mapping[str, "Party"], Collection[Accusation], Mapping[str, int]], frozenset[str]]
+"""Says which parties leave, as :func:`leaving` does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Party:
@@ -493,14 +509,20 @@ def leaving(
     """
     alone = lone_accusers(parties, accusations)
     alone |= repeaters(parties, accusations, others or {})
-    rest = [name for name in parties if name not in alone]
-    left = [(a, b) for a, b in accusations if a not in alone and b not in alone]
+    return alone | leaving_by_size({n: p for n, p in parties.items() if n not in alone}, accusations)
+
+
+def leaving_by_size(
+    parties: Mapping[str, Party], accusations: Collection[Accusation], others: Mapping[str, int] | None = None
+) -> frozenset[str]:
+    """The parties that must leave so that the largest set stays, whoever is at fault.
+
+    Takes what :func:`leaving` does; ``others`` counts for nothing.
+    """
+    left = [(a, b) for a, b in accusations if a in parties and b in parties]
     involved = {name for pair in left for name in pair}
-    if len(involved) <= EXACT_PARTIES:
-        stay = best(frozenset(rest), parties, left)
-    else:
-        stay = _thinned_out(frozenset(rest), parties, left)
-    return frozenset(parties) - stay
+    find = best if len(involved) <= EXACT_PARTIES else _thinned_out
+    return frozenset(parties) - find(frozenset(parties), parties, left)
 
 
 def lone_accusers(parties: Mapping[str, Party], accusations: Collection[Accusation]) -> frozenset[str]:

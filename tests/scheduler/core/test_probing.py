@@ -364,6 +364,21 @@ def test_who_was_at_fault_towards_several_at_once_goes_with_its_next_pair() -> N
     assert lies(hosts, "e0>a0") == ["a0"]
 
 
+def test_who_is_under_suspicion_stays_where_too_few_could_go_on_without_it() -> None:
+    hosts = Hosts("a0", "a1", "b0", "b1", "c0", worker_min=2)
+    assert lies(hosts, "a0>b0 a1>b1") == ["b0", "b1"]
+    assert lies(hosts, "a0>c0 a1>c0") == ["c0"]
+    assert hosts.ranks() == ["a0", "a1"]
+
+
+def test_who_alone_accuses_many_stays_where_too_few_could_go_on_without_it() -> None:
+    hosts = Hosts("a0", "a1", "a2", "b0", "c0", worker_min=3)
+    accusations = "a0>b0 a1>b0 a2>b0 a0>c0 a1>c0 a2>c0"
+    assert lies(hosts, accusations) == ["b0", "c0"]
+    hosts = Hosts("a0", "a1", "a2", "b0", "c0", worker_min=2)
+    assert lies(hosts, accusations) == ["a0", "a1", "a2"]
+
+
 def test_of_two_members_nobody_is_expelled() -> None:
     hosts = Hosts("a0", "b0")
     assert lies(hosts, "a0>b0 b0>a0") == []
