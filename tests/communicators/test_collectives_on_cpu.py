@@ -16,7 +16,7 @@ from muster.communicators.membership import Membership, Peer
 from muster.communicators.nccl.communicator import NcclCommunicator
 from muster.errors import ArrayError, CommunicatorError
 from muster.worker import runtime as process
-from muster.worker.session.session import Groups
+from muster.worker.session.groups import Groups
 from tests.gpu.stand_in import HostArray, OneRankNccl, fake_cupy
 from tests.worker.test_collectives import StubSession
 

@@ -11,7 +11,7 @@ import pytest
 import muster
 from muster.errors import ArrayError, CommunicatorError, GroupError, NotInitializedError
 from muster.worker import runtime as process
-from muster.worker.session.session import Groups
+from muster.worker.session.groups import Groups
 from tests.worker.session.scripted import StubCommunicator, stub_communicator
 
 

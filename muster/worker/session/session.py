@@ -1,11 +1,9 @@
-"""A worker's session: its place in the job, and the communicators and groups of the present generation."""
+"""A worker's session: its place in the job, and the communicators of the present generation."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import operator
 import os
 import sys
 import threading
@@ -13,14 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, SupportsFloat
 
 from muster.communicators.base import Backend, Communicator
 from muster.communicators.fault_aware import FaultAwareCommunicator, FlightRecorder
 from muster.communicators.membership import Membership, Peer
 from muster.errors import (
     CommunicatorError,
-    GroupError,
     MembershipChanged,
     NotInitializedError,
     PeerLostError,
@@ -29,14 +26,15 @@ from muster.errors import (
     WorkerError,
 )
 from muster.wire import messages as m
-from muster.wire.codec import MAX_NUMBER
 from muster.wire.patience import verdict_margin_s
 from muster.worker import ending
 from muster.worker.ending import on_sigterm
 from muster.worker.session import events as e
 from muster.worker.session import machine as machine
 from muster.worker.session.client import Client, Line, exit_code_of, is_consequence, is_good_exit, reason_of
+from muster.worker.session.groups import WORLD, Groups
 from muster.worker.session.machine import LoneLeave
+from muster.worker.session.progress import Progress, count_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,84 +43,6 @@ if TYPE_CHECKING:
     from muster.worker.config import Settings
     from muster.worker.host import DeviceChoice
     from muster.worker.session.client import Threads
-
-
-class Progress:
-    """The latest report of a training's progress.
-
-    A loop that numbers its steps, as ElasticLoop does, reports number and speed; a script beside it then adds
-    a loss. Without such a loop each report of the script is a step, and the speed follows from its samples.
-
-    Args:
-        clock: seconds on a monotonic clock.
-
-    Attributes:
-        step: steps finished.
-        samples_per_s: this worker's speed.
-        loss: as last reported; None: never.
-        learning_rate: likewise.
-        steps: how many there are to be; 0: not known.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.step = 0
-        self.samples_per_s = 0.0
-        self.loss: float | None = None
-        self.learning_rate: float | None = None
-        self.steps = 0
-        self._clock = clock
-        self._numbered = False
-        self._last_s: float | None = None
-
-    def take(
-        self,
-        step: int | None,
-        samples_per_s: float | None,
-        *,
-        loss: SupportsFloat | None = None,
-        samples: int | None = None,
-        steps: int | None = None,
-        learning_rate: SupportsFloat | None = None,
-    ) -> bool:
-        """Takes a report in; whether it is one of a step, rather than of a loss alone.
-
-        Raises:
-            TypeError, ValueError: ``step`` or ``steps`` is no count.
-        """
-        step = None if step is None else count_of("step", step)
-        steps = None if steps is None else count_of("steps", steps)
-        if loss is not None:
-            self.loss = float(loss)
-        if learning_rate is not None:
-            self.learning_rate = float(learning_rate)
-        if steps is not None:
-            self.steps = steps
-        if step is None and self._numbered:
-            return False
-        self._numbered = step is not None
-        self.step = self.step + 1 if step is None else step
-        now_s, last_s = self._clock(), self._last_s
-        self._last_s = now_s
-        if samples_per_s is None and samples is not None and last_s is not None and now_s > last_s:
-            samples_per_s = float(samples / (now_s - last_s))
-        if samples_per_s is not None:
-            samples_per_s = float(samples_per_s)
-            self.samples_per_s = samples_per_s if math.isfinite(samples_per_s) and samples_per_s > 0 else 0.0
-        return True
-
-
-def count_of(name: str, value: SupportsIndex) -> int:
-    """A count that messages can carry: a thread would fail on any other, and the worker fall silent.
-
-    Raises:
-        TypeError: it is no whole number.
-        ValueError: it is out of bounds.
-    """
-    count = operator.index(value)
-    if not 0 <= count <= MAX_NUMBER:
-        raise ValueError(f"{name} must be from 0 to {MAX_NUMBER}; it is {str(count)[:40]}.")
-    return count
-
 
 log = logging.getLogger("muster.worker")
 
@@ -752,133 +672,3 @@ def describe_devices(devices: Sequence[tuple[str, m.Device]]) -> str:
     counts = Counter(device.model or device.kind for device in kinds if device.kind != "cpu")
     words = [f"{count} x {name}" for name, count in sorted(counts.items())]
     return " and ".join([*words, "CPU"] if any(device.kind == "cpu" for device in kinds) else words)
-
-
-# ---------------------------------------------------------------- groups of ranks
-
-WORLD = "world"
-WORLD_NAMES = (WORLD, "nccl_world_group", "hccl_world_group")
-MAX_NAME_LENGTH = 128
-
-
-class Group:
-    """One group: its ranks within the world, and its communicator where this rank is in it."""
-
-    def __init__(self, name: str, ranks: tuple[int, ...], communicator: Communicator | None) -> None:
-        self.name = name
-        self.ranks = ranks
-        self.communicator = communicator
-
-
-class Groups:
-    """The groups of a session, MindSpore's way: every rank creates every group, in the same order.
-
-    They are remade in each generation.
-    """
-
-    def __init__(self) -> None:
-        self._world: Communicator | None = None
-        self._groups: dict[str, Group] = {}
-
-    def enter(self, world: Communicator) -> None:
-        """Enters a new generation and makes the groups anew, in the order of their creation.
-
-        A worker that is new in it makes the same groups by calling ``create_group`` right after ``init``.
-        A group with a rank that the new world lacks stays without a communicator.
-        """
-        wanted = [(group.name, group.ranks) for group in self._groups.values()]
-        self._world, self._groups = world, {}
-        for name, ranks in wanted:
-            fits = max(ranks) < world.world_size
-            self._groups[name] = Group(name, ranks, world.split(name, ranks) if fits else None)
-
-    def leave(self) -> None:
-        """Leaves the generation, whose communicators are not to be used any more."""
-        for group in self._groups.values():
-            group.communicator = None
-        self._world = None
-
-    def create(self, name: str, ranks: Sequence[int]) -> None:
-        """Makes a group.
-
-        Raises:
-            GroupError: the name is taken or not usable, or the ranks are not distinct ranks of the world.
-        """
-        world = self._the_world()
-        if name in WORLD_NAMES or name in self._groups:
-            raise GroupError(
-                f"The group {name!r} exists already.", remedy="Names are unique; destroy it first."
-            )
-        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME_LENGTH:
-            raise GroupError(
-                f"A group's name has 1 to {MAX_NAME_LENGTH} printable characters; it is {name!r}."
-            )
-        chosen = _checked_ranks(name, ranks, world.world_size)
-        self._groups[name] = Group(name, chosen, world.split(name, chosen))
-
-    def destroy(self, name: str) -> None:
-        """Ends a group; every rank of it calls this.
-
-        Raises:
-            GroupError: there is no such group, or it is the world.
-        """
-        if name in WORLD_NAMES:
-            raise GroupError("The world group cannot be destroyed.", remedy="release() ends it.")
-        group = self._find(name)
-        del self._groups[name]
-        if group.communicator is not None:
-            with contextlib.suppress(WorkerError):  # a broken group ends as well as a whole one
-                group.communicator.close()
-
-    def communicator(self, name: str | None = None) -> Communicator:
-        """The communicator of a group; None: of the world.
-
-        Raises:
-            GroupError: there is no such group, or this rank is not in it.
-        """
-        if name is None or name in WORLD_NAMES:
-            return self._the_world()
-        group = self._find(name)
-        if group.communicator is None:
-            world = self._the_world()
-            if max(group.ranks) >= world.world_size:
-                raise GroupError(
-                    f"The group {name!r} has the ranks {list(group.ranks)}, and the world has only"
-                    f" {world.world_size} ranks since its members changed.",
-                    remedy="Destroy it and create it anew.",
-                )
-            raise GroupError(f"Rank {world.rank} is not in the group {name!r} of ranks {list(group.ranks)}.")
-        return group.communicator
-
-    def world_ranks(self, name: str | None = None) -> tuple[int, ...]:
-        """The world rank of each rank of a group.
-
-        Raises:
-            GroupError: there is no such group.
-        """
-        if name is None or name in WORLD_NAMES:
-            return tuple(range(self._the_world().world_size))
-        return self._find(name).ranks
-
-    def _the_world(self) -> Communicator:
-        if self._world is None:
-            raise GroupError("There is no generation now.", remedy="Call session.rejoin() first.")
-        return self._world
-
-    def _find(self, name: str) -> Group:
-        group = self._groups.get(name)
-        if group is None:
-            known = ", ".join((WORLD, *self._groups))
-            raise GroupError(f"There is no group {name!r}; there are: {known}.")
-        return group
-
-
-def _checked_ranks(name: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    chosen = tuple(ranks)
-    legal = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
-    if not chosen or not legal or len(set(chosen)) != len(chosen):
-        raise GroupError(
-            f"The ranks of the group {name!r} must be different whole numbers from 0 to {world_size - 1};"
-            f" they are {list(chosen)}."
-        )
-    return chosen

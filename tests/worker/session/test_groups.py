@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from muster.errors import GroupError
-from muster.worker.session.session import Groups
+from muster.worker.session.groups import Groups
 from tests.worker.session.scripted import stub_communicator
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from muster.worker.session.session import Progress
+from muster.worker.session.progress import Progress
 
 
 class Clock:

@@ -1,0 +1,136 @@
+"""Groups of ranks, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from muster.communicators.base import Communicator
+from muster.errors import GroupError, WorkerError
+
+WORLD = "world"
+WORLD_NAMES = (WORLD, "nccl_world_group", "hccl_world_group")
+MAX_NAME_LENGTH = 128
+
+
+class Group:
+    """One group: its ranks within the world, and its communicator where this rank is in it."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], communicator: Communicator | None) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.communicator = communicator
+
+
+class Groups:
+    """The groups of a session, MindSpore's way: every rank creates every group, in the same order.
+
+    They are remade in each generation.
+    """
+
+    def __init__(self) -> None:
+        self._world: Communicator | None = None
+        self._groups: dict[str, Group] = {}
+
+    def enter(self, world: Communicator) -> None:
+        """Enters a new generation and makes the groups anew, in the order of their creation.
+
+        A worker that is new in it makes the same groups by calling ``create_group`` right after ``init``.
+        A group with a rank that the new world lacks stays without a communicator.
+        """
+        wanted = [(group.name, group.ranks) for group in self._groups.values()]
+        self._world, self._groups = world, {}
+        for name, ranks in wanted:
+            fits = max(ranks) < world.world_size
+            self._groups[name] = Group(name, ranks, world.split(name, ranks) if fits else None)
+
+    def leave(self) -> None:
+        """Leaves the generation, whose communicators are not to be used any more."""
+        for group in self._groups.values():
+            group.communicator = None
+        self._world = None
+
+    def create(self, name: str, ranks: Sequence[int]) -> None:
+        """Makes a group.
+
+        Raises:
+            GroupError: the name is taken or not usable, or the ranks are not distinct ranks of the world.
+        """
+        world = self._the_world()
+        if name in WORLD_NAMES or name in self._groups:
+            raise GroupError(
+                f"The group {name!r} exists already.", remedy="Names are unique; destroy it first."
+            )
+        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME_LENGTH:
+            raise GroupError(
+                f"A group's name has 1 to {MAX_NAME_LENGTH} printable characters; it is {name!r}."
+            )
+        chosen = _checked_ranks(name, ranks, world.world_size)
+        self._groups[name] = Group(name, chosen, world.split(name, chosen))
+
+    def destroy(self, name: str) -> None:
+        """Ends a group; every rank of it calls this.
+
+        Raises:
+            GroupError: there is no such group, or it is the world.
+        """
+        if name in WORLD_NAMES:
+            raise GroupError("The world group cannot be destroyed.", remedy="release() ends it.")
+        group = self._find(name)
+        del self._groups[name]
+        if group.communicator is not None:
+            with contextlib.suppress(WorkerError):  # a broken group ends as well as a whole one
+                group.communicator.close()
+
+    def communicator(self, name: str | None = None) -> Communicator:
+        """The communicator of a group; None: of the world.
+
+        Raises:
+            GroupError: there is no such group, or this rank is not in it.
+        """
+        if name is None or name in WORLD_NAMES:
+            return self._the_world()
+        group = self._find(name)
+        if group.communicator is None:
+            world = self._the_world()
+            if max(group.ranks) >= world.world_size:
+                raise GroupError(
+                    f"The group {name!r} has the ranks {list(group.ranks)}, and the world has only"
+                    f" {world.world_size} ranks since its members changed.",
+                    remedy="Destroy it and create it anew.",
+                )
+            raise GroupError(f"Rank {world.rank} is not in the group {name!r} of ranks {list(group.ranks)}.")
+        return group.communicator
+
+    def world_ranks(self, name: str | None = None) -> tuple[int, ...]:
+        """The world rank of each rank of a group.
+
+        Raises:
+            GroupError: there is no such group.
+        """
+        if name is None or name in WORLD_NAMES:
+            return tuple(range(self._the_world().world_size))
+        return self._find(name).ranks
+
+    def _the_world(self) -> Communicator:
+        if self._world is None:
+            raise GroupError("There is no generation now.", remedy="Call session.rejoin() first.")
+        return self._world
+
+    def _find(self, name: str) -> Group:
+        group = self._groups.get(name)
+        if group is None:
+            known = ", ".join((WORLD, *self._groups))
+            raise GroupError(f"There is no group {name!r}; there are: {known}.")
+        return group
+
+
+def _checked_ranks(name: str, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    chosen = tuple(ranks)
+    legal = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
+    if not chosen or not legal or len(set(chosen)) != len(chosen):
+        raise GroupError(
+            f"The ranks of the group {name!r} must be different whole numbers from 0 to {world_size - 1};"
+            f" they are {list(chosen)}."
+        )
+    return chosen
