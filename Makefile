@@ -78,7 +78,8 @@ test-newest: ## Run the pure unit tests on the newest Python found, if it is new
 run-test-newest: $(DEV_READY)
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/wire tests/certs tests/scheduler/core \
 		tests/scheduler/test_config.py tests/worker/test_config.py tests/worker/session/test_machine.py \
-		tests/worker/session/test_progress.py tests/worker/session/test_limits.py tests/launch/test_plan.py \
+		tests/worker/session/test_progress.py tests/worker/session/test_leave.py \
+		tests/worker/session/test_pace.py tests/launch/test_plan.py \
 		tests/launch/test_parsing.py tests/launch/test_rank_table.py tests/training \
 		tests/simulation
 

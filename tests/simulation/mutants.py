@@ -33,7 +33,7 @@ from muster.scheduler.jobs.storage import WaitingStorage
 from muster.wire import codec
 from muster.wire import messages as m
 from muster.worker.session import client
-from muster.worker.session import machine as membership
+from muster.worker.session.pace import Pace
 from tests.simulation import network
 from tests.simulation.world import play
 
@@ -436,7 +436,7 @@ def joins_as_another(right: Any) -> Any:
     return send_up
 
 
-def counts_waits_beside_steps(self: membership.Pace, seconds: float) -> None:
+def counts_waits_beside_steps(self: Pace, seconds: float) -> None:
     self._durations.append(seconds)
 
 
@@ -633,7 +633,7 @@ MUTANTS: dict[str, Mutant] = {
     "who stands still counts as cut off": Mutant(probing_state, "TOGETHER_S", instead(1e9), 1537),
     "busy ranks hang": Mutant(hearing, "probed", busy_unheard),
     "long waits count beside their steps": Mutant(
-        membership.Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
+        Pace, "note_wait", instead(counts_waits_beside_steps), 70091650),
     "hanging ranks go at once": Mutant(probing, "deal_with_hangs", hangs_are_due, 186),
     "hanging ranks never go": Mutant(probing, "deal_with_hangs", instead(nothing)),
     "lateness untold": Mutant(network.Network, "send_up", unsent(m.Late)),

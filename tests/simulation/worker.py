@@ -11,7 +11,9 @@ from muster.wire import codec
 from muster.wire import messages as m
 from muster.worker.session import events as e
 from muster.worker.session.client import Client
-from muster.worker.session.machine import LoneLeave, Membership, Pace
+from muster.worker.session.leave import LoneLeave
+from muster.worker.session.machine import Membership
+from muster.worker.session.pace import Pace
 from tests.simulation.fibers import Fibers
 from tests.simulation.network import Stream
 from tests.simulation.scenario import LATE_S

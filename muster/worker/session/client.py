@@ -43,7 +43,9 @@ from muster.wire.codec import encode
 from muster.wire.threads import start_thread
 from muster.worker import ending
 from muster.worker.session import events as e
-from muster.worker.session.machine import LoneLeave, Membership, Pace
+from muster.worker.session.leave import LoneLeave
+from muster.worker.session.machine import Membership
+from muster.worker.session.pace import Pace
 
 
 def failure_of(notice: e.Failed) -> WorkerError:

@@ -33,7 +33,7 @@ from muster.worker.session import events as e
 from muster.worker.session import machine as machine
 from muster.worker.session.client import Client, Line, exit_code_of, is_consequence, is_good_exit, reason_of
 from muster.worker.session.groups import WORLD, Groups
-from muster.worker.session.machine import LoneLeave
+from muster.worker.session.leave import LoneLeave
 from muster.worker.session.progress import Progress, count_of
 
 if TYPE_CHECKING:

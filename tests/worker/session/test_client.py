@@ -26,7 +26,9 @@ from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.session import events as e
 from muster.worker.session.client import HANG_S, Client, Threads
 from muster.worker.session.connection import Connection
-from muster.worker.session.machine import LoneLeave, Membership, Pace
+from muster.worker.session.leave import LoneLeave
+from muster.worker.session.machine import Membership
+from muster.worker.session.pace import Pace
 from tests.waiting import wait_for
 from tests.worker.session.machine import assignment, profile
 from tests.worker.session.scripted import ScriptedConnector, Thread, stub_communicator

@@ -11,7 +11,7 @@ import pytest
 from muster.errors import MembershipChanged
 from muster.worker.session import events as e
 from muster.worker.session.client import TRIES, Threads, Watcher
-from muster.worker.session.machine import Pace
+from muster.worker.session.pace import Pace
 from tests.waiting import wait_for
 
 

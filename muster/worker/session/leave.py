@@ -1,0 +1,68 @@
+"""When a worker that is to leave goes without the scheduler's consent."""
+
+from __future__ import annotations
+
+UNREACHABLE_S = 3.0  # to find a lost scheduler that would let this worker go; launchers kill after 10
+UNFORMED_S = 5.0  # for the next generation to form
+
+
+class LoneLeave:
+    """Whether a leave was asked for, and what has stood in its way for too long.
+
+    Args:
+        unfinished_s: how long after it was asked it waits for others that do not come to the step's end.
+        unreachable_s: how long the worker waits for a lost scheduler's consent.
+        unformed_s: how long it waits for a generation to form.
+
+    Attributes:
+        wanted: when the leave was asked for, and why; None: it was not. One value, so that a signal handler
+            can set it without a lock.
+        at_once: the worker has begun nothing yet and need wait for nobody.
+    """
+
+    def __init__(
+        self,
+        *,
+        unfinished_s: float,
+        unreachable_s: float = UNREACHABLE_S,
+        unformed_s: float = UNFORMED_S,
+    ) -> None:
+        self._unreachable_s = unreachable_s
+        self._unformed_s = unformed_s
+        self._unfinished_s = unfinished_s
+        self._entering_since: float | None = None
+        self.wanted: tuple[float, str] | None = None
+        self.at_once = False
+
+    def note_entering(self, now: float) -> None:
+        """Notes that the worker waits for a generation."""
+        if self._entering_since is None:
+            self._entering_since = now
+
+    @property
+    def entering(self) -> bool:
+        """Whether the worker waits for a generation."""
+        return self._entering_since is not None
+
+    def note_entered(self) -> None:
+        """Notes that the generation was entered."""
+        self._entering_since = None
+
+    def obstacle(self, now: float, *, away: bool, waits: bool) -> str:
+        """The reason for which this worker leaves by itself; empty: it does not, or not yet.
+
+        Args:
+            now: seconds on the clock of all other times here.
+            away: there is no line to the scheduler.
+            waits: others keep this worker from the step's end; its own work may take as long as it likes.
+        """
+        if self.wanted is None:
+            return ""
+        since, entering = self.wanted[0], self._entering_since
+        if away and now >= since + self._unreachable_s:
+            return "the scheduler cannot be reached"
+        if entering is not None and now >= max(since, entering) + self._unformed_s:
+            return f"the next generation did not form within {self._unformed_s:g} s"
+        if waits and now >= since + self._unfinished_s:
+            return f"others did not finish the step with it within {self._unfinished_s:g} s"
+        return ""
