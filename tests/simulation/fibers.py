@@ -13,7 +13,7 @@ from collections.abc import Callable
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
-from muster.worker.session.client import Threads
+from muster.worker.session.threads import Threads
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -138,7 +138,7 @@ class Queue:
 
 
 class Turns:
-    """A :class:`~muster.worker.session.client.Loop` whose turns the loop makes itself."""
+    """A :class:`~muster.worker.session.threads.Loop` whose turns the loop makes itself."""
 
     def __init__(
         self, threads: Fibers, turn: Callable[[], float | None], take: Callable[[Any], None]

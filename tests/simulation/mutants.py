@@ -32,7 +32,8 @@ from muster.scheduler.jobs.driver import JobDriver, Stepped
 from muster.scheduler.jobs.storage import WaitingStorage
 from muster.wire import codec
 from muster.wire import messages as m
-from muster.worker.session import client
+from muster.worker.session.client import Client
+from muster.worker.session.live_communicators import LiveCommunicators
 from muster.worker.session.pace import Pace
 from tests.simulation import network
 from tests.simulation.world import play
@@ -447,7 +448,7 @@ def gives_up_at_once(right: Any) -> Any:
 
 def sees_later_ends_alone(right: Any) -> Any:
 
-    def over(self: client.Client, generation: int) -> Any:
+    def over(self: Client, generation: int) -> Any:
         return right(self, generation + 1)
 
     return over
@@ -611,9 +612,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "incarnation cut on the wire": Mutant(codec, "decode_worker_message", cuts_incarnations),
     "worker publishes the ids only once": Mutant(network.Network, "send_up", publishes_once),
-    "a broken collective is nobody's but its own": Mutant(client.Client, "verdict", gives_up_at_once),
-    "hanging collectives are not aborted": Mutant(client.LiveCommunicators, "abort", instead(nothing)),
-    "the end of a generation is not seen": Mutant(client.Client, "over", sees_later_ends_alone),
+    "a broken collective is nobody's but its own": Mutant(Client, "verdict", gives_up_at_once),
+    "hanging collectives are not aborted": Mutant(LiveCommunicators, "abort", instead(nothing)),
+    "the end of a generation is not seen": Mutant(Client, "over", sees_later_ends_alone),
     "cuts ignored": Mutant(probing, "expel_unreachable", instead(lambda *a: False)),
     "all that are in a broken pair go": Mutant(probing, "best", everybody_broken_goes),
     "one direction is not enough": Mutant(probing, "leaving", both_must_accuse, 347),

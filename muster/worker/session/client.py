@@ -3,133 +3,38 @@
 The machine is a monitor: whichever thread has news steps it under one lock. One thread of ours reads the
 present stream, one waits for the machine's deadline. Whatever may block (minting ids, aborting
 communicators, closing streams) happens outside the lock.
-
-A thread of its own watches how long the training thread has waited for its peers, and probes them when asked.
-It looks at a few numbers once a second; nothing of it stands in the way of a step. That something is late
-goes to the scheduler, which asks all members to probe each other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from muster.communicators.base import Communicator
 from muster.errors import (
     CollectiveTimeoutError,
-    CommunicatorAbortedError,
-    FormationTimeoutError,
-    JobEndedError,
     LeaveGranted,
-    LeaveNow,
     MembershipChanged,
     NotInitializedError,
     PeerFinishedError,
-    PeerLostError,
-    RefusedError,
-    SchedulerUnreachableError,
-    SecurityError,
     WorkerError,
 )
 from muster.wire import messages as m
 from muster.wire.codec import encode
-from muster.wire.threads import start_thread
 from muster.worker import ending
 from muster.worker.session import events as e
+from muster.worker.session.failures import failure_of, sentence
 from muster.worker.session.leave import LoneLeave
+from muster.worker.session.live_communicators import LiveCommunicators
 from muster.worker.session.machine import Membership
 from muster.worker.session.pace import Pace
-
-
-def failure_of(notice: e.Failed) -> WorkerError:
-    """The error with which a script learns why its membership is over."""
-    text = sentence(notice.sentence)
-    if notice.kind is e.FailureKind.SECURITY:
-        return SecurityError(text)
-    if notice.kind is e.FailureKind.UNREACHABLE:
-        return SchedulerUnreachableError(
-            text,
-            remedy="Check that it runs, and MS_SCHED_HOST and MS_SCHED_PORT.",
-        )
-    if notice.kind is e.FailureKind.FORMATION_TIMEOUT:
-        return FormationTimeoutError(text)
-    if notice.kind is e.FailureKind.LEAVE:
-        return LeaveGranted(text, alone=True)
-    if notice.kind is e.FailureKind.JOB_ENDED:
-        return JobEndedError(text, ok=notice.ok)
-    return RefusedError(text, code=notice.code.name)
-
-
-def sentence(text: str) -> str:
-    """Makes a text begin with a capital and end with a full stop, so that a remedy can follow."""
-    text = text[:1].upper() + text[1:]
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def reason_of(error: BaseException) -> str:
-    """Describes an exception in one line for the scheduler's log."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted from the keyboard"
-    if isinstance(error, LeaveNow | LeaveGranted):
-        return "asked to leave"
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return f"exit code {error.code}"
-    text = error.message if isinstance(error, WorkerError) else str(error)  # its remedy is for its own script
-    text = " ".join(text.split())
-    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
-
-
-def is_consequence(error: BaseException | None) -> bool:
-    """Whether an error comes from what other processes did, or was raised while such an error was handled."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, _OF_OTHERS) or (isinstance(error, RefusedError) and error.code in _LATE):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
-
-
-_OF_OTHERS = (
-    CommunicatorAbortedError,
-    JobEndedError,
-    MembershipChanged,
-    PeerLostError,
-    SchedulerUnreachableError,
-)
-_LATE = ("JOB_ENDED", "SUPERSEDED")
-
-
-def exit_code_of(error: BaseException | None) -> int:
-    """The code with which Python, or Muster's hook, ends a process that ``error`` ends: 0 to 255."""
-    if error is None:
-        return 0
-    if isinstance(error, SystemExit):
-        if isinstance(error.code, int):
-            return error.code & 255
-        return 0 if error.code is None else 1
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return error.exit_code if isinstance(error, WorkerError) else 1
-
-
-def is_good_exit(error: BaseException) -> bool:
-    """Whether this is a SystemExit without a code or with 0; Python ends with 1 on whatever is no integer."""
-    return isinstance(error, SystemExit) and (
-        error.code is None or (isinstance(error.code, int) and error.code == 0)
-    )
-
+from muster.worker.session.threads import LOOK_S, Loop, Threads
+from muster.worker.session.watcher import Watcher
 
 log = logging.getLogger("muster.worker")
 
-LOOK_S = 1.0  # how often it is looked whether a leave waits for too long, a collective hangs, a signal came
 HANG_S = 5.0  # of a collective, after which it counts as waiting for others that may not come
 _QUIET = (e.StepGranted, e.StepHeld)
 
@@ -150,74 +55,6 @@ class Line(Protocol):
 
     def close_all(self) -> None:
         """Ends all streams for good."""
-
-
-class LiveCommunicators:
-    """The open communicators of the present generation.
-
-    Args:
-        lock: the one under which generations end.
-        start: starts a thread, given its name and what it runs.
-    """
-
-    def __init__(
-        self,
-        lock: AbstractContextManager[object],
-        start: Callable[[str, Callable[[], None]], threading.Thread],
-    ) -> None:
-        self._lock = lock
-        self._start = start
-        self._generation = 0
-        self._communicators: list[Communicator] = []
-        self._aborting: threading.Thread | None = None
-
-    def add(self, generation: int, communicator: Communicator) -> None:
-        """Adds a communicator; those of another generation are forgotten."""
-        with self._lock:
-            if self._generation != generation:
-                self._generation, self._communicators = generation, []
-            self._communicators.append(communicator)
-
-    def forget(self, communicator: Communicator) -> None:
-        """Forgets a communicator that needs no abort any more; idempotent."""
-        with self._lock, contextlib.suppress(ValueError):
-            self._communicators.remove(communicator)
-
-    def abort(self, error: Exception) -> None:
-        """Begins to abort all of them; call it under the lock.
-
-        On a thread of its own: an abort may take a while, and the next generation's ids come meanwhile.
-        It is started under the lock, so that a thread that sees the change can wait for it.
-        """
-        communicators = list(self._communicators)
-        if not communicators:
-            return
-
-        def run() -> None:
-            for communicator in communicators:
-                communicator.abort(error)
-
-        self._aborting = self._start("muster-abort", run)
-
-    def end(self, end: Callable[[Communicator], None]) -> None:
-        """Calls ``end`` with each communicator there is, the youngest first.
-
-        That may block on a peer which dies meanwhile, so the end of the generation still aborts it.
-        """
-        self.settle_aborts()
-        while youngest := self._communicators[-1:]:
-            try:
-                end(youngest[0])
-            finally:
-                self.forget(youngest[0])
-        self.settle_aborts()
-
-    def settle_aborts(self) -> None:
-        """Waits until no thread is inside a communicator to abort it."""
-        with self._lock:  # a thread that cannot be joined yet is not seen
-            aborting = self._aborting
-        if aborting is not None:
-            aborting.join()
 
 
 class Client:
@@ -680,199 +517,3 @@ class Client:
     def _refuse_if_closed(self) -> None:
         if self._closed:  # nothing is carried out any more that could end a wait
             raise NotInitializedError("The session was released.")
-
-
-# ---------------------------------------------------------------- its threads, and the watcher of collectives
-
-JOIN_TIMEOUT_S = 1.0
-TICK_S = 0.1
-
-STOOD_STILL_S = 1.0
-"""A thread that did not run for this time was stopped, or its machine was, in seconds."""
-
-TRIES = 3
-"""How often probes are repeated if this process stood still meanwhile; then it sends no answer."""
-
-
-class Loop:
-    """A thread that calls a function whenever something is due or was put into its queue.
-
-    Args:
-        threads: starts it.
-        name: of the thread.
-        turn: does what is due; returns after how many seconds it is to be called again at the latest, None:
-            when something is put. Never blocks.
-        take: takes what was put, and may block.
-    """
-
-    def __init__(
-        self,
-        threads: Threads,
-        name: str,
-        turn: Callable[[], float | None],
-        take: Callable[[Any], None] = lambda _: None,
-    ) -> None:
-        self._turn = turn
-        self._take = take
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._closed = False
-        self._thread = threads.start(name, self._run)
-
-    def put(self, item: Any = None) -> None:
-        """Puts an item into the queue; callable from any thread, and from a signal handler."""
-        self._queue.put(item)
-
-    def close(self) -> None:
-        """Ends the thread after its present call, for which it waits a while."""
-        self._closed = True
-        self._queue.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(JOIN_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                item = self._queue.get(timeout=self._turn())
-            except Empty:
-                continue
-            if item is not None and not self._closed:
-                self._take(item)
-
-
-class Threads:
-    """Threads, conditions, queues and their clock; a simulation brings its own."""
-
-    def now(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
-
-    def start(self, name: str, body: Callable[[], None]) -> threading.Thread:
-        """Starts a thread that does not keep the process alive."""
-        return start_thread(body, name=name)
-
-    def loop(
-        self, name: str, turn: Callable[[], float | None], take: Callable[[Any], None] = lambda _: None
-    ) -> Loop:
-        """Starts a :class:`Loop`."""
-        return Loop(self, name, turn, take)
-
-    def condition(self) -> threading.Condition:
-        """A condition, with a lock that a thread may take several times."""
-        return threading.Condition(threading.RLock())
-
-    def queue(self) -> SimpleQueue[Any]:
-        """A queue."""
-        return SimpleQueue()
-
-
-class Watcher:
-    """Reports late collectives of one worker, and probes others when asked.
-
-    Args:
-        pace: how long they may take.
-        hanging_s: for how long the training thread has waited for something that others must do, in seconds;
-            0: it does not wait.
-        waits: whether the training thread can do nothing without others.
-        busy: what it does alone; empty: nothing.
-        broken: differs after a change of members, or once the scheduler could decide nothing: how long a wait
-            was in which that happened says nothing of the steps.
-        probe_all: takes addresses by node id, returns why some cannot be reached.
-        post: feeds the membership machine.
-        threads: starts threads.
-    """
-
-    def __init__(
-        self,
-        pace: Pace,
-        *,
-        hanging_s: Callable[[], float],
-        waits: Callable[[], bool],
-        busy: Callable[[], str],
-        broken: Callable[[], object],
-        probe_all: Callable[[dict[str, str]], dict[str, str]],
-        post: Callable[[e.Event], object],
-        threads: Threads,
-    ) -> None:
-        self._pace = pace
-        self._hanging_s = hanging_s
-        self._waits = waits
-        self._busy = busy
-        self._broken = broken
-        self._late_in: object = None
-        self._probe_all = probe_all
-        self._post = post
-        self._late_s = 0.0
-        self._threads = threads
-        self._loop: Loop | None = None
-        self._look_at = 0.0
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._look_at = self._threads.now() + LOOK_S
-        self._loop = self._threads.loop("muster-watcher", self._look_again, self._answer)
-
-    def ask(self, wanted: e.ProbeWanted) -> None:
-        """Has some workers probed; callable from any thread, returns at once."""
-        if self._loop is not None:
-            self._loop.put(wanted)
-
-    def close(self) -> None:
-        """Ends the thread; one that probes ends by itself."""
-        if self._loop is not None:
-            self._loop.close()
-
-    def _look_again(self) -> float:
-        now = self._threads.now()
-        if now >= self._look_at:
-            self.look()
-            self._look_at = now + LOOK_S
-        return self._look_at - now
-
-    def look(self) -> None:
-        """Reports to the machine if the training thread has waited for too long."""
-        hanging_s = self._hanging_s()
-        if hanging_s > self._pace.limit_s:
-            self._late_s, self._late_in = hanging_s, self._broken()
-            self._post(e.PeersLate(hanging_s))
-        elif self._late_s:
-            if self._late_in == self._broken():
-                self._pace.note_wait(self._late_s)
-            self._late_s = 0.0
-
-    def _answer(self, wanted: e.ProbeWanted) -> None:
-        targets = dict(wanted.targets)
-        for _ in range(TRIES):
-            unreached, seconds, stood_still = self._probe(targets)
-            if unreached is None:
-                return
-            if not (stood_still and unreached):
-                late = self._hanging_s() > self._pace.limit_s
-                failed = tuple(unreached.items())
-                self._post(e.ProbesDone(wanted.round, failed, late, self._waits(), self._busy(), seconds))
-                return
-            # ``seconds`` would say nothing of when it failed.
-            targets = {node_id: targets[node_id] for node_id in unreached}
-
-    def _probe(self, targets: dict[str, str]) -> tuple[dict[str, str] | None, float, bool]:
-        """Probes once; returns failures by node id, seconds since the start, and whether it stood still."""
-        clock, found = self._threads.now, self._threads.queue()
-        self._threads.start("muster-probes", lambda: self._try(targets, found))
-        began = lived_since = seen_at = clock()
-        while True:
-            try:
-                unreached = found.get(timeout=TICK_S)
-                break
-            except Empty:
-                pass
-            finally:
-                now = clock()
-                lived_since = now if now > seen_at + STOOD_STILL_S else lived_since
-                seen_at = now
-        return unreached, clock() - lived_since, lived_since > began
-
-    def _try(self, targets: dict[str, str], found: SimpleQueue[Any]) -> None:
-        try:
-            found.put(self._probe_all(dict(targets)))
-        except Exception:
-            log.exception("Fault while probing the other workers.")
-            found.put(None)

@@ -31,7 +31,8 @@ from muster.worker import ending
 from muster.worker.ending import on_sigterm
 from muster.worker.session import events as e
 from muster.worker.session import machine as machine
-from muster.worker.session.client import Client, Line, exit_code_of, is_consequence, is_good_exit, reason_of
+from muster.worker.session.client import Client, Line
+from muster.worker.session.failures import exit_code_of, is_consequence, is_good_exit, reason_of
 from muster.worker.session.groups import WORLD, Groups
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.progress import Progress, count_of
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from muster.communicators.tcp.endpoint import Endpoint
     from muster.worker.config import Settings
     from muster.worker.host import DeviceChoice
-    from muster.worker.session.client import Threads
+    from muster.worker.session.threads import Threads
 
 log = logging.getLogger("muster.worker")
 

@@ -24,11 +24,12 @@ from muster.errors import (
 from muster.wire.messages import Assignment, Quiesce, RefusalCode, Refused, Suspended, Waiting
 from muster.wire.v1 import rendezvous_pb2 as pb
 from muster.worker.session import events as e
-from muster.worker.session.client import HANG_S, Client, Threads
+from muster.worker.session.client import HANG_S, Client
 from muster.worker.session.connection import Connection
 from muster.worker.session.leave import LoneLeave
 from muster.worker.session.machine import Membership
 from muster.worker.session.pace import Pace
+from muster.worker.session.threads import Threads
 from tests.waiting import wait_for
 from tests.worker.session.machine import assignment, profile
 from tests.worker.session.scripted import ScriptedConnector, Thread, stub_communicator

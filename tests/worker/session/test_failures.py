@@ -18,7 +18,7 @@ from muster.errors import (
 )
 from muster.wire.messages import RefusalCode
 from muster.worker.session import events as e
-from muster.worker.session.client import exit_code_of, failure_of, is_consequence, reason_of, sentence
+from muster.worker.session.failures import exit_code_of, failure_of, is_consequence, reason_of, sentence
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 
 from muster.errors import MembershipChanged
 from muster.worker.session import events as e
-from muster.worker.session.client import TRIES, Threads, Watcher
 from muster.worker.session.pace import Pace
+from muster.worker.session.threads import Threads
+from muster.worker.session.watcher import TRIES, Watcher
 from tests.waiting import wait_for
 
 

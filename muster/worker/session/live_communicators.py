@@ -1,0 +1,78 @@
+"""The communicators that the end of a generation aborts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from muster.communicators.base import Communicator
+
+
+class LiveCommunicators:
+    """The open communicators of the present generation.
+
+    Args:
+        lock: the one under which generations end.
+        start: starts a thread, given its name and what it runs.
+    """
+
+    def __init__(
+        self,
+        lock: AbstractContextManager[object],
+        start: Callable[[str, Callable[[], None]], threading.Thread],
+    ) -> None:
+        self._lock = lock
+        self._start = start
+        self._generation = 0
+        self._communicators: list[Communicator] = []
+        self._aborting: threading.Thread | None = None
+
+    def add(self, generation: int, communicator: Communicator) -> None:
+        """Adds a communicator; those of another generation are forgotten."""
+        with self._lock:
+            if self._generation != generation:
+                self._generation, self._communicators = generation, []
+            self._communicators.append(communicator)
+
+    def forget(self, communicator: Communicator) -> None:
+        """Forgets a communicator that needs no abort any more; idempotent."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._communicators.remove(communicator)
+
+    def abort(self, error: Exception) -> None:
+        """Begins to abort all of them; call it under the lock.
+
+        On a thread of its own: an abort may take a while, and the next generation's ids come meanwhile.
+        It is started under the lock, so that a thread that sees the change can wait for it.
+        """
+        communicators = list(self._communicators)
+        if not communicators:
+            return
+
+        def run() -> None:
+            for communicator in communicators:
+                communicator.abort(error)
+
+        self._aborting = self._start("muster-abort", run)
+
+    def end(self, end: Callable[[Communicator], None]) -> None:
+        """Calls ``end`` with each communicator there is, the youngest first.
+
+        That may block on a peer which dies meanwhile, so the end of the generation still aborts it.
+        """
+        self.settle_aborts()
+        while youngest := self._communicators[-1:]:
+            try:
+                end(youngest[0])
+            finally:
+                self.forget(youngest[0])
+        self.settle_aborts()
+
+    def settle_aborts(self) -> None:
+        """Waits until no thread is inside a communicator to abort it."""
+        with self._lock:  # a thread that cannot be joined yet is not seen
+            aborting = self._aborting
+        if aborting is not None:
+            aborting.join()

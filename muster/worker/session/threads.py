@@ -1,0 +1,87 @@
+"""A worker's own threads, with their conditions, queues and clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from muster.wire.threads import start_thread
+
+JOIN_TIMEOUT_S = 1.0
+
+LOOK_S = 1.0
+"""How often, in seconds, a thread looks whether a leave waits too long, a collective hangs, a signal came."""
+
+
+class Loop:
+    """A thread that calls a function whenever something is due or was put into its queue.
+
+    Args:
+        threads: starts it.
+        name: of the thread.
+        turn: does what is due; returns after how many seconds it is to be called again at the latest, None:
+            when something is put. Never blocks.
+        take: takes what was put, and may block.
+    """
+
+    def __init__(
+        self,
+        threads: Threads,
+        name: str,
+        turn: Callable[[], float | None],
+        take: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        self._turn = turn
+        self._take = take
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._closed = False
+        self._thread = threads.start(name, self._run)
+
+    def put(self, item: Any = None) -> None:
+        """Puts an item into the queue; callable from any thread, and from a signal handler."""
+        self._queue.put(item)
+
+    def close(self) -> None:
+        """Ends the thread after its present call, for which it waits a while."""
+        self._closed = True
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                item = self._queue.get(timeout=self._turn())
+            except Empty:
+                continue
+            if item is not None and not self._closed:
+                self._take(item)
+
+
+class Threads:
+    """Threads, conditions, queues and their clock; a simulation brings its own."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def start(self, name: str, body: Callable[[], None]) -> threading.Thread:
+        """Starts a thread that does not keep the process alive."""
+        return start_thread(body, name=name)
+
+    def loop(
+        self, name: str, turn: Callable[[], float | None], take: Callable[[Any], None] = lambda _: None
+    ) -> Loop:
+        """Starts a :class:`Loop`."""
+        return Loop(self, name, turn, take)
+
+    def condition(self) -> threading.Condition:
+        """A condition, with a lock that a thread may take several times."""
+        return threading.Condition(threading.RLock())
+
+    def queue(self) -> SimpleQueue[Any]:
+        """A queue."""
+        return SimpleQueue()

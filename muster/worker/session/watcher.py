@@ -1,0 +1,139 @@
+"""Watches how long the training thread has waited for its peers, and probes them when asked.
+
+It looks at a few numbers once a second; nothing of it stands in the way of a step. That something is late
+goes to the scheduler, which asks all members to probe each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from muster.worker.session import events as e
+from muster.worker.session.pace import Pace
+from muster.worker.session.threads import LOOK_S, Loop, Threads
+
+log = logging.getLogger("muster.worker")
+
+TICK_S = 0.1
+
+STOOD_STILL_S = 1.0
+"""A thread that did not run for this time was stopped, or its machine was, in seconds."""
+
+TRIES = 3
+"""How often probes are repeated if this process stood still meanwhile; then it sends no answer."""
+
+
+class Watcher:
+    """Reports late collectives of one worker, and probes others when asked.
+
+    Args:
+        pace: how long they may take.
+        hanging_s: for how long the training thread has waited for something that others must do, in seconds;
+            0: it does not wait.
+        waits: whether the training thread can do nothing without others.
+        busy: what it does alone; empty: nothing.
+        broken: differs after a change of members, or once the scheduler could decide nothing: how long a wait
+            was in which that happened says nothing of the steps.
+        probe_all: takes addresses by node id, returns why some cannot be reached.
+        post: feeds the membership machine.
+        threads: starts threads.
+    """
+
+    def __init__(
+        self,
+        pace: Pace,
+        *,
+        hanging_s: Callable[[], float],
+        waits: Callable[[], bool],
+        busy: Callable[[], str],
+        broken: Callable[[], object],
+        probe_all: Callable[[dict[str, str]], dict[str, str]],
+        post: Callable[[e.Event], object],
+        threads: Threads,
+    ) -> None:
+        self._pace = pace
+        self._hanging_s = hanging_s
+        self._waits = waits
+        self._busy = busy
+        self._broken = broken
+        self._late_in: object = None
+        self._probe_all = probe_all
+        self._post = post
+        self._late_s = 0.0
+        self._threads = threads
+        self._loop: Loop | None = None
+        self._look_at = 0.0
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._look_at = self._threads.now() + LOOK_S
+        self._loop = self._threads.loop("muster-watcher", self._look_again, self._answer)
+
+    def ask(self, wanted: e.ProbeWanted) -> None:
+        """Has some workers probed; callable from any thread, returns at once."""
+        if self._loop is not None:
+            self._loop.put(wanted)
+
+    def close(self) -> None:
+        """Ends the thread; one that probes ends by itself."""
+        if self._loop is not None:
+            self._loop.close()
+
+    def _look_again(self) -> float:
+        now = self._threads.now()
+        if now >= self._look_at:
+            self.look()
+            self._look_at = now + LOOK_S
+        return self._look_at - now
+
+    def look(self) -> None:
+        """Reports to the machine if the training thread has waited for too long."""
+        hanging_s = self._hanging_s()
+        if hanging_s > self._pace.limit_s:
+            self._late_s, self._late_in = hanging_s, self._broken()
+            self._post(e.PeersLate(hanging_s))
+        elif self._late_s:
+            if self._late_in == self._broken():
+                self._pace.note_wait(self._late_s)
+            self._late_s = 0.0
+
+    def _answer(self, wanted: e.ProbeWanted) -> None:
+        targets = dict(wanted.targets)
+        for _ in range(TRIES):
+            unreached, seconds, stood_still = self._probe(targets)
+            if unreached is None:
+                return
+            if not (stood_still and unreached):
+                late = self._hanging_s() > self._pace.limit_s
+                failed = tuple(unreached.items())
+                self._post(e.ProbesDone(wanted.round, failed, late, self._waits(), self._busy(), seconds))
+                return
+            # ``seconds`` would say nothing of when it failed.
+            targets = {node_id: targets[node_id] for node_id in unreached}
+
+    def _probe(self, targets: dict[str, str]) -> tuple[dict[str, str] | None, float, bool]:
+        """Probes once; returns failures by node id, seconds since the start, and whether it stood still."""
+        clock, found = self._threads.now, self._threads.queue()
+        self._threads.start("muster-probes", lambda: self._try(targets, found))
+        began = lived_since = seen_at = clock()
+        while True:
+            try:
+                unreached = found.get(timeout=TICK_S)
+                break
+            except Empty:
+                pass
+            finally:
+                now = clock()
+                lived_since = now if now > seen_at + STOOD_STILL_S else lived_since
+                seen_at = now
+        return unreached, clock() - lived_since, lived_since > began
+
+    def _try(self, targets: dict[str, str], found: SimpleQueue[Any]) -> None:
+        try:
+            found.put(self._probe_all(dict(targets)))
+        except Exception:
+            log.exception("Fault while probing the other workers.")
+            found.put(None)
