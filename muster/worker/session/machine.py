@@ -23,6 +23,7 @@ from typing import Any
 from muster.version import __version__
 from muster.wire import messages as m
 from muster.worker.session import events as e
+from muster.worker.session.incarnation import Incarnation
 from muster.worker.session.link import Link
 
 
@@ -79,77 +80,53 @@ class Membership:
             m.Refused: self._on_refused,
             m.Ended: self._on_ended,
         }
-        self._reset()
-
-    def _reset(self) -> None:
+        self._state = Incarnation()
         self._messages: list[m.WorkerMessage] = []
         self._notices: list[e.Notice] = []
         self._reason = ""
-        self._ended = False
-        self._welcome: m.Welcome | None = None
-        self._renewed = False  # and not welcomed since
-        self._heartbeat_at: float | None = None
-        self._waiting_sentence = ""
-        self.times_put_off = 0  # how often the scheduler has said that it can decide nothing
-        self._absent = False  # the scheduler's absence was logged
-        self._seen = 0  # highest generation heard of
-        self._over = 0  # generations up to this one are over
-        self._current: m.Assignment | None = None  # the generation that the training thread is in
-        self._next: m.Assignment | None = None  # a newer one that it has not entered yet
-        self._ids: m.UniqueIds | None = None
-        self._minted: e.UniqueIdsMinted | None = None
-        self._wants_entry = False
-        self._built = False
-        self._running = False
-        self._suspended = False
-        self._held = 0  # generation in which no further step may begin
-        self._uses_steps = False
-        self._stepped_in = 0  # the last generation in which a step was begun
-        self._leave_reason: str | None = None
-        self._goodbye: e.Goodbye | None = None
-        self._leave_at: float | None = None
-        self._suspicion_since: float | None = None
-        self._suspicion: m.SuspectPeer | None = None
-        self._late_reported_at: float | None = None
-        self._timed_out_step = -1  # in which collectives timed out before
-        self._stuck = False  # cut off from the scheduler, and from some peer too
-        self._need_since: float | None = None
 
     def deadline(self) -> float | None:
         """The time of the next Tick; None: no timer is needed."""
-        if self._ended:
+        state = self._state
+        if state.ended:
             return None
         times = (
             self._link.retry_at,
             self._link.report_at,
-            self._heartbeat_at if self._link.settled else None,
+            state.heartbeat_at if self._link.settled else None,
             self._give_up_at(),
             self._verdict_at(),
-            self._leave_at,
+            state.leave_at,
         )
         return min((t for t in times if t is not None), default=None)
 
     @property
     def phase(self) -> str:
         """The state in one word, for logs and tests."""
-        if self._ended:
+        state = self._state
+        if state.ended:
             return "ended"
-        if self._goodbye is not None:
+        if state.goodbye is not None:
             return "leaving"
-        if self._seen and not self._link.settled:
+        if state.seen and not self._link.settled:
             return "reconnecting"
-        if self._suspended:
+        if state.suspended:
             return "suspended"
-        if self._next is not None:
-            return "changing" if self._current is not None else "assigned"
-        if self._current is not None:
-            return "running" if self._running else "building"
-        return "waiting" if self._welcome is not None else "joining"
+        if state.next is not None:
+            return "changing" if state.current is not None else "assigned"
+        if state.current is not None:
+            return "running" if state.running else "building"
+        return "waiting" if state.welcome is not None else "joining"
 
     @property
     def generation(self) -> int:
         """The generation that the training thread is in; 0 before the first."""
-        return self._current.generation if self._current is not None else 0
+        return self._state.generation
+
+    @property
+    def times_put_off(self) -> int:
+        """How often the scheduler has said that it can decide nothing, since this incarnation began."""
+        return self._state.times_put_off
 
     @property
     def is_away(self) -> bool:
@@ -158,7 +135,7 @@ class Membership:
 
     def is_over(self, generation: int) -> bool:
         """Whether ``generation`` has ended, or a newer one is known."""
-        return self._ended or generation <= self._over or generation < self._seen
+        return self._state.is_over(generation)
 
     def _send(self, message: m.WorkerMessage) -> None:
         """Sends if the stream stands; what matters is sent again after a reconnect."""
@@ -168,27 +145,28 @@ class Membership:
     # ------------------------------------------------------------ time
 
     def _on_tick(self, _: e.Tick) -> None:
-        if self._ended:
+        state = self._state
+        if state.ended:
             return
         now, link = self._now, self._link
-        if self._is_due(self._leave_at):
+        if self._is_due(state.leave_at):
             self._finish_leaving(heard=False)
         elif self._is_due(self._give_up_at()):
             self._give_up()
         else:
             if self._is_due(link.report_at):
                 link.reported(now)
-                self._absent = True
+                state.absent = True
                 self._notices.append(e.LogLine(self._absence()))
             if self._is_due(link.retry_at):
                 self._notices.append(e.Connect(link.start(now)))
             if self._is_due(self._verdict_at()):
                 self._end_suspicion()
-            if link.settled and self._is_due(self._heartbeat_at):
+            if link.settled and self._is_due(state.heartbeat_at):
                 self._send_heartbeat()
 
     def _end_suspicion(self, finished_rank: int = -1, sentence: str = "") -> None:
-        self._suspicion_since = None
+        self._state.suspicion_since = None
         self._notices.append(e.NoVerdict(self.generation, finished_rank, sentence))
 
     def _is_due(self, at: float | None) -> bool:
@@ -196,57 +174,48 @@ class Membership:
 
     def _interval_s(self, welcome: m.Welcome) -> float:
         """How often the scheduler wants to hear of this worker: less often before it has a place."""
-        waits = self._seen == 0 and welcome.waiting_interval_s
+        waits = self._state.seen == 0 and welcome.waiting_interval_s
         return welcome.waiting_interval_s if waits else welcome.heartbeat_interval_s
 
     def _send_heartbeat(self) -> None:
-        assert self._welcome is not None
-        self._heartbeat_at = self._now + self._interval_s(self._welcome)
+        state = self._state
+        assert state.welcome is not None
+        state.heartbeat_at = self._now + self._interval_s(state.welcome)
         self._send(
             m.Heartbeat(
-                self._seen,
+                state.seen,
                 self._step,
                 self._started,
                 self._samples_per_s,
-                entered_generation=self.generation,
+                entered_generation=state.generation,
                 loss=self._loss,
                 learning_rate=self._learning_rate,
             )
         )
 
-    def _is_calm(self) -> bool:
-        """Whether nothing is wanted from the scheduler, so that training may go on without it."""
-        return (
-            self._running
-            and self._next is None
-            and self._standing() is not None
-            and self._held != self.generation
-            and self._suspicion_since is None
-            and not self._stuck
-            and self._goodbye is None
-        )
-
     def _give_up_at(self) -> float | None:
+        state = self._state
         away = self._link.away_since
         if self._link.settled or away is None:
             return None
-        if self._seen == 0:
+        if state.seen == 0:
             looks_s = self._timing.topo_timeout_s
             # The scheduler was there: it need not be waited for as one that is to start.
-            if self._renewed and not self._timing.waits_without_limit:
+            if state.renewed and not self._timing.waits_without_limit:
                 looks_s = min(looks_s, self._timing.reconnect_timeout_s)
             return away + looks_s
-        if self._need_since is None or self._timing.waits_without_limit:
+        if state.need_since is None or self._timing.waits_without_limit:
             return None
-        return max(away, self._need_since) + self._timing.reconnect_timeout_s
+        return max(away, state.need_since) + self._timing.reconnect_timeout_s
 
     def _verdict_at(self) -> float | None:
-        if self._suspicion_since is None or self._welcome is None or not self._link.settled:
+        state = self._state
+        if state.suspicion_since is None or state.welcome is None or not self._link.settled:
             return None
-        patience_s = self._welcome.node_timeout_s + self._timing.verdict_margin_s
-        if self._suspicion is not None:  # answered with a generation, however far behind the scheduler is
+        patience_s = state.welcome.node_timeout_s + self._timing.verdict_margin_s
+        if state.suspicion is not None:  # answered with a generation, however far behind the scheduler is
             patience_s = max(patience_s, self._timing.reconnect_timeout_s)
-        return self._suspicion_since + patience_s
+        return state.suspicion_since + patience_s
 
     def _absence(self) -> str:
         since = self._now - (self._link.away_since or self._now)
@@ -254,21 +223,22 @@ class Membership:
         give_up_at = self._give_up_at()
         if give_up_at is not None:
             until = f"for {give_up_at - self._now:.0f} s more"
-        elif self._need_since is None:
+        elif self._state.need_since is None:
             until = "training goes on"
         else:
             until = "without limit, as MS_RECONNECT_TIMEOUT is not set; training waits"
         return f"{self._scheduler} has not answered for {since:.0f} s{detail}; trying again, {until}."
 
     def _give_up(self) -> None:
+        state = self._state
         since = self._now - (self._link.away_since or self._now)
         detail = f": {self._link.detail}" if self._link.detail else ""
-        if self._stuck or self._suspicion_since is not None:
+        if state.stuck or state.suspicion_since is not None:
             sentence = (
                 f"this worker seems to be cut off: its collectives stand still or fail, and the scheduler, "
                 f"which would know why, has been away for {since:.0f} s{detail}"
             )
-        elif self._seen:
+        elif state.seen:
             sentence = (
                 f"a change of members needs the scheduler, which has been away for {since:.0f} s{detail}"
             )
@@ -278,23 +248,16 @@ class Membership:
 
     # ------------------------------------------------------------ endings
 
-    def _newest(self) -> m.Assignment | None:
-        return self._next if self._next is not None else self._current
-
-    def _standing(self) -> m.Assignment | None:
-        """The generation that the training thread is in, unless it is over."""
-        current = self._current
-        return None if current is None or self._ended or current.generation <= self._over else current
-
     def _end_generation(
         self, reason: str, lost: tuple[str, ...], *, planned: bool = False, save: bool = False
     ) -> None:
         """Declares the training thread's generation over, once."""
-        current = self._standing()
+        state = self._state
+        current = state.standing
         if current is None:
             return
-        self._over = current.generation
-        self._suspicion_since = None
+        state.over = current.generation
+        state.suspicion_since = None
         self._notices.append(e.Over(current.generation, reason, lost, planned=planned, save=save))
 
     def _fail(
@@ -305,7 +268,7 @@ class Membership:
         *,
         ok: bool = False,
     ) -> None:
-        if self._goodbye is not None:  # who waits for its answer has no use for a failure
+        if self._state.goodbye is not None:  # who waits for its answer has no use for a failure
             self._finish_leaving(heard=False)
             return
         self._end()
@@ -317,9 +280,7 @@ class Membership:
         self._notices.append(e.Left(heard))
 
     def _end(self) -> None:
-        self._ended = True
-        self._leave_at = None
-        self._minted = self._ids = None
+        self._state.end()
         self._notices.append(e.Disconnect(self._link.stream))
         self._link.close()
 
@@ -330,10 +291,11 @@ class Membership:
         self._now = now
         self._messages, self._notices, self._reason = [], [], ""
         self._handlers[type(event)](event)
-        if self._is_calm():
-            self._need_since = None
-        elif self._need_since is None:
-            self._need_since = now
+        state = self._state
+        if state.is_calm:
+            state.need_since = None
+        elif state.need_since is None:
+            state.need_since = now
         return e.Decision(tuple(self._messages), tuple(self._notices), self._reason)
 
     # ------------------------------------------------------------ the stream
@@ -342,93 +304,99 @@ class Membership:
         self._notices.append(e.Connect(self._link.start(self._now)))
 
     def _on_stream_opened(self, event: e.StreamOpened) -> None:
-        if self._ended or not self._link.opened(event.stream):
+        state = self._state
+        if state.ended or not self._link.opened(event.stream):
             self._notices.append(e.Disconnect(event.stream))
             return
-        newest = self._newest()
-        held = newest is not None and newest.generation > self._over
+        newest = state.newest
+        held = newest is not None and newest.generation > state.over
         self._messages.append(
             m.Join(
                 self.profile,
-                held_generation=self._seen,
+                held_generation=state.seen,
                 held_rank=newest.rank if held and newest is not None else -1,
-                built=held and newest is self._current and self._built,
+                built=held and newest is state.current and state.built,
                 step=self._step,
                 held_world_size=len(newest.members) if held and newest is not None else 0,
                 takes_deltas=True,
             )
         )
-        if self._goodbye is not None:
+        if state.goodbye is not None:
             self._send_leave()
 
     def _on_stream_lost(self, event: e.StreamLost) -> None:
-        if self._ended or not self._link.lost(event.stream, event.detail, self._now):
+        state = self._state
+        if state.ended or not self._link.lost(event.stream, event.detail, self._now):
             return
         self._reason = f"lost the scheduler: {event.detail}"
-        if self._goodbye is not None and not self._goodbye.finished:
+        if state.goodbye is not None and not state.goodbye.finished:
             self._finish_leaving(heard=False)
 
     def _on_stream_denied(self, event: e.StreamDenied) -> None:
-        if self._ended or event.stream != self._link.stream:
+        state = self._state
+        if state.ended or event.stream != self._link.stream:
             return
-        if self._goodbye is not None:
+        if state.goodbye is not None:
             self._finish_leaving(heard=False)
-        elif event.by_scheduler or self._seen == 0:
+        elif event.by_scheduler or state.seen == 0:
             self._fail(e.FailureKind.SECURITY, event.sentence)
         else:  # a member keeps its place while the scheduler's certificate, say, is being put right
             self._on_stream_lost(e.StreamLost(event.stream, event.sentence))
 
     def _on_received(self, event: e.Received) -> None:
-        if not self._ended and event.stream == self._link.stream and self._link.open:
+        if not self._state.ended and event.stream == self._link.stream and self._link.open:
             self._handlers[type(event.message)](event.message)
 
     # ------------------------------------------------------------ messages
 
     def _on_welcome(self, message: m.Welcome) -> None:
+        state = self._state
         why = m.version_obstacle(scheduler=message.version, worker=__version__)
         if why:
             self._fail(e.FailureKind.REFUSED, why, m.RefusalCode.SETTINGS_DIFFER)
             return
-        self._welcome = message
-        self._renewed = False
-        if self._absent:
-            self._absent = False
+        state.welcome = message
+        state.renewed = False
+        if state.absent:
+            state.absent = False
             self._notices.append(e.LogLine(f"{self._scheduler} answers again.", waits=False))
         self._link.welcomed()
-        self._stuck = False
-        if message.spare and not self._seen:
+        state.stuck = False
+        if message.spare and not state.seen:
             self._notices.append(e.LogLine("this worker waits as a spare: it takes a place that comes free."))
-        self._heartbeat_at = self._now + self._interval_s(message)
-        if self._suspicion_since is not None:  # a restarted scheduler has not heard of it
-            self._suspicion_since = self._now
-            if self._suspicion is not None:
-                self._send(self._suspicion)
-        if self._leave_reason is not None and self._seen:
-            self._send(m.RequestLeave(self._seen, self._leave_reason))
+        state.heartbeat_at = self._now + self._interval_s(message)
+        if state.suspicion_since is not None:  # a restarted scheduler has not heard of it
+            state.suspicion_since = self._now
+            if state.suspicion is not None:
+                self._send(state.suspicion)
+        if state.leave_reason is not None and state.seen:
+            self._send(m.RequestLeave(state.seen, state.leave_reason))
 
     def _on_waiting(self, message: m.Waiting) -> None:
-        if message.sentence != self._waiting_sentence:
-            self._waiting_sentence = message.sentence
-            over = self._running and message.present >= message.needed
+        state = self._state
+        if message.sentence != state.waiting_sentence:
+            state.waiting_sentence = message.sentence
+            over = state.running and message.present >= message.needed
             self._notices.append(e.LogLine(message.sentence, waits=not over))
         if message.undecided:  # what it has not said yet means nothing
-            self.times_put_off += 1
+            state.times_put_off += 1
             self._link.put_off(self._now)
-            if self._suspicion_since is not None:
-                self._suspicion_since = self._now
-        if message.finished_ranks and self._suspicion_since is not None and self._suspicion is None:
+            if state.suspicion_since is not None:
+                state.suspicion_since = self._now
+        if message.finished_ranks and state.suspicion_since is not None and state.suspicion is None:
             self._end_suspicion(message.finished_ranks[0], message.sentence)
 
     def _on_assignment(self, new: m.Assignment) -> None:
-        if new.generation <= self._over or new.generation < self._seen or not self._is_mine(new):
+        state = self._state
+        if new.generation <= state.over or new.generation < state.seen or not self._is_mine(new):
             self._reason = f"dropped an assignment of generation {new.generation}"
             return
-        if new.generation > self._seen:
+        if new.generation > state.seen:
             self._take_up(new)
-        elif self._held == new.generation:  # sent again: the planned change is put off, or forgotten
-            self._held = 0
+        elif state.held == new.generation:  # sent again: the planned change is put off, or forgotten
+            state.held = 0
             self._notices += [e.ChangePutOff(), e.GateChanged()]
-        if new.rank == 0 and (self._next is not None or not self._running):
+        if new.rank == 0 and (state.next is not None or not state.running):
             self._mint_or_publish(new)
 
     def _note_loss(self, loss: m.FirstLoss | None) -> None:
@@ -442,21 +410,21 @@ class Membership:
         return me.node_id == self.profile.node_id and me.incarnation == self.profile.incarnation
 
     def _take_up(self, new: m.Assignment) -> None:
-        first, self._seen = self._seen == 0, new.generation
-        if self._heartbeat_at is not None and self._welcome is not None and first:
+        state = self._state
+        first = state.seen == 0
+        state.take_up(new)
+        if state.heartbeat_at is not None and state.welcome is not None and first:
             share = (new.rank + 1) / len(new.members)  # those of all members are spread over the interval
-            self._heartbeat_at = min(self._heartbeat_at, self._now + share * self._interval_s(self._welcome))
+            state.heartbeat_at = min(state.heartbeat_at, self._now + share * self._interval_s(state.welcome))
         self._note_loss(new.first_loss)
-        if first and self._leave_reason is not None:  # asked for before there was a place to leave
-            self._send(m.RequestLeave(new.generation, self._leave_reason))
-        self._next, self._ids, self._minted = new, None, None
-        self._suspended = False
+        if first and state.leave_reason is not None:  # asked for before there was a place to leave
+            self._send(m.RequestLeave(new.generation, state.leave_reason))
         self._reason = f"generation {new.generation}, rank {new.rank} of {len(new.members)}: {new.reason}"
-        current = self._standing()
+        current = state.standing
         if current is None:
             self._dismiss_if_leaving(new)
             return
-        if self._built and self._is_by_steps(new) and not self._suspicion_since:
+        if state.built and state.is_by_steps(new, self._step) and not state.suspicion_since:
             self._become_running(current)
             self._notices.append(e.ChangePending(new.generation, new.reason, new.switch_after_step))
             self._notices.append(e.GateChanged())
@@ -464,56 +432,54 @@ class Membership:
             self._dismiss_if_leaving(new)
             self._end_generation(new.reason, new.lost)
 
-    def _is_by_steps(self, new: m.Assignment) -> bool:
-        """Whether the change of members happens at a step boundary that this worker still has to come to."""
-        return new.switch_after_step >= 0 and (self._uses_steps or new.switch_after_step > self._step)
-
     def _dismiss_if_leaving(self, new: m.Assignment) -> None:
         if new.rank < 0:
             self._notices.append(e.Dismissed(new.reason, alone=new.state_source_rank < 0))
 
     def _mint_or_publish(self, assignment: m.Assignment) -> None:
-        minted = self._minted
+        minted = self._state.minted
         if minted is not None:
             self._send(m.PublishUniqueIds(minted.generation, minted.unique_ids))
-        elif self._next is not None:
+        elif self._state.next is not None:
             self._notices.append(e.MintUniqueIds(assignment.generation, assignment.unique_id_count))
 
     def _on_unique_ids(self, message: m.UniqueIds) -> None:
-        new = self._next
-        if new is None or message.generation != new.generation or self._ids is not None:
+        state = self._state
+        new = state.next
+        if new is None or message.generation != new.generation or state.ids is not None:
             return
         if len(message.unique_ids) != new.unique_id_count:
             self._reason = f"dropped {len(message.unique_ids)} unique ids, expected {new.unique_id_count}"
             return
-        self._ids = message
+        state.ids = message
         self._try_entry()
 
     def _on_group_built(self, message: m.GroupBuilt) -> None:
-        current = self._current
-        if current is not None and current.generation == message.generation and self._built:
+        current = self._state.current
+        if current is not None and current.generation == message.generation and self._state.built:
             self._become_running(current)
 
     def _become_running(self, current: m.Assignment) -> None:
-        if not self._running and current.generation > self._over:
-            self._running = True
+        state = self._state
+        if not state.running and current.generation > state.over:
+            state.running = True
             self._notices.append(e.Running(current.generation))
 
     def _on_suspended(self, message: m.Suspended) -> None:
-        if message.generation < self._seen or (message.generation == self._over and self._suspended):
+        state = self._state
+        if message.generation < state.seen or (message.generation == state.over and state.suspended):
             return
         self._note_loss(message.first_loss)
         self._end_generation(message.reason, (message.reason,), save=message.save)
-        self._seen = self._over = message.generation
-        self._next = self._ids = self._minted = None
-        self._suspended = True
+        state.suspend(message.generation)
         reason = message.reason.rstrip(".")
         self._notices.append(e.LogLine(f"{reason}. Waiting up to {message.wait_s:.0f} s for workers."))
 
     def _on_quiesce(self, message: m.Quiesce) -> None:
-        if message.generation != self._seen or message.generation <= self._over:
+        state = self._state
+        if message.generation != state.seen or message.generation <= state.over:
             return
-        self._held = message.generation
+        state.held = message.generation
         self._notices.append(e.ChangePending(message.generation, message.reason, -1))
         self._send(m.Quiesced(message.generation, self._started))
 
@@ -521,11 +487,11 @@ class Membership:
         self._notices.append(e.ProbeWanted(message.round, message.targets))
 
     def _on_refused(self, message: m.Refused) -> None:
-        if self._goodbye is not None:
+        if self._state.goodbye is not None:
             self._finish_leaving(heard=True)
         elif message.code is m.RefusalCode.TOPO_TIMEOUT:
             self._fail(e.FailureKind.FORMATION_TIMEOUT, message.sentence, message.code)
-        elif message.code is m.RefusalCode.JOB_ENDED and self._seen:
+        elif message.code is m.RefusalCode.JOB_ENDED and self._state.seen:
             self._fail(e.FailureKind.JOB_ENDED, message.sentence, message.code)
         elif message.code is m.RefusalCode.NOT_PERMITTED:  # by what the certificate says
             self._fail(e.FailureKind.SECURITY, message.sentence, message.code)
@@ -534,11 +500,11 @@ class Membership:
 
     def _on_ended(self, message: m.Ended) -> None:
         self._note_loss(message.first_loss)
-        if self._goodbye is not None:
+        if self._state.goodbye is not None:
             self._finish_leaving(heard=True)
         elif message.leave:
             self._fail(e.FailureKind.LEAVE, message.reason)
-        elif self._seen or message.ok:
+        elif self._state.seen or message.ok:
             self._fail(e.FailureKind.JOB_ENDED, message.reason, ok=message.ok)
         else:
             self._fail(e.FailureKind.FORMATION_TIMEOUT, message.reason)
@@ -546,85 +512,87 @@ class Membership:
     # ------------------------------------------------------------ the training thread
 
     def _on_minted(self, event: e.UniqueIdsMinted) -> None:
-        new = self._next
-        if new is not None and new.generation == event.generation and self._minted is None:
-            self._minted = event
+        state = self._state
+        new = state.next
+        if new is not None and new.generation == event.generation and state.minted is None:
+            state.minted = event
             self._send(m.PublishUniqueIds(event.generation, event.unique_ids))
 
     def _on_entry_requested(self, _: e.EntryRequested) -> None:
-        self._wants_entry = True
-        if self._next is not None:
-            self._over = max(self._over, self.generation)
-            self._dismiss_if_leaving(self._next)
+        state = self._state
+        state.wants_entry = True
+        if state.next is not None:
+            state.over = max(state.over, state.generation)
+            self._dismiss_if_leaving(state.next)
         self._try_entry()
 
     def _try_entry(self) -> None:
-        if self._next is None or self._ids is None or not self._wants_entry or self._ended:
+        state = self._state
+        new, ids = state.next, state.ids
+        if new is None or ids is None or new.rank < 0 or not state.wants_entry or state.ended:
             return
-        if self._next.rank < 0:
-            return
-        self._current, self._next, self._wants_entry = self._next, None, False
-        self._built = self._running = False
+        state.enter(new)
         self._started = self._step  # a step that was broken off is not begun in the new generation
-        self._suspicion_since = None
-        self._over = max(self._over, self._current.generation - 1)
-        self._notices.append(e.Build(self._current, self._ids.unique_ids))
+        self._notices.append(e.Build(new, ids.unique_ids))
 
     def _on_built(self, event: e.CommunicatorBuilt) -> None:
-        current = self._standing()
+        current = self._state.standing
         if current is None or current.generation != event.generation:
             return
-        self._built = True
+        self._state.built = True
         self._send(m.Built(event.generation))
 
     def _on_failed(self, event: e.CommunicatorFailed) -> None:
-        current = self._standing()
+        state = self._state
+        current = state.standing
         if current is None or current.generation != event.generation:
             return
         suspect = event.rank if event.rank >= 0 else current.rank  # itself: it knows of nobody
         hint = m.SuspectPeer(event.generation, suspect, event.detail)
-        if self._next is not None:  # peers have switched already, or will: so does this worker
+        if state.next is not None:  # peers have switched already, or will: so does this worker
             self._send(hint)  # those that still hang in the last step learn of it
-            self._dismiss_if_leaving(self._next)
-            self._end_generation(self._next.reason, self._next.lost)
+            self._dismiss_if_leaving(state.next)
+            self._end_generation(state.next.reason, state.next.lost)
             return
-        if self._suspicion_since is None:
-            self._suspicion_since = self._now
+        if state.suspicion_since is None:
+            state.suspicion_since = self._now
         # Who did not come in time may come later, to the next generation. In the same step again: never.
-        late = event.timed_out and self._timed_out_step != self._step
-        self._timed_out_step = self._step if event.timed_out else self._timed_out_step
-        self._suspicion = hint if event.rank >= 0 or late else None
-        self._send(self._suspicion or hint.replaced(rank=-1))
+        late = event.timed_out and state.timed_out_step != self._step
+        state.timed_out_step = self._step if event.timed_out else state.timed_out_step
+        state.suspicion = hint if event.rank >= 0 or late else None
+        self._send(state.suspicion or hint.replaced(rank=-1))
 
     def _on_stuck(self, event: e.CollectivesStuck) -> None:
-        self._stuck = event.stuck
+        self._state.stuck = event.stuck
 
     def _on_peers_late(self, event: e.PeersLate) -> None:
-        reported_at = self._late_reported_at
-        current = self._standing()
+        state = self._state
+        reported_at = state.late_reported_at
+        current = state.standing
         if current is None or not self._link.settled:
             return
         if reported_at is None or self._now >= reported_at + self._timing.late_again_s:
-            self._late_reported_at = self._now
+            state.late_reported_at = self._now
             self._send_heartbeat()
             self._send(m.Late(current.generation, event.seconds))
 
     def _on_probes_done(self, event: e.ProbesDone) -> None:
-        if self._link.settled and not self._ended:
+        if self._link.settled and not self._state.ended:
             self._send_heartbeat()  # first: how far this worker is
             reply = m.Probed(event.round, event.unreached, event.late, event.waits, event.busy, event.seconds)
             self._send(reply)
 
     def _on_step_starting(self, event: e.StepStarting) -> None:
-        self._uses_steps = True
+        state = self._state
+        state.uses_steps = True
         self._step = event.step
-        current, new = self._standing(), self._next
+        current, new = state.standing, state.next
         if current is None:
             self._notices.append(e.StepHeld())
         elif new is not None and event.step >= new.switch_after_step:
             self._dismiss_if_leaving(new)
             self._end_generation(new.reason, new.lost, planned=True)
-        elif new is None and self._held == current.generation:
+        elif new is None and state.held == current.generation:
             self._notices.append(e.StepHeld())
         else:
             self._started = event.step + 1
@@ -633,8 +601,8 @@ class Membership:
 
     def _report_first_step(self, current: m.Assignment) -> None:
         """Reports at once that a newcomer begins a step and so holds the state: its giver may go or die."""
-        if self._stepped_in < current.generation:
-            self._stepped_in = current.generation
+        if self._state.stepped_in < current.generation:
+            self._state.stepped_in = current.generation
             if current.rank in current.newcomer_ranks and self._link.settled:
                 self._send_heartbeat()
 
@@ -644,30 +612,31 @@ class Membership:
         self._loss, self._learning_rate = event.loss, event.learning_rate
 
     def _on_leave_requested(self, event: e.LeaveRequested) -> None:
-        if self._leave_reason is None and not self._ended:
-            self._leave_reason = event.reason
-            if self._seen:
-                self._send(m.RequestLeave(self._seen, event.reason))
+        state = self._state
+        if state.leave_reason is None and not state.ended:
+            state.leave_reason = event.reason
+            if state.seen:
+                self._send(m.RequestLeave(state.seen, event.reason))
 
     def _on_goodbye(self, event: e.Goodbye) -> None:
-        if self._goodbye is not None:
+        state = self._state
+        if state.goodbye is not None:
             return
-        self._goodbye = event
-        self._leave_at = self._now + self._timing.goodbye_timeout_s
-        if self._ended:
+        state.goodbye = event
+        state.leave_at = self._now + self._timing.goodbye_timeout_s
+        if state.ended:
             self._notices.append(e.Left(heard=False))
         elif self._link.open:
             self._send_leave()
-        elif self._seen == 0 or not event.finished:
+        elif state.seen == 0 or not event.finished:
             self._finish_leaving(heard=False)
 
     def _send_leave(self) -> None:
-        assert self._goodbye is not None
-        said = self._goodbye
-        self._send(m.Leave(self._seen, said.finished, said.reason, said.consequence, said.exit_code))
+        said = self._state.goodbye
+        assert said is not None
+        self._send(m.Leave(self._state.seen, said.finished, said.reason, said.consequence, said.exit_code))
 
     def _on_renewed(self, event: e.Renewed) -> None:
-        self._reset()
-        self._renewed = True
+        self._state = Incarnation(renewed=True)
         self.profile = self.profile.replaced(incarnation=event.incarnation, data_address=event.data_address)
         self._notices.append(e.Connect(self._link.start(self._now)))

@@ -1,0 +1,137 @@
+"""What a worker's machine knows of its membership; dropped as a whole when the worker has lost its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from muster.wire import messages as m
+from muster.worker.session import events as e
+
+
+@dataclass(slots=True)
+class Incarnation:
+    """What one incarnation of a worker knows of its membership.
+
+    Attributes:
+        ended: it is over for good.
+        welcome: the scheduler's latest; None: it has not answered.
+        renewed: the worker has lost its place, and was not welcomed since.
+        heartbeat_at: when the next heartbeat is due.
+        waiting_sentence: what is waited for, as last told.
+        times_put_off: how often the scheduler has said that it can decide nothing.
+        absent: the scheduler's absence was logged.
+        seen: the highest generation heard of.
+        over: generations up to this one are over.
+        current: the generation that the training thread is in.
+        next: a newer one that it has not entered yet.
+        ids: the unique ids of ``next``.
+        minted: those that this worker has made for it.
+        wants_entry: the training thread waits for a generation.
+        built: it has built its communicator of ``current``.
+        running: so have all members.
+        suspended: the job waits for workers.
+        held: the generation in which no further step may begin.
+        uses_steps: the training asks before each step.
+        stepped_in: the last generation in which a step was begun.
+        leave_reason: why the worker is to leave; None: it is not.
+        goodbye: what it has said at its end.
+        leave_at: when it no longer waits for an answer to that.
+        suspicion_since: since when a verdict on a failed collective is waited for.
+        suspicion: what was said of a peer then; None: no peer was named.
+        timed_out_step: the step in which collectives timed out before.
+        late_reported_at: when it was last told that a collective is late.
+        stuck: cut off from the scheduler, and from some peer too.
+        need_since: since when something is wanted from the scheduler.
+    """
+
+    ended: bool = False
+    welcome: m.Welcome | None = None
+    renewed: bool = False
+    heartbeat_at: float | None = None
+    waiting_sentence: str = ""
+    times_put_off: int = 0
+    absent: bool = False
+    seen: int = 0
+    over: int = 0
+    current: m.Assignment | None = None
+    next: m.Assignment | None = None
+    ids: m.UniqueIds | None = None
+    minted: e.UniqueIdsMinted | None = None
+    wants_entry: bool = False
+    built: bool = False
+    running: bool = False
+    suspended: bool = False
+    held: int = 0
+    uses_steps: bool = False
+    stepped_in: int = 0
+    leave_reason: str | None = None
+    goodbye: e.Goodbye | None = None
+    leave_at: float | None = None
+    suspicion_since: float | None = None
+    suspicion: m.SuspectPeer | None = None
+    timed_out_step: int = -1
+    late_reported_at: float | None = None
+    stuck: bool = False
+    need_since: float | None = None
+
+    @property
+    def generation(self) -> int:
+        """The generation that the training thread is in; 0 before the first."""
+        return self.current.generation if self.current is not None else 0
+
+    @property
+    def newest(self) -> m.Assignment | None:
+        """The newest generation with a place for this worker."""
+        return self.next if self.next is not None else self.current
+
+    @property
+    def standing(self) -> m.Assignment | None:
+        """The generation that the training thread is in, unless it is over."""
+        current = self.current
+        return None if current is None or self.ended or current.generation <= self.over else current
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing is wanted from the scheduler, so that training may go on without it."""
+        return (
+            self.running
+            and self.next is None
+            and self.standing is not None
+            and self.held != self.generation
+            and self.suspicion_since is None
+            and not self.stuck
+            and self.goodbye is None
+        )
+
+    def is_over(self, generation: int) -> bool:
+        """Whether ``generation`` has ended, or a newer one is known."""
+        return self.ended or generation <= self.over or generation < self.seen
+
+    def is_by_steps(self, new: m.Assignment, step: int) -> bool:
+        """Whether the change comes at a boundary of steps, and after ``step`` steps it is still to come."""
+        return new.switch_after_step >= 0 and (self.uses_steps or new.switch_after_step > step)
+
+    def take_up(self, new: m.Assignment) -> None:
+        """Notes a newer generation, which the training thread is to enter."""
+        self.seen = new.generation
+        self.next, self.ids, self.minted = new, None, None
+        self.suspended = False
+
+    def suspend(self, generation: int) -> None:
+        """Notes that up to ``generation`` all is over, and that the job waits for workers."""
+        self.seen = self.over = generation
+        self.next = self.ids = self.minted = None
+        self.suspended = True
+
+    def enter(self, new: m.Assignment) -> None:
+        """The training thread goes over to ``new``, which was the next generation."""
+        self.current, self.next, self.wants_entry = new, None, False
+        self.built = self.running = False
+        self.suspicion_since = None
+        self.over = max(self.over, new.generation - 1)
+
+    def end(self) -> None:
+        """Notes that the membership is over for good."""
+        self.ended = True
+        self.leave_at = None
+        self.minted = self.ids = None
